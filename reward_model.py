@@ -1,0 +1,291 @@
+"""Phase 2 of Text2Grad: R_φ learns to write z = [critique ; span JSON] for a prompt and a response (§3.4, Alg. 3).
+
+    python reward_model.py --task slf5k --data feedback.jsonl --model MODEL --output_dir runs/reward
+
+R_φ is a LoRA adapter on the base that the policy shares. It is trained by teacher forcing on the annotated rows,
+L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained, through the fused gather. It is judged on rows that it never
+saw: the loss, and the spans that it writes itself against the annotator's, token by token (§4.2, Table 1).
+
+Departures from the paper: quotes that are not in the response are taken out of z before training (Appendix L does this
+with the annotation), and a row that does not parse counts as found nothing, never as agreement.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+from annotate import (Feedback, FeedbackError, InputError, conflicting_tokens, flag, get_task, ground, parse_feedback,
+                      read_rows, reward_prompt, run, token_offsets, token_rewards, write_rows)
+from model import (ModelError, add_lora, context_length, encode_answer, encode_prompt, eos_ids, generate, head_weight,
+                   load_model, pad_batch, response_hidden, save_lora, token_logprobs, use_lora)
+
+ALL_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
+@dataclass
+class RewardConfig:
+    """Phase 2. Defaults are the toy world's; --task sets the paper's values for the other tasks (Table 9)."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback or kodcode; sets the preset")
+    model: str = flag("toy/base", "base model: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
+    data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
+    output_dir: str = flag("runs/reward", "where the adapter, metrics and samples go")
+    seed: int = flag(0, "of the split, the order and the adapter's first values")
+    lora_r: int = flag(32, "rank of the adapter (paper: 16)")
+    lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)")
+    lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)")
+    lora_targets: str = flag(ALL_LINEAR, "layers that get it (paper: q_proj,v_proj)")
+    learning_rate: float = flag(4e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)")
+    weight_decay: float = flag(0.0, "of the adapter (paper: 3e-7, KodCode .01)")
+    epochs: int = flag(2, "passes over the rows (paper: 3)")
+    batch_size: int = flag(32, "rows per optimizer step")
+    micro_batch_size: int = flag(32, "rows per forward pass; changes memory, not numbers")
+    max_grad_norm: float = flag(1.0, "gradient clip (paper: 1.0)")
+    max_tokens: int = flag(512, "longer rows are left out and counted (paper: 1400, 1250)")
+    max_critique_tokens: int = flag(160, "longest z that R_φ may write (paper: 500, 768)")
+    held_out: int = flag(200, "rows kept for judging, at most a tenth of all")
+
+
+_PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32, lora_targets="q_proj,v_proj",
+              lora_dropout=0.1, epochs=3, learning_rate=1e-5, weight_decay=3e-7, batch_size=8, micro_batch_size=1)
+REWARD_PRESETS = {
+    "toy": {},
+    "slf5k": {**_PAPER, "lora_dropout": 0.05, "max_tokens": 1400, "max_critique_tokens": 500},
+    "ultrafeedback": {**_PAPER, "max_tokens": 1250, "max_critique_tokens": 768},
+    "kodcode": {**_PAPER, "learning_rate": 2e-5, "weight_decay": 0.01, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
+                "max_tokens": 1250, "max_critique_tokens": 768},
+}
+
+
+def parse_config(config_class, presets: dict[str, dict], argv=None, description=""):
+    """Flags of a dataclass, one help line each; `--task` sets the defaults and every flag given overrides them."""
+    parser = HfArgumentParser(config_class, description=description.split("\n")[0])
+    task = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])[0].task
+    get_task(task)
+    parser.set_defaults(**presets[task])
+    return parser.parse_args_into_dataclasses(argv)[0]
+
+
+# ── Rows as token sequences [x ; y ; z] ────────────────────────────────────────────────────────────────
+
+def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
+    """The rows that are at most max_tokens long, and for each (ids of the instruction with x and y, ids of z and EOS).
+
+    Quotes that `ground` did not find are left out of z, so that R_φ never learns to invent one.
+    """
+    kept, pairs = [], []
+    for row in rows:
+        matched = {key: [q for q in row[key] if q not in row["unmatched"]] for key in ("good_spans", "poor_spans")}
+        x = encode_prompt(tokenizer, reward_prompt(row["prompt"], row["response"]))
+        z = encode_answer(tokenizer, Feedback(row["critique"], **matched).text())
+        if len(x) + len(z) <= max_tokens:
+            kept.append(row)
+            pairs.append((x, z))
+    return kept, pairs
+
+
+def split_rows(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows); all responses to one prompt fall on the same side."""
+    prompts = sorted({row["prompt"] for row in rows})
+    random.Random(seed).shuffle(prompts)
+    kept = set(prompts[: min(held_out, len(prompts) // 10)])
+    return [r for r in rows if r["prompt"] not in kept], [r for r in rows if r["prompt"] in kept]
+
+
+# ── Algorithm 3: teacher forcing ───────────────────────────────────────────────────────────────────────
+
+def z_loss(model, pairs: list[tuple], pad: int) -> tuple[torch.Tensor, int]:
+    """−Σ log p_φ(z_j | z_<j, x, y) over the tokens of z, EOS included, and how many there are (Alg. 3 l.5–6)."""
+    prompts, prompt_mask, z, mask = pad_batch([x for x, _ in pairs], [z for _, z in pairs], pad, model.device)
+    hidden = response_hidden(model, prompts, prompt_mask, z, mask)[mask.bool()]        # [N, H]
+    return -token_logprobs(hidden, head_weight(model), z[mask.bool()]).sum(), int(mask.sum())
+
+
+def batches(pairs: list[tuple], config: RewardConfig, rng: random.Random) -> list[list[tuple]]:
+    """Shuffled batches whose rows have like lengths: sorted within pools of 16 batches, so little is padding."""
+    order = rng.sample(pairs, len(pairs))
+    pool = 16 * config.batch_size
+    order = [p for i in range(0, len(order), pool) for p in sorted(order[i : i + pool], key=lambda p: sum(map(len, p)))]
+    out = [order[i : i + config.batch_size] for i in range(0, len(order), config.batch_size)]
+    return rng.sample(out, len(out))
+
+
+def train_reward_model(model, tokenizer, pairs: list[tuple], config: RewardConfig) -> list[float]:
+    """Fit the adapter "reward" by maximum likelihood (Alg. 3 l.7); returns the loss of every step, nats per token."""
+    torch.manual_seed(config.seed)
+    parameters = add_lora(model, "reward", config.lora_r, config.lora_alpha, config.lora_dropout,
+                          config.lora_targets.split(","))
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    rng = random.Random(config.seed)
+    steps = [batch for _ in range(config.epochs) for batch in batches(pairs, config, rng)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / max(1, len(steps) // 20), 1 - i / len(steps)))       # warm-up, then linear
+    losses, bar = [], tqdm(steps, desc="reward model")
+    model.train()
+    with use_lora(model, "reward"):
+        for batch in bar:
+            total = sum(len(z) for _, z in batch)
+            losses.append(0.0)
+            for i in range(0, len(batch), config.micro_batch_size):
+                loss = z_loss(model, batch[i : i + config.micro_batch_size], tokenizer.pad_token_id or 0)[0] / total
+                loss.backward()
+                losses[-1] += loss.item()
+            torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    model.eval()
+    return losses
+
+
+# ── Using R_φ: z' ~ R_φ(z' | x, y) and its δ ───────────────────────────────────────────────────────────
+
+@dataclass
+class Judgement:
+    """What one critique did to one response: δ_t for every response token, and what had to be left out.
+
+    reason is why δ is zero throughout: "" where the critique was read, else what kept it from being read."""
+    critique: str
+    delta: list[float]
+    reason: str = ""
+    quotes: int = 0
+    unmatched: int = 0
+    ambiguous: int = 0
+    conflicts: int = 0
+
+
+def judge(critique: str, text: str, offsets, weighting: str = "uniform") -> Judgement:
+    """Parse A'(y) from a critique and map it to δ' (Alg. 4 l.13). What cannot be read gives zeros and a reason."""
+    try:
+        if not critique:
+            raise FeedbackError("no critique was written: the response is empty or too long for R_φ's context")
+        feedback = parse_feedback(critique)
+    except FeedbackError as error:
+        return Judgement(critique, [0.0] * len(offsets), str(error))
+    found = ground(text, feedback)
+    return Judgement(critique, token_rewards(text, offsets, found.spans, weighting), "",
+                     len(feedback.good_spans) + len(feedback.poor_spans), len(found.unmatched), found.ambiguous,
+                     conflicting_tokens(text, offsets, found.spans))
+
+
+def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], max_new_tokens: int,
+                    temperature: float = 0.0, generator=None) -> tuple[list[str], int]:
+    """One critique per response from the adapter "reward" (Alg. 4 l.12), and the tokens written.
+
+    Greedy by default: the release decodes R_φ by beams or at temperature .1, and a policy should not be rewarded
+    by the luck of a draw. A response that is empty, or that does not fit the context when it is encoded again, gets "".
+    """
+    asked = {i: encode_prompt(tokenizer, reward_prompt(x, y))
+             for i, (x, y) in enumerate(zip(prompts, responses)) if y.strip()}
+    asked = {i: ids for i, ids in asked.items() if len(ids) + max_new_tokens <= context_length(model)}
+    with use_lora(model, "reward"):
+        written = generate(model, list(asked.values()), max_new_tokens, temperature, eos_ids(tokenizer, model),
+                           tokenizer.pad_token_id, generator)
+    out = [""] * len(responses)
+    for i, z in zip(asked, written):
+        out[i] = tokenizer.decode(z, skip_special_tokens=True)
+    return out, sum(map(len, written))
+
+
+@torch.no_grad()
+def held_out_loss(model, pairs: list[tuple], config: RewardConfig, pad: int) -> float:
+    """L_R(φ) on rows that were not trained on, nats per token of z."""
+    loss = tokens = 0
+    with use_lora(model, "reward"):
+        for i in range(0, len(pairs), config.micro_batch_size):
+            more, n = z_loss(model, pairs[i : i + config.micro_batch_size], pad)
+            loss, tokens = loss + more.item(), tokens + n
+    return loss / tokens
+
+
+def span_scores(predicted: list[list[float]], truth: list[list[float]]) -> dict[str, float | None]:
+    """Precision and recall of good (+1) and poor (−1) tokens; None where there is nothing to divide by (§4.2, Table 1)."""
+    scores = {}
+    for label, name in ((1, "good"), (-1, "poor")):
+        hits = sum(p == t == label for ps, ts in zip(predicted, truth) for p, t in zip(ps, ts))
+        for measure, lists in (("precision", predicted), ("recall", truth)):
+            count = sum(labels.count(label) for labels in lists)
+            scores[f"{name}_{measure}"] = hits / count if count else None
+    return scores
+
+
+def evaluate_reward_model(model, tokenizer, rows: list[dict], pairs, config: RewardConfig) -> tuple[dict, list[dict]]:
+    """Held-out loss, and the spans that R_φ writes itself against the annotator's, token by token of the response.
+
+    A critique that cannot be read predicts nothing, which costs recall. Returns (metrics, one sample per row).
+    """
+    judged, truth, samples, written = [], [], [], 0
+    for i in tqdm(range(0, len(rows), 64), desc="judge the reward model"):
+        part = rows[i : i + 64]
+        critiques, n = write_critiques(model, tokenizer, [r["prompt"] for r in part], [r["response"] for r in part],
+                                       config.max_critique_tokens)
+        written += n
+        for row, critique in zip(part, critiques):
+            text, offsets = token_offsets(tokenizer, tokenizer(row["response"], add_special_tokens=False).input_ids)
+            annotated = Feedback(row["critique"], row["good_spans"], row["poor_spans"])
+            truth.append(token_rewards(text, offsets, ground(text, annotated).spans))
+            judged.append(judge(critique, text, offsets))
+            samples.append({"id": row["id"], "response": row["response"], "annotator": row["critique"],
+                            "reward_model": critique, "unreadable": judged[-1].reason})
+    metrics = {"held_out_rows": len(rows), "held_out_loss": held_out_loss(model, pairs, config, tokenizer.pad_token_id or 0),
+               **span_scores([verdict.delta for verdict in judged], truth),
+               "unparseable": sum(bool(v.reason) for v in judged) / len(judged),
+               "unmatched": sum(v.unmatched for v in judged) / max(1, sum(v.quotes for v in judged)),
+               "critique_tokens": written / len(rows)}
+    return metrics, samples
+
+
+def fit(model, tokenizer, config: RewardConfig) -> dict:
+    """Phase 2 whole: read rows, train, judge, and write adapter, metrics and samples to output_dir, each file whole."""
+    rows = read_rows(config.data, (("prompt",), ("response",), ("critique",)))
+    limit, started = min(config.max_tokens, context_length(model)), time.time()
+    (train_rows, pairs), (held_out, held_out_pairs) = (encode_rows(part, tokenizer, limit)
+                                                       for part in split_rows(rows, config.held_out, config.seed))
+    if not pairs:
+        raise InputError(f"{config.data}: every row is longer than {limit} tokens (--max_tokens or the model's context)")
+    losses = train_reward_model(model, tokenizer, pairs, config)
+    metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out), "steps": len(losses),
+               "final_loss": losses[-1], "seconds_training": time.time() - started}
+    samples = []
+    if held_out:
+        judged, samples = evaluate_reward_model(model, tokenizer, held_out, held_out_pairs, config)
+        metrics |= judged
+    metrics["seconds"] = time.time() - started
+    out = Path(config.output_dir)
+    save_lora(model, "reward", out / "adapter")
+    write_rows(out / "samples.jsonl", samples)
+    write_rows(out / "config.json", [asdict(config)])
+    write_rows(out / "metrics.json", [metrics])            # last: its presence says that the phase is done
+    return metrics
+
+
+def summary(metrics: dict) -> str:
+    """One line on R_φ: its held-out loss and the quality of the spans that it writes."""
+    if "held_out_loss" not in metrics:
+        return "trained; too few rows to hold any out"
+    number = lambda key: "–" if metrics[key] is None else f"{metrics[key]:.3f}"
+    return (f"held-out loss {metrics['held_out_loss']:.4f}; poor spans precision {number('poor_precision')}, recall "
+            f"{number('poor_recall')}; good spans {number('good_precision')}, {number('good_recall')}; unparseable "
+            f"{metrics['unparseable']:.1%}")
+
+
+def main():
+    """Train and judge a reward model from the command line."""
+    config = parse_config(RewardConfig, REWARD_PRESETS, sys.argv[1:], __doc__)
+    model, tokenizer = load_model(config.model)
+    print(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
+          f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
+          f"--reward_model {config.output_dir}/adapter")
+
+
+if __name__ == "__main__":
+    run(main, "reward_model", (ModelError, SafetensorError))

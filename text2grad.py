@@ -1,0 +1,738 @@
+"""Text2Grad: reinforcement learning from natural-language feedback (arXiv 2505.22338), Algorithms 1 and 4.
+
+    python text2grad.py                      # all three phases on the embedded toy world, minutes on a laptop
+    torchrun --nproc_per_node 8 text2grad.py --task slf5k --model meta-llama/Llama-3.1-8B-Instruct --data slf5k.jsonl
+
+Phase 1 (annotate.py) turns responses of the base model into critiques with quoted spans, phase 2 (reward_model.py)
+teaches R_φ to write them, and phase 3, here, is the policy gradient of what R_φ writes:
+
+    y ~ π_θ(·|x)   z' ~ R_φ(·|x, y)   δ' from the spans of z'   r_t = δ'_t + r_t^KL   A_t by GAE   clipped PPO
+
+Everything lands in runs/NAME. Phases that are done are reused; a phase 3 that was stopped goes on from its checkpoint.
+
+Departures from the paper, each a slip that we read by its evident meaning: the loss is −L_CLIP − β H (with the printed
+signs a maximised objective would punish entropy); GAE sums to T − t with V = 0 after the last token (to T − t − 1 it
+would drop the last TD error); `delta` is the pseudo-reward δ_t and `td_error` the other δ_t. R_φ writes z' greedily.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+import toy
+from annotate import (InputError, annotate, examples, flag, get_task, make_annotator, read_rows, reward_prompt, run,
+                      token_offsets, write_rows)
+from model import (ModelError, ValueHead, add_lora, context_length, encode_prompt, eos_ids, generate, head_weight,
+                   load_checkpoint, load_lora, load_model, lora_parameters, pad_batch, response_hidden,
+                   save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
+from report import colour_tokens, split_text, table
+from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, fit, judge, parse_config, summary,
+                          write_critiques)
+
+
+@dataclass
+class Config:
+    """Defaults are the toy world's; --task sets the paper's values (Table 10, as its release has them)."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback or kodcode; sets the preset")
+    model: str = flag("toy/base", "base model: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
+    adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
+    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
+    data: str | None = flag(None, "rows to train on, JSON lines; the toy world makes its own")
+    output_dir: str = flag("runs/toy", "run directory: config, metrics, samples, adapters")
+    seed: int = flag(0, "of everything that is drawn")
+    resume: bool = flag(True, "reuse what the run directory holds; --no_resume wants it empty")
+    # Phase 1
+    annotator_model: str = flag("gpt-4o", "annotator on the server (paper: gpt-4o)")
+    base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
+    critic: str | None = flag("toy:critique", "a function module:function instead of a server")
+    cot: bool = flag(True, "annotate with chain of thought (paper: yes)")
+    concurrency: int = flag(8, "annotation requests under way at once")
+    annotated_rows: int = flag(3000, "rows for phases 1 and 2 at most (paper: 5000 to 10000)")
+    # Phase 3: rollouts and rewards
+    iterations: int = flag(60, "of Algorithm 4's outer loop")
+    batch_size: int = flag(64, "rollouts per iteration, all ranks together (paper: 12, 8 per GPU)")
+    temperature: float = flag(1.0, "of the policy, in sampling and in scoring (paper: .6)")
+    max_new_tokens: int = flag(48, "longest response (paper: 89, 256, 512)")
+    max_prompt_tokens: int = flag(0, "leave out and count longer prompts; 0: a longer one is an error")
+    max_critique_tokens: int = flag(160, "longest critique of R_φ (paper: 500, 768)")
+    weighting: str = flag("uniform", "δ within a span: uniform (paper) or linear_decay (Table 11)")
+    kl_coef: float = flag(0.02, "first KL coefficient (paper: .2, .07, .05)")
+    kl_target: float = flag(6.0, "nats per response the adaptive KL aims at (paper: 6, 1, 3); 0: fixed")
+    kl_horizon: int = flag(10000, "rollouts over which it adapts (paper: 10000)")
+    kl_estimator: str = flag("full", "full: exact over the vocabulary, no noise; k1: log π − log π_ref")
+    gamma: float = flag(1.0, "discount γ (paper: 1)")
+    lam: float = flag(0.95, "GAE λ (paper: .95)")
+    # Phase 3: the update
+    ppo_epochs: int = flag(4, "passes over each batch (paper: 4)")
+    minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks together")
+    micro_batch_size: int = flag(64, "rollouts per forward pass; changes memory, not numbers")
+    learning_rate: float = flag(2e-3, "peak, AdamW (paper: 1e-6, KodCode 5e-7)")
+    schedule: str = flag("linear", "to zero: linear (paper, SLF5K) or cosine (the others)")
+    max_grad_norm: float = flag(1.0, "gradient clip")
+    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)")
+    value_clip: float = flag(0.2, "of the value's move from its old value (paper: .2)")
+    value_coef: float = flag(0.1, "of the value loss (paper: .1)")
+    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release, δ is dense enough")
+    value_target: str = flag("gae", "gae: A + V, less noise, as the release; return: Alg. 4 l.24")
+    value_grad_to_policy: bool = flag(False, "let the value loss shape the policy's adapter too (the release does)")
+    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)")
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)")
+    lora_targets: str = flag("q_proj,v_proj", "layers that get the adapter")
+    # Looking and keeping
+    eval_rows: int = flag(200, "held-out prompts for the table before and after")
+    show_every: int = flag(10, "iterations between sampled responses in the terminal")
+    save_every: int = flag(20, "iterations between checkpoints")
+
+    @property
+    def reference(self) -> str | None:
+        """The adapter of π_ref: the frozen SFT adapter where there is one, else the bare base."""
+        return "reference" if self.adapter else None
+
+
+_PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6, annotated_rows=10000,
+              iterations=1000, batch_size=64, minibatch_size=64, micro_batch_size=1, learning_rate=1e-6,
+              schedule="cosine", max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, eval_rows=64)
+PRESETS = {
+    "toy": {},
+    "slf5k": {**_PAPER, "output_dir": "runs/slf5k", "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
+              "kl_coef": 0.2, "kl_target": 6.0, "max_new_tokens": 89, "max_critique_tokens": 500,
+              "annotated_rows": 5000},
+    "ultrafeedback": {**_PAPER, "output_dir": "runs/ultrafeedback", "max_new_tokens": 512},
+    "kodcode": {**_PAPER, "output_dir": "runs/kodcode", "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
+                "kl_target": 1.0},
+}
+
+
+# ── The equations ───────────────────────────────────────────────────────────────────────────────────────
+
+def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
+    """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t) (Definition 1), averaged over the batch.
+
+    logprobs, delta, mask: [B, T] → scalar.
+    """
+    return -(delta * logprobs * mask).sum() / len(logprobs)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = Σ_{l=0}^{T−t} (γλ)^l td_error_{t+l},  td_error_t = r_t + γ V(y_<t+1) − V(y_<t)  (§3.5, Appendix A).
+
+    rewards, values, mask: [B, T], right-padded → (advantages, returns = A + V), both 0 where mask is 0, not whitened.
+    V after the last token is 0. λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (td_error + gamma * lam * next_advantage) * mask[:, t]
+        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
+    return advantages, (advantages + values) * mask
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Σ_{k=t}^{T} γ^{k−t} r_k, the value target of Alg. 4 l.24: GAE with λ = 1 and no values. [B, T] → [B, T]"""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over the masked entries of all ranks; 0 where mask is 0. Any shape."""
+    count = all_sum(mask.sum())
+    mean = all_sum((x * mask).sum()) / count
+    variance = all_sum(((x - mean) ** 2 * mask).sum()) / count
+    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def ppo_loss(logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor, clip: float,
+             count=None) -> Tensor:
+    """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)  (§3.5, Alg. 4 l.22–23, 27).
+
+    Any shape → scalar. count: tokens to average over, where this is a part of a batch the whole's; default mask.sum().
+    """
+    ratio = torch.exp((logprobs - logprobs_old) * mask)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return -(gain * mask).sum() / (mask.sum() if count is None else count)
+
+
+def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float, count=None) -> Tensor:
+    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)]: Alg. 4 l.24 with the release's clipping. Shapes as ppo_loss."""
+    clipped = torch.clamp(values, values_old - clip, values_old + clip)
+    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
+
+
+@dataclass
+class AdaptiveKL:
+    """The coefficient β of the KL penalty, steered to a target (Ziegler et al. 2019, §2.2). target 0 keeps it fixed."""
+    beta: float
+    target: float
+    horizon: int
+
+    def update(self, kl: float, n: int):
+        """kl: mean nats per response in the last batch; n: its rollouts. β moves by at most 20 % · n / horizon."""
+        if self.target:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.beta *= 1 + error * n / self.horizon
+
+
+# ── Rollouts (Algorithm 4, l.8–18) ─────────────────────────────────────────────────────────────────────
+
+INPUTS = ("prompt_ids", "prompt_mask", "response_ids", "mask")             # what a forward pass takes
+
+
+@dataclass
+class Rollouts:
+    """One batch on its way through the phases. [B, T] is right-padded; mask is 1 on sampled tokens, EOS included."""
+    prompts: list[str]
+    texts: list[str]
+    offsets: list[list[tuple[int, int]]]
+    prompt_ids: Tensor                  # [B, P], left-padded
+    prompt_mask: Tensor                 # [B, P]
+    response_ids: Tensor                # [B, T]
+    mask: Tensor                        # [B, T]
+    feedback: list[Judgement] = field(default_factory=list)
+    delta: Tensor | None = None         # δ'_t
+    logprobs_old: Tensor | None = None  # log π_θold(y_t)
+    entropy: Tensor | None = None       # H(π_θold(·|x, y_<t))
+    kl: Tensor | None = None            # KL_t(π ‖ π_ref)
+    values: Tensor | None = None        # V_ψ(x, y_<t)
+    rewards: Tensor | None = None       # r_t = δ'_t + r_t^KL
+    advantages: Tensor | None = None    # A_t, whitened
+    returns: Tensor | None = None       # value targets
+
+    def part(self, index: list[int]) -> dict[str, Tensor]:
+        """The tensors of some rows, without the columns that are padding in all of them."""
+        P, T = int(self.prompt_mask[index].sum(1).max()), int(self.mask[index].sum(1).max())
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T] for name, x in tensors.items()}
+
+
+def sample_rollouts(model, tokenizer, prompts: list[str], config: Config, adapter: str | None, generator) -> Rollouts:
+    """y ~ π_θold(·|x) for every prompt (Alg. 4 l.11). The sampled ids are kept as they are; texts are for the critic."""
+    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    with use_lora(model, adapter):
+        ids = generate(model, prompt_ids, config.max_new_tokens, config.temperature, eos_ids(tokenizer, model),
+                       tokenizer.pad_token_id, generator)
+    texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
+    padded = pad_batch(prompt_ids, ids, tokenizer.pad_token_id or 0, model.device)
+    return Rollouts(prompts, list(texts), list(offsets), *padded)
+
+
+def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
+    """z' ~ R_φ(·|x, y), parsed to δ' (Alg. 4 l.12–13); returns the tokens that R_φ wrote. No critique, no reward."""
+    critiques, written = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts, config.max_critique_tokens)
+    rollouts.feedback = [judge(z, text, offsets, config.weighting)
+                         for z, text, offsets in zip(critiques, rollouts.texts, rollouts.offsets)]
+    rollouts.delta = torch.zeros(rollouts.mask.shape, device=model.device)
+    for row, (verdict, n) in enumerate(zip(rollouts.feedback, rollouts.mask.sum(1).tolist())):
+        assert len(verdict.delta) == n, "δ' has one entry per sampled token"
+        rollouts.delta[row, :n] = torch.tensor(verdict.delta)
+    return written
+
+
+@torch.no_grad()
+def add_scores(rollouts: Rollouts, model, value_head, config: Config):
+    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), by the forward pass that training uses."""
+    shape = rollouts.mask.shape
+    for name in ("logprobs_old", "entropy", "values", "kl"):
+        setattr(rollouts, name, torch.zeros(shape, device=model.device))
+    weight, order = head_weight(model), by_length(rollouts.mask)
+    for index in (order[i : i + config.micro_batch_size] for i in range(0, len(order), config.micro_batch_size)):
+        part = rollouts.part(index)
+        at = part["mask"].bool()
+        T, targets = at.shape[1], part["response_ids"][at]
+        inputs = [part[k] for k in INPUTS]
+        with use_lora(model, "policy"):
+            hidden = response_hidden(model, *inputs)[at]                                   # [N, H]
+        with use_lora(model, config.reference):
+            ref_hidden = response_hidden(model, *inputs)[at]
+        logprobs, entropy = token_logprobs(hidden, weight, targets, config.temperature, with_entropy=True)
+        kl = token_kl(hidden, ref_hidden, weight, config.temperature) if config.kl_estimator == "full" else \
+            logprobs - token_logprobs(ref_hidden, weight, targets, config.temperature)
+        for name, flat in (("logprobs_old", logprobs), ("entropy", entropy), ("kl", kl), ("values", value_head(hidden))):
+            full = torch.zeros(at.shape, device=model.device)
+            full[at] = flat
+            getattr(rollouts, name)[index, :T] = full
+
+
+def add_advantages(rollouts: Rollouts, beta: float, config: Config):
+    """r_t = δ'_t − β KL_t, then A_t by GAE, whitened over all ranks, and the value targets (Alg. 4 l.14–16, 24)."""
+    rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask
+    rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask, config.gamma,
+                                                config.lam)
+    if config.value_target == "return":
+        rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)
+    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)
+    mean = all_sum((rollouts.advantages * rollouts.mask).sum()) / all_sum(rollouts.mask.sum())
+    assert abs(mean) < 1e-3, f"whitened advantages have mean 0 over the mask, not {mean}"
+
+
+def by_length(mask: Tensor) -> list[int]:
+    """Rows ordered by response length, so that a micro-batch holds little padding."""
+    return sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
+
+
+# ── The update (Algorithm 4, l.19–32) ──────────────────────────────────────────────────────────────────
+
+def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng: random.Random) -> dict[str, float]:
+    """ppo_epochs passes over the batch in shuffled minibatches; returns means over all its tokens and passes.
+
+    A minibatch is split into micro-batches, every one normalised by the token count of the whole minibatch on all
+    ranks, so neither the split nor the number of ranks changes the update.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sums: dict[str, float] = {}
+    per_rank = config.minibatch_size // world_size()
+    steps = 0
+    for _ in range(config.ppo_epochs):
+        order = rng.sample(range(len(rollouts.mask)), len(rollouts.mask))
+        for rows in (order[i : i + per_rank] for i in range(0, len(order), per_rank)):
+            count = all_sum(rollouts.mask[rows].sum())
+            rows = [rows[i] for i in by_length(rollouts.mask[rows])]
+            for i in range(0, len(rows), config.micro_batch_size):
+                part = rollouts.part(rows[i : i + config.micro_batch_size])
+                loss, stats = minibatch_loss(part, model, value_head, config, count)
+                loss.backward()
+                for key, value in stats.items():
+                    sums[key] = sums.get(key, 0.0) + value
+            for p in parameters:
+                all_sum(p.grad)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            sums["grad_norm"] = sums.get("grad_norm", 0.0) + norm.item() / world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    means = all_sum(torch.tensor(list(sums.values()), device=model.device)) / steps
+    return dict(zip(sums, means.tolist()))
+
+
+def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count) -> tuple[Tensor, dict]:
+    """−L_CLIP − β H + c L_VF of some rollouts, each a sum over their tokens divided by `count`; and what to log."""
+    at = part["mask"].bool()
+    old = {k: part[k][at] for k in ("response_ids", "logprobs_old", "advantages", "values", "returns", "mask")}  # [N]
+    with use_lora(model, "policy"):
+        hidden = response_hidden(model, *(part[k] for k in INPUTS))[at]                                     # [N, H]
+    out = token_logprobs(hidden, head_weight(model), old["response_ids"], config.temperature, config.entropy_coef > 0)
+    logprobs, entropy = out if config.entropy_coef > 0 else (out, None)
+    values = value_head(hidden if config.value_grad_to_policy else hidden.detach())
+    policy = ppo_loss(logprobs, old["logprobs_old"], old["advantages"], old["mask"], config.clip, count)
+    value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)
+    loss = policy + config.value_coef * value
+    if entropy is not None:
+        loss = loss - config.entropy_coef * entropy.sum() / count
+    with torch.no_grad():
+        log_ratio = logprobs - old["logprobs_old"]
+        ratio = log_ratio.exp()
+        stats = {"policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
+                 "policy_kl": (ratio - 1 - log_ratio).sum() / count,           # KL(π_old ‖ π), k3: never negative
+                 "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
+                 "value_clip_fraction": ((values - old["values"]).abs() > config.value_clip).sum() / count}
+    return loss, {k: v.item() for k, v in stats.items()}
+
+
+# ── Ranks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+def world_size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place where there are several."""
+    if world_size() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def start_ranks() -> torch.device:
+    """Join the other processes that torchrun started, if any; returns this rank's device."""
+    cuda = torch.cuda.is_available()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))    # ranks wait for phase 1
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(local)
+    return torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+# ── Phases 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────
+
+def say(text: str):
+    """Print from the first rank only, past any progress bar."""
+    if rank() == 0:
+        tqdm.write(text)
+
+
+def split_data(config: Config) -> tuple[list[dict], list[dict]]:
+    """(rows to train on, rows for the table before and after): disjoint."""
+    task = get_task(config.task)
+    if config.data is None:
+        if config.task != "toy":
+            raise InputError(f"--task {config.task} needs --data rows.jsonl")
+        return toy.rows("train", config.annotated_rows, config.seed), toy.rows("eval", config.eval_rows)
+    rows = read_rows(config.data, task.needs)
+    if len(rows) < 2:
+        raise InputError(f"{config.data}: at least two rows are needed, one to train on and one to judge by")
+    order = random.Random(config.seed).sample(rows, len(rows))
+    held_out = min(config.eval_rows, max(1, len(rows) // 10))
+    return order[held_out:], order[:held_out]
+
+
+def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str) -> list[dict]:
+    """Rows whose prompt, response and critique fit the model; longer than --max_prompt_tokens are left out and counted."""
+    task = get_task(config.task)
+    lengths = [len(encode_prompt(tokenizer, task.policy_prompt(row))) for row in rows]
+    if config.max_prompt_tokens:
+        kept = [(row, n) for row, n in zip(rows, lengths) if n <= config.max_prompt_tokens]
+        if not kept:
+            raise InputError(f"{source}: every prompt is longer than --max_prompt_tokens {config.max_prompt_tokens}")
+        if len(kept) < len(rows):
+            say(f"{source}: left out {len(rows) - len(kept)} of {len(rows)} rows, longer than "
+                f"{config.max_prompt_tokens} tokens")
+        rows, lengths = map(list, zip(*kept))
+    # R_φ reads the prompt and the response, and writes z: the longest sequence of the run.
+    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
+    need, limit = max(lengths) + instruction + config.max_new_tokens + config.max_critique_tokens, context_length(model)
+    if need > limit:
+        worst = lengths.index(max(lengths))
+        raise InputError(f"{source}, row {rows[worst].get('id', worst + 1)}: a prompt of {lengths[worst]} tokens, with "
+                         f"its response and critique up to {need}, exceeds the context of {config.model} ({limit}); set "
+                         f"--max_prompt_tokens {max(1, limit - need + lengths[worst])} to leave such rows out, or lower "
+                         f"--max_new_tokens or --max_critique_tokens")
+    return rows
+
+
+def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
+    """Alg. 1 l.6: an initial response of the reference policy to every row that brings none. Empty ones are left out."""
+    task, out = get_task(config.task), []
+    mute = [row for row in rows if "response" not in row and not task.responses(row)]
+    brought = [row for row in rows if "response" in row or task.responses(row)]
+    generator = torch.Generator(model.device).manual_seed(config.seed)
+    for i in tqdm(range(0, len(mute), 256), desc="respond", disable=not mute):
+        part = mute[i : i + 256]
+        prompts = [task.policy_prompt(row) for row in part]
+        texts = sample_rollouts(model, tokenizer, prompts, config, config.reference, generator).texts
+        out += [row | {"response": text} for row, text in zip(part, texts) if text.strip()]
+    if len(out) < len(mute):
+        say(f"left out {len(mute) - len(out)} of {len(mute)} sampled responses that are empty")
+    if not brought and not out:
+        raise InputError("every sampled response is empty: this model does not answer the prompts")
+    return brought + out
+
+
+def annotate_phase(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
+    """Phase 1 (Alg. 1 l.4–11): responses, critiques, spans → feedback.jsonl."""
+    task = get_task(config.task)
+    annotator, name = make_annotator(task, config.critic, config.annotator_model, config.base_url, config.cot)
+    answered = out / "responses.jsonl"
+    if not answered.exists():
+        write_rows(answered, respond(model, tokenizer, rows[: config.annotated_rows], config))
+    todo = examples(task, read_rows(answered))
+    asked = annotate(task, todo, annotator, name, out / "feedback.jsonl", config.concurrency)
+    return f"{len(todo)} responses, {asked} annotated now by {name}"
+
+
+def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
+    """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter. It keeps the preset of the task."""
+    preset = {**REWARD_PRESETS[config.task], "max_critique_tokens": config.max_critique_tokens}
+    metrics = fit(model, tokenizer, RewardConfig(**{
+        **preset, "task": config.task, "model": config.model, "data": str(out / "feedback.jsonl"),
+        "output_dir": str(out / "reward"), "seed": config.seed}))
+    return summary(metrics)
+
+
+def phase(title: str, done: Path, out: Path, work, ranks: str = "first"):
+    """Do a phase on the first rank or on all, unless its result is there; keep its seconds in phases.jsonl."""
+    finished = done.exists()
+    if world_size() > 1:
+        dist.barrier()                       # no rank may look for the result after another has made it
+    if finished:
+        say(f"{title}: reused {done}")
+        return
+    started = time.time()
+    summary = work() if ranks == "all" or rank() == 0 else None
+    if rank() == 0:
+        seconds = time.time() - started
+        with open(out / "phases.jsonl", "a") as file:
+            file.write(json.dumps({"phase": title, "seconds": seconds, "summary": summary}) + "\n")
+        say(f"{title}: {summary} ({seconds:.0f} s)")
+    if world_size() > 1:
+        dist.barrier()
+
+
+# ── Phase 3 ─────────────────────────────────────────────────────────────────────────────────────────────
+
+def evaluate_policy(model, tokenizer, rows: list[dict], config: Config, adapter: str | None) -> dict[str, float]:
+    """Held-out rows: one sampled response each, judged by R_φ; in the toy world also by its facts."""
+    task, generator = get_task(config.task), torch.Generator(model.device).manual_seed(config.seed)
+    scores: dict[str, list[float]] = {}
+    for i in tqdm(range(0, len(rows), config.batch_size), desc="evaluate"):
+        part = rows[i : i + config.batch_size]
+        rollouts = sample_rollouts(model, tokenizer, [task.policy_prompt(r) for r in part], config, adapter, generator)
+        add_feedback(rollouts, model, tokenizer, config)
+        for row, text, verdict, tokens in zip(part, rollouts.texts, rollouts.feedback, rollouts.mask.sum(1).tolist()):
+            n = max(1, tokens)
+            for key, value in (("fact accuracy", toy.fact_accuracy(row, text) if config.task == "toy" else None),
+                               ("mean δ per token, by R_φ", sum(verdict.delta) / n),
+                               ("tokens in good spans", sum(d > 0 for d in verdict.delta) / n),
+                               ("tokens in poor spans", sum(d < 0 for d in verdict.delta) / n),
+                               ("unparseable critiques", float(bool(verdict.reason))),
+                               ("response tokens", float(tokens))):
+                if value is not None:
+                    scores.setdefault(key, []).append(value)
+    return {key: sum(values) / len(values) for key, values in scores.items()}
+
+
+def batch_prompts(prompts: list[str], config: Config, iteration: int) -> list[str]:
+    """This rank's prompts of one iteration: a walk through shuffled passes over all of them, a function of the seed."""
+    places = range(iteration * config.batch_size + rank(), (iteration + 1) * config.batch_size, world_size())
+    passes = {place // len(prompts) for place in places}
+    order = {e: random.Random(f"{config.seed}-{e}").sample(prompts, len(prompts)) for e in passes}
+    return [order[place // len(prompts)][place % len(prompts)] for place in places]
+
+
+def learning_rate(config: Config, iteration: int) -> float:
+    """Linear or cosine decay to zero over the run."""
+    left = 1 - iteration / config.iterations
+    return config.learning_rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+
+
+def batch_metrics(rollouts: Rollouts, written: int) -> dict[str, float]:
+    """What one batch looked like, over all ranks."""
+    mask, judged = rollouts.mask, rollouts.feedback
+    delta, returns, values = (x[mask.bool()] for x in (rollouts.delta, rollouts.returns, rollouts.values))
+    error = returns - values
+    sums = torch.tensor([
+        len(delta), len(mask), written, delta.sum(), (delta != 0).sum(), (delta > 0).sum(), rollouts.kl.sum(),
+        (rollouts.entropy * mask).sum(), returns.sum(), (returns**2).sum(), error.sum(), (error**2).sum(),
+        sum(bool(v.reason) for v in judged), sum(v.quotes for v in judged), sum(v.unmatched for v in judged),
+        sum(v.ambiguous for v in judged), sum(v.conflicts for v in judged)], dtype=torch.float64, device="cpu")
+    (tokens, rows, written, delta_sum, labelled, good, kl, entropy, r1, r2, e1, e2, unread, quotes, unmatched, ambiguous,
+     conflicts) = all_sum(sums.to(mask.device)).tolist()
+    variance = r2 / tokens - (r1 / tokens) ** 2
+    return {"delta": delta_sum / tokens, "labelled": labelled / tokens, "good": good / tokens,
+            "poor": (labelled - good) / tokens, "kl": kl / rows, "entropy": entropy / tokens,
+            "response_tokens": tokens / rows, "critique_tokens": written / rows,
+            "explained_variance": 1 - (e2 / tokens - (e1 / tokens) ** 2) / variance if variance > 1e-12 else 0.0,
+            "unparseable": unread / rows, "unmatched": unmatched / max(1, quotes),
+            "ambiguous": ambiguous / max(1, quotes), "conflicting_tokens": conflicts, "tokens": tokens}
+
+
+def one_iteration(model, tokenizer, value_head, optimizer, kl: AdaptiveKL, prompts, config: Config, iteration: int):
+    """Algorithm 4 l.7–32, once. Every draw comes from (seed, iteration, rank), so a resumed run draws the same."""
+    seed = (config.seed * 1_000_003 + iteration) * 1024 + rank()
+    generator, rng = torch.Generator(model.device).manual_seed(seed), random.Random(seed)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, iteration)
+    clock = [time.time()]
+    rollouts = sample_rollouts(model, tokenizer, batch_prompts(prompts, config, iteration), config, "policy", generator)
+    clock.append(time.time())
+    written = add_feedback(rollouts, model, tokenizer, config)
+    clock.append(time.time())
+    add_scores(rollouts, model, value_head, config)
+    add_advantages(rollouts, kl.beta, config)
+    clock.append(time.time())
+    stats = ppo_update(rollouts, model, value_head, optimizer, config, rng)
+    clock.append(time.time())
+    metrics = {"iteration": iteration + 1, **batch_metrics(rollouts, written), **stats, "kl_coef": kl.beta,
+               "learning_rate": learning_rate(config, iteration)}
+    kl.update(metrics["kl"], config.batch_size)
+    seconds = [b - a for a, b in zip(clock, clock[1:])]
+    metrics |= {f"seconds_{name}": s for name, s in zip(("rollout", "critique", "score", "update"), seconds)}
+    metrics["tokens_per_second"] = (metrics["tokens"] + metrics["critique_tokens"] * config.batch_size) / sum(seconds)
+    return rollouts, metrics
+
+
+def sample_row(rollouts: Rollouts, iteration: int, row: int) -> dict:
+    """One rollout for samples.jsonl: every token with its δ and its (whitened) A_t."""
+    verdict, text, offsets = rollouts.feedback[row], rollouts.texts[row], rollouts.offsets[row]
+    return {"iteration": iteration, "prompt": rollouts.prompts[row], "response": text, "critique": verdict.critique,
+            "unreadable": verdict.reason, "tokens": split_text(text, offsets), "delta": verdict.delta,
+            "advantage": [round(a, 4) for a in rollouts.advantages[row, : len(offsets)].tolist()]}
+
+
+def training_state(model, value_head, optimizer) -> dict[str, Tensor]:
+    """Every tensor that the next iteration depends on, by name."""
+    tensors = {f"policy.{i}": p for i, p in enumerate(lora_parameters(model, "policy"))}
+    tensors |= {f"value.{name}": p for name, p in value_head.named_parameters()}
+    for i, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{i}.{key}": value for key, value in state.items()}
+    return tensors
+
+
+def restore(model, value_head, optimizer, kl: AdaptiveKL, out: Path) -> int:
+    """Go back to the newest checkpoint, if there is one; returns the number of iterations done."""
+    found = sorted((int(p.name.split("-")[1]), p) for p in out.glob("checkpoint-*"))
+    if not found:
+        return 0
+    tensors, state = load_checkpoint(found[-1][1])
+    for i, p in enumerate(lora_parameters(model, "policy")):
+        p.data.copy_(tensors[f"policy.{i}"])
+    for name, p in value_head.named_parameters():
+        p.data.copy_(tensors[f"value.{name}"])
+    slots: dict[int, dict] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, i, key = name.split(".")
+            slots.setdefault(int(i), {})[key] = tensor
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+    kl.beta = state["kl_coef"]
+    say(f"phase 3: resumed after iteration {state['iteration']} from {found[-1][1]}")
+    return state["iteration"]
+
+
+def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, value_head) -> str:
+    """Phase 3 (Alg. 1 l.16–18, Alg. 4): train the adapter "policy" and the value head."""
+    prompts = [get_task(config.task).policy_prompt(row) for row in rows]
+    optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()],
+                                  lr=config.learning_rate, weight_decay=0.0)
+    kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    start = restore(model, value_head, optimizer, kl, out)
+    logs = {name: out / f"{name}.jsonl" for name in ("metrics", "samples")}
+    if rank() == 0:
+        for path in logs.values():                   # drop what was logged after the checkpoint, a torn line too
+            lines = path.read_text().split("\n")[:-1] if path.exists() else []
+            write_rows(path, [row for row in map(json.loads, lines) if row["iteration"] <= start])
+    bar = tqdm(range(start, config.iterations), desc="policy", initial=start, total=config.iterations,
+               disable=rank() > 0)
+    for iteration in bar:
+        rollouts, metrics = one_iteration(model, tokenizer, value_head, optimizer, kl, prompts, config, iteration)
+        if rank() > 0:
+            continue
+        bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}", poor=f"{metrics['poor']:.1%}")
+        sample = sample_row(rollouts, iteration + 1, iteration % len(rollouts.texts))
+        for path, row in zip(logs.values(), (metrics, sample)):
+            with open(path, "a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if iteration % config.show_every == 0 or iteration + 1 == config.iterations:
+            say(f"{iteration + 1:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
+        if (iteration + 1) % config.save_every == 0 and iteration + 1 < config.iterations:
+            save_checkpoint(out / f"checkpoint-{iteration + 1}", training_state(model, value_head, optimizer),
+                            {"iteration": iteration + 1, "kl_coef": kl.beta})
+            for old in sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))[:-2]:
+                shutil.rmtree(old)
+    return f"{config.iterations} iterations of {config.batch_size} rollouts"
+
+
+# ── Command line ────────────────────────────────────────────────────────────────────────────────────────
+
+_CHOICES = {"kl_estimator": ("full", "k1"), "schedule": ("linear", "cosine"), "value_target": ("gae", "return"),
+            "weighting": ("uniform", "linear_decay")}
+_MAY_DIFFER = {"resume", "show_every", "save_every", "micro_batch_size", "concurrency", "base_url"}
+
+
+def check_config(config: Config):
+    """Raises InputError for a flag whose value cannot be used."""
+    for name, allowed in _CHOICES.items():
+        if getattr(config, name) not in allowed:
+            raise InputError(f"--{name} {getattr(config, name)}: it is one of {', '.join(allowed)}")
+    for name in ("batch_size", "minibatch_size"):
+        if getattr(config, name) % world_size() or getattr(config, name) < 1:
+            raise InputError(f"--{name} {getattr(config, name)} must be a positive multiple of the {world_size()} ranks")
+    for name in ("iterations", "micro_batch_size", "max_new_tokens", "max_critique_tokens", "ppo_epochs", "eval_rows",
+                 "annotated_rows", "show_every", "save_every"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name} {getattr(config, name)}: it must be at least 1")
+    if config.temperature <= 0:
+        raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
+
+
+def open_run(config: Config, room_mb: int = 64) -> Path:
+    """Make the run directory, or check that the one there was made with the same settings and that the disk has room."""
+    out = Path(config.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out).free >> 20
+    if free < room_mb:
+        raise InputError(f"{out}: {free} MB are free on this disk, a run needs {room_mb} MB; use another --output_dir")
+    kept, now = out / "config.json", asdict(config)
+    if kept.exists():
+        if not config.resume:
+            raise InputError(f"{out} holds a run already; choose another --output_dir or leave out --no_resume")
+        before = json.loads(kept.read_text())
+        changed = [f"{name} was {before.get(name)!r}, is {value!r}" for name, value in now.items()
+                   if before.get(name) != value and name not in _MAY_DIFFER]
+        if changed:
+            raise InputError(f"{out} was made with other settings ({'; '.join(changed)}); choose another --output_dir")
+    elif rank() == 0:
+        write_rows(kept, [now])
+    return out
+
+
+def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path):
+    """Phase 3 between its two evaluations; writes policy/, value_head.safetensors and result.json."""
+    before_file = out / "before.json"
+    if rank() == 0 and not before_file.exists():
+        write_rows(before_file, [evaluate_policy(model, tokenizer, eval_rows, config, config.reference)])
+    torch.manual_seed(config.seed)
+    if config.adapter:
+        load_lora(model, "policy", config.adapter)
+    else:
+        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, config.lora_targets.split(","))
+    value_head = ValueHead(model.config.hidden_size, model.device)
+    started = time.time()
+    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head)
+    if rank() == 0:
+        after = evaluate_policy(model, tokenizer, eval_rows, config, "policy")
+        save_lora(model, "policy", out / "policy")
+        save_file(value_head.state_dict(), out / "value_head.safetensors")
+        write_rows(out / "result.json", [{"before": json.loads(before_file.read_text()), "after": after,
+                                          "seconds_policy": time.time() - started}])
+    return summary
+
+
+def main():
+    """Algorithm 1: annotate, train R_φ, optimise the policy."""
+    config = parse_config(Config, PRESETS, sys.argv[1:], __doc__)
+    device = start_ranks()
+    check_config(config)
+    out, started = open_run(config), time.time()
+    train_rows, eval_rows = split_data(config)
+    model, tokenizer = load_model(config.model, device=device)
+    source = config.data or "toy rows"
+    train_rows, eval_rows = (fitting_rows(rows, model, tokenizer, config, source) for rows in (train_rows, eval_rows))
+    say(f"Text2Grad on {config.task}: {config.model}, {len(train_rows)} training prompts, {device}; files in {out}/")
+    if config.reference:
+        load_lora(model, config.reference, config.adapter)
+    reward = Path(config.reward_model or out / "reward" / "adapter")
+    if config.reward_model is None:
+        phase("phase 1, annotate", out / "feedback.jsonl", out,
+              lambda: annotate_phase(model, tokenizer, train_rows, config, out))
+        phase("phase 2, reward model", out / "reward" / "metrics.json", out,
+              lambda: reward_phase(model, tokenizer, config, out))
+    if not lora_parameters(model, "reward"):
+        load_lora(model, "reward", reward)
+    phase("phase 3, policy", out / "result.json", out,
+          lambda: optimise(model, tokenizer, train_rows, eval_rows, config, out), ranks="all")
+    if rank() == 0:
+        result = json.loads((out / "result.json").read_text())
+        print(table([f"{len(eval_rows)} held-out prompts", "before", "after"],
+                    [[key, value, result["after"][key]] for key, value in result["before"].items()]))
+        print(f"\n{time.time() - started:.0f} s in all. In {out}/: policy/ and reward/adapter/ (PEFT format), "
+              f"metrics.jsonl, samples.jsonl.\n"
+              f"next: python text2grad.py --seed 1 --output_dir {out}-seed1, or your own rows and model:\n"
+              f"      python text2grad.py --task slf5k --model MODEL --data rows.jsonl --annotator_model gpt-4o")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main, "text2grad", (ModelError, SafetensorError))
