@@ -58,7 +58,7 @@ class Task:
 
 
 def _slf5k_prompt(row: dict) -> str:
-    if "post" not in row:
+    if not row.get("post"):
         return row["summary_prompt"].strip()
     title = f"Title: {row['title']}\n\n" if row.get("title") else ""
     return f"Summarise this Reddit post in one or two sentences, in the third person.\n\n{title}Post: {row['post']}"
@@ -142,13 +142,13 @@ def read_rows(path, needs=()) -> list[dict]:
     path, rows = Path(path), []
     if not path.is_file():
         raise InputError(f"{path}: no such file (--data takes rows as JSON lines)")
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:       # not UTF-8, not JSON, or absurdly long or deep
+            raise InputError(f"{path}, line {number}: not a row of JSON in UTF-8 ({error})") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: expected a JSON object, found a {type(row).__name__}")
         for group in needs:
@@ -182,8 +182,8 @@ def examples(task: Task, rows: list[dict]) -> list[dict]:
         name = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
         found = [{"response": row["response"]}] if "response" in row else task.responses(row)
         for k, answer in enumerate(found):
-            if not str(answer["response"]).strip():
-                raise InputError(f"row {number} ({name}): the response is empty, nothing to judge; drop the row")
+            if not isinstance(answer["response"], str) or not answer["response"].strip():
+                raise InputError(f"row {number} ({name}): the response is empty or no text; drop the row")
             out.append({"id": name if len(found) == 1 else f"{name}/{k}", "prompt": task.policy_prompt(row),
                         **answer, "row": row})
     return out
@@ -224,21 +224,23 @@ def _unique_keys(pairs: list[tuple]) -> dict:
     return dict(zip(keys, (value for _, value in pairs)))
 
 
-def _span_maps(text: str) -> list[tuple[int, dict]]:
-    """Every outermost JSON object in the text that has span keys, with its position."""
+def _span_maps(text: str) -> list[tuple[int, int, dict]]:
+    """Every outermost JSON object in the text that has span keys, with its start and end."""
     decoder, found, at = json.JSONDecoder(object_pairs_hook=_unique_keys, strict=False), [], text.find("{")
     for _ in range(_MOST_OBJECTS):
         if at < 0:
             break
         try:
             value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
-            end = at + 1
+        except FeedbackError:
+            raise
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
+        except ValueError:                                  # not JSON from here on, or a number of absurd length
+            end = at + 1
         else:
             if {*_GOOD_KEYS, *_POOR_KEYS, *_CODE_KEYS} & value.keys():
-                found.append((at, value))
+                found.append((at, end, value))
         at = text.find("{", end)
     return found
 
@@ -246,8 +248,11 @@ def _span_maps(text: str) -> list[tuple[int, dict]]:
 def _quotes(value: dict, key: str) -> list[str]:
     if key not in value:
         raise FeedbackError(f"the key {key!r} is missing")
-    if not isinstance(value[key], list) or not all(isinstance(quote, str) for quote in value[key]):
-        raise FeedbackError(f"{key!r} must be a list of strings, found {json.dumps(value[key])[:80]}")
+    if not isinstance(value[key], list):
+        raise FeedbackError(f"{key!r} must be a list of strings, found a {type(value[key]).__name__}")
+    for quote in value[key]:
+        if not isinstance(quote, str):
+            raise FeedbackError(f"{key!r} must be a list of strings, found a {type(quote).__name__} in it")
     return value[key]
 
 
@@ -262,8 +267,8 @@ def parse_feedback(text: str) -> Feedback:
     if not maps:
         raise FeedbackError("no JSON object with good_spans and poor_spans" +
                             (", and the reply stops inside one" if "spans" in text and "{" in text else ""))
-    at, value = maps[-1]
-    if any(other != value for _, other in maps):
+    at, end, value = maps[-1]
+    if any(other != value for _, _, other in maps):
         raise FeedbackError(f"{len(maps)} span objects that differ; which one is meant is unclear")
     if value.keys() & set(_CODE_KEYS):
         good = value.get("good_spans", [])
@@ -273,9 +278,14 @@ def parse_feedback(text: str) -> Feedback:
     said = [value[key] for key in _CRITIQUE_KEYS if key in value]
     if not all(isinstance(critique, str) for critique in said):
         raise FeedbackError("the critique is not a string")
-    critique = (said[0] if said else re.sub(r"\s*```\w*\s*$", "", text[: maps[0][0]])).strip()
+    prose = text[: maps[0][0]]
+    if text[maps[0][1] :].lstrip().startswith("```"):       # the object is fenced: its opening fence is no critique
+        prose = re.sub(r"```\w*\s*$", "", prose)
+    critique = (said[0] if said else prose).strip()
     if not critique:
         raise FeedbackError("the reply labels spans but holds no critique")
+    if any("\ud800" <= char <= "\udfff" for part in (critique, *good, *poor) for char in part):
+        raise FeedbackError("the reply holds half of a surrogate pair, which is no character")
     return Feedback(critique, good, poor)
 
 
@@ -303,21 +313,37 @@ _PLAIN = {ord(mark): plain for marks, plain in (("‘’‚‛`´", "'"), ("“�
 
 def _normalise(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Text with one form of white space, quotes and Unicode (NFC), and the original [start, end) of each character."""
-    out, origin = [], []
-    for cluster in re.finditer(r"\s+|.[\u0300-\u036f\u1160-\u11ff\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\u3099\u309a"
-                               r"\ufe00-\ufe0f\ufe20-\ufe2f]*", text, re.DOTALL):
-        plain = " " if cluster[0].isspace() else unicodedata.normalize("NFC", cluster[0]).translate(_PLAIN)
+    out, origin, start = [], [], 0
+    for end in range(1, len(text) + 1):
+        if end < len(text) and _continues(text[end - 1], text[end]):
+            continue
+        cluster = text[start:end]
+        plain = " " if cluster.isspace() else unicodedata.normalize("NFC", cluster).translate(_PLAIN)
         out.append(plain)
-        origin += [cluster.span()] * len(plain)
+        origin += [(start, end)] * len(plain)
+        start = end
     return "".join(out), origin
+
+
+def _continues(before: str, char: str) -> bool:
+    """Whether a character belongs to the one before: a mark, a Korean vowel or final, white space after white space."""
+    return (unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff" or
+            (char.isspace() and before.isspace()))
 
 
 def _occurrences(text: str, quote: str) -> list[int]:
     starts, at = [], text.find(quote)
     while at >= 0:
         starts.append(at)
-        at = text.find(quote, at + len(quote))
+        at = text.find(quote, at + 1)
     return starts
+
+
+def _origins(origin, starts: list[int], length: int) -> list[tuple[int, int]]:
+    """Matches in normalised text as intervals of the original; one that ends inside a character is none."""
+    fenced = [None, *origin, None]                       # fenced[i + 1] is origin[i]
+    return [(origin[s][0], origin[s + length - 1][1]) for s in starts
+            if fenced[s] != fenced[s + 1] and fenced[s + length] != fenced[s + length + 1]]
 
 
 def ground(response: str, feedback: Feedback) -> Grounding:
@@ -335,7 +361,7 @@ def ground(response: str, feedback: Feedback) -> Grounding:
                 unmatched += [quote] * repeats
                 continue
             found = [(s, s + len(quote)) for s in _occurrences(response, quote)] or \
-                    [(origin[s][0], origin[s + len(plain) - 1][1]) for s in _occurrences(normal, plain)]
+                    _origins(origin, _occurrences(normal, plain), len(plain))
             if len(found) > repeats:
                 ambiguous += 1
                 continue
@@ -359,25 +385,28 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int,
     def decode(ids):
         return (fast or tokenizer).decode(ids, skip_special_tokens=True, **plain)
 
-    text, offsets, at = decode(token_ids), [], 0
+    special, text, offsets, at = set(tokenizer.all_special_ids), decode(token_ids), [], 0
     before = begin = 0                 # ids[before:begin] is the piece before: with it, this one keeps its leading space
     for end in range(1, len(token_ids) + 1):
         piece = decode(token_ids[before:end])
         if piece.endswith("\ufffd") and end < len(token_ids):
             continue                       # perhaps in the middle of a character
         context = decode(token_ids[before:begin])
-        offsets += _piece_offsets(decode, token_ids[before:begin], token_ids[begin:end], piece, len(context), at)
+        offsets += _piece_offsets(decode, special, token_ids[before:begin], token_ids[begin:end], piece, len(context), at)
         at += len(piece) - len(context)
         before, begin = (begin if len(piece) > len(context) else before), end
     if at != len(text):                    # bytes that are no characters: only the whole says how they are written
-        offsets = _piece_offsets(decode, [], token_ids, text, 0, 0)
+        offsets = _piece_offsets(decode, special, [], token_ids, text, 0, 0)
     return text, offsets
 
 
-def _piece_offsets(decode, context, ids, text: str, known: int, at: int) -> list[tuple[int, int]]:
+def _piece_offsets(decode, special, context, ids, text: str, known: int, at: int) -> list[tuple[int, int]]:
     """Intervals of a few ids that make up text[known:], shifted to start at `at`: read the text after each of them."""
     offsets, agreed = [], known
     for n in range(1, len(ids) + 1):
+        if ids[n - 1] in special:
+            offsets.append((agreed - known + at,) * 2)
+            continue
         prefix, start = (text if n == len(ids) else decode(context + ids[:n])), agreed
         agreed = max(agreed, len(os.path.commonprefix([prefix, text])))
         # A prefix that stops inside a character ends in replacement marks that the whole text does not have there.
@@ -443,6 +472,8 @@ def openai_annotator(model: str, base_url: str | None, task: Task, cot: bool) ->
             raise InputError(f"{client.base_url} does not serve {model!r}: {error}") from error
         except OpenAIError as error:
             raise FeedbackError(f"the server gave no reply: {error}") from error
+        if not reply.choices:
+            raise FeedbackError(f"the server's reply holds no choices: {reply.model_dump_json()[:200]}")
         choice = reply.choices[0]
         if choice.finish_reason == "length":
             raise FeedbackError(f"the reply was cut off after {task.max_tokens} tokens")
@@ -455,8 +486,10 @@ def programmatic_annotator(name: str) -> Callable[[dict], str]:
     module, _, function = name.partition(":")
     try:
         critic = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"--critic {name}: cannot import it ({error}); it is written module:function") from error
+    if not callable(critic):
+        raise InputError(f"--critic {name}: that is a {type(critic).__name__}, not a function of (row, response)")
     return lambda example: critic(example["row"], example["response"])
 
 
@@ -520,7 +553,7 @@ def _whole_lines(path: Path) -> list[dict]:
     """Rows of a file that may end in a torn line, or not exist."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 # ── Command line ────────────────────────────────────────────────────────────────────────────────────────

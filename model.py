@@ -71,9 +71,11 @@ def load_model(path, dtype=None, device=None):
 @torch.no_grad()
 def _assert_plain_head(model, path):
     """Soft-capped, scaled or biased logits would be sampled and scored by different formulas."""
-    hidden = model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device)).last_hidden_state
-    logits = model(torch.zeros(1, 1, dtype=torch.long, device=model.device)).logits
-    if not torch.allclose(hidden @ head_weight(model).T, logits, rtol=1e-2, atol=1e-2):
+    ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]      # 0 may be a blank padding row
+    logits, plain = model(ids).logits, model.base_model(ids).last_hidden_state @ head_weight(model).T
+    changed = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+               if getattr(model.config, key, None) not in (None, 1)]
+    if changed or not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{path}: this architecture changes its logits after the head (a bias, a scale or a "
                          f"soft cap); the fused log-probs here need a plain head, as Llama, Mistral and Qwen have")
 
@@ -163,7 +165,7 @@ def _wrap(model, path: str) -> LoRALinear:
         return layer
     if not isinstance(layer, nn.Linear):
         raise ModelError(f"LoRA needs a linear layer, but {path} is a {type(layer).__name__}")
-    setattr(model.get_submodule(parent), child, LoRALinear(layer))
+    setattr(model.get_submodule(parent), child, LoRALinear(layer).train(layer.training))
     return model.get_submodule(path)
 
 
@@ -176,7 +178,8 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
     layers = _lora_layers(model)
     if any(name in layer.lora_A for layer in layers.values()):
         raise ModelError(f"an adapter named {name!r} is loaded already")
-    linear = [p for p, m in model.named_modules() if isinstance(m, nn.Linear) and not p.endswith(".base_layer")]
+    linear = [p for p, m in model.named_modules()
+              if isinstance(m, nn.Linear) and m is not model.get_output_embeddings() and not p.endswith(".base_layer")]
     paths = [p for p in sorted({*linear, *layers}) if p.rpartition(".")[2] in target_modules]
     absent = set(target_modules) - {p.rpartition(".")[2] for p in paths}
     if absent:
@@ -248,11 +251,14 @@ def load_lora(model, name: str, directory):
     or where it was made for another base.
     """
     directory = Path(directory)
+    if lora_parameters(model, name):
+        raise ModelError(f"an adapter named {name!r} is loaded already")
     for file in ADAPTER_FILES:
         if not (directory / file).is_file():
             raise ModelError(f"{directory} holds no {file}, so it is not an adapter in PEFT's format")
-    config = json.loads((directory / ADAPTER_FILES[0]).read_text())
-    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"):
+    config = _read_json(directory / ADAPTER_FILES[0])
+    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
+                "lora_bias"):
         if config.get(key):
             raise ModelError(f"{directory}: the adapter sets {key}, which is not supported here")
     with safe_open(directory / ADAPTER_FILES[1], "pt") as file:
@@ -262,11 +268,15 @@ def load_lora(model, name: str, directory):
         raise ModelError(f"{directory}: this adapter was made for another base "
                          f"({config.get('base_model_name_or_path')}), not for {model.config._name_or_path}")
     paths = sorted({key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors})
+    strange = tensors.keys() ^ {f"base_model.model.{path}.lora_{side}.weight" for path in paths for side in "AB"}
+    if strange:
+        raise ModelError(f"{directory}: {min(strange)} is not half of a LoRA pair on a linear layer")
     for path in paths:
         _check_fits(model, path, [tensors[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB"], directory)
     for path in paths:
         layer = _wrap(model, path)
-        layer.add(name, config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0))
+        r = len(tensors[f"base_model.model.{path}.lora_A.weight"])
+        layer.add(name, r, config["lora_alpha"] * r / config["r"], config.get("lora_dropout", 0.0))
         for side in "AB":
             getattr(layer, f"lora_{side}")[name].data.copy_(tensors[f"base_model.model.{path}.lora_{side}.weight"])
     return lora_parameters(model, name)
@@ -345,17 +355,17 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_entropy is not None and grad_entropy_out is not None:
                 d_hidden = d_hidden + grad_entropy * grad_entropy_out[:, None].to(grad.dtype)
         if ctx.needs_input_grad[1]:           # only where a base is trained: the probabilities are made again
-            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+            d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             step = _chunk_rows(len(hidden), len(weight))
             for rows in (slice(i, i + step) for i in range(0, len(hidden), step)):
                 logp = F.log_softmax(_logits(hidden[rows], weight, ctx.temperature), dim=-1)
                 p = logp.exp()
-                d_logits = -p * grad_out[rows, None]
-                d_logits.scatter_add_(1, targets[rows, None], grad_out[rows, None])
+                upstream = grad_out[rows, None].to(p.dtype)
+                d_logits = (-p * upstream).scatter_add(1, targets[rows, None], upstream)
                 if grad_entropy_out is not None:
                     entropy = -(p * logp).sum(-1, keepdim=True)
                     d_logits -= p * (logp + entropy) * grad_entropy_out[rows, None]
-                d_weight += (d_logits.T / ctx.temperature) @ hidden[rows].float()
+                d_weight += (d_logits.T / ctx.temperature) @ hidden[rows].to(d_weight.dtype)
             d_weight = d_weight.to(weight.dtype)
         return d_hidden, d_weight, None, None, None
 
@@ -488,8 +498,14 @@ def atomic_directory(directory):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)           # what a killed run with this process id left
             directory.rename(old)
-        temporary.rename(directory)
+        try:
+            temporary.rename(directory)
+        except OSError:
+            if old.exists():
+                old.rename(directory)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -509,4 +525,11 @@ def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
     for name in ("tensors.safetensors", "state.json"):
         if not (directory / name).is_file():
             raise ModelError(f"{directory}: the checkpoint has no {name}")
-    return load_file(directory / "tensors.safetensors"), json.loads((directory / "state.json").read_text())
+    return load_file(directory / "tensors.safetensors"), _read_json(directory / "state.json")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not JSON ({error}); the file is damaged") from error

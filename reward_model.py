@@ -43,14 +43,14 @@ class RewardConfig:
     lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)")
     lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)")
     lora_targets: str = flag(ALL_LINEAR, "layers that get it (paper: q_proj,v_proj)")
-    learning_rate: float = flag(4e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)")
+    learning_rate: float = flag(3e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)")
     weight_decay: float = flag(0.0, "of the adapter (paper: 3e-7, KodCode .01)")
-    epochs: int = flag(2, "passes over the rows (paper: 3)")
-    batch_size: int = flag(32, "rows per optimizer step")
-    micro_batch_size: int = flag(32, "rows per forward pass; changes memory, not numbers")
+    epochs: int = flag(3, "passes over the rows (paper: 3)")
+    batch_size: int = flag(16, "rows per optimizer step")
+    micro_batch_size: int = flag(16, "rows per forward pass; changes memory, not numbers")
     max_grad_norm: float = flag(1.0, "gradient clip (paper: 1.0)")
     max_tokens: int = flag(512, "longer rows are left out and counted (paper: 1400, 1250)")
-    max_critique_tokens: int = flag(160, "longest z that R_φ may write (paper: 500, 768)")
+    max_critique_tokens: int = flag(128, "longest z that R_φ may write (paper: 500, 768)")
     held_out: int = flag(200, "rows kept for judging, at most a tenth of all")
 
 
@@ -83,9 +83,12 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     """
     kept, pairs = [], []
     for row in rows:
-        matched = {key: [q for q in row[key] if q not in row["unmatched"]] for key in ("good_spans", "poor_spans")}
+        quotes = {"good_spans": list(row["good_spans"]), "poor_spans": list(row["poor_spans"])}
+        for listed in quotes.values():
+            for quote in ground(row["response"], Feedback(row["critique"], listed, [])).unmatched:
+                listed.remove(quote)
         x = encode_prompt(tokenizer, reward_prompt(row["prompt"], row["response"]))
-        z = encode_answer(tokenizer, Feedback(row["critique"], **matched).text())
+        z = encode_answer(tokenizer, Feedback(row["critique"], **quotes).text())
         if len(x) + len(z) <= max_tokens:
             kept.append(row)
             pairs.append((x, z))

@@ -1,0 +1,811 @@
+"""annotate.py recomputed another way: characters by brute force, bytes by hand, real rows, a loopback server."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import unicodedata
+from collections import Counter
+from types import SimpleNamespace
+from wsgiref.simple_server import make_server
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import annotate
+from annotate import (Feedback, FeedbackError, InputError, Span, annotation_messages, conflicting_tokens, examples,
+                      get_task, ground, parse_feedback, read_rows, token_offsets, token_rewards)
+from conftest import ROOT
+
+often = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def reply(critique="The plot is right, the name is wrong.", good=("the plot",), poor=("Bob",)) -> str:
+    return json.dumps({"textual_feedback": critique, "good_spans": list(good), "poor_spans": list(poor)})
+
+
+def grounded(response, good=(), poor=()):
+    return ground(response, Feedback("c", list(good), list(poor)))
+
+
+# ── parse_feedback ──────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.mark.parametrize("text", [
+    reply(), f"```json\n{reply()}\n```", f"```\n{reply()}```", f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?",
+    "{" + reply(), f'{{"note": 1}} {reply()}', json.dumps(json.loads(reply()), indent=2)])
+def test_an_object_is_read_bare_fenced_or_in_prose(text):
+    """FACTS §5: what models really write around the JSON."""
+    assert parse_feedback(text) == Feedback("The plot is right, the name is wrong.", ["the plot"], ["Bob"])
+
+
+@pytest.mark.parametrize("critique, good, poor", [
+    ("textual_feedback", "good_spans", "poor_spans"), ("Textual feedback", "Good spans", "Poor spans"),
+    ("critique", "Good Spans", "Poor Spans"), ("feedback", "GOOD_SPANS", "poor-spans")])
+def test_the_keys_of_the_paper_and_of_the_release_mean_the_same(critique, good, poor):
+    """FACTS §3: `Good spans` in the paper, `good_spans` in the release."""
+    said = parse_feedback(json.dumps({critique: "c", good: ["a"], poor: ["b", "d"]}))
+    assert said == Feedback("c", ["a"], ["b", "d"])
+
+
+@pytest.mark.parametrize("key", ["code_feedback", "Code Feedback"])
+def test_wrong_and_improvable_code_are_both_poor(key):
+    """FACTS §3: the code task's rows."""
+    value = {key: "c", "wrong_code": ["x = 1"], "improvement_code": ["for i in a:", "y"]}
+    assert parse_feedback(json.dumps(value)) == Feedback("c", [], ["x = 1", "for i in a:", "y"])
+    assert parse_feedback(json.dumps({**value, "good_spans": ["z"]})).good_spans == ["z"]
+
+
+@pytest.mark.parametrize("fence", ["", "```json\n", "```\n"])
+def test_without_a_key_the_critique_is_the_prose_before_the_object(fence):
+    said = parse_feedback(f'  It is\nshort. \n\n{fence}{{"good_spans": ["a"], "poor_spans": []}}\n```')
+    assert said == Feedback("It is\nshort.", ["a"], [])
+
+
+def test_the_critique_key_wins_over_prose():
+    assert parse_feedback("Let me think. " + reply("It is short.")).critique == "It is short."
+
+
+def test_a_literal_newline_or_tab_in_a_string_is_read():
+    text = '{"textual_feedback": "one\ntwo", "good_spans": ["a\n\tb"], "poor_spans": []}'
+    assert parse_feedback(text) == Feedback("one\ntwo", ["a\n\tb"], [])
+
+
+def test_two_equal_objects_are_one():
+    again = json.dumps(json.loads(reply()), indent=1)
+    assert parse_feedback(f"{reply()}\nOnce more:\n{again}") == parse_feedback(reply())
+
+
+plain_critiques = st.text(st.characters(exclude_characters="{}`", exclude_categories=["Cs"])).filter(str.strip)
+
+
+@often
+@given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
+def test_feedback_survives_its_own_text(critique, good, poor):
+    """§3.4: z = [c ; span JSON] is read back as it was written."""
+    assert parse_feedback(Feedback(critique, good, poor).text()) == Feedback(critique.strip(), good, poor)
+
+
+def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
+    said = Feedback("Write this:\n```\nreturn 0\n```", ["a"], [])
+    assert parse_feedback(said.text()) == said
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("", "no JSON object"), ("It is all fine.", "no JSON object"), ('{"score": 3}', "no JSON object"),
+    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "stops inside"),
+    ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
+    ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
+    ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
+    (reply(good=[{"span": "a"}]), "list of strings"), (reply(good=["a", 3]), "list of strings"),
+    (reply(poor=[["a"]]), "list of strings"), (reply(poor=[None]), "list of strings"),
+    ('{"critique": "c", "good_spans": "the plot", "poor_spans": []}', "list of strings"),
+    ('{"critique": "c", "good_spans": {"a": "b"}, "poor_spans": []}', "list of strings"),
+    ('{"critique": "c", "good_spans": null, "poor_spans": []}', "list of strings"),
+    ('{"code_feedback": "c", "wrong_code": "x", "improvement_code": []}', "list of strings"),
+    (reply() + reply(good=[]), "differ"), (reply(good=[]) + "\nNo:\n" + reply(), "differ"),
+    ('{"critique": "c", "good_spans": ["a"], "good_spans": ["b"], "poor_spans": []}', "twice"),
+    ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
+    ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
+    ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
+    ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"), (reply(7), "not a string"),
+    ('c {"good_spans": ' + "[" * 100_000, "nested"), ('c {"a":' * 50_000, "nested|no JSON object")])
+def test_what_is_not_feedback_is_an_error_with_its_reason(text, reason):
+    """Contract: anything but lists of strings with a critique is an error, never a guess."""
+    with pytest.raises(FeedbackError, match=reason):
+        parse_feedback(text)
+
+
+def test_a_reply_cut_at_any_character_of_its_object_is_an_error():
+    text = f"Let me see.\n```json\n{reply()}"
+    assert parse_feedback(text)
+    for end in range(len(text)):
+        with pytest.raises(FeedbackError):
+            parse_feedback(text[:end])
+
+
+def test_a_number_of_5000_digits_is_no_other_error():
+    text = f'c {{"good_spans": [], "poor_spans": [], "score": {"1" * 5000}}}'
+    try:
+        assert parse_feedback(text) == Feedback("c", [], [])
+    except FeedbackError:
+        pass
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_nesting_of_any_depth_is_a_feedback_error(copies):
+    for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 100_000]:
+        with pytest.raises(FeedbackError):
+            parse_feedback(f'c {{"good_spans": {"[" * depth}{"]" * depth}, "poor_spans": []}}' * copies)
+
+
+def strings_in(text: str) -> set[str]:
+    """Every JSON string that stands anywhere in the text."""
+    marks, found = [i for i, c in enumerate(text) if c == '"'], set()
+    for i in marks:
+        for j in marks:
+            if i < j:
+                try:
+                    found.add(json.loads(text[i:j + 1], strict=False))
+                except ValueError:
+                    pass
+    return found
+
+
+def test_a_damaged_reply_is_an_error_or_only_quotes_itself():
+    rng, outcomes = random.Random(0), Counter()
+    seeds = [reply(), "Good.\n```json\n" + reply(good=["a, b", "c"], poor=['é " x']) + "\n```",
+             'It is slow.\n{"wrong_code": ["a[0]"], "improvement_code": ["{}", "n\\n"]}']
+    for _ in range(2000):
+        text = rng.choice(seeds)
+        for _ in range(rng.randint(1, 3)):
+            i, j = sorted(rng.choices(range(len(text) + 1), k=2))
+            j = min(j, i + rng.choice([0, 1, 1, 2, 5, 40]))
+            text = text[:i] + rng.choice(["", *'{}[]",:\\ \n1x', text[i:j] * 2, text[j:j + 9]]) + text[j:]
+        try:
+            said = parse_feedback(text)
+        except FeedbackError as error:
+            outcomes["error"] += bool(str(error))
+            continue
+        outcomes["read"] += 1
+        assert {*said.good_spans, *said.poor_spans} <= strings_in(text), text
+    assert min(outcomes["error"], outcomes["read"]) > 200
+
+
+# ── ground ──────────────────────────────────────────────────────────────────────────────────────────────
+
+def test_a_quote_gets_the_characters_where_it_stands():
+    found = grounded("The cat sat. A dog ran.", ["cat sat"], ["A dog"])
+    assert (found.spans, found.unmatched, found.ambiguous) == ([Span(4, 11, 1), Span(13, 18, -1)], [], 0)
+
+
+def test_the_kth_repeat_takes_the_kth_occurrence():
+    """§3.3, Appendix L."""
+    assert grounded("a man, a plan, a canal", ["a ", "plan", "a ", "a "]).spans == [
+        Span(0, 2, 1), Span(7, 9, 1), Span(9, 13, 1), Span(15, 17, 1)]
+
+
+def test_repeats_beyond_the_last_occurrence_are_unmatched():
+    found = grounded("one two one", poor=["one", "one", "one", "one"])
+    assert (found.spans, found.unmatched) == ([Span(0, 3, -1), Span(8, 11, -1)], ["one", "one"])
+
+
+def test_a_quote_that_stands_more_often_than_quoted_gives_no_span():
+    """§4.2: precision first, no place is guessed."""
+    found = grounded("one two one one", ["one", "two"], ["one", "one"])
+    assert (found.spans, found.unmatched, found.ambiguous) == ([Span(4, 7, 1)], [], 2)
+
+
+def test_overlapping_occurrences_are_ambiguous_too():
+    found = grounded("he said ha ha ha", ["ha ha"])
+    assert (found.spans, found.ambiguous) == ([], 1)
+
+
+def test_the_same_quote_good_and_poor_cancels():
+    found = grounded("Bob ran home", ["Bob ran"], ["Bob ran"])
+    assert Counter(found.spans) == Counter([Span(0, 7, 1), Span(0, 7, -1)])
+    assert token_rewards("Bob ran home", [(0, 3), (3, 7), (7, 12)], found.spans) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("response, quote, text", [
+    ("She said “no” twice", 'said "no"', "said “no”"), ('She said "no" twice', "said “no”", 'said "no"'),
+    ("It’s a dog’s life", "It's a", "It’s a"), ("It's a", "It‘s a", "It's a"), ("a «b» c", '"b"', "«b»"),
+    ("two\u00a0words here", "two words", "two\u00a0words"), ("two words here", "two\u00a0words", "two words"),
+    ("two\n  words here", "two words", "two\n  words"), ("two words here", " two\nwords\n", "two words"),
+    ("un caf\u00e9 noir", "cafe\u0301", "caf\u00e9"), ("un cafe\u0301 noir", "caf\u00e9", "cafe\u0301"),
+    ("x \u1112\u1161\u11ab y", "\ud55c", "\u1112\u1161\u11ab"), ("x \ud55c y", "\u1112\u1161\u11ab", "\ud55c"),
+    ("x か\u3099 y", "が", "か\u3099"), ("x \u0928\u093c y", "\u0929", "\u0928\u093c"),
+    ("x \u0627\u0653 y", "\u0622", "\u0627\u0653"), ("x \u0622 y", "\u0627\u0653", "\u0622")])
+def test_white_space_quotes_and_unicode_form_do_not_matter(response, quote, text):
+    found = grounded(response, [quote])
+    assert [response[span.start:span.end] for span in found.spans] == [text]
+    assert not found.unmatched and not found.ambiguous
+
+
+def test_the_exact_match_is_preferred_to_the_normalised():
+    assert grounded("“a” and \"a\" and ‘a’", ['"a"']).spans == [Span(8, 11, 1)]
+    assert grounded("caf\u00e9 cafe\u0301", ["cafe\u0301"]).spans == [Span(5, 10, 1)]
+
+
+def test_a_quote_without_an_accent_that_the_response_has_is_unmatched():
+    assert grounded("vi\u00ea\u0323t", ["vi\u00eat"]).unmatched == ["vi\u00eat"]
+    assert grounded("x a\u0301\u0300 y", ["x \u00e1 y", "\u00e1"]).spans == []
+
+
+@pytest.mark.parametrize("quote", ["the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
+                                   "A cat sat", "The ca...sat", "cafe", "", " ", "\n\t", "\u00a0"])
+def test_nothing_is_matched_fuzzily(quote):
+    """FACTS §5: a fuzzy search matched unrelated text."""
+    found = grounded("The cat sat on a café.", poor=[quote])
+    assert (found.spans, found.unmatched, found.ambiguous) == ([], [quote], 0)
+
+
+letters = ["a", "b", " ", "\n", "\u00a0", "中", "🎉", "e", "\u0301", "é", "“", '"', "'"]
+
+
+@st.composite
+def texts_with_quotes(draw):
+    """A text, and lists of good and poor quotes: substrings of it, and some that it cannot hold."""
+    text = draw(st.lists(st.sampled_from(letters), min_size=1, max_size=25).map("".join))
+    cuts = st.tuples(st.integers(0, len(text)), st.integers(1, 4)).map(lambda cut: text[cut[0]:sum(cut)])
+    apart = lambda quote: text.count(quote) == len(re.findall(f"(?={re.escape(quote)})", text))
+    quotes = st.lists((cuts | st.just("zq")).filter(lambda quote: quote and apart(quote)), max_size=4)
+    return text, draw(quotes), draw(quotes)
+
+
+@often
+@given(texts_with_quotes())
+def test_ground_equals_brute_force_on_exact_quotes(case):
+    """Contract: exact quotes first; quotes that overlap with themselves have a test of their own."""
+    text, good, poor = case
+    spans, unmatched, ambiguous = [], [], 0
+    for label, quotes in ((1, good), (-1, poor)):
+        for quote, repeats in Counter(quotes).items():
+            places = [] if quote.isspace() else [i for i in range(len(text)) if text[i:i + len(quote)] == quote]
+            if len(places) > repeats:
+                ambiguous += 1
+            else:
+                spans += [Span(i, i + len(quote), label) for i in places]
+                unmatched += [quote] * (repeats - len(places))
+    found = grounded(text, good, poor)
+    assert Counter(found.spans) == Counter(spans)
+    assert found.spans == sorted(found.spans, key=lambda span: (span.start, span.end))
+    assert (Counter(found.unmatched), found.ambiguous) == (Counter(unmatched), ambiguous)
+
+
+def plain(text: str) -> str:
+    text = unicodedata.normalize("NFC", text)
+    return " ".join(re.sub("[“”«»]", '"', re.sub("[‘’]", "'", text)).split())
+
+
+forms = [("a",), ("b",), ("中",), ("🎉",), (" ", "\u00a0", "\n", "  "), ("'", "’", "‘"), ('"', "“", "”"),
+         ("\u00e9", "e\u0301"), ("\ud55c", "\u1112\u1161\u11ab"), ("\u1e69", "s\u0323\u0307", "s\u0307\u0323")]
+units = st.sampled_from(forms).flatmap(lambda ways: st.tuples(st.sampled_from(ways), st.sampled_from(ways)))
+
+
+@often
+@given(st.lists(units, min_size=1, max_size=16), st.data())
+def test_a_span_is_its_quote_up_to_normal_form(pairs, data):
+    """Contract: equality up to white space, quotes and Unicode form, and all of it."""
+    start = data.draw(st.integers(0, len(pairs) - 1))
+    end = data.draw(st.integers(start + 1, len(pairs)))
+    response, quote = "".join(a for a, _ in pairs), "".join(b for _, b in pairs[start:end])
+    assume(plain(quote))
+    places = len(re.findall(f"(?={re.escape(plain(quote))})", plain(response)))
+    found = grounded(response, [quote])
+    assert all(plain(response[span.start:span.end]) == plain(quote) for span in found.spans)
+    if places == 1 and response.count(quote) <= 1:
+        assert len(found.spans) == 1 and not found.unmatched
+    if places > 1 and plain(response).count(plain(quote)) == places and quote not in response:
+        assert (found.spans, found.ambiguous) == ([], 1)
+
+
+# ── token_offsets ───────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.fixture(scope="module", params=["toy", "stories260K"])
+def tokenizer(request):
+    """Byte-level BPE, and SentencePiece with byte fallback."""
+    from transformers import AutoTokenizer
+    where = ROOT / "toy" / "base" if request.param == "toy" else \
+        request.getfixturevalue("shared") / "models" / "stories260K"
+    return AutoTokenizer.from_pretrained(where)
+
+
+def gpt2_bytes() -> dict[str, int]:
+    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def token_bytes(tokenizer, ids) -> list[bytes]:
+    """What each id writes, from the token strings alone."""
+    tokens, table = tokenizer.convert_ids_to_tokens(ids), gpt2_bytes()
+    special = [index in tokenizer.all_special_ids for index in ids]
+    if "<0x00>" not in tokenizer.get_vocab():
+        return [b"" if skip else bytes(table[c] for c in token) for token, skip in zip(tokens, special)]
+    wrote = [b"" if skip else bytes([int(token[3:5], 16)]) if re.fullmatch("<0x..>", token) else
+             token.replace("▁", " ").encode() for token, skip in zip(tokens, special)]
+    first = next((i for i, piece in enumerate(wrote) if piece), None)
+    if first is not None:
+        wrote[first] = wrote[first].removeprefix(b" ")          # SentencePiece's dummy prefix
+    return wrote
+
+
+def offsets_from_bytes(pieces: list[bytes]) -> tuple[str, list[tuple[int, int]]]:
+    """The valid UTF-8 text and the characters that each piece touches."""
+    text = b"".join(pieces).decode()
+    owner = [i for i, character in enumerate(text) for _ in character.encode()]
+    offsets, at, shown = [], 0, 0
+    for piece in pieces:
+        touched = owner[at:at + len(piece)]
+        offsets.append((touched[0], touched[-1] + 1) if piece else (shown, shown))
+        at, shown = at + len(piece), offsets[-1][1]
+    return text, offsets
+
+
+def check_tiling(text, ids, offsets):
+    reached = 0
+    assert len(offsets) == len(ids)
+    for (start, end), (next_start, next_end) in zip(offsets, offsets[1:]):
+        assert start <= next_start and end <= next_end
+    for start, end in offsets:
+        assert start <= reached and start <= end <= len(text), "a gap, or outside the text"
+        reached = max(reached, end)
+    assert reached == len(text), "characters at the end belong to no token"
+
+
+units_of_text = st.sampled_from(["a", "th", " the", "Queen", " ", "  ", "\n", "\t", "7", "é", "e\u0301", "中文", "한", "ש",
+                                 "🎉", "👩‍👩‍👧", "🇫🇷", "\u0300", "▁", "Ġ", "’", "\u2028", "𝔘"])
+any_text = st.lists(units_of_text, max_size=10).map("".join) | st.text(
+    st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=12)
+
+
+@often
+@given(text=any_text, eos=st.booleans())
+def test_offsets_are_those_of_the_bytes(tokenizer, text, eos):
+    """Contract: one interval per id, for byte-level BPE and SentencePiece, characters split over tokens included."""
+    ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * eos
+    shown, offsets = token_offsets(tokenizer, ids)
+    assert shown == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert shown == text.replace("▁", " ") or "<0x00>" not in tokenizer.get_vocab() and shown == text
+    check_tiling(shown, ids, offsets)
+    assert (shown, offsets) == offsets_from_bytes(token_bytes(tokenizer, ids))
+
+
+@often
+@given(data=st.data())
+def test_offsets_of_any_ids_cover_the_text(tokenizer, data):
+    """Invariant 1: a policy may sample bytes that are no UTF-8."""
+    vocabulary = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    single_bytes = [i for i, t in enumerate(vocabulary) if re.fullmatch("<0x..>", t) or len(t) == 1 and ord(t) > 0x7F]
+    ids = data.draw(st.lists(st.sampled_from(single_bytes) | st.integers(0, len(tokenizer) - 1), max_size=12))
+    text, offsets = token_offsets(tokenizer, ids)
+    assert text == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    check_tiling(text, ids, offsets)
+    if "<0x00>" not in tokenizer.get_vocab():
+        assert text == b"".join(token_bytes(tokenizer, ids)).decode(errors="replace")
+
+
+def test_all_tokens_of_one_character_have_its_interval(tokenizer):
+    for character in "🎉中𝔘":
+        ids = tokenizer.encode(f"a {character}b", add_special_tokens=False)
+        _, offsets = token_offsets(tokenizer, ids)
+        touching = [offset for offset, piece in zip(offsets, token_bytes(tokenizer, ids)) if max(piece) > 0x7F]
+        assert len(touching) == len(character.encode()) and set(touching) == {(2, 3)}
+
+
+def test_a_replacement_mark_that_the_model_wrote_is_a_character(tokenizer):
+    ids = tokenizer.encode("a \ufffd b", add_special_tokens=False)
+    assert token_offsets(tokenizer, ids) == offsets_from_bytes(token_bytes(tokenizer, ids))
+
+
+def test_special_tokens_have_empty_intervals(tokenizer):
+    words, eos = tokenizer.encode("The end 🎉", add_special_tokens=False), tokenizer.eos_token_id
+    text, offsets = token_offsets(tokenizer, words)
+    assert token_offsets(tokenizer, [*words, eos, eos]) == (text, offsets + [(len(text), len(text))] * 2)
+    assert token_offsets(tokenizer, [eos]) == ("", [(0, 0)]) and token_offsets(tokenizer, []) == ("", [])
+
+
+def test_a_special_token_inside_a_character_has_an_empty_interval(tokenizer):
+    ids = tokenizer.encode("a 中 b", add_special_tokens=False)
+    inside = next(i for i, piece in enumerate(token_bytes(tokenizer, ids)) if piece[-1] > 0x7F) + 1
+    start, end = token_offsets(tokenizer, [*ids[:inside], tokenizer.eos_token_id, *ids[inside:]])[1][inside]
+    assert start == end
+
+
+# ── token_rewards ───────────────────────────────────────────────────────────────────────────────────────
+
+@st.composite
+def tilings(draw):
+    """A text and intervals that tile it, some of them empty or shared by two tokens, none of spaces alone."""
+    text = draw(st.text("ab 中\n\u00a0", min_size=1, max_size=24).filter(str.strip))
+    cuts, last = [0], len(text.rstrip())
+    for cut in sorted(draw(st.lists(st.integers(0, last), max_size=10))):
+        cuts += [cut] if cut == cuts[-1] or text[cuts[-1]:cut].strip() else []
+    cuts = [cut for cut in cuts if text[cut:].strip()] + [len(text)] * draw(st.sampled_from([1, 1, 2]))
+    return text, [pair for pair in zip(cuts, cuts[1:]) for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+
+
+def some_spans(text):
+    ends = st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(sorted)
+    return st.lists(st.builds(lambda e, label: Span(*e, label), ends, st.sampled_from([1, -1])), max_size=5)
+
+
+def lies_in(text, offset, span) -> bool:
+    """By characters: the token has one that is no space, and each of those is in this one span."""
+    solid = [i for i in range(*offset) if not text[i].isspace()]
+    return bool(solid) and all(i in range(span.start, span.end) for i in solid)
+
+
+@often
+@given(tilings(), st.data())
+def test_delta_equals_brute_force_over_characters(tiling, data):
+    """§3.3, Algorithm 2 l.15–27: ±1 in a span of one kind, 0 outside, half inside and in both kinds."""
+    text, offsets = tiling
+    spans = data.draw(some_spans(text))
+    labels = [{span.label for span in spans if lies_in(text, offset, span)} for offset in offsets]
+    assert token_rewards(text, offsets, spans) == [sum(found) for found in labels]
+    assert conflicting_tokens(text, offsets, spans) == sum(found == {1, -1} for found in labels)
+
+
+@often
+@given(tilings(), st.data())
+def test_linear_decay_equals_the_formula(tiling, data):
+    """Appendix I.1: r_i = ±(1 − (i−1)·0.9/(n−1)) for the i-th of the n tokens of a span."""
+    text, offsets = tiling
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=6)))
+    spans = [Span(*cuts[i:i + 2], data.draw(st.sampled_from([1, -1]))) for i in range(0, len(cuts) - 1, 2)]
+    expected = [0.0] * len(offsets)
+    for span in spans:
+        inside = [k for k, offset in enumerate(offsets) if lies_in(text, offset, span)]
+        for i, k in enumerate(inside, 1):
+            expected[k] = span.label * (1 - (i - 1) * 0.9 / max(len(inside) - 1, 1))
+    assert token_rewards(text, offsets, spans, "linear_decay") == pytest.approx(expected)
+
+
+def test_tokens_by_hand():
+    text, offsets = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
+    assert token_rewards(text, offsets, [Span(0, 7, 1), Span(9, 12, -1)]) == [1, 1, 1, 0, 0]
+    assert token_rewards(text, offsets, [Span(4, 6, -1)]) == [0, -1, 0, 0, 0]
+    assert token_rewards(text, offsets, [Span(0, 12, -1)], "linear_decay") == pytest.approx([-1, -.7, -.4, -.1, 0])
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "linear_decay"])
+def test_a_token_of_spaces_alone_is_in_a_span_only_where_all_of_it_is(weighting):
+    """Alg. 2 l.19, y_t ∈ s_k: the line break inside a quoted block of code belongs to it, the one after it does not."""
+    text, offsets = "a  \n b", [(0, 1), (1, 3), (3, 4), (4, 6)]
+    delta = token_rewards(text, offsets, [Span(0, 6, 1)], weighting)
+    assert delta == pytest.approx([1, 1, 1, 1] if weighting == "uniform" else [1, .7, .4, .1])
+    assert token_rewards(text, offsets, [Span(0, 2, -1)], weighting) == [-1, 0, 0, 0]
+
+
+def test_two_halves_in_two_spans_are_no_whole():
+    assert token_rewards("abcd", [(0, 4)], [Span(0, 2, 1), Span(2, 4, 1)]) == [0]
+
+
+def test_an_unknown_weighting_is_refused():
+    with pytest.raises(ValueError, match="exponential"):
+        token_rewards("a", [(0, 1)], [], "exponential")
+
+
+def test_human_spans_hold_on_real_tokens(tokenizer, shared):
+    """Fine-grained RLHF: every span that a person marked gives −1 to its own words and to nothing else."""
+    rows, seen = read_rows(shared / "data" / "finegrained_qa_human_spans.jsonl"), 0
+    for row in rows:
+        ids = tokenizer.encode(row["prediction 1"], add_special_tokens=False)
+        text, offsets = token_offsets(tokenizer, ids)
+        assert text == row["prediction 1"]
+        for error in row["feedback"]["errors"]:
+            span = Span(error["start"], error["end"], -1)
+            delta, covered = token_rewards(text, offsets, [span]), set()
+            for reward, offset in zip(delta, offsets):
+                covered |= set(range(*offset)) if reward == -1 else set()
+            assert -1 in delta and set(delta) <= {0, -1}
+            shown = "".join(c if i in covered or c.isspace() else "\0" for i, c in enumerate(text))
+            assert shown[span.start:span.end].split() == text[span.start:span.end].split()
+            assert not (shown[:span.start] + shown[span.end:]).replace("\0", "").strip()
+            seen += 1
+    assert seen > 100
+
+
+# ── Tasks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+def check_messages(task, example, *contents):
+    """§B: the request holds the row, the response and any outcome; only chain of thought asks for reasoning."""
+    for cot in (True, False):
+        system, user = annotation_messages(task, example, cot)
+        assert (system["role"], user["role"]) == ("system", "user")
+        assert all(content in user["content"] for content in (*contents, example["response"], example["prompt"]))
+        assert ("reasoning" in system["content"]) == cot
+        assert all(key in system["content"] for key in ("textual_feedback", "good_spans", "poor_spans"))
+    assert all(content in task.policy_prompt(example["row"]) for content in contents)
+
+
+def test_slf5k_rows_become_messages(shared):
+    task = get_task("slf5k")
+    rows = read_rows(shared / "data" / "slf5k.jsonl", task.needs)
+    assert examples(task, rows) == [], "these rows bring no response"
+    made = examples(task, [{**row, "response": row["ideal_human_summary"]} for row in rows])
+    assert [example["id"] for example in made] == [str(i) for i in range(1, 26)]
+    for row, example in zip(rows, made):
+        assert example["response"] == row["ideal_human_summary"]
+        check_messages(task, example, row["summary_prompt"].strip())
+
+
+def test_slf5k_rows_of_the_hub_bring_their_summary():
+    """FACTS §3: the schema of JeremyAlain/SLF5K."""
+    row = {"id": "t3", "title": "A title", "post": "My post.", "generated_summary_for_feedback": "He posts."}
+    made, = examples(get_task("slf5k"), [row])
+    assert (made["id"], made["response"]) == ("t3", "He posts.")
+    check_messages(get_task("slf5k"), made, "A title", "My post.")
+
+
+def test_slf5k_rows_with_an_empty_post_use_their_prompt():
+    row = {"post": "", "summary_prompt": "Summarise: My post."}
+    assert "My post." in get_task("slf5k").policy_prompt(row)
+
+
+def test_kodcode_rows_become_messages(shared):
+    task = get_task("kodcode")
+    rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl", task.needs)
+    made = examples(task, rows)
+    pairs = [(row, trial) for row in rows for trial in row["trials"].values()]
+    assert len(made) == len(pairs) == len({example["id"] for example in made}) == 87
+    for (row, trial), example in zip(pairs, made):
+        assert example["id"].startswith(row["question_id"]) and example["response"] == trial["solution_code"]
+        assert trial["test_result"] in annotation_messages(task, example)[1]["content"]
+        check_messages(task, example, row["question"].strip())
+
+
+def test_ultrafeedback_rows_become_messages(shared):
+    task = get_task("ultrafeedback")
+    row, = read_rows(shared / "data" / "ultrafeedback_binarized_example.jsonl", task.needs)
+    made = examples(task, [row])
+    assert [e["id"] for e in made] == [f"{row['prompt_id']}/0", f"{row['prompt_id']}/1"]
+    assert [e["response"] for e in made] == [row[side][1]["content"] for side in ("chosen", "rejected")]
+    for example in made:
+        check_messages(task, example, row["prompt"])
+
+
+def test_toy_rows_become_messages_and_feedback():
+    """§4.3 in miniature: the toy critic's quotes all stand in the summary."""
+    import toy
+    task, rows = get_task("toy"), toy.rows("train", 3)
+    made = examples(task, [{**row, "response": row["reference"]} for row in rows])
+    assert [example["id"] for example in made] == [row["id"] for row in rows]
+    for row, example in zip(rows, made):
+        check_messages(task, example, row["post"])
+        found = ground(row["reference"], parse_feedback(toy.critique(row, row["reference"])))
+        said = {row["reference"][span.start:span.end]: span.label for span in found.spans}
+        assert said == dict.fromkeys(row["facts"].values(), 1)
+        assert not found.unmatched and not found.ambiguous
+
+
+def test_a_response_of_the_row_wins_over_what_the_row_brings():
+    row = {"post": "p", "response": "mine", "generated_summary_for_feedback": "theirs"}
+    assert [example["response"] for example in examples(get_task("slf5k"), [row])] == ["mine"]
+
+
+# ── The annotator ───────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.fixture()
+def server(monkeypatch):
+    """A loopback chat server: `answer(user message) -> (status, body)`; the requests pile up in `asked`."""
+    world = SimpleNamespace(asked=[], keys=set())
+
+    def app(environ, start_response):
+        request = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+        world.asked.append(request)
+        world.keys.add(environ["HTTP_AUTHORIZATION"])
+        status, body = world.answer(request["messages"][1]["content"])
+        start_response(status, [("Content-Type", "application/json" if body.startswith("{") else "text/html")])
+        return [body.encode()]
+
+    with make_server("127.0.0.1", 0, app) as http:
+        world.url = f"http://127.0.0.1:{http.server_port}/v1"
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": .02})
+        thread.start()
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield world
+        http.shutdown()
+        thread.join()
+
+
+def completion(content, finish_reason="stop"):
+    message = {"role": "assistant", "content": content}
+    return "200 OK", json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [
+        {"index": 0, "finish_reason": finish_reason, "message": message}]})
+
+
+def judge(user: str) -> tuple[str, str]:
+    """Calls the first word of the response good and the last one poor."""
+    words = re.search(r"<response>\n(.*)\n</response>", user, re.DOTALL)[1].split()
+    return completion(reply("The start is good, the end is not.", words[:1], words[-1:]))
+
+
+TODO = [{"id": f"row-{i}", "prompt": f"p{i}", "response": text, "row": {}}
+        for i, text in enumerate(["Héllo there world", "Two “words” 🎉 more", "Only three words"])]
+SLF5K = get_task("slf5k")
+
+
+def ask(world, output, todo=TODO, model="tiny"):
+    annotator, name = annotate.make_annotator(SLF5K, None, model, world.url, True)
+    return annotate.annotate(SLF5K, todo, annotator, name, output, concurrency=2)
+
+
+def test_a_server_is_asked_once_for_every_response(server, tmp_path):
+    """Algorithm 2: one self-contained row per response, in order."""
+    server.answer, output = judge, tmp_path / "new" / "feedback.jsonl"
+    assert ask(server, output) == 3
+    rows = read_rows(output)
+    assert [(row["id"], row["prompt"], row["response"]) for row in rows] == [
+        (e["id"], e["prompt"], e["response"]) for e in TODO]
+    assert [row["spans"] for row in rows] == [
+        [{"start": 0, "end": len(e["response"].split()[0]), "label": 1},
+         {"start": len(e["response"]) - len(e["response"].split()[-1]), "end": len(e["response"]), "label": -1}]
+        for e in TODO]
+    assert [row["words"] for row in rows] == [{"all": len(e["response"].split()), "good": 1, "poor": 1} for e in TODO]
+    assert all((row["task"], row["annotator"]) == ("slf5k", "tiny") and row["critique"] for row in rows)
+    assert [path.name for path in output.parent.iterdir()] == ["feedback.jsonl"]
+    assert {r["temperature"] for r in server.asked} == {.3} and {r["max_tokens"] for r in server.asked} == {1200}
+    assert server.keys == {"Bearer sk-loopback"} and "sk-loopback" not in output.read_text() + json.dumps(server.asked)
+
+
+def test_a_second_run_asks_nothing_and_another_model_everything(server, tmp_path):
+    server.answer, output = judge, tmp_path / "feedback.jsonl"
+    ask(server, output)
+    before = output.read_bytes()
+    assert (ask(server, output), len(server.asked), output.read_bytes()) == (0, 3, before)
+    assert (ask(server, output, model="other"), len(server.asked)) == (3, 6)
+
+
+@pytest.mark.parametrize("bad", [
+    completion("It is fine."), completion(""), completion(None), completion(reply(), finish_reason="length"),
+    ("400 Bad Request", '{"error": {"message": "refused"}}'), ("200 OK", '{"error": {"message": "overloaded"}}'),
+    ("200 OK", '{"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": []}')],
+    ids=["prose", "empty", "null", "length", "refused", "error", "no-choice"])
+def test_a_failed_reply_costs_one_row_and_only_that_one_is_asked_again(server, tmp_path, bad):
+    """FACTS §5: failed calls must never become rows."""
+    server.answer, output = lambda user: bad if "more" in user else judge(user), tmp_path / "feedback.jsonl"
+    with pytest.raises(InputError, match="1 of 3 .*row-1"):
+        ask(server, output)
+    assert not output.exists()
+    assert {row["id"] for row in read_rows(tmp_path / "feedback.jsonl.partial")} == {"row-0", "row-2"}
+    server.answer, server.asked[:] = judge, []
+    assert ask(server, output) == len(server.asked) == 1 and "more" in server.asked[0]["messages"][1]["content"]
+    assert [row["id"] for row in read_rows(output)] == ["row-0", "row-1", "row-2"]
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "404 Not Found"])
+@pytest.mark.parametrize("body", ['{"error": {"message": "no"}}', "<html>\n<body>\nno\n</body>\n</html>"],
+                         ids=["json", "html"])
+def test_a_server_that_refuses_everything_is_one_line(server, tmp_path, status, body):
+    server.answer = lambda user: (status, body)
+    with pytest.raises(InputError, match="127.0.0.1.*tiny") as caught:
+        ask(server, tmp_path / "feedback.jsonl")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "feedback.jsonl").exists()
+
+
+def test_without_a_key_nothing_is_asked(server, tmp_path, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(InputError, match="OPENAI_API_KEY"):
+        ask(server, tmp_path / "feedback.jsonl")
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("inside_a_character", [False, True])
+def test_a_torn_last_line_is_dropped_wherever_it_broke(tmp_path, inside_a_character):
+    """A killed run may have written any number of bytes of its last row."""
+    output, partial, asked = tmp_path / "f.jsonl", tmp_path / "f.jsonl.partial", []
+    critic = lambda example: asked.append(example["id"]) or reply("Good.", [example["response"].split()[0]], [])
+    annotate.annotate(SLF5K, TODO, critic, "critic", output)
+    whole = output.read_bytes()
+    first = len(whole.splitlines(keepends=True)[0])
+    second = range(first, whole.index(b"\n", first) + 1)
+    broken = [torn for torn in second if (whole[torn] & 0xC0 == 0x80) == inside_a_character]
+    for torn in broken[::len(broken) // 20 + 1]:
+        asked.clear()
+        output.unlink()
+        partial.write_bytes(whole[:torn])
+        assert annotate.annotate(SLF5K, TODO, critic, "critic", output) == 2
+        assert (sorted(asked), output.read_bytes()) == (["row-1", "row-2"], whole)
+
+
+def test_rows_stay_in_order_when_the_first_reply_comes_last(tmp_path):
+    last = threading.Event()
+
+    def critic(example):
+        assert example["id"] == "row-2" or last.wait(30)
+        last.set()
+        return reply(f"On {example['id']}.", [], [])
+
+    annotate.annotate(SLF5K, TODO, critic, "critic", tmp_path / "f.jsonl", concurrency=3)
+    rows = read_rows(tmp_path / "f.jsonl")
+    assert [(row["id"], row["critique"]) for row in rows] == [(f"row-{i}", f"On row-{i}.") for i in range(3)]
+
+
+def test_a_reply_with_half_an_emoji_is_written_or_refused(tmp_path):
+    """A surrogate escape without its other half is a JSON string, but no UTF-8."""
+    critic = lambda example: 'Odd. {"good_spans": ["\\ud83c"], "poor_spans": []}'
+    try:
+        annotate.annotate(SLF5K, TODO, critic, "critic", tmp_path / "f.jsonl")
+        assert len(read_rows(tmp_path / "f.jsonl")) == 3
+    except InputError as error:
+        assert "3 of 3" in str(error)
+
+
+def test_the_toy_critic_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
+    import toy
+    data, output = tmp_path / "rows.jsonl", tmp_path / "feedback.jsonl"
+    rows = [{**row, "response": row["reference"]} for row in toy.rows("train", 3)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(sys, "argv", ["annotate.py", "--task", "toy", "--data", str(data), "--output", str(output),
+                                      "--critic", "toy:critique"])
+    annotate.main()
+    assert [row["id"] for row in read_rows(output)] == [row["id"] for row in rows]
+    assert all(len(row["spans"]) == 7 and row["annotator"] == "toy:critique" for row in read_rows(output))
+    assert str(output) in capsys.readouterr().out
+
+
+# ── Bad input ───────────────────────────────────────────────────────────────────────────────────────────
+
+@pytest.mark.parametrize("content, message", [
+    (b'{"post": "a"}\n{"post": \n', "line 2: not JSON"), (b'{"post": "a"}\n\n{"past": "a"}', "line 3: field 'post'"),
+    (b'{"post": ""}', "line 1: field 'post'"), (b'{"post": null}', "line 1: field 'post'"),
+    (b'{"post": "a"}\n["b"]\n', "line 2: expected a JSON object, found a list"), (b'3\n', "line 1: .* a int"),
+    (b"", "no rows"), (b" \n\n", "no rows"), ('{"post": "café"}\n'.encode("latin-1"), "UTF-8|utf-8"),
+    (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"), (b"[" * 100_000, "line 1")],
+    ids=["json", "absent", "empty", "null", "list", "number", "nothing", "blank", "latin-1", "5000-digits", "deep"])
+def test_bad_rows_are_one_line_with_file_line_and_field(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"rows.jsonl.*({message})") as caught:
+        read_rows(path, (("post",),))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="absent.jsonl: no such file"):
+        read_rows(tmp_path / "absent.jsonl")
+    with pytest.raises(InputError):
+        read_rows(tmp_path)
+
+
+def test_one_field_of_a_group_is_enough(tmp_path):
+    """FACTS §3: KodCode calls its tests `test` or `test_code`."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "q", "test": "t"}\n{"question": "q", "test_code": "t", "test": ""}\n')
+    assert len(read_rows(path, get_task("kodcode").needs)) == 2
+    path.write_text('{"question": "q", "text": "t"}\n')
+    with pytest.raises(InputError, match="'test' or 'test_code'"):
+        read_rows(path, get_task("kodcode").needs)
+
+
+def test_an_unknown_task_is_refused_with_the_names():
+    with pytest.raises(InputError, match="'nope'.*toy.*slf5k.*ultrafeedback.*kodcode"):
+        get_task("nope")
+
+
+@pytest.mark.parametrize("response", ["", " \n", None, 7, ["a"]])
+def test_a_response_without_text_is_refused(response):
+    with pytest.raises(InputError, match="row 2.*r2"):
+        examples(get_task("slf5k"), [{"post": "p", "response": "a"}, {"id": "r2", "post": "p", "response": response}])
+
+
+@pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique", "no_such_module:f", "./toy:critique",
+                                  "toy:SLOTS"])
+def test_a_critic_that_cannot_be_called_is_refused(name):
+    with pytest.raises(InputError, match="--critic"):
+        annotate.programmatic_annotator(name)
+
+
+def test_the_command_line_fails_in_one_line(tmp_path):
+    command = [sys.executable, ROOT / "annotate.py", "--task", "nope", "--data", "rows.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert re.fullmatch(r"annotate: [^\n]*'nope'[^\n]*\n", done.stderr)
