@@ -148,7 +148,7 @@ def read_rows(path, needs=()) -> list[dict]:
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:       # not UTF-8, not JSON, or absurdly long or deep
-            raise InputError(f"{path}, line {number}: not a row of JSON in UTF-8 ({error})") from error
+            raise InputError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: expected a JSON object, found a {type(row).__name__}")
         for group in needs:
@@ -411,6 +411,8 @@ def _piece_offsets(decode, special, context, ids, text: str, known: int, at: int
         agreed = max(agreed, len(os.path.commonprefix([prefix, text])))
         # A prefix that stops inside a character ends in replacement marks that the whole text does not have there.
         inside = agreed < min(len(prefix), len(text))
+        if agreed + inside == start and text[known:start].endswith("\ufffd"):
+            start -= 1                     # one more byte of what is shown as a single replacement mark
         offsets.append((start - known + at, agreed + inside - known + at))
     return offsets
 

@@ -55,7 +55,7 @@ def load_model(path, dtype=None, device=None):
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)     # lengths are checked here, by row
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
