@@ -323,6 +323,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+        """Log-probs and, if asked for, entropies; keeps what backward needs."""
         n = len(hidden)
         out = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(out) if with_entropy else None
@@ -348,6 +349,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_entropy_out):
+        """The kept gradients, scaled; and the head's own, where a base is trained."""
         hidden, weight, targets, grad, grad_entropy = ctx.saved_tensors
         d_hidden = d_weight = None
         if ctx.needs_input_grad[0]:

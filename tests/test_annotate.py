@@ -349,7 +349,8 @@ def offsets_from_bytes(pieces: list[bytes]) -> tuple[str, list[tuple[int, int]]]
 def check_tiling(text, ids, offsets):
     reached = 0
     assert len(offsets) == len(ids)
-    for (start, end), (next_start, next_end) in zip(offsets, offsets[1:]):
+    written = [(start, end) for start, end in offsets if start < end]        # a special token writes nothing
+    for (start, end), (next_start, next_end) in zip(written, written[1:]):
         assert start <= next_start and end <= next_end
     for start, end in offsets:
         assert start <= reached and start <= end <= len(text), "a gap, or outside the text"
@@ -630,12 +631,12 @@ def judge(user: str) -> tuple[str, str]:
     return completion(reply("The start is good, the end is not.", words[:1], words[-1:]))
 
 
-TODO = [{"id": f"row-{i}", "prompt": f"p{i}", "response": text, "row": {}}
+EXAMPLES = [{"id": f"row-{i}", "prompt": f"p{i}", "response": text, "row": {}}
         for i, text in enumerate(["Héllo there world", "Two “words” 🎉 more", "Only three words"])]
 SLF5K = get_task("slf5k")
 
 
-def ask(world, output, todo=TODO, model="tiny"):
+def ask(world, output, todo=EXAMPLES, model="tiny"):
     annotator, name = annotate.make_annotator(SLF5K, None, model, world.url, True)
     return annotate.annotate(SLF5K, todo, annotator, name, output, concurrency=2)
 
@@ -646,12 +647,12 @@ def test_a_server_is_asked_once_for_every_response(server, tmp_path):
     assert ask(server, output) == 3
     rows = read_rows(output)
     assert [(row["id"], row["prompt"], row["response"]) for row in rows] == [
-        (e["id"], e["prompt"], e["response"]) for e in TODO]
+        (e["id"], e["prompt"], e["response"]) for e in EXAMPLES]
     assert [row["spans"] for row in rows] == [
         [{"start": 0, "end": len(e["response"].split()[0]), "label": 1},
          {"start": len(e["response"]) - len(e["response"].split()[-1]), "end": len(e["response"]), "label": -1}]
-        for e in TODO]
-    assert [row["words"] for row in rows] == [{"all": len(e["response"].split()), "good": 1, "poor": 1} for e in TODO]
+        for e in EXAMPLES]
+    assert [row["words"] for row in rows] == [{"all": len(e["response"].split()), "good": 1, "poor": 1} for e in EXAMPLES]
     assert all((row["task"], row["annotator"]) == ("slf5k", "tiny") and row["critique"] for row in rows)
     assert [path.name for path in output.parent.iterdir()] == ["feedback.jsonl"]
     assert {r["temperature"] for r in server.asked} == {.3} and {r["max_tokens"] for r in server.asked} == {1200}
@@ -706,7 +707,7 @@ def test_a_torn_last_line_is_dropped_wherever_it_broke(tmp_path, inside_a_charac
     """A killed run may have written any number of bytes of its last row."""
     output, partial, asked = tmp_path / "f.jsonl", tmp_path / "f.jsonl.partial", []
     critic = lambda example: asked.append(example["id"]) or reply("Good.", [example["response"].split()[0]], [])
-    annotate.annotate(SLF5K, TODO, critic, "critic", output)
+    annotate.annotate(SLF5K, EXAMPLES, critic, "critic", output)
     whole = output.read_bytes()
     first = len(whole.splitlines(keepends=True)[0])
     second = range(first, whole.index(b"\n", first) + 1)
@@ -715,7 +716,7 @@ def test_a_torn_last_line_is_dropped_wherever_it_broke(tmp_path, inside_a_charac
         asked.clear()
         output.unlink()
         partial.write_bytes(whole[:torn])
-        assert annotate.annotate(SLF5K, TODO, critic, "critic", output) == 2
+        assert annotate.annotate(SLF5K, EXAMPLES, critic, "critic", output) == 2
         assert (sorted(asked), output.read_bytes()) == (["row-1", "row-2"], whole)
 
 
@@ -727,7 +728,7 @@ def test_rows_stay_in_order_when_the_first_reply_comes_last(tmp_path):
         last.set()
         return reply(f"On {example['id']}.", [], [])
 
-    annotate.annotate(SLF5K, TODO, critic, "critic", tmp_path / "f.jsonl", concurrency=3)
+    annotate.annotate(SLF5K, EXAMPLES, critic, "critic", tmp_path / "f.jsonl", concurrency=3)
     rows = read_rows(tmp_path / "f.jsonl")
     assert [(row["id"], row["critique"]) for row in rows] == [(f"row-{i}", f"On row-{i}.") for i in range(3)]
 
@@ -736,7 +737,7 @@ def test_a_reply_with_half_an_emoji_is_written_or_refused(tmp_path):
     """A surrogate escape without its other half is a JSON string, but no UTF-8."""
     critic = lambda example: 'Odd. {"good_spans": ["\\ud83c"], "poor_spans": []}'
     try:
-        annotate.annotate(SLF5K, TODO, critic, "critic", tmp_path / "f.jsonl")
+        annotate.annotate(SLF5K, EXAMPLES, critic, "critic", tmp_path / "f.jsonl")
         assert len(read_rows(tmp_path / "f.jsonl")) == 3
     except InputError as error:
         assert "3 of 3" in str(error)
