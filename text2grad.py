@@ -65,7 +65,7 @@ class Config:
     concurrency: int = flag(8, "annotation requests under way at once")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 at most (paper: 5000 to 10000)")
     # Phase 3: rollouts and rewards
-    iterations: int = flag(40, "of Algorithm 4's outer loop")
+    iterations: int = flag(50, "of Algorithm 4's outer loop")
     batch_size: int = flag(64, "rollouts per iteration, all ranks together (paper: 12, 8 per GPU)")
     temperature: float = flag(1.0, "of the policy, in sampling and in scoring (paper: .6)")
     max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)")
