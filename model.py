@@ -226,7 +226,7 @@ def fingerprint(model) -> str:
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, whole or not at all; PEFT and vLLM load it as it is."""
+    """Write one adapter in PEFT's format, whole or not at all; PEFT loads it as it is."""
     layers = {path: layer for path, layer in _lora_layers(model).items() if name in layer.lora_A}
     if not layers:
         raise ModelError(f"no adapter named {name!r} is loaded")

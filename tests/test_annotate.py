@@ -401,7 +401,7 @@ def test_all_tokens_of_one_character_have_its_interval(tokenizer):
 def test_a_replacement_mark_that_the_model_wrote_is_a_character(tokenizer):
     """Byte-level BPE only: under byte fallback the text after each id cannot tell it from half a character."""
     if "<0x00>" in tokenizer.get_vocab():
-        return
+        pytest.skip("a known limit of token_offsets under byte fallback")
     ids = tokenizer.encode("a \ufffd b", add_special_tokens=False)
     assert token_offsets(tokenizer, ids) == offsets_from_bytes(token_bytes(tokenizer, ids))
 
