@@ -36,8 +36,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import toy
-from annotate import (InputError, annotate, examples, flag, get_task, make_annotator, read_rows, reward_prompt, run,
-                      token_offsets, write_rows)
+from annotate import (AnnotateConfig, InputError, annotate, flag, get_task, read_rows, reward_prompt, run, token_offsets,
+                      write_rows)
 from model import (ModelError, ValueHead, add_lora, context_length, encode_prompt, eos_ids, generate, head_weight,
                    load_checkpoint, load_lora, load_model, lora_parameters, pad_batch, response_hidden,
                    save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
@@ -61,7 +61,8 @@ class Config:
     annotator_model: str = flag("gpt-4o", "annotator on the server (paper: gpt-4o)")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     critic: str | None = flag("toy:critique", "a function module:function instead of a server")
-    cot: bool = flag(True, "annotate with chain of thought (paper: yes)")
+    mode: str = flag("cot", "how the annotator works: cot, no_cot, dense, steps (paper: cot)")
+    allow_code_execution: bool = flag(False, "kodcode: run the code of every response with the row's tests")
     concurrency: int = flag(8, "annotation requests under way at once")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 at most (paper: 5000 to 10000)")
     # Phase 3: rollouts and rewards
@@ -441,14 +442,12 @@ def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
 
 def annotate_phase(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
     """Phase 1 (Alg. 1 l.4–11): responses, critiques, spans → feedback.jsonl."""
-    task = get_task(config.task)
-    annotator, name = make_annotator(task, config.critic, config.annotator_model, config.base_url, config.cot)
     answered = out / "responses.jsonl"
     if not answered.exists():
         write_rows(answered, respond(model, tokenizer, rows[: config.annotated_rows], config))
-    todo = examples(task, read_rows(answered))
-    asked = annotate(task, todo, annotator, name, out / "feedback.jsonl", config.concurrency)
-    return f"{len(todo)} responses, {asked} annotated now by {name}"
+    shared = ("task", "critic", "annotator_model", "base_url", "mode", "concurrency", "allow_code_execution")
+    return annotate(AnnotateConfig(data=str(answered), output=str(out / "feedback.jsonl"),
+                                   **{name: getattr(config, name) for name in shared}))
 
 
 def reward_phase(model, tokenizer, config: Config, out: Path) -> str:

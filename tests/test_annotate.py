@@ -1,15 +1,12 @@
-"""annotate.py recomputed another way: characters by brute force, bytes by hand, real rows, a loopback server."""
+"""annotate.py recomputed another way: characters by brute force, bytes by hand, real rows. For asking: test_asking.py."""
 
 import json
 import random
 import re
 import subprocess
 import sys
-import threading
 import unicodedata
 from collections import Counter
-from types import SimpleNamespace
-from wsgiref.simple_server import make_server
 
 import pytest
 from hypothesis import assume, given, settings
@@ -519,11 +516,11 @@ def test_human_spans_hold_on_real_tokens(tokenizer, shared):
 
 def check_messages(task, example, *contents):
     """§B: the request holds the row, the response and any outcome; only chain of thought asks for reasoning."""
-    for cot in (True, False):
-        system, user = annotation_messages(task, example, cot)
+    for mode in ("cot", "no_cot"):
+        system, user = annotation_messages(task, example, mode)
         assert (system["role"], user["role"]) == ("system", "user")
         assert all(content in user["content"] for content in (*contents, example["response"], example["prompt"]))
-        assert ("reasoning" in system["content"]) == cot
+        assert ("reasoning" in system["content"]) == (mode == "cot")
         assert all(key in system["content"] for key in ("textual_feedback", "good_spans", "poor_spans"))
     assert all(content in task.policy_prompt(example["row"]) for content in contents)
 
@@ -531,8 +528,8 @@ def check_messages(task, example, *contents):
 def test_slf5k_rows_become_messages(shared):
     task = get_task("slf5k")
     rows = read_rows(shared / "data" / "slf5k.jsonl", task.needs)
-    assert examples(task, rows) == [], "these rows bring no response"
-    made = examples(task, [{**row, "response": row["ideal_human_summary"]} for row in rows])
+    assert list(examples(task, rows)) == [], "these rows bring no response"
+    made = list(examples(task, [{**row, "response": row["ideal_human_summary"]} for row in rows]))
     assert [example["id"] for example in made] == [str(i) for i in range(1, 26)]
     for row, example in zip(rows, made):
         assert example["response"] == row["ideal_human_summary"]
@@ -555,7 +552,7 @@ def test_slf5k_rows_with_an_empty_post_use_their_prompt():
 def test_kodcode_rows_become_messages(shared):
     task = get_task("kodcode")
     rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl", task.needs)
-    made = examples(task, rows)
+    made = list(examples(task, rows))
     pairs = [(row, trial) for row in rows for trial in row["trials"].values()]
     assert len(made) == len(pairs) == len({example["id"] for example in made}) == 87
     for (row, trial), example in zip(pairs, made):
@@ -567,7 +564,7 @@ def test_kodcode_rows_become_messages(shared):
 def test_ultrafeedback_rows_become_messages(shared):
     task = get_task("ultrafeedback")
     row, = read_rows(shared / "data" / "ultrafeedback_binarized_example.jsonl", task.needs)
-    made = examples(task, [row])
+    made = list(examples(task, [row]))
     assert [e["id"] for e in made] == [f"{row['prompt_id']}/0", f"{row['prompt_id']}/1"]
     assert [e["response"] for e in made] == [row[side][1]["content"] for side in ("chosen", "rejected")]
     for example in made:
@@ -578,7 +575,7 @@ def test_toy_rows_become_messages_and_feedback():
     """§4.3 in miniature: the toy critic's quotes all stand in the summary."""
     import toy
     task, rows = get_task("toy"), toy.rows("train", 3)
-    made = examples(task, [{**row, "response": row["reference"]} for row in rows])
+    made = list(examples(task, [{**row, "response": row["reference"]} for row in rows]))
     assert [example["id"] for example in made] == [row["id"] for row in rows]
     for row, example in zip(rows, made):
         check_messages(task, example, row["post"])
@@ -591,169 +588,6 @@ def test_toy_rows_become_messages_and_feedback():
 def test_a_response_of_the_row_wins_over_what_the_row_brings():
     row = {"post": "p", "response": "mine", "generated_summary_for_feedback": "theirs"}
     assert [example["response"] for example in examples(get_task("slf5k"), [row])] == ["mine"]
-
-
-# ── The annotator ───────────────────────────────────────────────────────────────────────────────────────
-
-@pytest.fixture()
-def server(monkeypatch):
-    """A loopback chat server: `answer(user message) -> (status, body)`; the requests pile up in `asked`."""
-    world = SimpleNamespace(asked=[], keys=set())
-
-    def app(environ, start_response):
-        request = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
-        world.asked.append(request)
-        world.keys.add(environ["HTTP_AUTHORIZATION"])
-        status, body = world.answer(request["messages"][1]["content"])
-        start_response(status, [("Content-Type", "application/json" if body.startswith("{") else "text/html")])
-        return [body.encode()]
-
-    with make_server("127.0.0.1", 0, app) as http:
-        world.url = f"http://127.0.0.1:{http.server_port}/v1"
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": .02})
-        thread.start()
-        monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield world
-        http.shutdown()
-        thread.join()
-
-
-def completion(content, finish_reason="stop"):
-    message = {"role": "assistant", "content": content}
-    return "200 OK", json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [
-        {"index": 0, "finish_reason": finish_reason, "message": message}]})
-
-
-def judge(user: str) -> tuple[str, str]:
-    """Calls the first word of the response good and the last one poor."""
-    words = re.search(r"<response>\n(.*)\n</response>", user, re.DOTALL)[1].split()
-    return completion(reply("The start is good, the end is not.", words[:1], words[-1:]))
-
-
-EXAMPLES = [{"id": f"row-{i}", "prompt": f"p{i}", "response": text, "row": {}}
-        for i, text in enumerate(["Héllo there world", "Two “words” 🎉 more", "Only three words"])]
-SLF5K = get_task("slf5k")
-
-
-def ask(world, output, todo=EXAMPLES, model="tiny"):
-    annotator, name = annotate.make_annotator(SLF5K, None, model, world.url, True)
-    return annotate.annotate(SLF5K, todo, annotator, name, output, concurrency=2)
-
-
-def test_a_server_is_asked_once_for_every_response(server, tmp_path):
-    """Algorithm 2: one self-contained row per response, in order."""
-    server.answer, output = judge, tmp_path / "new" / "feedback.jsonl"
-    assert ask(server, output) == 3
-    rows = read_rows(output)
-    assert [(row["id"], row["prompt"], row["response"]) for row in rows] == [
-        (e["id"], e["prompt"], e["response"]) for e in EXAMPLES]
-    assert [row["spans"] for row in rows] == [
-        [{"start": 0, "end": len(e["response"].split()[0]), "label": 1},
-         {"start": len(e["response"]) - len(e["response"].split()[-1]), "end": len(e["response"]), "label": -1}]
-        for e in EXAMPLES]
-    assert [row["words"] for row in rows] == [{"all": len(e["response"].split()), "good": 1, "poor": 1} for e in EXAMPLES]
-    assert all((row["task"], row["annotator"]) == ("slf5k", "tiny") and row["critique"] for row in rows)
-    assert [path.name for path in output.parent.iterdir()] == ["feedback.jsonl"]
-    assert {r["temperature"] for r in server.asked} == {.3} and {r["max_tokens"] for r in server.asked} == {1200}
-    assert server.keys == {"Bearer sk-loopback"} and "sk-loopback" not in output.read_text() + json.dumps(server.asked)
-
-
-def test_a_second_run_asks_nothing_and_another_model_everything(server, tmp_path):
-    server.answer, output = judge, tmp_path / "feedback.jsonl"
-    ask(server, output)
-    before = output.read_bytes()
-    assert (ask(server, output), len(server.asked), output.read_bytes()) == (0, 3, before)
-    assert (ask(server, output, model="other"), len(server.asked)) == (3, 6)
-
-
-@pytest.mark.parametrize("bad", [
-    completion("It is fine."), completion(""), completion(None), completion(reply(), finish_reason="length"),
-    ("400 Bad Request", '{"error": {"message": "refused"}}'), ("200 OK", '{"error": {"message": "overloaded"}}'),
-    ("200 OK", '{"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": []}')],
-    ids=["prose", "empty", "null", "length", "refused", "error", "no-choice"])
-def test_a_failed_reply_costs_one_row_and_only_that_one_is_asked_again(server, tmp_path, bad):
-    """FACTS §5: failed calls must never become rows."""
-    server.answer, output = lambda user: bad if "more" in user else judge(user), tmp_path / "feedback.jsonl"
-    with pytest.raises(InputError, match="1 of 3 .*row-1"):
-        ask(server, output)
-    assert not output.exists()
-    assert {row["id"] for row in read_rows(tmp_path / "feedback.jsonl.partial")} == {"row-0", "row-2"}
-    server.answer, server.asked[:] = judge, []
-    assert ask(server, output) == len(server.asked) == 1 and "more" in server.asked[0]["messages"][1]["content"]
-    assert [row["id"] for row in read_rows(output)] == ["row-0", "row-1", "row-2"]
-
-
-@pytest.mark.parametrize("status", ["401 Unauthorized", "404 Not Found"])
-@pytest.mark.parametrize("body", ['{"error": {"message": "no"}}', "<html>\n<body>\nno\n</body>\n</html>"],
-                         ids=["json", "html"])
-def test_a_server_that_refuses_everything_is_one_line(server, tmp_path, status, body):
-    server.answer = lambda user: (status, body)
-    with pytest.raises(InputError, match="127.0.0.1.*tiny") as caught:
-        ask(server, tmp_path / "feedback.jsonl")
-    assert len(str(caught.value).splitlines()) == 1
-    assert not (tmp_path / "feedback.jsonl").exists()
-
-
-def test_without_a_key_nothing_is_asked(server, tmp_path, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(InputError, match="OPENAI_API_KEY"):
-        ask(server, tmp_path / "feedback.jsonl")
-    assert server.asked == []
-
-
-@pytest.mark.parametrize("inside_a_character", [False, True])
-def test_a_torn_last_line_is_dropped_wherever_it_broke(tmp_path, inside_a_character):
-    """A killed run may have written any number of bytes of its last row."""
-    output, partial, asked = tmp_path / "f.jsonl", tmp_path / "f.jsonl.partial", []
-    critic = lambda example: asked.append(example["id"]) or reply("Good.", [example["response"].split()[0]], [])
-    annotate.annotate(SLF5K, EXAMPLES, critic, "critic", output)
-    whole = output.read_bytes()
-    first = len(whole.splitlines(keepends=True)[0])
-    second = range(first, whole.index(b"\n", first) + 1)
-    broken = [torn for torn in second if (whole[torn] & 0xC0 == 0x80) == inside_a_character]
-    for torn in broken[::len(broken) // 20 + 1]:
-        asked.clear()
-        output.unlink()
-        partial.write_bytes(whole[:torn])
-        assert annotate.annotate(SLF5K, EXAMPLES, critic, "critic", output) == 2
-        assert (sorted(asked), output.read_bytes()) == (["row-1", "row-2"], whole)
-
-
-def test_rows_stay_in_order_when_the_first_reply_comes_last(tmp_path):
-    last = threading.Event()
-
-    def critic(example):
-        assert example["id"] == "row-2" or last.wait(30)
-        last.set()
-        return reply(f"On {example['id']}.", [], [])
-
-    annotate.annotate(SLF5K, EXAMPLES, critic, "critic", tmp_path / "f.jsonl", concurrency=3)
-    rows = read_rows(tmp_path / "f.jsonl")
-    assert [(row["id"], row["critique"]) for row in rows] == [(f"row-{i}", f"On row-{i}.") for i in range(3)]
-
-
-def test_a_reply_with_half_an_emoji_is_written_or_refused(tmp_path):
-    """A surrogate escape without its other half is a JSON string, but no UTF-8."""
-    critic = lambda example: 'Odd. {"good_spans": ["\\ud83c"], "poor_spans": []}'
-    try:
-        annotate.annotate(SLF5K, EXAMPLES, critic, "critic", tmp_path / "f.jsonl")
-        assert len(read_rows(tmp_path / "f.jsonl")) == 3
-    except InputError as error:
-        assert "3 of 3" in str(error)
-
-
-def test_the_toy_critic_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
-    import toy
-    data, output = tmp_path / "rows.jsonl", tmp_path / "feedback.jsonl"
-    rows = [{**row, "response": row["reference"]} for row in toy.rows("train", 3)]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(sys, "argv", ["annotate.py", "--task", "toy", "--data", str(data), "--output", str(output),
-                                      "--critic", "toy:critique"])
-    annotate.main()
-    assert [row["id"] for row in read_rows(output)] == [row["id"] for row in rows]
-    assert all(len(row["spans"]) == 7 and row["annotator"] == "toy:critique" for row in read_rows(output))
-    assert str(output) in capsys.readouterr().out
 
 
 # ── Bad input ───────────────────────────────────────────────────────────────────────────────────────────
@@ -798,7 +632,7 @@ def test_an_unknown_task_is_refused_with_the_names():
 @pytest.mark.parametrize("response", ["", " \n", None, 7, ["a"]])
 def test_a_response_without_text_is_refused(response):
     with pytest.raises(InputError, match="row 2.*r2"):
-        examples(get_task("slf5k"), [{"post": "p", "response": "a"}, {"id": "r2", "post": "p", "response": response}])
+        list(examples(get_task("slf5k"), [{"post": "p", "response": "a"}, {"id": "r2", "post": "p", "response": response}]))
 
 
 @pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique", "no_such_module:f", "./toy:critique",

@@ -5,8 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import annotate
 import reward_model
 import text2grad
 import toy
+from loopback import loopback
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--annotated_rows", "400", "--iterations", "4", "--batch_size", "8", "--minibatch_size", "8",
@@ -133,32 +132,12 @@ def test_two_ranks_train_and_agree(finished_run, tmp_path):
 
 @pytest.fixture()
 def server(monkeypatch):
-    """A loopback chat-completions server that quotes the response's first and last words; counts its requests."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked = request["messages"][-1]["content"]
-            words = asked.split("<response>\n")[1].split("\n</response>")[0].split()
-            reply = {"textual_feedback": "It starts well and ends badly.", "good_spans": words[:1], "poor_spans": words[-1:]}
-            server.requests.append(request)
-            body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [
-                {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": json.dumps(reply)}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.requests = []
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
+    """A loopback chat-completions server; counts its calls."""
+    with loopback() as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        yield server
 
 
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, tmp_path, monkeypatch, capsys):
@@ -173,13 +152,13 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, tmp_path
              "--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_size", 2, "--max_new_tokens", 24,
              "--max_critique_tokens", 64, "--max_prompt_tokens", 800, "--eval_rows", 2, "--temperature", 1.0]
     run_main(monkeypatch, *flags)
-    asked = len(server.requests)
+    asked = server.stats()["calls"]
     feedback = rows_of(tmp_path / "run" / "feedback.jsonl")
     assert asked == len(feedback) >= 7
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
     assert "left out" in capsys.readouterr().out
     run_main(monkeypatch, *flags)
-    assert len(server.requests) == asked and capsys.readouterr().out.count("reused") == 3
+    assert server.stats()["calls"] == asked and capsys.readouterr().out.count("reused") == 3
 
 
 # ── Bad input ───────────────────────────────────────────────────────────────────────────────────────────
@@ -229,7 +208,7 @@ def test_a_full_disk_stops_the_run_before_it_starts(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_while_feedback_is_written_leaves_no_half_file(tmp_path):
-    """A file-size limit stands in for a full disk: the write fails as it would there."""
+    """A file-size limit stands in for a full disk: the write fails as it would there. With room again the run goes on."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "feedback.jsonl"
     rows = [row | {"response": row["reference"]} for row in toy.rows("train", 50)]
     annotate.write_rows(data, rows)
@@ -240,7 +219,11 @@ def test_a_disk_that_fills_while_feedback_is_written_leaves_no_half_file(tmp_pat
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
     assert not out.exists()
-    assert [json.loads(line)["id"] for line in out.with_name("feedback.jsonl.partial").read_text().split("\n")[:-1]]
+    kept = out.with_name("feedback.jsonl.journal").read_text().split("\n")[:-1]
+    assert kept and {json.loads(line)["id"] for line in kept} < {row["id"] for row in rows}
+    done = subprocess.run([sys.executable, "-c", script.replace("20000", "2000000")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{50 - len(kept)} asked for now" in done.stdout
+    assert [row["id"] for row in rows_of(out)] == [row["id"] for row in rows]
 
 
 def test_a_flag_with_an_impossible_value_is_refused():

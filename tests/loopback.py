@@ -1,0 +1,528 @@
+"""An OpenAI-compatible server that answers at once, late, wrongly or never, and counts what it is asked.
+
+    python tests/loopback.py --delay 0.2 --faults mix            # prints its URL, runs until it is killed
+    with loopback(faults={"429": 0.1}) as server: ...            # in a thread; process=True: in a process of its own
+
+Chat completions, models, files and batches; the standard library only. Whether a call fails is a function of the
+seed, the prompt and how often that prompt was asked, so a run meets the same faults in any order of arrival.
+GET /stats says what was asked and billed. `tokens` is the rule of the bill, so that every bill can be recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Callable
+
+MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 0.01}
+
+
+@dataclass
+class Settings:
+    """How the server behaves; in a thread, `server.settings` may be changed while it runs."""
+    delay: float = 0.0                  # seconds before an answer
+    seed: int = 0                       # of the faults
+    faults: dict = field(default_factory=dict)      # kind → share of the calls; the kinds are those of `Server._fault`
+    plan: list = field(default_factory=list)        # kinds for the first calls in order of arrival, "ok" for none
+    retry_after: str = "0.05"           # of a 429: seconds, "date:2" for a date in 2 s, "ms:50" for retry-after-ms, ""
+    hang: float = 600.0                 # seconds that "timeout" keeps the connection open before it closes it
+    structured: str = "json_schema"     # "json_schema", "json_object" or "none": 400 beyond that; "ignored": takes all
+    vague: bool = False                 # whether that 400 hides which parameter it is about
+    token_parameter: str = "either"     # or the only one taken: "max_tokens", "max_completion_tokens" (and then
+                                        # no temperature or top_p but 1, as with models that reason first)
+    key: str = ""                       # else 401
+    models: list = field(default_factory=list)      # else 404; empty: every name
+    context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
+    counting: str = "quarters"          # of `tokens`
+    batch_seconds: float = 0.0          # until a batch ends
+    batch_expires: int = -1             # a batch expires after that many lines; −1: it completes
+    responder: object = None            # function (request body) → reply text, or its name as module:function
+
+
+def digest(text: str) -> str:
+    """Under this name /stats counts how often a user message was asked and answered."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+_PIECES = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]{1,3}|_|\s+")
+
+
+def tokens(text: str, counting: str = "quarters") -> int:
+    """By "quarters" a token is four characters, rounded up; by "pieces" a short word, a number or a few marks."""
+    return math.ceil(len(text) / 4) if counting == "quarters" else len(_PIECES.findall(text))
+
+
+def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
+    """Tokens of all messages; each costs three more, and the reply's opening three."""
+    return 3 + sum(3 + tokens(message.get("content") or "", counting) for message in messages)
+
+
+def user_message(body: dict) -> str:
+    """The last message of the user."""
+    said = [m["content"] for m in body["messages"] if m.get("role") == "user" and isinstance(m.get("content"), str)]
+    return said[-1] if said else ""
+
+
+def critique(body: dict) -> str:
+    """A reply that grounds: quotes of one to three words that occur once in the response of the last user message."""
+    user = user_message(body)
+    inside = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user, re.DOTALL)
+    response = inside[1] if inside else user
+    words, chance = [match.span() for match in re.finditer(r"\S+", response[:20_000])], int(digest(user), 16)
+    quotes = []
+    for k in range(8):
+        first = (chance >> 4 * k) % max(len(words), 1)
+        last = min(first + (chance >> 2 * k) % 3, len(words) - 1)
+        quote = response[words[first][0] : words[last][1]] if words else ""
+        if quote and response.count(quote) == 1 and not any(quote in q or q in quote for q in quotes):
+            quotes.append(quote)
+    form = body.get("response_format") or {}
+    value = {"textual_feedback": f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
+             "good_spans": quotes[:2], "poor_spans": quotes[2:3]}
+    if "reasoning" in json.dumps([form, body["messages"][0].get("content")]):
+        value = {"reasoning": "I read the response part by part.", **value}
+    text = json.dumps(value, ensure_ascii=False)
+    return text if form else f"Here is what I found.\n\n```json\n{text}\n```"
+
+
+# ── Answers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+@dataclass
+class Answer:
+    """What goes back; no status: nothing, and the connection closes after `wait` seconds."""
+    status: int | None
+    body: dict | bytes = b""
+    headers: tuple[str, ...] = ()
+    wait: float = 0.0
+
+
+def failed(status: int, message: str, code=None, param=None, kind="invalid_request_error", **more) -> Answer:
+    """An error in OpenAI's form."""
+    return Answer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, **more)
+
+
+def _retry_after(value: str) -> tuple[str, ...]:
+    if value.startswith("date:"):
+        return (f"Retry-After: {formatdate(time.time() + float(value[5:]), usegmt=True)}",)
+    return (f"retry-after-ms: {value[3:]}",) if value.startswith("ms:") else (f"Retry-After: {value}",) if value else ()
+
+
+class Server:
+    """Settings, what was asked so far, and the files and batches held for the Batch API."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.files, self.batches = settings, {}, {}
+        self.calls, self.billed, self.now, self.most = 0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0
+        self.statuses, self.faults, self.asked, self.answered = Counter(), Counter(), Counter(), Counter()
+        self.arrivals, self.recent = [], deque(maxlen=5)
+
+    def stats(self) -> dict:
+        """Calls are chat completions, those in batches too; answered: a 200 for which the client was still there."""
+        return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults, "asked": self.asked,
+                "answered": self.answered, "under_way": self.now, "max_concurrent": self.most,
+                "arrivals": self.arrivals, "recent": list(self.recent), **self.billed}
+
+    # Chat completions
+
+    def chat(self, body: dict) -> Answer:
+        """The answer to one request; the bill is written when it is given."""
+        self.calls += 1
+        self.arrivals.append(round(time.time(), 4))
+        self.recent.append(body)
+        name = digest(user_message(body))
+        self.asked[name] += 1
+        refused = self._refused(body)
+        if refused:
+            return refused
+        s, kind = self.settings, self._kind(name)
+        if kind:
+            self.faults[kind] += 1
+        answer = self._fault(kind, body) or self._completion(body, self._reply(body))
+        answer.wait = s.hang if answer.status is None else 0 if kind in ("429", "quota") else s.delay
+        return answer
+
+    def _kind(self, name: str) -> str:
+        if self.calls <= len(self.settings.plan):
+            kind = str(self.settings.plan[self.calls - 1])
+            return "" if kind == "ok" else kind
+        chance = int(digest(f"{self.settings.seed}/{name}/{self.asked[name]}"), 16) / 16 ** 16
+        for kind, share in self.settings.faults.items():
+            chance -= share
+            if chance < 0:
+                return kind
+        return ""
+
+    def _refused(self, body: dict) -> Answer | None:
+        s, form = self.settings, (body.get("response_format") or {}).get("type", "text")
+        if s.models and body.get("model") not in s.models:
+            return failed(404, f"The model `{body.get('model')}` does not exist or you do not have access to it.",
+                          "model_not_found")
+        allowed = {"none": ("text",), "json_object": ("text", "json_object")}.get(s.structured)
+        if allowed and form not in allowed:
+            return failed(400, "Bad request.") if s.vague else failed(
+                400, f"Invalid parameter: 'response_format' of type '{form}' is not supported with this model.",
+                param="response_format")
+        if s.token_parameter == "max_tokens" and "max_completion_tokens" in body:
+            return failed(400, "Unrecognized request argument supplied: max_completion_tokens")
+        if s.token_parameter == "max_completion_tokens":
+            if "max_tokens" in body:
+                return failed(400, "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+                              "'max_completion_tokens' instead.", "unsupported_parameter", "max_tokens")
+            for name in ("temperature", "top_p"):
+                if body.get(name, 1) != 1:
+                    return failed(400, f"Unsupported value: '{name}' does not support {body[name]} with this model. "
+                                  f"Only the default (1) value is supported.", "unsupported_value", name)
+        asked = prompt_tokens(body["messages"], s.counting)
+        if s.context and asked > s.context:
+            return failed(400, f"This model's maximum context length is {s.context} tokens. However, your messages "
+                          f"resulted in {asked} tokens. Please reduce the length of the messages.",
+                          "context_length_exceeded", "messages")
+        return None
+
+    def _fault(self, kind: str, body: dict) -> Answer | None:
+        """The answer that goes wrong in the way of that kind, or None where nothing does."""
+        retry = _retry_after(self.settings.retry_after)
+        text = self._reply(body) if kind == "truncated" else ""
+        return {
+            "": lambda: None,
+            "429": lambda: failed(429, "Rate limit reached for requests.", "rate_limit_exceeded", kind="requests",
+                                  headers=retry),
+            "quota": lambda: failed(429, "You exceeded your current quota, please check your plan and billing details.",
+                                    "insufficient_quota", kind="insufficient_quota"),
+            "500": lambda: failed(500, "The server had an error while processing your request.", kind="server_error"),
+            "timeout": lambda: Answer(None),
+            "garbage": lambda: self._completion(body, "I am sorry, I would rather talk about the weather {today}."),
+            "truncated": lambda: self._completion(body, text[: len(text) * 2 // 3], "length"),
+            "refusal": lambda: self._completion(body, None, refusal="I'm sorry, I can't help with that."),
+            "filter": lambda: self._completion(body, None, "content_filter"),
+            "empty": lambda: self._completion(body, "", choices=False),
+            "null": lambda: self._completion(body, None),
+            "invalid": lambda: Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"'),
+        }[kind]()
+
+    def _reply(self, body: dict) -> str:
+        responder = self.settings.responder or critique
+        if isinstance(responder, str):
+            module, _, name = responder.partition(":")
+            responder = self.settings.responder = getattr(importlib.import_module(module), name)
+        return responder(body)
+
+    def _completion(self, body: dict, text: str | None, finish="stop", refusal=None, choices=True) -> Answer:
+        counting = self.settings.counting
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
+        if tokens(text or "", counting) > most:
+            finish = "length"
+            text = text[: most * 4] if counting == "quarters" else "".join(_PIECES.findall(text)[:most])
+        asked, said = prompt_tokens(body["messages"], counting), tokens(text or refusal or "", counting)
+        message = {"role": "assistant", "content": text, "refusal": refusal}
+        return Answer(200, {
+            "id": f"chatcmpl-{self.calls}", "object": "chat.completion", "created": int(time.time()),
+            "model": body.get("model"), "choices": [{"index": 0, "message": message, "finish_reason": finish,
+                                                     "logprobs": None}] if choices else [],
+            "usage": {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}})
+
+    def given(self, body: dict, answer: Answer):
+        """Write the bill of a chat completion that went back to a client."""
+        self.statuses[str(answer.status)] += 1
+        if answer.status == 200:
+            self.answered[digest(user_message(body))] += 1
+            usage = answer.body.get("usage", {}) if isinstance(answer.body, dict) else {}
+            self.billed.update({name: usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")})
+
+    # Files and batches
+
+    def put_file(self, content: bytes, name: str, purpose: str) -> dict:
+        """Hold a file; returns its description."""
+        identity = f"file-{len(self.files) + 1}"
+        self.files[identity] = ({"id": identity, "object": "file", "bytes": len(content), "filename": name,
+                                 "created_at": int(time.time()), "purpose": purpose, "status": "processed"}, content)
+        return self.files[identity][0]
+
+    def new_batch(self, body: dict) -> Answer:
+        """POST /v1/batches."""
+        source = body.get("input_file_id")
+        if source not in self.files:
+            return failed(400, f"No such File object: {source}", param="input_file_id")
+        identity, now = f"batch_{len(self.batches) + 1}", time.time()
+        self.batches[identity] = {
+            "id": identity, "object": "batch", "endpoint": body.get("endpoint"), "errors": None,
+            "input_file_id": source, "completion_window": body.get("completion_window"), "status": "validating",
+            "output_file_id": None, "error_file_id": None, "created_at": int(now), "expires_at": int(now) + 86_400,
+            "metadata": body.get("metadata"), "request_counts": {"total": 0, "completed": 0, "failed": 0}, "_at": now}
+        return Answer(200, self.shown(self.batches[identity]))
+
+    def shown(self, batch: dict) -> dict:
+        """A batch as clients see it."""
+        return {name: value for name, value in batch.items() if name != "_at"}
+
+    def advance(self, batch: dict) -> dict:
+        """Bring a batch to where it is by now: validating, in_progress after a quarter of its time, then its end."""
+        passed, whole = time.time() - batch["_at"], self.settings.batch_seconds
+        lines = self.files[batch["input_file_id"]][1].splitlines()
+        if batch["status"] == "validating" and passed >= whole / 4:
+            problems = self._problems(batch, lines)
+            batch["status"] = "failed" if problems else "in_progress"
+            batch["errors"] = {"object": "list", "data": problems} if problems else None
+            batch["request_counts"]["total"] = 0 if problems else len(lines)
+        if batch["status"] == "in_progress" and passed >= whole:
+            most = self.settings.batch_expires
+            self._end(batch, lines, len(lines) if most < 0 else most, "completed" if most < 0 else "expired")
+        elif batch["status"] == "cancelling":
+            self._end(batch, lines, int(len(lines) * min(passed / whole, 1)) if whole else 0, "cancelled")
+        return self.shown(batch)
+
+    def _problems(self, batch: dict, lines: list[bytes]) -> list[dict]:
+        problems, seen = [], set()
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                name, body = row["custom_id"], row["body"]
+                right = row["method"] == "POST" and row["url"] == batch["endpoint"] and body["messages"]
+            except (ValueError, KeyError, TypeError):
+                name, body, right = None, {}, False
+            code = ("invalid_request" if not right else "duplicate_custom_id" if name in seen else "model_not_found"
+                    if self.settings.models and body.get("model") not in self.settings.models else "")
+            seen.add(name)
+            if code:
+                problems.append({"code": code, "line": number, "message": f"line {number}: {code}", "param": None})
+        return problems or ([] if lines else [{"code": "empty_file", "line": None, "message": "The batch input file is "
+                                               "empty.", "param": None}])
+
+    def _end(self, batch: dict, lines: list[bytes], most: int, status: str):
+        """Answer the first lines; the others are not executed. Results come in another order than the requests."""
+        good, bad = [], []
+        for number, line in enumerate(lines):
+            row = json.loads(line)
+            entry = {"id": f"batch_req_{number + 1}", "custom_id": row["custom_id"], "response": None, "error": None}
+            if number < most:
+                answer = self.chat(row["body"])
+                if answer.status is None:
+                    answer = failed(500, "The request timed out.", kind="server_error")
+                self.given(row["body"], answer)
+                body = answer.body if isinstance(answer.body, dict) else answer.body.decode()
+                entry["response"] = {"status_code": answer.status, "request_id": f"req_{self.calls}", "body": body}
+                (good if answer.status == 200 else bad).append(entry)
+            else:
+                entry["error"] = {"code": f"batch_{status}", "message": "This request was not executed."}
+                bad.append(entry)
+        batch["status"], batch[f"{status}_at"] = status, int(time.time())
+        batch["request_counts"] = {"total": len(lines), "completed": len(good), "failed": len(bad)}
+        for field_name, entries in (("output_file_id", good), ("error_file_id", bad)):
+            if entries:
+                content = "".join(json.dumps(entry) + "\n" for entry in reversed(entries)).encode()
+                batch[field_name] = self.put_file(content, f"{batch['id']}.jsonl", "batch_output")["id"]
+
+    # Routes
+
+    def route(self, method: str, path: str, query: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
+        """The answer to a request, and the body of a chat completion, which is billed when the answer is given."""
+        if path == "/stats":
+            return Answer(200, self.stats()), None
+        key = re.search(rb"(?i)\r\nauthorization: *bearer ([^\r]*)", head)
+        if self.settings.key and (not key or key[1].decode("latin-1").strip() != self.settings.key):
+            return failed(401, "Incorrect API key provided.", "invalid_api_key"), None
+        if (method, path) == ("POST", "/v1/files"):
+            return self._upload(head, content), None
+        try:
+            body = json.loads(content) if content else {}
+        except ValueError:
+            return failed(400, "We could not parse the JSON body of your request."), None
+        if (method, path) == ("POST", "/v1/chat/completions"):
+            if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+                return failed(400, "Missing required parameter: 'messages'.", param="messages"), None
+            return self.chat(body), body
+        return self._held(method, path.split("/")[2:], query, body), None
+
+    def _upload(self, head: bytes, content: bytes) -> Answer:
+        boundary = re.search(rb'(?i)boundary="?([^"\r;]+)', head)
+        parts = {}
+        for part in content.split(b"--" + boundary[1])[1:-1] if boundary else []:
+            about, _, value = part.partition(b"\r\n\r\n")
+            name, filename = (re.search(rb'[; ]' + key + rb'="([^"]*)"', about) for key in (b"name", b"filename"))
+            parts[name[1].decode()] = (value[:-2], filename[1].decode() if filename else "")
+        if "file" not in parts or "purpose" not in parts:
+            return failed(400, "Missing required parameter: 'file' or 'purpose'.", param="file")
+        return Answer(200, self.put_file(*parts["file"], parts["purpose"][0].decode()))
+
+    def _held(self, method: str, path: list[str], query: str, body: dict) -> Answer:
+        match [method, *path]:
+            case ["GET", "models"]:
+                names = [{"id": name, "object": "model"} for name in self.settings.models]
+                return Answer(200, {"object": "list", "data": names})
+            case ["GET", "files", name] if name in self.files:
+                return Answer(200, self.files[name][0])
+            case ["GET", "files", name, "content"] if name in self.files:
+                return Answer(200, self.files[name][1])
+            case ["DELETE", "files", name] if name in self.files:
+                del self.files[name]
+                return Answer(200, {"id": name, "object": "file", "deleted": True})
+            case ["POST", "batches"]:
+                return self.new_batch(body)
+            case ["GET", "batches"]:
+                asked = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
+                names, most = list(reversed(self.batches)), int(asked.get("limit", 20))
+                names = names[names.index(asked["after"]) + 1 :] if asked.get("after") in names else names
+                return Answer(200, {"object": "list", "has_more": len(names) > most,
+                                    "data": [self.advance(self.batches[name]) for name in names[:most]]})
+            case ["GET", "batches", name] if name in self.batches:
+                return Answer(200, self.advance(self.batches[name]))
+            case ["POST", "batches", name, "cancel"] if name in self.batches:
+                if self.advance(self.batches[name])["status"] in ("validating", "in_progress"):
+                    self.batches[name]["status"] = "cancelling"
+                return Answer(200, self.shown(self.batches[name]))
+        return failed(404, f"Unknown request: {method} /v1/{'/'.join(path)}")
+
+    # HTTP/1.1
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        """Answer the requests of one connection until either side closes it."""
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, target, _ = head[: head.index(b"\r\n")].decode("latin-1").split(" ", 2)
+                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+                content = await reader.readexactly(int(length[1])) if length else b""
+                path, _, query = target.partition("?")
+                answer, chat = self.route(method, path.rstrip("/"), query, head, content)
+                await self._give(reader, writer, answer, chat)
+                if answer.status is None or re.search(rb"(?i)\r\nconnection: *close", head):
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass                                              # the client has gone
+        finally:
+            writer.close()
+
+    async def _give(self, reader, writer, answer: Answer, chat: dict | None):
+        self.now += chat is not None
+        self.most = max(self.most, self.now)
+        try:
+            if answer.status is None:                           # nobody waits longer than the client does
+                self.statuses["none"] += 1
+                await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
+                return
+            if answer.wait:
+                await asyncio.sleep(answer.wait)
+            if reader.at_eof():                                 # killed while it waited: nothing was delivered
+                raise ConnectionResetError
+            body = json.dumps(answer.body).encode() if isinstance(answer.body, dict) else answer.body
+            lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Content-Type: application/json",
+                     f"Content-Length: {len(body)}", *answer.headers)
+            writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            if chat is not None:
+                self.given(chat, answer)
+            await writer.drain()
+        finally:
+            self.now -= chat is not None
+
+    async def serve(self, port: int, ready: Callable[[str], None], stop: asyncio.Event):
+        """Listen until `stop` is set; ready(url) is called once with the base URL."""
+        listener = await asyncio.start_server(self.connection, "127.0.0.1", port, backlog=1024)
+        ready(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
+        await stop.wait()
+        listener.close()
+
+
+# ── Starting it ─────────────────────────────────────────────────────────────────────────────────────────
+
+@dataclass
+class Running:
+    """A server that runs: its base URL, and its settings where it runs in this process."""
+    url: str = ""
+    settings: Settings | None = None
+
+    def stats(self) -> dict:
+        """What GET /stats says."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(self.url.removesuffix("/v1") + "/stats", timeout=30) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def loopback(process: bool = False, **settings):
+    """A server for the length of a `with` block: in a thread, or in a process, which leaves this one its core."""
+    Settings(**settings)                                        # an unknown name is an error here
+    with (_in_process if process else _in_thread)(settings) as running:
+        yield running
+
+
+@contextmanager
+def _in_process(settings: dict):
+    options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
+    with subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield Running(child.stdout.readline().strip())
+        finally:
+            child.terminate()
+
+
+@contextmanager
+def _in_thread(settings: dict):
+    running, started, loop = Running(settings=Settings(**settings)), threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    def ready(url: str):
+        running.url = url
+        started.set()
+
+    async def main():
+        await Server(running.settings).serve(0, ready, stop)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
+    thread.start()
+    assert started.wait(30), "the server did not start"
+    try:
+        yield running
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def _faults(text: str) -> dict:
+    if text == "mix":
+        return MIX
+    return json.loads(text) if text.startswith("{") else {
+        kind: float(share) for kind, _, share in (pair.partition("=") for pair in text.split(",") if pair)}
+
+
+def main():
+    """Run until killed; the first line printed is the base URL."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    kinds = {"float": float, "int": int, "str": str, "dict": _faults, "object": str, "bool": json.loads,
+             "list": lambda text: json.loads(text) if text.startswith("[") else text.split(",")}
+    for item in fields(Settings):
+        parser.add_argument(f"--{item.name}", type=kinds[item.type], default=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    port = options.pop("port")
+
+    async def forever():
+        await Server(Settings(**options)).serve(port, lambda url: print(url, flush=True), asyncio.Event())
+
+    try:
+        asyncio.run(forever())
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()
