@@ -632,7 +632,7 @@ def token_counter(tokenizer: str | None) -> Callable[[str], float]:
     if tokenizer is None:
         return lambda text: len(text) / 4
     from transformers import AutoTokenizer
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
     return lambda text: len(loaded.encode(text, add_special_tokens=False))
 
 
@@ -703,14 +703,28 @@ def tables(config: AnnotateConfig) -> str:
     """--audit: the paper's tables on an annotated file, and with --html the page of it."""
     rows = read_rows(config.audit, (("response",),))
     gold = read_rows(config.gold, (("id",), ("spans",))) if config.gold else None
+    try:
+        found = audit(rows, gold, token_places(config.tokenizer))
+    except ValueError as error:
+        raise InputError(f"{config.audit}: {error}") from error
     if config.html:
-        report.feedback_page(config.html, config.audit, rows)
-    count = None
-    if config.tokenizer:
-        from transformers import AutoTokenizer
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
-        count = lambda text: token_offsets(tokenizer, tokenizer.encode(text, add_special_tokens=False))[1]
-    return audit_text(audit(rows, gold, count))
+        report.feedback_page(config.html, config.audit, rows, more=found)
+    return audit_text(found)
+
+
+def token_places(tokenizer: str | None) -> Callable[[str], list[tuple[int, int]]] | None:
+    """Text → the characters of its tokens, to measure people's texts in tokens; nothing is trained on these."""
+    if tokenizer is None:
+        return None
+    from transformers import AutoTokenizer
+    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
+
+    def places(text):
+        decoded, offsets = token_offsets(loaded, loaded.encode(text, add_special_tokens=False))
+        if decoded != text:
+            raise InputError(f"{tokenizer} does not give back {text[:60]!r} as it was; leave out --tokenizer to count words")
+        return offsets
+    return places
 
 
 def from_people(config: AnnotateConfig) -> str:
