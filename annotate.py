@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import unicodedata
+from bisect import bisect_left
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -40,8 +41,8 @@ from audit import audit, audit_text
 from endpoint import (BATCH_DISCOUNT, Budget, InputError, Journal, Prices, Question, Reply, Server, ask_all, ask_by_batch,
                       question_key)
 from sandbox import run_python
-from tasks import (LABELS, MODES, TASKS, annotation_messages, examples, get_task, iter_rows, read_rows, reply_schema,
-                   reward_prompt, write_rows)
+from tasks import (LABELS, MODES, TASKS, annotation_messages, examples, flag, get_task, iter_rows, read_rows,
+                   reply_schema, reward_prompt, run, write_rows)
 
 
 class FeedbackError(ValueError):
@@ -68,7 +69,7 @@ _CRITIQUE_KEYS = ("textual_feedback", "code_feedback", "critique", "feedback")
 _GOOD_KEYS = ("good_spans",)
 _POOR_KEYS = ("poor_spans",)
 _CODE_KEYS = ("wrong_code", "improvement_code")            # both say: this code should change
-_MOST_OBJECTS = 500                                         # bounds the work on a hostile reply
+_LONGEST = 100_000                                          # characters of a reply; bounds the work on a hostile one
 
 
 def _key(name: str) -> str:
@@ -76,19 +77,22 @@ def _key(name: str) -> str:
 
 
 def _unique_keys(pairs: list[tuple]) -> dict:
-    keys = [_key(name) for name, _ in pairs]
-    for known in (*_CRITIQUE_KEYS, *_GOOD_KEYS, *_POOR_KEYS, *_CODE_KEYS):
-        if keys.count(known) > 1:
-            raise FeedbackError(f"the key {known!r} stands twice in one object")
-    return dict(zip(keys, (value for _, value in pairs)))
+    value = {_key(name): part for name, part in pairs}
+    if len(value) < len(pairs):
+        keys = [_key(name) for name, _ in pairs]
+        for known in (*_CRITIQUE_KEYS, *_GOOD_KEYS, *_POOR_KEYS, *_CODE_KEYS):
+            if keys.count(known) > 1:
+                raise FeedbackError(f"the key {known!r} stands twice in one object")
+    return value
 
 
 def _objects(text: str, wanted: set[str]) -> list[tuple[int, int, dict]]:
     """Every outermost JSON object in the text that has one of the wanted keys, with its start and end."""
-    decoder, found, at = json.JSONDecoder(object_pairs_hook=_unique_keys, strict=False), [], text.find("{")
-    for _ in range(_MOST_OBJECTS):
-        if at < 0:
-            break
+    if len(text) > _LONGEST:
+        raise FeedbackError(f"the reply has {len(text):,} characters; at most {_LONGEST:,} are read")
+    decoder, found, end, vain = json.JSONDecoder(object_pairs_hook=_unique_keys, strict=False), [], 0, 0
+    while opening := re.compile(r'\{\s*"').search(text, end):
+        at = opening.start()
         try:
             value, end = decoder.raw_decode(text, at)
         except FeedbackError:
@@ -96,11 +100,12 @@ def _objects(text: str, wanted: set[str]) -> list[tuple[int, int, dict]]:
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
         except ValueError:                                  # not JSON from here on, or a number of absurd length
-            end = at + 1
+            end, vain = at + 1, vain + len(text) - at
+            if vain > 3 * _LONGEST:
+                raise FeedbackError("the reply begins too many JSON objects that are none")
         else:
             if wanted & value.keys():
                 found.append((at, end, value))
-        at = text.find("{", end)
     return found
 
 
@@ -113,6 +118,9 @@ def _the_object(text: str, wanted: set[str]) -> tuple[dict, str]:
         raise FeedbackError(f"no JSON object with {names}" + (", and the reply stops inside one" if cut else ""))
     if any(other != objects[-1][2] for _, _, other in objects):
         raise FeedbackError(f"{len(objects)} span objects that differ; which one is meant is unclear")
+    after = r'"(%s)"\s*:' % "|".join(wanted).replace("_", "[^a-z]+")      # the final word may be the part that was cut off
+    if re.search(after, text[objects[-1][1] :], re.IGNORECASE):
+        raise FeedbackError("a part of a second span object stands after the one that can be read")
     prose = text[: objects[0][0]]
     if text[objects[0][1] :].lstrip().startswith("```"):    # the object is fenced: its opening fence is no critique
         prose = re.sub(r"```\w*\s*$", "", prose)
@@ -153,11 +161,12 @@ def parse_feedback(text: str, critique: str | None = None) -> Feedback:
     holds anything but strings, or there is no critique: a label that no critique explains is not feedback.
     """
     value, prose = _the_object(text, {*_GOOD_KEYS, *_POOR_KEYS, *_CODE_KEYS})
-    if value.keys() & set(_CODE_KEYS):
-        good = _quotes({"good_spans": value.get("good_spans", [])}, "good_spans")
-        poor = [quote for key in _CODE_KEYS for quote in _quotes(value, key)]
+    if value.keys() & set(_CODE_KEYS):                         # the code task's form, which may leave out span keys
+        value = {"good_spans": [], "poor_spans": []} | value
+        keys = ("poor_spans", *_CODE_KEYS)
     else:
-        good, poor = _quotes(value, "good_spans"), _quotes(value, "poor_spans")
+        keys = ("poor_spans",)
+    good, poor = _quotes(value, "good_spans"), [quote for key in keys for quote in _quotes(value, key)]
     critique = critique or _critique(value, prose)
     _whole_characters("the reply", critique, *good, *poor)
     return Feedback(critique, good, poor)
@@ -207,9 +216,9 @@ def parse_steps(text: str, response: str) -> tuple[str, Grounding]:
     if not steps:
         raise FeedbackError("the list of steps is empty")
     _whole_characters("the reply", *(item[name] for item in steps for name in ("step", "reason")))
-    (normal, origin), at, spans, unmatched = _normalise(response), 0, [], []
+    normal, origin, at, spans, unmatched = _plain(response), _origin(response), 0, [], []
     for item in steps:
-        plain = _normalise(item["step"])[0].strip()
+        plain = _plain(item["step"])
         start = normal.find(plain, at) if plain else -1
         place = next(_origins(origin, [(start, start + len(plain))]), None) if start >= 0 else None
         if place is None:
@@ -244,24 +253,26 @@ class Grounding:
 _PLAIN = {ord(mark): plain for marks, plain in (("‘’‚‛`´", "'"), ("“”„‟«»", '"')) for mark in marks}
 
 
-def _normalise(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Text with one form of white space, quotes and Unicode (NFC), and the original [start, end) of each character."""
-    out, origin, start = [], [], 0
-    for end in range(1, len(text) + 1):
-        if end < len(text) and _continues(text[end - 1], text[end]):
+def _plain(text: str) -> str:
+    """Text with one form of white space, quotes and Unicode (NFC), and no white space around it."""
+    return unicodedata.normalize("NFC", " ".join(text.split())).translate(_PLAIN)
+
+
+def _origin(text: str) -> list[tuple[int, int]]:
+    """The original [start, end) of each character of _plain(text)."""
+    origin, start, last = [], len(text) - len(text.lstrip()), len(text.rstrip())
+    for end in range(start + 1, last + 1):
+        if end < last and _continues(text[end - 1], text[end]):
             continue
-        cluster = text[start:end]
-        plain = " " if cluster.isspace() else unicodedata.normalize("NFC", cluster).translate(_PLAIN)
-        out.append(plain)
-        origin += [(start, end)] * len(plain)
+        single = text[start].isspace() or end == start + 1 and text[start] < "\u0300"
+        origin += [(start, end)] * (1 if single else len(unicodedata.normalize("NFC", text[start:end])))
         start = end
-    return "".join(out), origin
+    return origin
 
 
 def _continues(before: str, char: str) -> bool:
-    """Whether a character belongs to the one before: a mark, a Korean vowel or final, white space after white space."""
-    return (unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff" or
-            (char.isspace() and before.isspace()))
+    """Whether a character belongs to the one before: white space after white space, a mark, a Korean vowel or final."""
+    return char.isspace() if before.isspace() else unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
 
 
 def _occurrences(text: str, quote: str) -> Iterator[tuple[int, int]]:
@@ -292,10 +303,10 @@ def ground(response: str, feedback: Feedback) -> Grounding:
                 continue
             found = list(islice(_occurrences(response, quote), repeats + 1))       # one more: it is ambiguous
             if not found:
-                if normal is None:                             # most responses never need it
-                    normal, origin = _normalise(response)
-                plain = _normalise(quote)[0].strip()
-                found = list(islice(_origins(origin, _occurrences(normal, plain)), repeats + 1))
+                normal, plain = normal or _plain(response), _plain(quote)      # most responses never need it
+                if plain in normal:
+                    origin = origin or _origin(response)
+                    found = list(islice(_origins(origin, _occurrences(normal, plain)), repeats + 1))
             if len(found) > repeats:
                 ambiguous += 1
                 continue
@@ -351,20 +362,22 @@ def _piece_offsets(decode, special, context, ids, text: str, known: int, at: int
     return offsets
 
 
-def _tokens_inside(text: str, offsets, span: Span) -> list[int]:
-    inside = []
-    for index, (start, end) in enumerate(offsets):
-        word = text[start:end].strip() or text[start:end]           # of a token that is all space, the space itself
+def _tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
+    """For each span the tokens whose non-space characters it holds, or all characters where all are white space."""
+    words = []
+    for start, end in offsets:
+        word = text[start:end].strip() or text[start:end]
         start += text[start:end].index(word)
-        if word and span.start <= start and start + len(word) <= span.end:
-            inside.append(index)
-    return inside
+        words.append((start, start + len(word)))
+    starts = [start for start, _ in words]
+    return [[i for i in range(bisect_left(starts, span.start), bisect_left(starts, span.end))
+             if starts[i] < words[i][1] <= span.end] for span in spans]
 
 
 def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
     """How many tokens lie in a good and in a poor span at once; `token_rewards` gives each of them 0."""
-    good, poor = ({i for span in spans if span.label == label for i in _tokens_inside(text, offsets, span)}
-                  for label in (1, -1))
+    inside = _tokens_inside(text, offsets, spans)
+    good, poor = ({i for span, tokens in zip(spans, inside) if span.label == label for i in tokens} for label in (1, -1))
     return len(good & poor)
 
 
@@ -380,8 +393,7 @@ def token_rewards(text: str, offsets, spans: list[Span], weighting: str = "unifo
         raise ValueError(f"weighting must be 'uniform' or 'linear_decay', not {weighting!r}")
     delta = [0.0] * len(offsets)
     labels: list[set[int]] = [set() for _ in offsets]
-    for span in spans:
-        inside = _tokens_inside(text, offsets, span)
+    for span, inside in zip(spans, _tokens_inside(text, offsets, spans)):
         for i, index in enumerate(inside):
             decay = 0.9 * i / (len(inside) - 1) if weighting == "linear_decay" and len(inside) > 1 else 0.0
             labels[index].add(span.label)
@@ -391,11 +403,6 @@ def token_rewards(text: str, offsets, spans: list[Span], weighting: str = "unifo
 
 
 # ── Asking: R_LLM(x, y) = (c, A(y)) of a model or a function, for every response (Alg. 1 l.4–11) ────────
-
-def flag(default, text: str):
-    """A dataclass field that becomes a command-line flag with one line of help."""
-    return field(default=default, metadata={"help": text})
-
 
 @dataclass
 class AnnotateConfig:
@@ -510,7 +517,7 @@ def outcome(example: dict, config: AnnotateConfig, journal: Journal) -> str:
 def missing(config: AnnotateConfig, journal: Journal) -> Iterator[Question]:
     """The questions that have no usable reply; rows that are the same are asked once."""
     seen, failed = set(), set(journal.failed)              # those of earlier runs come last: they may never succeed
-    for again in (False, True):
+    for again in (False, True) if failed else (False,):
         for question in questions(config, journal):
             key = bytes.fromhex(question.key)
             if (key in failed) == again and key not in seen and question.key not in journal:
@@ -528,7 +535,7 @@ def checked(question: Question, reply: Reply, mode: str) -> tuple[Reply, int]:
         return replace(reply, reason=str(error)), 0
 
 
-async def ask_and_check(server: Server, question: Question, config: AnnotateConfig) -> Reply:
+async def ask_and_check(server: Server, question: Question, config: AnnotateConfig, journal: Journal) -> Reply:
     """Ask, read, and with --unmatched reask once more for quotes that stand in the response; the better reply is kept."""
     first, wrong = checked(question, await server.ask(question), config.mode)
     if not wrong or config.unmatched == "drop":
@@ -538,10 +545,14 @@ async def ask_and_check(server: Server, question: Question, config: AnnotateConf
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": f"These quotes do not stand in the response character by character: {quotes}. Write "
                                     f"the whole JSON object again with quotes copied exactly, or without them."}])
-    second, still = checked(question, await server.ask(again), config.mode)
+    try:
+        second, still = checked(question, await server.ask(again), config.mode)
+    except InputError:
+        journal.append(question, first)                    # paid for, whatever has become of the server
+        raise
     better = second if second.reason is None and still < wrong else first
-    return replace(better, usage=dict(Counter(first.usage) + Counter(second.usage)) if first.usage and second.usage else
-                   first.usage)
+    usage = first.usage and second.usage and {name: n + second.usage[name] for name, n in first.usage.items()}
+    return replace(better, usage=usage or first.usage)
 
 
 async def ask_missing(config: AnnotateConfig, journal: Journal, total: int) -> bool:
@@ -574,8 +585,8 @@ async def ask_missing(config: AnnotateConfig, journal: Journal, total: int) -> b
             if config.batch:
                 await ask_by_batch(missing(config, journal), server, journal, budget, worst, config.batch_poll)
             else:
-                await ask_all(missing(config, journal), lambda question: ask_and_check(server, question, config), journal,
-                              config.concurrency, budget, worst, progress)
+                await ask_all(missing(config, journal), lambda question: ask_and_check(server, question, config, journal),
+                              journal, config.concurrency, budget, worst, progress)
     return budget.stopped
 
 
@@ -773,16 +784,6 @@ def main():
         print(f"next: python reward_model.py --task {config.task} --data {config.output} --model MODEL")
     if config.html:
         print(f"look at {config.html}")
-
-
-def run(main, program: str, errors: tuple = ()):
-    """Run a script's main; what the user can mend (InputError, OSError, `errors`) ends as one line and exit status 1."""
-    try:
-        main()
-    except (InputError, OSError, *errors) as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(f"{program}: stopped; the same command goes on from what is done")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import json
 import os
 import random
 import re
+import secrets
 import sys
 import time
 from collections import Counter
@@ -115,6 +116,12 @@ class Budget:
             self.settled.notify_all()
             return not self.stopped
 
+    async def close(self):
+        """Let nobody wait any longer: nothing more will be asked."""
+        async with self.settled:
+            self.stopped = True
+            self.settled.notify_all()
+
     async def settle(self, worst: float, usd: float):
         """Put the bill in the place of the worst case."""
         async with self.settled:
@@ -135,7 +142,7 @@ class Journal:
         self.path, self.prices = Path(path), prices
         self.done: dict[bytes, int] = {}             # key → offset of a usable reply
         self.failed: dict[bytes, int] = {}           # key → offset of an unusable one
-        self.batches: dict[str, dict] = {}           # hash of the input → {batch: name or None, collected}
+        self.batches: dict[str, dict] = {}           # our name → {batch: the provider's or None, collected}
         self.usd = 0.0
         self.counted = Counter()                     # prompt_tokens and completion_tokens, of all replies
         self.measured = Counter()                    # the same with characters and replies, where the request is known
@@ -174,8 +181,8 @@ class Journal:
         self.end = offset
 
     def _note(self, record: dict, offset: int):
-        if "input" in record:
-            self.batches[record["input"]] = record
+        if "sending" in record:
+            self.batches[record["sending"]] = record
             return
         key, _, _ = bytes.fromhex(record["key"]), record["id"], record["reply"]
         now, before = (self.done, self.failed) if record["reason"] is None else (self.failed, self.done)
@@ -200,14 +207,14 @@ class Journal:
                      "finish_reason": reply.finish_reason, "usage": reply.usage, "usd": self.prices.of(reply),
                      "characters": question.characters})
 
-    def append_batch(self, digest: str, batch: str | None = None, collected: bool = False):
+    def append_batch(self, sending: str, batch: str | None = None, collected: bool = False):
         """Keep that a batch is about to be sent (no name yet), was sent, or that all its replies are here."""
-        self._write({"input": digest, "batch": batch, "collected": collected})
+        self._write({"sending": sending, "batch": batch, "collected": collected})
 
     @property
     def open_batches(self) -> dict[str, str | None]:
-        """Hash of the input → name, of every batch whose replies are not here."""
-        return {digest: record["batch"] for digest, record in self.batches.items() if not record["collected"]}
+        """Our name → the provider's (None: not known to be sent), of every batch whose replies are not here."""
+        return {name: record["batch"] for name, record in self.batches.items() if not record["collected"]}
 
     def __contains__(self, key: str) -> bool:
         return bytes.fromhex(key) in self.done
@@ -436,6 +443,7 @@ async def ask_all(questions: Iterable[Question], ask: Callable[[Question], Await
                 progress.set_postfix_str(f"${journal.usd:.2f}" if journal.usd else "", refresh=False)
         except BaseException:
             stop = True                              # nothing new is asked; what is under way is paid for and waited for
+            await budget.close()
             raise
 
     ends = await asyncio.gather(*(worker() for _ in range(concurrency)), return_exceptions=True)
@@ -453,12 +461,12 @@ async def ask_by_batch(questions: Iterable[Question], server: Server, journal: J
     journal holds by then. Raises InputError where the server has no Batch API or refuses a batch.
     """
     with _plain_errors(server):
-        for digest, batch in journal.open_batches.items():
-            batch = batch or await _find_batch(digest, server)      # killed between sending it and writing its name
+        for name, batch in journal.open_batches.items():
+            batch = batch or await _find_batch(name, server)      # killed between sending it and writing its name
             if batch is None:
-                journal.append_batch(digest, collected=True)        # it was never sent
+                journal.append_batch(name, collected=True)          # it was never sent
             else:
-                await _collect(digest, batch, server, journal, poll)
+                await _collect(name, batch, server, journal, poll)
         budget.spent = journal.usd
         waiting = iter(questions)
         while not server.known and (question := next(waiting, None)) is not None:
@@ -467,14 +475,14 @@ async def ask_by_batch(questions: Iterable[Question], server: Server, journal: J
             journal.append(question, await server.ask(question))
             await budget.settle(worst(question), journal.usd - budget.spent)
         while data := _batch_input(waiting, server, journal, budget, worst):
-            digest = hashlib.sha256(data).hexdigest()
-            journal.append_batch(digest)
+            name = secrets.token_hex(16)
+            journal.append_batch(name)
             file = await server.client.files.create(file=("requests.jsonl", data), purpose="batch")
             batch = await server.client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions",
-                                                       completion_window="24h", metadata={"input": digest})
-            journal.append_batch(digest, batch.id)
-        for digest, batch in journal.open_batches.items():
-            await _collect(digest, batch, server, journal, poll)
+                                                       completion_window="24h", metadata={"name": name})
+            journal.append_batch(name, batch.id)
+        for name, batch in journal.open_batches.items():
+            await _collect(name, batch, server, journal, poll)
 
 
 @contextmanager
@@ -511,33 +519,33 @@ def _batch_input(waiting: Iterator[Question], server: Server, journal: Journal, 
     return b"".join(lines)
 
 
-async def _find_batch(digest: str, server: Server) -> str | None:
+async def _find_batch(name: str, server: Server) -> str | None:
     async for batch in server.client.batches.list(limit=100):
-        if (batch.metadata or {}).get("input") == digest:
+        if (batch.metadata or {}).get("name") == name:
             return batch.id
     return None
 
 
-async def _collect(digest: str, name: str, server: Server, journal: Journal, poll: float):
+async def _collect(name: str, batch: str, server: Server, journal: Journal, poll: float):
     """Wait until a batch has ended and put its replies into the journal."""
-    with tqdm(desc=name, unit="reply") as progress:
+    with tqdm(desc=batch, unit="reply") as progress:
         while True:
-            batch = await server.client.batches.retrieve(name)
-            counts = batch.request_counts
+            state = await server.client.batches.retrieve(batch)
+            counts = state.request_counts
             progress.total, progress.n = (counts.total, counts.completed + counts.failed) if counts else (None, 0)
-            progress.set_postfix_str(batch.status)
-            if batch.status in ("completed", "failed", "expired", "cancelled"):
+            progress.set_postfix_str(state.status)
+            if state.status in ("completed", "failed", "expired", "cancelled"):
                 break
             await asyncio.sleep(poll)
-    for file in filter(None, (batch.output_file_id, batch.error_file_id)):
+    for file in filter(None, (state.output_file_id, state.error_file_id)):
         for line in (await server.client.files.content(file)).content.splitlines():     # bytes: U+2028 ends no line
             record = json.loads(line)
             if record["custom_id"] not in journal:   # else collected before, by a process that was killed in the middle
-                journal.append(Question(record["custom_id"], name, []), _batch_reply(record, server.max_tokens))
-    journal.append_batch(digest, name, collected=True)
-    if batch.status == "failed":
-        said = "; ".join(error.message or "" for error in (batch.errors.data if batch.errors else None) or [])
-        raise InputError(f"the provider refused the batch {name}: {said[:500]}")
+                journal.append(Question(record["custom_id"], batch, []), _batch_reply(record, server.max_tokens))
+    journal.append_batch(name, batch, collected=True)
+    if state.status == "failed":
+        said = "; ".join(error.message or "" for error in (state.errors.data if state.errors else None) or [])
+        raise InputError(f"the provider refused the batch {batch}: {said[:500]}")
 
 
 def _batch_reply(record: dict, max_tokens: int) -> Reply:

@@ -7,12 +7,14 @@ stand-in, installed or not; what it lacks (fixtures, classes, skip, ...) is an e
 Held off: leaving before the tests end, printing a verdict, endless loops, memory, endless output, large files, children
 left running, the caller's environment and standard input. Not held off: code that searches the interpreter for the
 verdict's token or patches it, that equals everything, reads what the user may read (the caller's /proc entry too), uses
-the network, or starts a session of its own. Memory is limited per process, and on Linux only; root can lift any limit.
+the network, forks without end until the timeout, or starts a session of its own. Memory is limited per process, and on
+Linux only; root can lift any limit.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import linecache
 import math
@@ -25,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +36,8 @@ KEPT, MEBIBYTE = 4000, 1 << 20         # characters of the output that a result 
 
 @dataclass(frozen=True)
 class Result:
-    """status: "passed"; "failed" (an assertion did not hold while the tests ran); "error" (any other exception, a syntax
-    error, no test ran, the code left before its tests ended); "timeout"; "memory"; "killed" (by a signal, a crash).
+    """status: "passed"; "failed" (an assertion did not hold while the tests ran); "error" (any other exception, bad
+    syntax, no test ran, the code left before its tests ended); "timeout"; "memory"; "killed" (by a signal, a crash).
     stderr: the end of what was written to either stream, then the traceback or the reason."""
     passed: bool
     status: str
@@ -44,7 +45,7 @@ class Result:
 
 
 def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 512) -> Result:
-    """Whether `code`, importable as the module `solution`, passes `tests` within `timeout` seconds and `memory_mb` MiB."""
+    """Whether `code`, importable as the module `solution`, passes `tests` in `timeout` seconds and `memory_mb` MiB."""
     token, reason = os.urandom(16).hex(), ""
     with tempfile.TemporaryDirectory(prefix="sandbox-") as directory, tempfile.TemporaryFile() as output:
         Path(directory, "solution.py").write_bytes(code.encode("utf-8", "surrogatepass"))
@@ -58,7 +59,7 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
                 pipe.register(process.stdout, select.POLLIN)
                 verdict = os.read(process.stdout.fileno(), 4096) if pipe.poll(timeout * 1000) else None
             finally:                                   # not yet waited for, so the id is still its own
-                with suppress(PermissionError):        # macOS says so where the leader has ended and left nobody
+                with contextlib.suppress(PermissionError):                     # macOS, where the group has ended
                     os.killpg(process.pid, signal.SIGKILL)
         written = os.pread(output.fileno(), 8 * KEPT, max(0, os.fstat(output.fileno()).st_size - 8 * KEPT))
     said, _, status = (verdict or b"").decode("utf-8", "replace").partition(" ")
@@ -75,14 +76,14 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
 # ── The child: this file again, run by a fresh interpreter ─────────────────────────────────────────────
 
 def _child() -> None:
-    """Take the order out of the code's sight, set the limits, run code and tests, write the reason, then the verdict."""
+    """Take the order out of the code's sight, set limits, run code and tests, write the reason and then the verdict."""
     verdict, output = os.dup(1), os.dup(2)
     os.dup2(2, 1)                                      # from here on both streams are the code's output
     token, tests, timeout, memory_mb = json.loads(Path("order.json").read_text())
     os.unlink("order.json")
-    limits = [(resource.RLIMIT_CORE, 0, 0), (resource.RLIMIT_CPU, int(timeout) + 2, 1),       # no RLIMIT_NPROC: it counts
-              (resource.RLIMIT_FSIZE, 16 * MEBIBYTE, MEBIBYTE)]                               # all that the user runs
-    if sys.platform == "linux":
+    limits = [(resource.RLIMIT_CORE, 0, 0), (resource.RLIMIT_CPU, int(timeout) + 2, 1),
+              (resource.RLIMIT_FSIZE, 16 * MEBIBYTE, MEBIBYTE)]
+    if sys.platform == "linux":                        # and no RLIMIT_NPROC, which counts all that the user runs
         limits.append((resource.RLIMIT_AS, memory_mb * MEBIBYTE, 64 * MEBIBYTE))
     for which, soft, room in limits:                   # infinity is -1
         hard = min(soft + room, resource.getrlimit(which)[1] % 2**64)
@@ -99,8 +100,8 @@ def _child() -> None:
             resource.setrlimit(which, (resource.getrlimit(which)[1],) * 2)
         failed = solution and isinstance(error, AssertionError)
         status = "failed" if failed else "memory" if isinstance(error, MemoryError) else "error"
-        told = traceback.TracebackException.from_exception(error)
-        told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
+        told = traceback.TracebackException.from_exception(error, limit=1100)      # a million frames take minutes
+        told.stack[:] = [frame for frame in told.stack if frame.filename not in (__file__, contextlib.__file__)]
         reason = "".join(told.format())
     os.write(output, reason[-KEPT:].encode("utf-8", "backslashreplace"))
     os.write(verdict, f"{token} {status}".encode())
@@ -127,12 +128,12 @@ def _run(tests: str, code: dict, ran: set) -> None:
 
 
 class _Names(SimpleNamespace):
-    """A part of pytest; a name that it lacks ends the run, by no Exception, which pytest.raises(Exception) would take."""
+    """A part of pytest. What it lacks ends the run, by no Exception, which pytest.raises(Exception) would swallow."""
     def __getattr__(self, name):
         raise (AttributeError if name.startswith("__") else SystemExit)(f"the sandbox's pytest has no {name!r}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _raises(expected, *, match=""):
     caught = SimpleNamespace()
     try:

@@ -108,7 +108,7 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
     ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
     ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
     ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"), (reply(7), "not a string"),
-    ('c {"good_spans": ' + "[" * 100_000, "nested"), ('c {"a":' * 50_000, "nested|no JSON object")])
+    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|no JSON object|too many")])
 def test_what_is_not_feedback_is_an_error_with_its_reason(text, reason):
     """Contract: anything but lists of strings with a critique is an error, never a guess."""
     with pytest.raises(FeedbackError, match=reason):

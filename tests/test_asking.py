@@ -318,6 +318,31 @@ def test_no_request_starts_while_the_server_asks_to_wait(work, retry_after, seco
     assert len(after) >= 20 and (not limit or sum(at < after[0] + 0.2 for at in after) <= 7)
 
 
+def test_those_that_waited_for_a_pause_do_not_all_start_in_one_instant():
+    """Retries with jitter: 40 requests after a pause of 0.3 s."""
+    pace, starts = endpoint.Pace(None, None), []
+
+    async def request():
+        await pace.wait(0)
+        starts.append(time.monotonic() - begin)
+
+    async def all_of_them():
+        await asyncio.gather(*(request() for _ in range(40)))
+
+    begin = time.monotonic()
+    for _ in range(endpoint.REFUSALS):
+        pace.heard(SimpleNamespace(status_code=429, headers={"retry-after": "0.3"}, is_closed=False))
+    asyncio.run(all_of_them())
+    assert min(starts) >= 0.3 and max(starts) - min(starts) > 0.02
+
+
+@pytest.mark.parametrize("headers, seconds", [
+    ({}, 0), ({"retry-after": "7"}, 7), ({"retry-after-ms": "250", "retry-after": "7"}, 0.25), ({"retry-after": "soon"}, 0),
+    ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0), ({"retry-after-ms": "x"}, 0)])
+def test_what_retry_after_says_in_seconds(headers, seconds):
+    assert endpoint.retry_after(headers) == seconds
+
+
 def test_requests_and_tokens_per_minute_are_kept(work):
     work.server.settings.retry_after = ""
     for options in ({"requests_per_minute": 1200}, {"tokens_per_minute": 600_000}):
@@ -426,6 +451,16 @@ def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, cou
         assert bill(server) == pytest.approx(2 * whole) and work.output.read_bytes() == final
 
 
+def test_a_request_that_raises_frees_those_that_wait_for_the_budget(work):
+    """The command ends; `timeout` is only there so that a hang fails."""
+    work.server.settings.plan, work.server.settings.delay = ["ok"] * 3 + ["quota"] * 99, 0.05
+    write_rows(work.data, made_rows(30))
+    done = subprocess.run(command(work, concurrency=8, max_usd=0.05, **PRICES), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "exceeded your current quota" in done.stderr
+    assert sum(record["usage"]["prompt_tokens"] for record in work.kept() if record["usage"]) == (
+        work.server.stats()["prompt_tokens"])
+
+
 def test_a_budget_needs_prices_and_a_server_that_counts(work, monkeypatch):
     work.fails("--max_usd needs --price_in", made_rows(3), max_usd=1)
     whole = loopback.Server._completion
@@ -444,7 +479,12 @@ def test_a_budget_needs_prices_and_a_server_that_counts(work, monkeypatch):
 
 @pytest.mark.parametrize("counting", ["quarters", "pieces"])
 def test_the_forecast_after_a_pilot_is_within_10_percent_of_the_bill(tmp_path, counting, monkeypatch):
-    with serving(counting=counting) as server:
+    """Rows and replies of many lengths."""
+    def wordy(body):
+        value = json.loads(critique(body))
+        return json.dumps(value | {"reasoning": "So it is. " * random.Random(loopback.user_message(body)).randint(1, 100)})
+
+    with serving(counting=counting, responder=wordy) as server:
         work, rows = Work(tmp_path, server), made_rows(300, longest=150)
         monkeypatch.delenv("OPENAI_API_KEY")
         assert "--limit 50 measures" in work.run(rows, dry_run=True, **PRICES)
@@ -484,6 +524,28 @@ def test_nothing_is_asked_again_without_need_or_leave(work, reply, unmatched):
     work.server.settings.responder = lambda body: reply
     work.run([{"id": "a", "prompt": "p", "response": "This is the end."}], unmatched=unmatched)
     assert work.calls() == 1 and work.written()[0]["unmatched"] == (json.loads(BAD)["good_spans"] if reply == BAD else [])
+
+
+def test_a_paid_reply_is_kept_where_the_second_request_fails(work):
+    work.server.settings.responder, work.server.settings.plan = (lambda body: BAD), ["ok", "quota"]
+    work.fails("exceeded your current quota", [{"id": "a", "prompt": "p", "response": "This is the end."}],
+               unmatched="reask", **PRICES)
+    record, = work.kept()
+    assert record["reply"] == BAD and record["usd"] == pytest.approx(bill(work.server))
+
+
+def test_usage_of_two_requests_is_added_where_a_server_counts_nothing_for_replies(work, monkeypatch):
+    whole = loopback.Server._completion
+
+    def uncounted(*args, **kwargs):
+        answer = whole(*args, **kwargs)
+        answer.body["usage"]["completion_tokens"] = 0
+        return answer
+
+    monkeypatch.setattr(loopback.Server, "_completion", uncounted)
+    work.server.settings.responder = lambda body: BAD
+    work.run([{"id": "a", "prompt": "p", "response": "This is the end."}], unmatched="reask", **PRICES)
+    assert work.written()[0]["usage"] == {"prompt_tokens": work.server.stats()["prompt_tokens"], "completion_tokens": 0}
 
 
 # ── The Batch API ───────────────────────────────────────────────────────────────────────────────────────
@@ -564,6 +626,24 @@ def test_a_process_killed_while_it_collects_books_no_reply_twice(batching, monke
     kept = [record for record in batching.kept() if "key" in record]
     assert len(kept) == len({record["key"] for record in kept}) == 12
     assert sum(record["usd"] for record in kept) == pytest.approx(float(line.rpartition("$")[2]), abs=1e-4)
+
+
+def test_a_batch_of_the_same_rows_is_not_taken_for_an_earlier_one(batching, monkeypatch):
+    """All of its replies were garbage, so the same content is sent again; killed before the server had it."""
+    batching.server.settings.faults = {"garbage": 1.0}
+    batching.fails("11 responses", **BATCH)
+    batching.server.settings.faults, whole = {}, Journal.append_batch
+
+    def dies(journal, *args, **kwargs):
+        whole(journal, *args, **kwargs)
+        killed()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "append_batch", dies)
+        batching.run(**BATCH)
+    batching.run(**BATCH)
+    counted = sum(record["usage"]["prompt_tokens"] for record in batching.kept() if record.get("usage"))
+    assert len(batching.written()) == 12 and counted == batching.server.stats()["prompt_tokens"]
 
 
 def test_an_expired_batch_gives_what_it_has_and_the_rest_is_asked_by_the_next_run(batching):

@@ -23,9 +23,9 @@ from reward_model import judge
 CASES = int(os.environ.get("FUZZ_CASES", "6000"))
 BLOCKS = 6                                                    # of seeds, so that a failing run shows where
 
-PIECES = ["the plot", "Bob", "“hero”", "it's", "nai\u0308ve", "naïve", "  ", "\n", "\t", "x = 1", "é", "e\u0301", "🎉",
-          "\u1112\u1161\u11ab", "한", 'say "no"', "\\n", "{", "}", "[", "a", "aa", "a a", "good_spans", "\u00a0", "—", ".",
-          "Ω", "\u2126", "x\u0302", "</response>", "```", "İ", "ſ", "\x00", "’", "`", "\\", "\\u0041", "12345", "Straße"]
+PIECES = ["the plot", "Bob", "“hero”", "it's", "nai\u0308ve", "naïve", "  ", "\n", "\t", "x = 1", "é", "e\u0301",
+          "\u1112\u1161\u11ab", "한", 'say "no"', "\\n", "{", "}", "[", "a", "aa", "a a", "good_spans", "\u00a0", "—",
+          "Ω", "\u2126", "x\u0302", "</response>", "```", "İ", "ſ", "\x00", "’", "`", "\\", "\\u0041", "12345", "🎉"]
 
 
 # ── Replies and what is done to them ────────────────────────────────────────────────────────────────────
@@ -40,13 +40,13 @@ def a_quote(rng, response: str) -> str:
     quote = response[start : start + rng.choice([1, 2, 5, 9, 20])] if rng.random() < .8 else rng.choice(PIECES)
     return rng.choice([str, str, str, str.strip, str.upper, lambda q: q.replace(" ", rng.choice(["  ", "\n", ""])),
                        lambda q: unicodedata.normalize(rng.choice(["NFC", "NFD", "NFKC"]), q),
-                       lambda q: q.translate({ord(a): b for a, b in zip("\"'“”’", "”’\"\"'")})])(quote)
+                       lambda q: q.translate({ord(a): b for a, b in zip("\"'“”’", "”’\"\"'", strict=True)})])(quote)
 
 
 def a_wrong_value(rng, value):
     """The value, or something of another type that stands for it."""
-    wrong = [None, True, 0, 1.5, "text", [], {}, [value], {"text": value}, [[value]], 10 ** 30, float("nan"), [None, value]]
-    return rng.choice(wrong) if rng.random() < .06 else value
+    wrong = [None, True, 0, 1.5, "text", [], {}, [value], {"text": value}, 10 ** 30, float("nan"), [None, value]]
+    return rng.choice(wrong) if rng.random() < .03 else value
 
 
 def a_reply(rng, response: str) -> str:
@@ -54,12 +54,13 @@ def a_reply(rng, response: str) -> str:
     good, poor = ([a_quote(rng, response) for _ in range(rng.randrange(4))] for _ in range(2))
     poor += good[: rng.random() < .2]                          # a quote that is called good and poor
     said = rng.choice(["It is fine, but {Bob} is wrong.", "c", "", 'She said "so".', "Ende 🎉\n```"])
-    names = rng.choice([("textual_feedback", "good_spans", "poor_spans"), ("Textual feedback", "Good spans", "Poor spans"),
-                        ("critique", "GOOD-SPANS", "poor_spans"), ("code_feedback", "wrong_code", "improvement_code"),
-                        ("reasoning", "good_spans", "poor_spans")])
-    value = {name: a_wrong_value(rng, part) for name, part in zip(names, (said, good, poor))}
+    names = rng.choice([("textual_feedback", "good_spans", "poor_spans"), ("critique", "GOOD-SPANS", "poor_spans"),
+                        ("Textual feedback", "Good spans", "Poor spans"), ("reasoning", "good_spans", "poor_spans"),
+                        ("code_feedback", "wrong_code", "improvement_code")])
+    value = {name: a_wrong_value(rng, part) for name, part in zip(names, (said, good, poor), strict=True)}
     if rng.random() < .1:
-        value = rng.choice([{"answer": value}, [value], {**value, "more": value}, {**value, "draft": {"good_spans": ["a"]}}])
+        draft = {"good_spans": ["a"]}
+        value = rng.choice([{"answer": value}, [value], {**value, "more": value}, {**value, "draft": draft}])
     text = json.dumps(value, ensure_ascii=rng.random() < .3, indent=rng.choice([None, None, 1]))
     return rng.choice([text, f"```json\n{text}\n```", f"Let me {{think}}.\n{text}\nDone.", f"{said}\n{text}"])
 
@@ -74,16 +75,16 @@ def mutated(rng, text: str, other: str) -> str:
     return rng.choice([
         lambda: text[:i] + text[k:],                                            # delete
         lambda: text[:k] + text[i:],                                            # duplicate
-        lambda: text[:i] + text[j:k] + text[k:j] + text[i:j][::-1] + text[j:],  # swap
+        lambda: text[:i] + text[k:j] + text[i:k] + text[j:],                    # swap
         lambda: text[:i] + rng.choice(['"', "\\", "{", "}", "[", "]", ",", ":", "\x00", "\ud83d", "\\ud83d", "\\u0000",
-                                       "9" * 5000, "1e999", "-", "NaN", "\u2028", "/*", "'", "```", *PIECES]) + text[i:],
+                                       "9" * 5000, "1e999", "-", "NaN", "\u2028", "'", "```", *PIECES]) + text[i:],
         lambda: bytes(data).decode("utf-8", rng.choice(["replace", "surrogateescape", "ignore"])),
         lambda: text[:i],                                                       # cut
         lambda: text[i:],
         lambda: text[:i] + other[rng.randrange(len(other) + 1) :],              # splice
         lambda: text + rng.choice(["", "\n", ", ", "Or rather:\n"]) + other,
         lambda: text[:i] + other + text[i:],
-        lambda: rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", "{%s", '"%s"', "%s}"]) % text,
+        lambda: rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", "{%s", '"%s"']) % text,
         lambda: json.dumps(text),                                               # escape
         lambda: text[:i] + rng.choice("[{") * rng.choice([10, 400, 900, 5000]) + text[i:],
         lambda: text.replace("good", "poor", 1), lambda: text.replace("[", "[[", 1), lambda: text.replace('"', "'"),
@@ -92,11 +93,11 @@ def mutated(rng, text: str, other: str) -> str:
 
 
 def a_case(seed: int) -> tuple[str, str]:
-    """A response and a reply to it; a quarter of the replies are left as they are."""
+    """A response and a reply to it; a sixth of the replies are left as they are."""
     rng = random.Random(seed)
     response = a_response(rng)
     reply = a_reply(rng, response)
-    for _ in range(rng.choice([0, 1, 1, 2, 2, 4])):
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
         reply = mutated(rng, reply, a_reply(rng, response))
     return response, reply
 
@@ -105,20 +106,21 @@ def a_case(seed: int) -> tuple[str, str]:
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
 LITERAL = r'"(?:[^"\\]|\\.)*"'
+PAIR = re.compile(rf"({LITERAL})\s*:\s*\[\s*((?:{LITERAL}\s*,\s*)*{LITERAL})?\s*\]", re.DOTALL)
 
 
 def unescaped(literal: str) -> str:
     """What a JSON string literal says, its surrogate pairs joined."""
     text = re.sub(r"\\(?:u([0-9a-fA-F]{4})|(.))", lambda m: chr(int(m[1], 16)) if m[1] else ESCAPES.get(m[2], m[2]),
                   literal[1:-1], flags=re.DOTALL)
-    return re.sub("[\ud800-\udbff][\udc00-\udfff]", lambda m: m[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def lists_in(reply: str) -> dict[str, list[list[str]]]:
     """Every list of strings that stands in the reply under a key, by what the key means."""
     found = {"good": [], "poor": [], "wrong": [], "improvement": []}
     for start in (m.start() for m in re.finditer('"', reply)):
-        pair = re.compile(rf"({LITERAL})\s*:\s*\[\s*((?:{LITERAL}\s*,\s*)*{LITERAL})?\s*\]", re.DOTALL).match(reply, start)
+        pair = PAIR.match(reply, start)
         for kind, noun in (("good", "spans"), ("poor", "spans"), ("wrong", "code"), ("improvement", "code")):
             if pair and re.fullmatch(rf"[^a-z]*{kind}[^a-z]+{noun}[^a-z]*", unescaped(pair[1]).lower()):
                 found[kind].append([unescaped(m[0]) for m in re.finditer(LITERAL, pair[2] or "", re.DOTALL)])
@@ -143,27 +145,34 @@ def check_quotes(reply: str, feedback: Feedback):
     code = [wrong + better for wrong in found["wrong"] for better in found["improvement"]]
     assert feedback.poor_spans in [*code, *found["poor"]]
     assert feedback.critique.strip() and feedback.critique == feedback.critique.strip()
+    assert feedback.text().encode()                           # whole characters only
 
 
 def check_spans(response: str, feedback: Feedback, grounding):
-    """Every span is a quote of its label's list; every quote is a span, unmatched or ambiguous."""
-    for span in grounding.spans:
-        assert 0 <= span.start < span.end <= len(response) and span.label in (1, -1)
-        quotes = feedback.good_spans if span.label == 1 else feedback.poor_spans
-        assert letters(response[span.start : span.end]) in map(letters, quotes)
-    ambiguous, missing = 0, Counter()
+    """Every span is a quote of its label's list that says which place it means; every quote has one of three ends."""
+    ambiguous, missing, whole, cited = 0, Counter(), letters(response), feedback.good_spans + feedback.poor_spans
+    composite = any(unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff" for char in whole)
     for label, quotes in ((1, feedback.good_spans), (-1, feedback.poor_spans)):
-        marked = {(span.start, span.end) for span in grounding.spans if span.label == label}
-        for quote, repeats in Counter(quotes).items():
-            exact = places(response, quote) if quote.strip() else set()
-            ambiguous += len(exact) > repeats
-            assert len(exact) > repeats or exact <= marked
-            if exact:
-                missing[quote] += max(0, repeats - len(exact))
+        spans = [span for span in grounding.spans if span.label == label]
+        exact = {quote: places(response, quote) if quote.strip() else set() for quote in quotes}
+        for span in spans:
+            said = letters(response[span.start : span.end])
+            assert 0 <= span.start < span.end <= len(response)
+            assert any(letters(quote) == said and len(at or places(whole, said)) <= quotes.count(quote)
+                       for quote, at in exact.items()) or composite
+            assert said in map(letters, quotes)
+        for quote, at in exact.items():
+            repeats = quotes.count(quote)
+            ambiguous += len(at) > repeats
+            assert len(at) > repeats or at <= {(span.start, span.end) for span in spans}
+            if at:
+                missing[quote] += max(0, repeats - len(at))
+            elif cited.count(quote) == 1 and not composite:
+                assert (quote in grounding.unmatched) == (not letters(quote) or letters(quote) not in whole)
+    assert {span.label for span in grounding.spans} <= {1, -1}
     assert all(grounding.unmatched.count(quote) == count for quote, count in missing.items())
     assert ambiguous <= grounding.ambiguous
-    assert len(grounding.spans) + len(grounding.unmatched) + grounding.ambiguous <= len(
-        feedback.good_spans + feedback.poor_spans)
+    assert len(grounding.spans) + len(grounding.unmatched) + grounding.ambiguous <= len(cited)
 
 
 def check_delta(words, grounding, delta: list[float]):
@@ -212,7 +221,7 @@ def test_no_label_that_the_reply_does_not_support(block):
 
 
 def test_the_other_kinds_of_reply_raise_nothing_else():
-    """Labels for words and steps: mutated, they are read or refused; what is read speaks of the response's own words."""
+    """Labels for words and steps: mutated, they are read or refused, and speak of words that are there."""
     def one(seed):
         rng = random.Random(seed)
         response = a_response(rng)
@@ -233,3 +242,15 @@ def test_the_other_kinds_of_reply_raise_nothing_else():
         return Counter(read=1, spans=len(grounding.spans))
     total = each(range(CASES // 4), one)
     assert min(total["read"], total["refused"], total["spans"]) > CASES / 80
+
+
+N = 5000
+
+
+@pytest.mark.parametrize("text", [
+    '{"a":[' * 400 + "{}," * N, '{"a":[' * 400 + "1e5," * N, '{"good_spans":[' * N, '{"a":' * N, '{"' * N, "[" * 10 * N,
+    '{"a":[1,1} ' * N, "x" * 10**6, '{"critique":"c","good_spans":["a"],"poor_spans":[]} ' + '{"x ' * 500 +
+    '{"critique":"c","good_spans":[],"poor_spans":["a"]}'])
+def test_hostile_replies_are_refused(text):
+    with pytest.raises(FeedbackError):
+        parse_feedback(text)

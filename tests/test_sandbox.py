@@ -61,7 +61,8 @@ def test_code_that_cannot_be_loaded_is_an_error_with_its_reason(code):
 
 
 def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine():
-    told = run_python("def f(x):\n    print('here')\n    return g(x)\ndef g(x):\n    return 1 / x", "assert f(0) == 2").stderr
+    code = "def f(x):\n    print('here')\n    return g(x)\ndef g(x):\n    return 1 / x"
+    told = run_python(code, "assert f(0) == 2").stderr
     assert told.startswith("here\nTraceback (most recent call last):\n  File \"tests.py\", line 1, in <module>\n")
     assert "    assert f(0) == 2\n" in told and "    return 1 / x\n" in told and told.endswith("division by zero\n")
     assert "sandbox" not in told and tempfile.gettempdir() not in told
@@ -96,13 +97,15 @@ def test_approx_is_equal_where_pytest_says_so(expected, rel, abs_, actual):
 
 
 def test_raises_takes_the_named_exception_with_the_matching_words():
-    body = "import pytest\ndef test_f():\n    with pytest.raises({}) as caught:\n        int('x')\n    assert '{}' in str(caught.value)"
+    body = ("import pytest\ndef test_f():\n    with pytest.raises({}) as caught:\n        int('x')\n"
+            "    assert '{}' in str(caught.value)")
     assert status("", body.format("ValueError, match='invalid'", "literal")) == "passed"
     assert status("", body.format("(KeyError, ValueError)", "something else")) == "failed"
     assert status("", body.format("ValueError, match='valid$'", "literal")) == "failed"
     assert status("", body.format("KeyError", "literal")) == "error"
     nothing = "from pytest import raises\ndef test_f():\n    with raises(ValueError):\n        int('1')"
-    assert "did not raise" in run_python("", nothing).stderr and status("", nothing) == "failed"
+    result = run_python("", nothing)
+    assert result.status == "failed" and "did not raise" in result.stderr and "contextlib" not in result.stderr
 
 
 def test_parametrize_runs_every_case_of_every_decorator():
@@ -128,7 +131,7 @@ def test_g(w):
     ("import pytest\ndef test_f():\n    with pytest.raises(Exception):\n        pytest.warns(UserWarning)", "'warns'"),
     ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
-    ("import unittest\nclass Case(unittest.TestCase):\n    def test_f(self):\n        assert True\ndef test_g():\n    pass", "Case"),
+    ("from unittest import *\nclass Case(TestCase):\n    def test_f(self):\n        pass\ndef test_g():\n    pass", "Case"),
     ("async def test_f():\n    assert False", "test_f"), ("def test_f():\n    yield\n    assert False", "test_f"),
     ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
 def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
@@ -144,21 +147,22 @@ def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
     "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'passed')\n    except OSError:\n        pass",
     "def f():\n    import os\n    os._exit(0)", "def f():\n    raise SystemExit(0)"])
 def test_leaving_early_and_writing_everywhere_is_no_pass(code):
-    assert status(code + "\n", "assert f() == 1" if "def f" in code else "assert True") == "error"
+    assert status(code + "\n", "assert f() == 1" if "def f" in code else "assert True") in ("error", "killed")
 
 
 def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=1)
     assert result.status == "timeout" and result.stderr == "begun\nstopped after 1 s\n"
     assert status("import time\ntime.sleep(60)", timeout=0.5) == "timeout"
+    assert status("import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x)", "f(0)", timeout=60) == "memory"
     result = run_python("import os\nos.abort()", "assert True")
     assert result.status == "killed" and "-6" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("code, tests", [
-    ("x = [0] * 10**10", "assert True"), ("x = []\nwhile True:\n    x.append(bytearray(1000))", "assert True"),
-    ("def f():\n    return bytes(400 << 20)", "assert f()"), ("", "x = []\nwhile True:\n    x.append(bytearray(1000))\nassert x")])
+    ("x = [0] * 10**10", ""), ("x = []\nwhile True:\n    x.append(bytearray(1000))", ""),
+    ("def f():\n    return bytes(400 << 20)", "assert f()"), ("", "x = []\nwhile True:\n    x.append(bytearray(1000))")])
 def test_memory_has_a_bound(code, tests):
     assert status(code, tests, memory_mb=300) == "memory"
     assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
@@ -173,7 +177,7 @@ def test_endless_output_is_stopped_and_its_end_kept():
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
-@pytest.mark.parametrize("end, expected", [("", "passed"), ("while True:\n    pass", "timeout"), ("os._exit(0)", "timeout")])
+@pytest.mark.parametrize("end, expected", [("", "passed"), ("while True: pass", "timeout"), ("os._exit(0)", "timeout")])
 def test_children_do_not_outlive_the_run(end, expected):
     """One is forked, one is a program of its own; both hold the output open."""
     code = ("import os, subprocess, time\npid = os.fork()\nif pid == 0:\n    time.sleep(600)\n    os._exit(0)\n"
