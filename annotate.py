@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import re
-import sys
 import unicodedata
 from bisect import bisect_left
 from collections import Counter
@@ -197,10 +196,10 @@ def parse_labels(text: str, response: str) -> tuple[str, list[Span]]:
         if item["word"].strip() != word.group() or item["label"] not in LABELS:
             raise FeedbackError(f"label {number} says {item['label']!r} of {item['word']!r}; the word is {word.group()!r}")
     spans = []
-    for label, run in groupby(zip(labels, words), key=lambda pair: LABELS[pair[0]["label"]]):
-        run = [word for _, word in run]
+    for label, pairs in groupby(zip(labels, words), key=lambda pair: LABELS[pair[0]["label"]]):
+        piece = [word for _, word in pairs]
         if label:
-            spans.append(Span(run[0].start(), run[-1].end(), label))
+            spans.append(Span(piece[0].start(), piece[-1].end(), label))
     critique = _critique(value, prose)
     _whole_characters("the reply", critique)
     return critique, spans

@@ -97,7 +97,10 @@ class Prices:
 
 
 class Budget:
-    """Lets a request start only where its worst case fits under max_usd beside all that is spent and under way."""
+    """Lets a request start only where its worst case fits under max_usd beside all that is spent and under way.
+
+    A process that is killed loses the bills of the requests that were under way, so each kill may cost that much more.
+    """
 
     def __init__(self, max_usd: float | None, spent: float):
         self.max_usd, self.spent, self.reserved, self.under_way, self.stopped = max_usd, spent, 0.0, 0, False

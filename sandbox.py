@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,8 @@ class Result:
 def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 512) -> Result:
     """Whether `code`, importable as the module `solution`, passes `tests` in `timeout` seconds and `memory_mb` MiB."""
     token, reason = os.urandom(16).hex(), ""
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as directory, tempfile.TemporaryFile() as output:
+    folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
+    with folder as directory, tempfile.TemporaryFile() as output:
         Path(directory, "solution.py").write_bytes(code.encode("utf-8", "surrogatepass"))
         Path(directory, "order.json").write_text(json.dumps([token, tests, timeout, memory_mb]))
         environment = {"HOME": directory, "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
@@ -62,6 +64,10 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
                 with contextlib.suppress(PermissionError):                     # macOS, where the group has ended
                     os.killpg(process.pid, signal.SIGKILL)
         written = os.pread(output.fileno(), 8 * KEPT, max(0, os.fstat(output.fileno()).st_size - 8 * KEPT))
+    for _ in range(100):                               # children that were killed may write until they have died
+        if os.path.exists(directory):
+            time.sleep(0.01)
+            folder.cleanup()
     said, _, status = (verdict or b"").decode("utf-8", "replace").partition(" ")
     if verdict is None or process.returncode == -signal.SIGXCPU:
         status, reason = "timeout", f"stopped after {timeout:g} s\n"

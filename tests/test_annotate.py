@@ -1,4 +1,4 @@
-"""annotate.py recomputed another way: characters by brute force, bytes by hand, real rows. For asking: test_asking.py."""
+"""annotate.py recomputed another way: characters by brute force, bytes by hand, real rows."""
 
 import json
 import random
@@ -632,7 +632,8 @@ def test_an_unknown_task_is_refused_with_the_names():
 @pytest.mark.parametrize("response", ["", " \n", None, 7, ["a"]])
 def test_a_response_without_text_is_refused(response):
     with pytest.raises(InputError, match="row 2.*r2"):
-        list(examples(get_task("slf5k"), [{"post": "p", "response": "a"}, {"id": "r2", "post": "p", "response": response}]))
+        list(examples(get_task("slf5k"), [{"post": "p", "response": "a"},
+                                          {"id": "r2", "post": "p", "response": response}]))
 
 
 @pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique", "no_such_module:f", "./toy:critique",

@@ -1,6 +1,6 @@
 """Asking over HTTP: a loopback server that fails in every way, the real command killed, the server's bill beside ours.
 
-    KILLS=20 ROWS=2000 python -m pytest tests/test_asking.py -k killed          # as many as wanted; 3 kills of 150 rows without
+    KILLS=20 ROWS=2000 python -m pytest tests/test_asking.py -k killed     # as many as wanted; else 3 of 150 rows
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import endpoint
 import loopback
 from annotate import AnnotateConfig, InputError, read_rows, write_rows
 from conftest import ROOT
-from endpoint import Journal, Prices, Question, Reply, question_key
+from endpoint import Journal, Prices
 from loopback import MIX, critique
 from loopback import loopback as serving
 
@@ -60,11 +60,13 @@ class Work:
 
     def __init__(self, folder, server):
         self.folder, self.server, self.rows = folder, server, []
-        self.data, self.output, self.journal = (folder / name for name in ("rows.jsonl", "new/f.jsonl", "new/f.jsonl.journal"))
+        self.data, self.output = folder / "rows.jsonl", folder / "new" / "f.jsonl"
+        self.journal = self.output.with_name("f.jsonl.journal")
 
     def config(self, **options) -> AnnotateConfig:
-        return AnnotateConfig(**{"task": "ultrafeedback", "data": str(self.data), "output": str(self.output), "timeout": 20,
-                                 "annotator_model": "tiny", "base_url": self.server.url, "retries": 2, **options})
+        return AnnotateConfig(**{"task": "ultrafeedback", "data": str(self.data), "output": str(self.output),
+                                 "annotator_model": "tiny", "base_url": self.server.url, "retries": 2, "timeout": 20,
+                                 **options})
 
     def run(self, rows=None, **options) -> str:
         if rows is not None:
@@ -122,13 +124,15 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
 @pytest.mark.parametrize("kind, reason, text", [
     ("refusal", "refused", "I'm sorry, I can't help with that."), ("filter", "content filter", ""),
     ("truncated", "cut off after 1200 tokens", '{"reasoning'), ("empty", "no chat completion", '"choices": []'),
-    ("null", "empty", ""), ("garbage", "no JSON object", "the weather"), ("invalid", "no chat completion", '"chatcmpl-1"')])
+    ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
+    ("invalid", "no chat completion", '"chatcmpl-1"')])
 def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, kind, reason, text):
     """FACTS §5: failed calls must never become rows."""
     work.server.settings.plan = ["ok", kind, "ok"]
     assert "row-1" in work.fails(reason, made_rows(3), concurrency=1)
     bad, = [record for record in work.kept() if record["reason"] is not None]
-    assert bad["id"] == "row-1" and reason in bad["reason"] and text in bad["reply"] and bool(text) == bool(bad["reply"])
+    assert bad["id"] == "row-1" and reason in bad["reason"]
+    assert text in bad["reply"] and bool(text) == bool(bad["reply"])
     assert (work.calls(), work.run() and work.calls(), len(work.written())) == (3, 4, 3)
 
 
@@ -165,7 +169,8 @@ def test_a_response_of_a_megabyte_is_annotated_or_a_failure(work):
     work.fails("1 responses.*context length", rows)
     assert {record["id"] for record in work.kept() if record["reason"] is None} == {"row-1", "row-2"}
     work.server.settings.context = 0
-    work.server.settings.responder = lambda body: '{"critique": "It ends.", "good_spans": ["the end."], "poor_spans": []}'
+    said = json.dumps({"critique": "It ends.", "good_spans": ["the end."], "poor_spans": []})
+    work.server.settings.responder = lambda body: said
     work.run()
     assert work.written()[0]["spans"] == [{"start": 10 ** 6, "end": 10 ** 6 + 8, "label": 1}] and work.calls() == 4
 
@@ -198,10 +203,10 @@ def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
         assert len(done) <= work.calls() <= n + concurrency * (kill + 1)
     done = subprocess.run(command(work, concurrency=concurrency), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said, twice = work.server.stats(), 0
+    said = work.server.stats()
     assert len(work.written()) == n == len(said["asked"])
     twice = said["calls"] - n
-    print(f"{kills} kills, {n} rows, {said['calls']} calls, {twice} asked twice (at most {concurrency * kills} in flight)")
+    print(f"{kills} kills, {n} rows, {said['calls']} calls: {twice} asked twice, {concurrency * kills} allowed")
     assert twice <= concurrency * kills
     assert Counter(record["key"] for record in work.kept()).most_common(1)[0][1] == 1, "bought twice"
 
@@ -249,10 +254,10 @@ def test_what_was_asked_already_is_not_asked_again(work):
     assert work.calls() == 4
     first, twin = work.written()[1], work.written()[4]
     assert {**first, "id": "twin"} == twin and twin["spans"]
-    steps = [(rows, {}, 0), (rows[::-1], {}, 0), (made_rows(9), {}, 9 - 4), (rows, {"annotator_model": "other"}, 4),
-             (rows, {"mode": "no_cot"}, 4), ([rows[0] | {"prompt": "Another?"}, *rows[1:]], {}, 1), (rows, {}, 0)]
-    steps[2] = (rows + [row | {"id": f"new-{k}", "prompt": f"New {k}?"} for k, row in enumerate(rows[:3])], {}, 3)
-    for changed, options, new in steps:
+    added = [row | {"id": f"new-{k}", "prompt": f"New {k}?"} for k, row in enumerate(rows[:3])]
+    for changed, options, new in [
+            (rows, {}, 0), (rows[::-1], {}, 0), (rows + added, {}, 3), (rows, {"annotator_model": "other"}, 4),
+            (rows, {"mode": "no_cot"}, 4), ([rows[0] | {"prompt": "Another?"}, *rows[1:]], {}, 1), (rows, {}, 0)]:
         before = work.calls()
         work.run(changed, **options)
         assert work.calls() - before == new and work.written()
@@ -270,9 +275,6 @@ def test_rows_that_can_never_succeed_do_not_block_those_behind_them(work):
 
 
 # ── What the server takes is found out once ─────────────────────────────────────────────────────────────
-
-NAMES = {"structured", "vague", "token_parameter"}
-
 
 @pytest.mark.parametrize("settings, refused, form", [
     ({}, 0, "json_schema"), ({"structured": "ignored"}, 0, "json_schema"),
@@ -304,15 +306,15 @@ def test_a_first_row_that_is_too_long_does_not_spoil_the_form_for_the_others(tmp
 
 # ── Manners ─────────────────────────────────────────────────────────────────────────────────────────────
 
-@pytest.mark.parametrize("retry_after, seconds, limit", [("0.8", 0.8, None), ("ms:800", 0.8, None), ("date:2", 1.0, None),
-                                                         ("0.8", 0.8, 1200)])
+@pytest.mark.parametrize("retry_after, seconds, limit", [
+    ("0.8", 0.8, None), ("ms:800", 0.8, None), ("date:2", 1.0, None), ("0.8", 0.8, 1200)])
 def test_no_request_starts_while_the_server_asks_to_wait(work, retry_after, seconds, limit):
     """Nor do all that waited start at once after it, where there is a rate to keep (20 a second)."""
     work.server.settings.plan, work.server.settings.retry_after = ["ok"] + ["429"] * 3, retry_after
     work.server.settings.delay = 0.1                          # so that no answer comes between the refusals
     work.run(made_rows(30), concurrency=8, requests_per_minute=limit)
     arrivals = sorted(work.server.stats()["arrivals"])
-    third = arrivals[3]                                       # now it is the account's limit, not one request's bad luck
+    third = arrivals[3]                           # now it is the account's limit, not one request's bad luck
     assert sum(third < at < third + seconds for at in arrivals) <= 8, "at most those sent before the client could know"
     after = [at for at in arrivals if at >= third + seconds]
     assert len(after) >= 20 and (not limit or sum(at < after[0] + 0.2 for at in after) <= 7)
@@ -337,8 +339,8 @@ def test_those_that_waited_for_a_pause_do_not_all_start_in_one_instant():
 
 
 @pytest.mark.parametrize("headers, seconds", [
-    ({}, 0), ({"retry-after": "7"}, 7), ({"retry-after-ms": "250", "retry-after": "7"}, 0.25), ({"retry-after": "soon"}, 0),
-    ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0), ({"retry-after-ms": "x"}, 0)])
+    ({}, 0), ({"retry-after": "7"}, 7), ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
+    ({"retry-after": "soon"}, 0), ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0), ({"retry-after-ms": "x"}, 0)])
 def test_what_retry_after_says_in_seconds(headers, seconds):
     assert endpoint.retry_after(headers) == seconds
 
@@ -356,16 +358,11 @@ def test_requests_and_tokens_per_minute_are_kept(work):
         assert least > 0.5
 
 
-class Trouble:
-    """A server that lets three rows through, then is in the way of all others, and afterwards well again."""
-    QUOTA = {"plan": ["ok"] * 3 + ["quota"] * 99}
-    HOUR = {"plan": ["ok"] * 3 + ["429"] * 99, "retry_after": "3600"}
-    KEY, MODEL = {"key": "another"}, {"models": ["another"]}
-
-
 @pytest.mark.parametrize("settings, message, kept", [
-    (Trouble.QUOTA, "exceeded your current quota.*run again later", 3), (Trouble.HOUR, "asks to wait 3600 s.*again later", 3),
-    (Trouble.KEY, "Incorrect API key.*check OPENAI_API_KEY", 0), (Trouble.MODEL, "`tiny` does not exist.*--annotator_model", 0)])
+    ({"plan": ["ok"] * 3 + ["quota"] * 99}, "exceeded your current quota.*run again later", 3),
+    ({"plan": ["ok"] * 3 + ["429"] * 99, "retry_after": "3600"}, "asks to wait 3600 s.*again later", 3),
+    ({"key": "another"}, "Incorrect API key.*check OPENAI_API_KEY", 0),
+    ({"models": ["another"]}, "`tiny` does not exist.*--annotator_model", 0)])
 def test_a_server_that_can_serve_nobody_is_one_line_and_nothing_is_lost(work, settings, message, kept):
     for name, value in settings.items():
         setattr(work.server.settings, name, value)
@@ -406,9 +403,12 @@ def test_25_unusable_replies_in_a_row_stop_the_run(work):
 PRICES = {"price_in": 2.5, "price_out": 10.0}
 
 
+def usd(usage: dict) -> float:
+    return (usage["prompt_tokens"] * 2.5 + usage["completion_tokens"] * 10) / 1e6
+
+
 def bill(server) -> float:
-    said = server.stats()
-    return (said["prompt_tokens"] * 2.5 + said["completion_tokens"] * 10) / 1e6
+    return usd(server.stats())
 
 
 def test_usage_and_cost_are_the_servers_own(work):
@@ -422,7 +422,7 @@ def test_usage_and_cost_are_the_servers_own(work):
     assert sum(record["usd"] for record in kept) == pytest.approx(bill(work.server), rel=1e-12)
     assert float(line.rpartition("$")[2]) == pytest.approx(bill(work.server), abs=1e-4)
     for row in work.written():
-        assert row["usd"] == pytest.approx((row["usage"]["prompt_tokens"] * 2.5 + row["usage"]["completion_tokens"] * 10) / 1e6)
+        assert row["usd"] == pytest.approx(usd(row["usage"]))
 
 
 def hostile_rows(n: int) -> list[dict]:
@@ -437,7 +437,8 @@ def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, cou
     options |= PRICES
     with serving(counting=counting, delay=0.005) as server:
         if reply:
-            server.settings.responder = lambda body: json.dumps({"critique": reply, "good_spans": ["zq"], "poor_spans": []})
+            said = json.dumps({"critique": reply, "good_spans": ["zq"], "poor_spans": []})
+            server.settings.responder = lambda body: said
         work = Work(tmp_path, server)
         work.run(rows, **options)
         whole, final = bill(server), work.output.read_bytes()
@@ -455,7 +456,8 @@ def test_a_request_that_raises_frees_those_that_wait_for_the_budget(work):
     """The command ends; `timeout` is only there so that a hang fails."""
     work.server.settings.plan, work.server.settings.delay = ["ok"] * 3 + ["quota"] * 99, 0.05
     write_rows(work.data, made_rows(30))
-    done = subprocess.run(command(work, concurrency=8, max_usd=0.05, **PRICES), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(work, concurrency=8, max_usd=0.05, **PRICES), capture_output=True, text=True,
+                          timeout=60)
     assert done.returncode == 1 and "exceeded your current quota" in done.stderr
     assert sum(record["usage"]["prompt_tokens"] for record in work.kept() if record["usage"]) == (
         work.server.stats()["prompt_tokens"])
@@ -481,8 +483,8 @@ def test_a_budget_needs_prices_and_a_server_that_counts(work, monkeypatch):
 def test_the_forecast_after_a_pilot_is_within_10_percent_of_the_bill(tmp_path, counting, monkeypatch):
     """Rows and replies of many lengths."""
     def wordy(body):
-        value = json.loads(critique(body))
-        return json.dumps(value | {"reasoning": "So it is. " * random.Random(loopback.user_message(body)).randint(1, 100)})
+        rng = random.Random(loopback.user_message(body))
+        return json.dumps(json.loads(critique(body)) | {"reasoning": "So it is. " * rng.randint(1, 100)})
 
     with serving(counting=counting, responder=wordy) as server:
         work, rows = Work(tmp_path, server), made_rows(300, longest=150)
@@ -523,7 +525,8 @@ def test_unmatched_quotes_are_asked_about_once_and_the_better_reply_is_kept(work
 def test_nothing_is_asked_again_without_need_or_leave(work, reply, unmatched):
     work.server.settings.responder = lambda body: reply
     work.run([{"id": "a", "prompt": "p", "response": "This is the end."}], unmatched=unmatched)
-    assert work.calls() == 1 and work.written()[0]["unmatched"] == (json.loads(BAD)["good_spans"] if reply == BAD else [])
+    wrong = json.loads(BAD)["good_spans"] if reply == BAD else []
+    assert work.calls() == 1 and work.written()[0]["unmatched"] == wrong
 
 
 def test_a_paid_reply_is_kept_where_the_second_request_fails(work):
@@ -570,8 +573,7 @@ def test_a_batch_costs_half_and_brings_every_row(batching):
     line = batching.run(**BATCH)
     rows, said = batching.written(), batching.server.stats()
     assert said["calls"] == 12
-    full = [(row["usage"]["prompt_tokens"] * 2.5 + row["usage"]["completion_tokens"] * 10) / 1e6 for row in rows]
-    shares = Counter(round(row["usd"] / whole, 6) for row, whole in zip(rows, full))
+    shares = Counter(round(row["usd"] / usd(row["usage"]), 6) for row in rows)
     assert shares[0.5] >= 10 and shares[0.5] + shares[1.0] == 12
     assert sum(row["usage"]["prompt_tokens"] for row in rows) == said["prompt_tokens"]
     assert f"{said['prompt_tokens']:,} prompt + {said['completion_tokens']:,} reply tokens" in line
@@ -601,11 +603,9 @@ def test_a_batch_is_found_if_the_process_was_killed_before_it_could_note_its_nam
 
 
 def test_a_batch_that_never_reached_the_server_is_sent_again(batching, monkeypatch):
-    whole = loopback.Server.new_batch
     with monkeypatch.context() as patch, pytest.raises(InputError):
         patch.setattr(loopback.Server, "new_batch", lambda self, body: loopback.failed(400, "No room."))
         batching.run(**BATCH)
-    assert loopback.Server.new_batch is whole
     batching.run(**BATCH)
     assert batching.calls() == 12 and len(batching.written()) == 12
 
@@ -659,15 +659,14 @@ def test_an_expired_batch_gives_what_it_has_and_the_rest_is_asked_by_the_next_ru
 def test_failed_and_garbage_lines_of_a_batch_are_recorded_failures(batching):
     batching.server.settings.faults, batching.server.settings.seed = {"500": 0.2, "garbage": 0.2, "truncated": 0.2}, 2
     line = batching.fails("responses have no feedback", **BATCH)
-    bad = {record["id"]: record["reason"] for record in batching.kept() if "key" in record and record["reason"]}
+    bad = {record["key"] for record in batching.kept() if record.get("reason")}
     kinds = batching.server.stats()["faults"]
     assert all(kinds.get(kind) for kind in ("500", "garbage", "truncated")), "choose another seed"
     for reason in ("500", "no JSON object", "cut off"):
         assert reason in line, line
     batching.server.settings.faults, before = {}, batching.calls()
     batching.run(**BATCH)
-    assert batching.calls() - before == int(line.split()[0]) == len({r["key"] for r in batching.kept() if r.get("reason")})
-    assert len(batching.written()) == 12 and bad
+    assert batching.calls() - before == int(line.split()[0]) == len(bad) and len(batching.written()) == 12
     counted = sum(record["usage"]["prompt_tokens"] for record in batching.kept() if record.get("usage"))
     assert counted == batching.server.stats()["prompt_tokens"]
 
@@ -801,8 +800,9 @@ def test_memory_does_not_grow_with_the_rows(critic):
 # ── Flags ───────────────────────────────────────────────────────────────────────────────────────────────
 
 @pytest.mark.parametrize("flags, message", [
-    ({"mode": "cots"}, "--mode must be one of.*no_cot"), ({"unmatched": "guess"}, "--unmatched"), ({"limit": 0}, "--limit"),
-    ({"limit": -1}, "--limit"), ({"concurrency": 0}, "--concurrency"), ({"retries": -1}, "--retries"),
+    ({"mode": "cots"}, "--mode must be one of.*no_cot"), ({"unmatched": "guess"}, "--unmatched"),
+    ({"limit": 0}, "--limit"), ({"limit": -1}, "--limit"), ({"concurrency": 0}, "--concurrency"),
+    ({"retries": -1}, "--retries"),
     ({"max_usd": 1.0}, "--max_usd needs"), ({"batch": True, "unmatched": "reask"}, "--batch"),
     ({"batch": True, "critic": "toy:critique"}, "--batch")])
 def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, flags, message):

@@ -208,7 +208,7 @@ def test_a_full_disk_stops_the_run_before_it_starts(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_while_feedback_is_written_leaves_no_half_file(tmp_path):
-    """A file-size limit stands in for a full disk: the write fails as it would there. With room again the run goes on."""
+    """A file-size limit stands in for a full disk: the write fails as it would there; with room, it goes on."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "feedback.jsonl"
     rows = [row | {"response": row["reference"]} for row in toy.rows("train", 50)]
     annotate.write_rows(data, rows)
@@ -221,7 +221,8 @@ def test_a_disk_that_fills_while_feedback_is_written_leaves_no_half_file(tmp_pat
     assert not out.exists()
     kept = out.with_name("feedback.jsonl.journal").read_text().split("\n")[:-1]
     assert kept and {json.loads(line)["id"] for line in kept} < {row["id"] for row in rows}
-    done = subprocess.run([sys.executable, "-c", script.replace("20000", "2000000")], cwd=ROOT, capture_output=True, text=True)
+    roomy = script.replace("20000", "2000000")
+    done = subprocess.run([sys.executable, "-c", roomy], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"{50 - len(kept)} asked for now" in done.stdout
     assert [row["id"] for row in rows_of(out)] == [row["id"] for row in rows]
 

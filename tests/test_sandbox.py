@@ -131,7 +131,7 @@ def test_g(w):
     ("import pytest\ndef test_f():\n    with pytest.raises(Exception):\n        pytest.warns(UserWarning)", "'warns'"),
     ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
-    ("from unittest import *\nclass Case(TestCase):\n    def test_f(self):\n        pass\ndef test_g():\n    pass", "Case"),
+    ("import unittest as u\nclass Case(u.TestCase):\n    def test_f(self): pass\ndef test_g(): pass", "Case"),
     ("async def test_f():\n    assert False", "test_f"), ("def test_f():\n    yield\n    assert False", "test_f"),
     ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
 def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
@@ -154,7 +154,6 @@ def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=1)
     assert result.status == "timeout" and result.stderr == "begun\nstopped after 1 s\n"
     assert status("import time\ntime.sleep(60)", timeout=0.5) == "timeout"
-    assert status("import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x)", "f(0)", timeout=60) == "memory"
     result = run_python("import os\nos.abort()", "assert True")
     assert result.status == "killed" and "-6" in result.stderr
 
@@ -162,7 +161,7 @@ def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("code, tests", [
     ("x = [0] * 10**10", ""), ("x = []\nwhile True:\n    x.append(bytearray(1000))", ""),
-    ("def f():\n    return bytes(400 << 20)", "assert f()"), ("", "x = []\nwhile True:\n    x.append(bytearray(1000))")])
+    ("def f():\n    return bytes(400 << 20)", "assert f()"), ("", "x = []\nwhile True: x.append(bytearray(1000))")])
 def test_memory_has_a_bound(code, tests):
     assert status(code, tests, memory_mb=300) == "memory"
     assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
@@ -212,6 +211,15 @@ def test_the_directory_is_removed_whatever_happens(end, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = run_python("import os, time\nprint(os.listdir())\n" + end, "assert True", timeout=1)
     assert "solution.py" in result.stderr and not list(tmp_path.iterdir())
+
+
+def test_the_directory_is_removed_under_children_that_still_write(tmp_path, monkeypatch):
+    """A killed process ends a moment later, and its last file may come after the first look into the directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = ("import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        for i in range(10**6):\n"
+            "            open(f'{os.getpid()}-{i}', 'w').close()\ntime.sleep(0.05)")
+    for _ in range(10):
+        assert run_python(code, "assert True").passed and not list(tmp_path.iterdir())
 
 
 # ── Real rows ──────────────────────────────────────────────────────────────────────────────────────────
