@@ -621,7 +621,7 @@ def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
     assumed = {"cot": 350, "no_cot": 200, "align": 80, "dense": 1500, "steps": 500}[config.mode]
     seen, count = journal.measured, token_counter(config.tokenizer)
     measured, total, todo, prompt_tokens = seen["replies"] >= 10, 0, set(), 0.0
-    for question in questions(config, journal):
+    for question in tqdm(questions(config, journal), desc="read", unit=" responses", delay=2):     # kodcode runs its tests
         total += 1
         if question.key not in journal and question.key not in todo:
             todo.add(question.key)

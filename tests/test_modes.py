@@ -147,7 +147,8 @@ def test_dense_labels_give_each_character_of_a_word_its_label(parts):
 @pytest.mark.parametrize("change, reason", [
     (lambda v: v["labels"].pop(), "5 labels for the 6 words"),
     (lambda v: v["labels"].append(v["labels"][0]), "7 labels"),
-    (lambda v: v["labels"][1].update(word="dog"), "label 2.*'dog'.*'cat'"), (lambda v: v["labels"].reverse(), "label 1"),
+    (lambda v: v["labels"][1].update(word="dog"), "label 2.*'dog'.*'cat'"),
+    (lambda v: v["labels"].reverse(), "label 1"),
     (lambda v: v["labels"][0].update(label="great"), "'great'"), (lambda v: v["labels"][0].update(label=1), "entry 1"),
     (lambda v: v["labels"][3].pop("word"), "entry 4"), (lambda v: v.update(labels="good"), "list of objects"),
     (lambda v: v.update(labels=["good"] * 6), "entry 1"), (lambda v: v.pop("labels"), "no JSON object with labels"),
