@@ -24,15 +24,23 @@ import json
 import math
 import os
 import shutil
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # The prompt of a model that has no chat template of its own (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
@@ -81,8 +89,9 @@ def _assert_plain_head(model, path):
 
 
 def head_weight(model) -> Tensor:
-    """The language-model head, [V, H]."""
-    return model.get_output_embeddings().weight
+    """The language-model head, [V, H], whole: of a sharded model it is gathered, and lives as long as it is held."""
+    weight = model.get_output_embeddings().weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def context_length(model) -> int:
@@ -217,6 +226,8 @@ def fingerprint(model) -> str:
 
     bfloat16, so that the same base has the same name in whatever precision it was loaded.
     """
+    if isinstance(model.get_input_embeddings().weight, DTensor):
+        return model.fingerprint_when_whole          # `shard` noted it, so that one rank can save without the others
     weights = [model.get_input_embeddings().weight, head_weight(model)]
     digest = hashlib.sha256(json.dumps([list(w.shape) for w in weights] + [model.config.num_hidden_layers]).encode())
     for weight in weights:
@@ -309,72 +320,112 @@ class ValueHead(nn.Module):
 
 # ── Log-probs, entropy and KL without the [N, V] tensor ────────────────────────────────────────────────
 
-def _chunk_rows(n: int, vocabulary: int) -> int:
-    """Rows of logits that may exist at once: at most 2^22 numbers, and never more than an eighth of the rows."""
-    return max(1, min((1 << 22) // vocabulary, math.ceil(n / 8)))
+ROWS = 1024        # rows that go through the head together: enough for its matrix products to run at full speed
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """log p(y_i) = z_i[y_i] − logsumexp(z_i) with z = h Wᵀ / T, a chunk of rows at a time.
+def _tiles(rows: int, weight: Tensor, buffers: int) -> list[slice]:
+    """Parts of the vocabulary such that `buffers` float32 tensors [rows, part] fit in bounded memory.
 
-    ∂ log p(y_i) / ∂ h_i = (W[y_i] − p_iᵀ W) / T needs nothing from upstream, so it is made in the forward pass,
-    where p_i is at hand, and backward is one scaling. The entropy's is −(p_i ⊙ (log p_i + H_i))ᵀ W / T.
+    16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA, or an eighth of what is free there. Never more
+    than a quarter of the vocabulary, in steps of 128 that suit the matrix units.
     """
+    budget = 1 << 24
+    if weight.is_cuda:
+        cached = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+        budget = min(1 << 27, (torch.cuda.mem_get_info(weight.device)[0] + cached) // 8)
+    width = round_up(min(budget // (4 * max(rows, 1) * buffers), math.ceil(len(weight) / 4)) or 1, 128)
+    return [slice(i, i + width) for i in range(0, len(weight), width)]
 
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
-        """Log-probs and, if asked for, entropies; keeps what backward needs."""
-        n = len(hidden)
-        out = torch.empty(n, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(out) if with_entropy else None
-        wants = ctx.needs_input_grad[0]
-        grad = torch.empty_like(hidden) if wants else None
-        grad_entropy = torch.empty_like(hidden) if wants and with_entropy else None
-        step = _chunk_rows(n, len(weight))
-        for rows in (slice(i, i + step) for i in range(0, n, step)):
-            logp = F.log_softmax(_logits(hidden[rows], weight, temperature), dim=-1)      # [chunk, V]
-            out[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
-            if not (wants or with_entropy):
-                continue
-            p = logp.exp()
-            if with_entropy:
-                entropy[rows] = -(p * logp).sum(-1)
-            if grad_entropy is not None:
-                grad_entropy[rows] = -((p * (logp + entropy[rows, None])).to(weight.dtype) @ weight) / temperature
-            if wants:
-                grad[rows] = (weight[targets[rows]] - p.to(weight.dtype) @ weight) / temperature
-        ctx.save_for_backward(hidden, weight, targets, grad, grad_entropy)
-        ctx.temperature = temperature
-        return out, entropy
 
-    @staticmethod
-    def backward(ctx, grad_out, grad_entropy_out):
-        """The kept gradients, scaled; and the head's own, where a base is trained."""
-        hidden, weight, targets, grad, grad_entropy = ctx.saved_tensors
-        d_hidden = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_hidden = grad * grad_out[:, None].to(grad.dtype)
-            if grad_entropy is not None and grad_entropy_out is not None:
-                d_hidden = d_hidden + grad_entropy * grad_entropy_out[:, None].to(grad.dtype)
-        if ctx.needs_input_grad[1]:           # only where a base is trained: the probabilities are made again
-            d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            step = _chunk_rows(len(hidden), len(weight))
-            for rows in (slice(i, i + step) for i in range(0, len(hidden), step)):
-                logp = F.log_softmax(_logits(hidden[rows], weight, ctx.temperature), dim=-1)
-                p = logp.exp()
-                upstream = grad_out[rows, None].to(p.dtype)
-                d_logits = (-p * upstream).scatter_add(1, targets[rows, None], upstream)
-                if grad_entropy_out is not None:
-                    entropy = -(p * logp).sum(-1, keepdim=True)
-                    d_logits -= p * (logp + entropy) * grad_entropy_out[rows, None]
-                d_weight += (d_logits.T / ctx.temperature) @ hidden[rows].to(d_weight.dtype)
-            d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A new tensor a @ b in float32 (float64 stays), without a float32 copy of a or b. Only a CPU rounds it first."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    product = a @ b
+    return product if product.dtype == torch.float64 else product.float()
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = F.linear(hidden, weight)
-    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    """z = h Wᵀ / T, what is sampled from and what is scored: [N, H], [V, H] → [N, V], float32."""
+    logits = _product(hidden, weight.T)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+class _OverVocabulary(torch.autograd.Function):
+    """log p(y), and H(p) or KL(p ‖ q), in one pass over the vocabulary, with their gradients in the hidden state.
+
+    With z = h Wᵀ / T and p = softmax(z): ∂ log p(y) / ∂ h = (W[y] − pᵀ W) / T needs nothing from upstream, so it is
+    made in the forward pass, where p is at hand, and backward is one scaling. Entropy and KL are means over p:
+    H = log Σ e^z − E[z] and KL = E[z − z'] − log Σ e^z + log Σ e^z', and ∂ E[f] / ∂ h = (p ⊙ (f − E[f]))ᵀ W / T here.
+
+    Exponentials are taken relative to the largest logit so far; what is summed already shrinks where a later tile
+    holds a larger one (the online softmax of FlashAttention). So each tile of the head is used twice and left.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, ref_hidden, temperature, with_mean):
+        """[rows, H], [V, H], [rows, 1] or None, [rows, H] or None → log p(y) [rows] or None, H or KL [rows] or None."""
+        wants = ctx.needs_input_grad[0]
+        start = hidden.new_zeros(len(hidden), 1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        peak = peak_ref = shift = start - torch.inf
+        total = total_ref = at_y = mean = start
+        pull, pull_mean = (torch.zeros_like(hidden, dtype=start.dtype) if wants and asked else None    # Σ e W, Σ e f W
+                           for asked in (True, with_mean))
+        for tile in _tiles(len(hidden), weight, 1 + 2 * with_mean):
+            w = weight[tile]
+            z, f = _logits(hidden, w, temperature), None                                               # [rows, tile]
+            top = torch.maximum(peak, z.amax(1, keepdim=True))
+            if targets is not None:
+                here = (targets >= tile.start) & (targets < tile.stop)
+                at_y = torch.where(here, z.gather(1, (targets - tile.start).clamp(0, len(w) - 1)), at_y)
+            if ref_hidden is not None:
+                f = _logits(ref_hidden, w, temperature)
+                top_ref = torch.maximum(peak_ref, f.amax(1, keepdim=True))
+                total_ref = total_ref * (peak_ref - top_ref).exp() + (f - top_ref).exp_().sum(1, keepdim=True)
+                peak_ref, f = top_ref, torch.sub(z, f, out=f)                                          # z − z'
+            elif with_mean:
+                shift = top if tile.start == 0 else shift
+                f = z - shift                   # any constant will do; this one keeps the products small
+            shrink, e = (peak - top).exp(), z.sub_(top).exp_()      # in place: memory traffic is half the work
+            peak, total = top, total * shrink + e.sum(1, keepdim=True)
+            if with_mean:
+                mean = mean * shrink + f.mul_(e).sum(1, keepdim=True)
+            for kept, factor in ((pull, e), (pull_mean, f)):
+                if kept is not None:
+                    kept.mul_(shrink).add_(_product(factor.to(w.dtype), w))
+        lse, mean, grad, grad_mean = peak + total.log(), mean / total, None, None
+        value = lse - shift - mean if ref_hidden is None else mean - (peak - peak_ref) - (total / total_ref).log()
+        if wants and targets is not None:
+            grad = ((weight[targets[:, 0]] - pull / total) / temperature).to(hidden.dtype)
+        if pull_mean is not None:
+            grad_mean = (pull_mean - mean * pull) / (total * temperature) * (-1 if ref_hidden is None else 1)
+            grad_mean = grad_mean.to(hidden.dtype)
+        again = (hidden, weight, targets, lse, value) if ctx.needs_input_grad[1] else ()     # a frozen head is let go
+        ctx.save_for_backward(grad, grad_mean, *again)
+        ctx.temperature = temperature
+        return (None if targets is None else (at_y - lse).squeeze(1).float(),
+                value.squeeze(1).float() if with_mean else None)
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        """The kept gradients, scaled; and the head's own, where a base is trained."""
+        grads, inputs = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        terms = [grad * up[:, None].to(grad.dtype) for grad, up in zip(grads, upstream) if grad is not None]
+        d_weight = _head_gradient(*inputs, ctx.temperature, *upstream) if inputs else None
+        return sum(terms) if terms else None, d_weight, None, None, None, None
+
+
+def _head_gradient(hidden, weight, targets, lse, entropy, temperature, upstream, upstream_entropy) -> Tensor:
+    """∂ loss / ∂ W, [V, H], for the rare case that a base is trained: the logits are simply made again."""
+    d_weight, up = torch.empty_like(weight), upstream[:, None].to(lse.dtype)
+    for tile in _tiles(len(hidden), weight, 3):
+        logp = _logits(hidden, weight[tile], temperature) - lse
+        p, row = logp.exp(), torch.arange(tile.start, tile.start + logp.shape[1], device=logp.device)
+        d_logits = ((targets == row).to(p.dtype) - p) * up
+        if upstream_entropy is not None:
+            d_logits -= p * (logp + entropy) * upstream_entropy[:, None]
+        d_weight[tile] = (d_logits.T @ hidden.to(d_logits.dtype)) / temperature
+    return d_weight
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
@@ -382,33 +433,35 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """log π(y_i | x, y_<i) of N sampled tokens, and the entropy of each distribution (§3.5, Alg. 4 l.22, 25).
 
     hidden [N, H], weight [V, H] (the head), targets [N] → [N] in nats, float32; with_entropy → ([N], [N]).
-    Both have their gradient in `hidden`, and in `weight` where it requires one. No [N, V] tensor ever exists.
+    Both have their gradient in `hidden`, and in `weight` where it requires one. No [N, V] tensor ever exists, and
+    backward does not need a frozen head, which FSDP has freed by then.
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], "expected [N,H], [V,H], [N]"
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, with_entropy)
-    return (logprobs, entropy) if with_entropy else logprobs
+    parts = [_OverVocabulary.apply(h, weight, y[:, None], None, temperature, with_entropy)
+             for h, y in zip(hidden.split(ROWS), targets.split(ROWS))]
+    return tuple(map(torch.cat, zip(*parts))) if with_entropy else torch.cat([logprobs for logprobs, _ in parts])
 
 
-@torch.no_grad()
 def token_kl(hidden: Tensor, ref_hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """Exact KL(π ‖ π_ref) over the vocabulary at every position: [N, H], [N, H], [V, H] → [N] in nats.
 
-    It enters the reward as r_t^KL = −β KL_t (§3.5), a constant of the update: it has no gradient.
+    It enters the reward as r_t^KL = −β KL_t (§3.5), a constant of the update; where it is a term of a loss instead,
+    it has its gradient in `hidden`. The reference and the head are constants.
     """
-    out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    step = _chunk_rows(len(hidden), len(weight))
-    for rows in (slice(i, i + step) for i in range(0, len(hidden), step)):
-        logp = F.log_softmax(_logits(hidden[rows], weight, temperature), dim=-1)
-        logq = F.log_softmax(_logits(ref_hidden[rows], weight, temperature), dim=-1)
-        out[rows] = (logp.exp() * (logp - logq)).sum(-1)
-    return out
+    return torch.cat([_OverVocabulary.apply(h, weight.detach(), None, ref, temperature, True)[1]
+                      for h, ref in zip(hidden.split(ROWS), ref_hidden.detach().split(ROWS))])
 
 
 # ── Forward passes and sampling ────────────────────────────────────────────────────────────────────────
 
-def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int, device=None):
-    """Prompts padded on the left, responses on the right: [B,P], [B,P], [B,T], [B,T] (ids and 0/1 masks)."""
-    P, T = max(map(len, prompt_ids)), max(map(len, response_ids), default=0)
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
+
+def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int, device=None, multiple: int = 1):
+    """Prompts padded on the left to a multiple, responses on the right: [B,P], [B,P], [B,T], [B,T] (ids, masks)."""
+    P, T = round_up(max(map(len, prompt_ids)), multiple), max(map(len, response_ids), default=0)
     prompts = torch.tensor([[pad] * (P - len(p)) + p for p in prompt_ids], device=device)
     prompt_mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
     responses = torch.tensor([r + [pad] * (T - len(r)) for r in response_ids], device=device)
@@ -438,51 +491,273 @@ def check_context(model, prompt_ids: list[list[int]], max_new_tokens: int):
                          f"of the batch), or lower the number of new tokens")
 
 
+# ── Sampling ────────────────────────────────────────────────────────────────────────────────────────────
+
+PREFILL_TOKENS = 1 << 16            # prompt tokens that run through the model together
+
+
+@dataclass
+class StaticCache:
+    """Keys and values of every layer in tensors that are allocated once, [B, heads, columns, head size]."""
+    columns: int
+    at: Tensor | None = None            # the columns that the keys of this pass take
+    width: int = 0                      # the number of columns that are read
+    layers: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
+        """Attention calls this, as on transformers' own caches: new keys and values in, all that it reads out."""
+        if layer not in self.layers:
+            self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (keys, values)]
+        for kept, new in zip(self.layers[layer], (keys, values)):
+            kept.index_copy_(2, self.at, new)
+        return tuple(kept[:, :, : self.width] for kept in self.layers[layer])
+
+    def get_seq_length(self, *_) -> int:
+        """Columns before those of this pass."""
+        return self.width - len(self.at)
+
+
+def _masks(config, mask: Tensor, at: Tensor):
+    """[B, 1, queries, columns] as each kind of layer needs it: a sliding window also hides what lies too far back."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{config._name_or_path}: {', '.join(sorted(kinds))} cannot be sampled from here, only full "
+                         f"attention and sliding windows")
+    if kinds == {"full_attention"}:
+        return mask
+    near = mask.masked_fill(torch.arange(mask.shape[-1], device=mask.device) <= at[:, None] - window, -torch.inf)
+    return near if len(kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
+
+
+def _last_hidden(model, cache: StaticCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """One pass over the columns `cache.at`; the hidden state of the last of them, [B, H]."""
+    return model.base_model(ids, attention_mask=_masks(model.config, mask, cache.at), position_ids=positions,
+                            past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+
+
+def _prefill(model, cache: StaticCache, ids: Tensor, attention: Tensor, seen: Tensor) -> Tensor:
+    """Fill the cache with the prompts, some columns at a time; returns the last hidden states, [B, H]."""
+    P, part, positions = ids.shape[1], max(1, PREFILL_TOKENS // len(ids)), _positions(attention)
+    for start in range(0, P, part):
+        cache.width = min(start + part, P)
+        cache.at = torch.arange(start, cache.width, device=ids.device)
+        columns = torch.arange(cache.width, device=ids.device)
+        mask = seen[..., : cache.width].masked_fill(columns > cache.at[:, None], -torch.inf)
+        mask = mask.masked_fill(columns == cache.at[:, None], 0)        # padding sees itself: a row of −∞ would be NaN
+        now = slice(start, cache.width)
+        hidden = _last_hidden(model, cache, ids[:, now], mask, positions[:, now])
+    cache.at = cache.at[-1:].clone()
+    return hidden
+
+
+def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+    """The token at which the distribution function passes u, the likeliest at T = 0: [B, V], [B, 1] → [B, 1]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
+
+
+def _capture(step, changed: list[Tensor]):
+    """`step` as a CUDA graph, whose thousand kernels are launched as one.
+
+    It runs once beforehand, beside the main stream as CUDA asks, to set up libraries; what it `changed` is put back.
+    """
+    before, side = [x.clone() for x in changed], torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    for x, old in zip(changed, before):
+        x.copy_(old)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 @torch.no_grad()
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
-             eos_token_id=None, pad_token_id=None, generator=None, return_logprobs: bool = False):
+             eos_token_id=None, pad_token_id=None, generator=None, return_logprobs: bool = False,
+             uniforms: Tensor | None = None, cuda_graph: bool = True, stats: dict | None = None):
     """Sample one answer per prompt with a key-value cache; rows end at an EOS, which is kept (Alg. 4 l.11).
 
     temperature 0 is greedy; otherwise the samples are from softmax(logits / temperature), the very distribution
     that `token_logprobs` scores: no top-k, top-p, beams or penalties. eos_token_id: an id, a list of ids or None.
-    Returns B lists of ids; with return_logprobs also B lists of their log-probs. Rows that have ended leave the
-    batch once a quarter of it is idle. Raises ModelError where a prompt is empty or does not fit the context.
+    uniforms [B, max_new_tokens] in [0, 1) decide the samples, each row's its own, whatever batch it is in; without
+    them they are drawn from `generator`. Returns B lists of ids; with return_logprobs also B lists of their log-probs.
+    Rows that have ended leave once a quarter of the batch is idle, on CUDA once half of it is. `stats`, a dict, is
+    filled by `_speed`. cuda_graph=False is for a model whose forward pass looks at the host, and for finding faults;
+    a sharded model is never captured. Raises ModelError where a prompt is empty or does not fit the context.
     """
     if not prompt_ids or max_new_tokens < 1:
         return ([], []) if return_logprobs else []
     if min(map(len, prompt_ids)) == 0:
         raise ModelError("a prompt has no tokens; there is nothing to condition on")
     check_context(model, prompt_ids, max_new_tokens)
-    eos = torch.tensor(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id] if eos_token_id is not None
-                       else [], dtype=torch.long, device=model.device)
-    ids, attention, _, _ = pad_batch(prompt_ids, [[] for _ in prompt_ids], pad_token_id or 0, model.device)
-    rows = torch.arange(len(prompt_ids), device=model.device)        # which prompt each line of the batch belongs to
-    done = torch.zeros(len(prompt_ids), dtype=torch.bool, device=model.device)
-    tokens: list[list[int]] = [[] for _ in prompt_ids]
-    logprobs: list[list[float]] = [[] for _ in prompt_ids]
-    cache, positions = DynamicCache(config=model.config), _positions(attention)
-    for step in range(max_new_tokens):
-        hidden = model.base_model(ids, attention_mask=attention, position_ids=positions, past_key_values=cache,
-                                  use_cache=True).last_hidden_state[:, -1]
-        logits = _logits(hidden, head_weight(model), temperature or 1.0)       # [B, V]
-        ids = logits.argmax(-1) if temperature == 0 else \
-            torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
-        scores = F.log_softmax(logits, -1).gather(1, ids[:, None]).squeeze(1).tolist() if return_logprobs else ()
-        for line, (row, token, over) in enumerate(zip(rows.tolist(), ids.tolist(), done.tolist())):
-            if not over:
-                tokens[row].append(token)
-                if return_logprobs:
-                    logprobs[row].append(scores[line])
-        done = done | torch.isin(ids, eos)
-        if done.all():
-            break
-        attention = torch.cat([attention, attention.new_ones(len(ids), 1)], dim=1)
-        ids, positions = ids[:, None], positions[:, -1:] + 1
-        if done.float().mean() >= 0.25:
-            keep = (~done).nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
-            ids, attention, positions, rows, done = ids[keep], attention[keep], positions[keep], rows[keep], done[keep]
+    if uniforms is None:
+        uniforms = torch.rand(len(prompt_ids), max_new_tokens, generator=generator,
+                              device=generator.device if generator else model.device)
+    eos = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
+    ids, scores, lengths = _generate(model, prompt_ids, max_new_tokens, temperature, eos, pad_token_id or 0,
+                                     uniforms.to(model.device), return_logprobs, cuda_graph, stats)
+    tokens, logprobs = ([row[:n] for row, n in zip(x.tolist(), lengths.tolist())] for x in (ids, scores))
     return (tokens, logprobs) if return_logprobs else tokens
+
+
+def _generate(model, prompt_ids, T, temperature, eos, pad, uniforms, scored, cuda_graph, stats):
+    """`generate` on tensors: ids [B, T], log-probs [B, T], lengths [B].
+
+    On CUDA shapes come in buckets and the host looks only every 16 tokens who has ended: until then it runs ahead of
+    the device. The step is captured again when the batch has halved or the cache is read 256 columns further.
+    """
+    cuda, device = model.device.type == "cuda", model.device
+    bucket, further, every, idle = (64, 256, 16, 0.5) if cuda else (1, 1, 1, 0.25)
+    graph = cuda_graph and cuda and not any(isinstance(m, FSDPModule) for m in model.modules())
+    prompts, attention, _, _ = pad_batch(prompt_ids, [[] for _ in prompt_ids], pad, device, bucket)
+    (B, P), ends = prompts.shape, torch.tensor(eos, dtype=torch.long, device=device)
+    cache, weight = StaticCache(round_up(P + T, bucket)), head_weight(model)
+    tokens, logprobs = prompts.new_zeros(B, T), uniforms.new_zeros(B, T, dtype=torch.float32)
+    rows, lengths = torch.arange(B, device=device), prompts.new_zeros(B)
+    done, u, positions = lengths.bool(), uniforms[:, :1].clone(), attention.sum(1, keepdim=True) - 1
+    ids, scores = prompts[:, -1:].clone(), logprobs[:, :1].clone()
+    seen = torch.full((B, 1, 1, cache.columns), -torch.inf, dtype=model.dtype, device=device)   # 0: attention looks
+    seen[:, 0, 0, :P].masked_fill_(attention.bool(), 0)
+
+    def sample(hidden):
+        logits = _logits(hidden, weight, temperature or 1.0)                                    # [B, V]
+        ids.copy_(_draw(logits, u, temperature))
+        if scored:
+            scores.copy_(logits.gather(1, ids) - logits.logsumexp(1, keepdim=True))
+
+    def decode():                   # is captured: it changes tensors in place and asks the host for nothing
+        cache.at.add_(1), positions.add_(1), seen.index_fill_(3, cache.at, 0)
+        sample(_last_hidden(model, cache, ids, seen[..., : cache.width], positions))
+
+    sample(_prefill(model, cache, prompts, attention, seen))
+    start, step = _clock(device) if stats is not None else 0, None
+    for t in range(T):
+        if t:
+            width = min(cache.columns, round_up(P + t, further))
+            if step is None or width != cache.width:
+                cache.width = width
+                step = _capture(decode, [cache.at, positions, ids]) if graph else decode
+            u.copy_(uniforms[rows, t : t + 1])
+            step()
+        tokens[rows, t], logprobs[rows, t] = ids[:, 0], scores[:, 0]
+        lengths[rows] += ~done
+        done |= torch.isin(ids[:, 0], ends)
+        if eos and (t + 1) % every == 0 and t + 1 < T:
+            alive = (~done).nonzero().squeeze(1)                        # the one place where the host waits
+            if len(alive) == 0:
+                break
+            if len(alive) <= (1 - idle) * len(rows):
+                rows, done, u, positions, ids, scores, seen = (x[alive] for x in
+                                                               (rows, done, u, positions, ids, scores, seen))
+                for kept in cache.layers.values():
+                    kept[:] = [x[alive] for x in kept]
+                step = None
+    if stats is not None:
+        stats.update(_speed(model, int(lengths.sum()) - B, t, _clock(device) - start))
+    return tokens, logprobs, lengths
+
+
+def _clock(device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)                      # what was launched must also have happened
+    return time.perf_counter()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes that memory reads and writes in a second, measured by copying 256 MiB."""
+    source, times = torch.zeros(1 << 28, dtype=torch.uint8, device=device), []
+    target = torch.empty_like(source)
+    for _ in range(3):
+        start = _clock(device)
+        target.copy_(source)
+        times.append(_clock(device) - start)
+    return 2 * source.nbytes / min(times)
+
+
+def _speed(model, tokens: int, steps: int, seconds: float) -> dict[str, float]:
+    """Speed after each row's first token, and the share of the memory bandwidth that reading the weights takes."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    read = sum(p.nbytes for p in model.parameters()) - (0 if embeddings is head else embeddings.nbytes)
+    bandwidth = copy_bandwidth(model.device)
+    return {"tokens": tokens, "steps": steps, "seconds": seconds, "tokens_per_second": tokens / seconds,
+            "bytes_per_step": read, "copy_bandwidth": bandwidth, "bandwidth_share": read * steps / seconds / bandwidth}
+
+
+# ── Less memory: recomputed activations, and a base spread over the ranks (FSDP2) ──────────────────────
+
+def decoder_blocks(model) -> list[nn.Module]:
+    """The repeated layers of the base, in order."""
+    n = model.config.num_hidden_layers
+    return list(next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n))
+
+
+def checkpoint_activations(model):
+    """From now on a block keeps only its input for the backward pass, which runs the block once more.
+
+    transformers' `gradient_checkpointing_enable` acts in training mode alone, and in the second run the adapter must be
+    active that was so in the first, though `use_lora` has been left.
+    """
+    for block in decoder_blocks(model):
+        if not isinstance(block.forward, partial):
+            block.forward = partial(_recomputed, block, block.forward)
+
+
+def _recomputed(block, forward, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    name = next((layer.active for layer in _lora_layers(block).values() if layer.active in layer.lora_A), None)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), use_lora(block, name)),
+                      **kwargs)
+
+
+def shard(model, mesh=None):
+    """Spread the frozen base over the ranks of `mesh` (all of them by default) with FSDP2; returns the model.
+
+    Units that are gathered and freed together: the embeddings, every block, the head, and what is left (the last
+    norm) with the base. Adapters, loaded before or after, are ignored by FSDP and stay whole on every rank, in
+    float32: they are small, an FSDP unit must be of one dtype, and so any one rank saves them whole, for any number
+    of ranks. The caller sums their gradients over the ranks. For more weights than one card holds, load on the CPU
+    (`load_model(path, dtype, "cpu")`) and give a CUDA mesh: a unit at a time is moved.
+    """
+    mesh = mesh or init_device_mesh(model.device.type, (dist.get_world_size(),))
+    model.fingerprint_when_whole = fingerprint(model)
+    adapters = {p for layer in _lora_layers(model).values() for p in (*layer.lora_A.values(), *layer.lora_B.values())}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embeddings.weight
+    for unit in (embeddings, *decoder_blocks(model), model.base_model, *([] if tied else [head])):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
+    if tied:
+        head.weight = embeddings.weight              # the sharded one, which `head_weight` gathers
+    with torch.no_grad():                            # FSDP learns from the first pass who the roots are
+        hidden = model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        if not tied:
+            head(hidden.last_hidden_state)
+    return model
+
+
+@contextmanager
+def gathered(model):
+    """Inside, a sharded model is whole on every rank: gathered once, freed at the end. Else nothing happens.
+
+    For sampling, where the parameters would otherwise be gathered for every token. No rank has to wait for another
+    inside, so each may sample as many tokens as its own rows need; they meet again when the block is left.
+    """
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield model
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
 
 
 # ── Files that are whole or absent ─────────────────────────────────────────────────────────────────────
@@ -497,8 +772,8 @@ def atomic_directory(directory):
     try:
         yield temporary
         for path in temporary.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            _sync(path)
+        _sync(temporary)
         if directory.exists():
             shutil.rmtree(old, ignore_errors=True)           # what a killed run with this process id left
             directory.rename(old)
@@ -508,9 +783,18 @@ def atomic_directory(directory):
             if old.exists():
                 old.rename(directory)
             raise
+        _sync(directory.parent)                              # the new name, too, survives a power cut
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
@@ -522,12 +806,48 @@ def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
 
 
 def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
-    """What `save_checkpoint` wrote, exactly: (tensors, state). Raises ModelError where a file is missing."""
+    """What `save_checkpoint` wrote, exactly: (tensors, state). Raises ModelError where a file is missing or damaged."""
     directory = Path(directory)
     for name in ("tensors.safetensors", "state.json"):
         if not (directory / name).is_file():
             raise ModelError(f"{directory}: the checkpoint has no {name}")
-    return load_file(directory / "tensors.safetensors"), _read_json(directory / "state.json")
+    try:
+        tensors = load_file(directory / "tensors.safetensors")
+    except SafetensorError as error:                 # the file is shorter or longer than its header says, or has none
+        raise ModelError(f"{directory / 'tensors.safetensors'} is damaged ({error})") from error
+    return tensors, _read_json(directory / "state.json")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run directory, oldest first."""
+    return sorted((p for p in run.glob("checkpoint-*") if p.name[11:].isdigit()), key=lambda p: int(p.name[11:]))
+
+
+def keep_checkpoint(run: Path, tensors: dict[str, Tensor], state: dict, keep: int):
+    """Write checkpoint-N after state["iteration"] = N, and only when it is whole remove all but the newest `keep`.
+
+    Raises ModelError, with the room that is needed, where the disk does not take it; the last good one stays.
+    """
+    path, good = run / f"checkpoint-{state['iteration']}", [None, *checkpoints(run)][-1]
+    try:
+        save_checkpoint(path, tensors, state)
+    except (OSError, SafetensorError) as error:
+        need, free = sum(t.nbytes for t in tensors.values()) / 1e6, shutil.disk_usage(run).free / 1e6
+        raise ModelError(f"{path} could not be written ({error}): it needs {need:.1f} MB, {free:.1f} MB are free in {run}; "
+                         f"last good checkpoint: {good}, and the same command goes on from it") from error
+    for old in [*checkpoints(run)[:-keep], *run.glob(".checkpoint-*")]:          # the latter from runs that were killed
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(run: Path, warn=print) -> tuple[Path | None, dict[str, Tensor], dict]:
+    """(path, tensors, state) of the newest checkpoint that can be read; `warn` is told of one that cannot."""
+    found = checkpoints(run)[::-1]
+    for path, older in zip(found, [*found[1:], "the start"]):
+        try:
+            return path, *load_checkpoint(path)
+        except (ModelError, SafetensorError, OSError) as error:
+            warn(f"warning: {path} is damaged ({error}); going on from {older} instead")
+    return None, {}, {}
 
 
 def _read_json(path: Path) -> dict:

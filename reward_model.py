@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from transformers import HfArgumentParser
 
 from annotate import (Feedback, FeedbackError, InputError, conflicting_tokens, flag, get_task, ground, parse_feedback,
                       read_rows, reward_prompt, run, token_offsets, token_rewards, write_rows)
-from model import (ModelError, add_lora, context_length, encode_answer, encode_prompt, eos_ids, generate, head_weight,
-                   load_model, pad_batch, response_hidden, save_lora, token_logprobs, use_lora)
+from model import (ModelError, add_lora, checkpoint_activations, context_length, encode_answer, encode_prompt, eos_ids,
+                   generate, head_weight, load_model, pad_batch, response_hidden, save_lora, token_logprobs, use_lora)
 
 ALL_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
@@ -39,6 +40,8 @@ class RewardConfig:
     data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
     output_dir: str = flag("runs/reward", "where the adapter, metrics and samples go")
     seed: int = flag(0, "of the split, the order and the adapter's first values")
+    dtype: str | None = flag(None, "of the frozen base; none: bfloat16 on CUDA, float32 on a CPU")
+    activation_checkpointing: bool = flag(False, "compute activations again in backward: less memory, more time")
     lora_r: int = flag(32, "rank of the adapter (paper: 16)")
     lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)")
     lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)")
@@ -72,6 +75,22 @@ def parse_config(config_class, presets: dict[str, dict], argv=None, description=
     get_task(task)
     parser.set_defaults(**presets[task])
     return parser.parse_args_into_dataclasses(argv)[0]
+
+
+def chunks(rows, size: int) -> list:
+    """Consecutive parts of at most `size` rows."""
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+@contextmanager
+def timed(name: str, seconds: dict[str, float], remedy: str):
+    """Around a stretch of work: its seconds, and where CUDA runs out of memory, an error with the flag to lower."""
+    started = time.time()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"CUDA out of memory in {name}: lower {remedy} ({str(error).split('. ')[0]})") from error
+    seconds[name] = time.time() - started
 
 
 # ── Rows as token sequences [x ; y ; z] ────────────────────────────────────────────────────────────────
@@ -114,10 +133,9 @@ def z_loss(model, pairs: list[tuple], pad: int) -> tuple[torch.Tensor, int]:
 
 def batches(pairs: list[tuple], config: RewardConfig, rng: random.Random) -> list[list[tuple]]:
     """Shuffled batches whose rows have like lengths: sorted within pools of 16 batches, so little is padding."""
-    order = rng.sample(pairs, len(pairs))
-    pool = 16 * config.batch_size
-    order = [p for i in range(0, len(order), pool) for p in sorted(order[i : i + pool], key=lambda p: sum(map(len, p)))]
-    out = [order[i : i + config.batch_size] for i in range(0, len(order), config.batch_size)]
+    pools = chunks(rng.sample(pairs, len(pairs)), 16 * config.batch_size)
+    order = [pair for pool in pools for pair in sorted(pool, key=lambda pair: sum(map(len, pair)))]
+    out = chunks(order, config.batch_size)
     return rng.sample(out, len(out))
 
 
@@ -126,7 +144,8 @@ def train_reward_model(model, tokenizer, pairs: list[tuple], config: RewardConfi
     torch.manual_seed(config.seed)
     parameters = add_lora(model, "reward", config.lora_r, config.lora_alpha, config.lora_dropout,
                           config.lora_targets.split(","))
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay,
+                                  fused=model.device.type == "cuda")
     rng = random.Random(config.seed)
     steps = [batch for _ in range(config.epochs) for batch in batches(pairs, config, rng)]
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -137,8 +156,8 @@ def train_reward_model(model, tokenizer, pairs: list[tuple], config: RewardConfi
         for batch in bar:
             total = sum(len(z) for _, z in batch)
             losses.append(0.0)
-            for i in range(0, len(batch), config.micro_batch_size):
-                loss = z_loss(model, batch[i : i + config.micro_batch_size], tokenizer.pad_token_id or 0)[0] / total
+            for part in chunks(batch, config.micro_batch_size):
+                loss = z_loss(model, part, tokenizer.pad_token_id or 0)[0] / total
                 loss.backward()
                 losses[-1] += loss.item()
             torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -202,12 +221,9 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], 
 @torch.no_grad()
 def held_out_loss(model, pairs: list[tuple], config: RewardConfig, pad: int) -> float:
     """L_R(φ) on rows that were not trained on, nats per token of z."""
-    loss = tokens = 0
     with use_lora(model, "reward"):
-        for i in range(0, len(pairs), config.micro_batch_size):
-            more, n = z_loss(model, pairs[i : i + config.micro_batch_size], pad)
-            loss, tokens = loss + more.item(), tokens + n
-    return loss / tokens
+        parts = [z_loss(model, part, pad) for part in chunks(pairs, config.micro_batch_size)]
+    return sum(loss.item() for loss, _ in parts) / sum(tokens for _, tokens in parts)
 
 
 def span_scores(predicted: list[list[float]], truth: list[list[float]]) -> dict[str, float | None]:
@@ -227,8 +243,7 @@ def evaluate_reward_model(model, tokenizer, rows: list[dict], pairs, config: Rew
     A critique that cannot be read predicts nothing, which costs recall. Returns (metrics, one sample per row).
     """
     judged, truth, samples, written = [], [], [], 0
-    for i in tqdm(range(0, len(rows), 64), desc="judge the reward model"):
-        part = rows[i : i + 64]
+    for part in tqdm(chunks(rows, 64), desc="judge the reward model"):
         critiques, n = write_critiques(model, tokenizer, [r["prompt"] for r in part], [r["response"] for r in part],
                                        config.max_critique_tokens)
         written += n
@@ -256,13 +271,12 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if not pairs:
         raise InputError(f"{config.data}: every row is longer than {limit} tokens (--max_tokens or the model's context)")
     losses = train_reward_model(model, tokenizer, pairs, config)
+    trained = time.time()
+    judged, samples = ({}, []) if not held_out else \
+        evaluate_reward_model(model, tokenizer, held_out, held_out_pairs, config)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out), "steps": len(losses),
-               "final_loss": losses[-1], "seconds_training": time.time() - started}
-    samples = []
-    if held_out:
-        judged, samples = evaluate_reward_model(model, tokenizer, held_out, held_out_pairs, config)
-        metrics |= judged
-    metrics["seconds"] = time.time() - started
+               "final_loss": losses[-1], "seconds_training": trained - started, **judged,
+               "seconds": time.time() - started}
     out = Path(config.output_dir)
     save_lora(model, "reward", out / "adapter")
     write_rows(out / "samples.jsonl", samples)
@@ -284,11 +298,13 @@ def summary(metrics: dict) -> str:
 def main():
     """Train and judge a reward model from the command line."""
     config = parse_config(RewardConfig, REWARD_PRESETS, sys.argv[1:], __doc__)
-    model, tokenizer = load_model(config.model)
+    model, tokenizer = load_model(config.model, config.dtype or ("bfloat16" if torch.cuda.is_available() else None))
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     print(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
           f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
           f"--reward_model {config.output_dir}/adapter")
 
 
 if __name__ == "__main__":
-    run(main, "reward_model", (ModelError, SafetensorError))
+    run(main, "reward_model", (ModelError, SafetensorError, torch.OutOfMemoryError))

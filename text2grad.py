@@ -13,6 +13,10 @@ Everything lands in runs/NAME. Phases that are done are reused; a phase 3 that w
 Departures from the paper, each a slip that we read by its evident meaning: the loss is −L_CLIP − β H (with the printed
 signs a maximised objective would punish entropy); GAE sums to T − t with V = 0 after the last token (to T − t − 1 it
 would drop the last TD error); `delta` is the pseudo-reward δ_t and `td_error` the other δ_t. R_φ writes z' greedily.
+
+Ranks share the work, not the batch: each samples, judges and trains on its share of the rows, and all hold the whole.
+Every draw is a function of (seed, iteration) and the row's place in the batch, so there is no generator whose state a
+checkpoint must keep: a run that is resumed, or spread over another number of ranks, draws the same.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ import math
 import os
 import random
 import shutil
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -38,11 +44,12 @@ from tqdm import tqdm
 import toy
 from annotate import (AnnotateConfig, InputError, annotate, flag, get_task, read_rows, reward_prompt, run, token_offsets,
                       write_rows)
-from model import (ModelError, ValueHead, add_lora, context_length, encode_prompt, eos_ids, generate, head_weight,
-                   load_checkpoint, load_lora, load_model, lora_parameters, pad_batch, response_hidden,
-                   save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
+from model import (ModelError, ValueHead, add_lora, checkpoint_activations, checkpoints, context_length, encode_prompt,
+                   eos_ids, fingerprint, gathered, generate, head_weight, keep_checkpoint, load_lora, load_model,
+                   lora_parameters, newest_checkpoint, pad_batch, response_hidden, save_lora, shard, token_kl,
+                   token_logprobs, use_lora)
 from report import colour_tokens, split_text, table
-from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, fit, judge, parse_config, summary,
+from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, chunks, fit, judge, parse_config, summary, timed,
                           write_critiques)
 
 
@@ -57,6 +64,10 @@ class Config:
     output_dir: str = flag("runs/toy", "run directory: config, metrics, samples, adapters")
     seed: int = flag(0, "of everything that is drawn")
     resume: bool = flag(True, "reuse what the run directory holds; --no_resume wants it empty")
+    dtype: str | None = flag(None, "of the frozen base; none: bfloat16 on CUDA, float32 on a CPU")
+    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2); else each holds a copy")
+    activation_checkpointing: bool = flag(False, "compute activations again in backward: less memory, more time")
+    rank_timeout: float = flag(5.0, "minutes that ranks wait for one another before the run ends")
     # Phase 1
     annotator_model: str = flag("gpt-4o", "annotator on the server (paper: gpt-4o)")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
@@ -68,6 +79,7 @@ class Config:
     # Phase 3: rollouts and rewards
     iterations: int = flag(50, "of Algorithm 4's outer loop")
     batch_size: int = flag(64, "rollouts per iteration, all ranks together (paper: 12, 8 per GPU)")
+    rollout_batch_size: int = flag(256, "texts that a rank decodes at once; changes memory, not numbers")
     temperature: float = flag(1.0, "of the policy, in sampling and in scoring (paper: .6)")
     max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)")
     max_prompt_tokens: int = flag(0, "leave out and count longer prompts; 0: a longer one is an error")
@@ -86,6 +98,7 @@ class Config:
     learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)")
     schedule: str = flag("linear", "to zero: linear (paper, SLF5K) or cosine (the others)")
     max_grad_norm: float = flag(1.0, "gradient clip")
+    max_skipped: int = flag(5, "end the run after so many harmful optimizer steps in a row were skipped")
     clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)")
     value_clip: float = flag(0.2, "of the value's move from its old value (paper: .2)")
     value_coef: float = flag(0.1, "of the value loss (paper: .1)")
@@ -99,6 +112,7 @@ class Config:
     eval_rows: int = flag(200, "held-out prompts for the table before and after")
     show_every: int = flag(10, "iterations between sampled responses in the terminal")
     save_every: int = flag(20, "iterations between checkpoints")
+    keep_checkpoints: int = flag(2, "how many of them stay, the newest")
 
     @property
     def reference(self) -> str | None:
@@ -107,8 +121,8 @@ class Config:
 
 
 _PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6, annotated_rows=10000,
-              iterations=1000, batch_size=64, minibatch_size=64, micro_batch_size=1, learning_rate=1e-6,
-              schedule="cosine", max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, eval_rows=64)
+              iterations=1000, batch_size=64, rollout_batch_size=64, minibatch_size=64, micro_batch_size=1,
+              learning_rate=1e-6, schedule="cosine", max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, eval_rows=64)
 PRESETS = {
     "toy": {},
     "slf5k": {**_PAPER, "output_dir": "runs/slf5k", "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
@@ -151,10 +165,10 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the masked entries of all ranks; 0 where mask is 0. Any shape."""
-    wide, count = x.double(), all_sum(mask.sum())         # float32 would leave the mean's rounding over a tiny spread
-    mean = all_sum((wide * mask).sum()) / count
-    variance = all_sum(((wide - mean) ** 2 * mask).sum()) / count
+    """Mean 0 and variance 1 over the masked entries; 0 where mask is 0. Any shape."""
+    wide, count = x.double(), mask.sum()                  # float32 would leave the mean's rounding over a tiny spread
+    mean = (wide * mask).sum() / count
+    variance = ((wide - mean) ** 2 * mask).sum() / count
     return ((wide - mean) * torch.rsqrt(variance + 1e-8) * mask).to(x.dtype)
 
 
@@ -192,6 +206,7 @@ class AdaptiveKL:
 
 # ── Rollouts (Algorithm 4, l.8–18) ─────────────────────────────────────────────────────────────────────
 
+MAX_RATIO = 10                                                             # mean ρ_t over which a step is skipped
 INPUTS = ("prompt_ids", "prompt_mask", "response_ids", "mask")             # what a forward pass takes
 
 
@@ -222,12 +237,19 @@ class Rollouts:
         return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T] for name, x in tensors.items()}
 
 
+def sample(model, tokenizer, prompt_ids, config: Config, adapter: str | None, uniforms: Tensor) -> list[list[int]]:
+    """y ~ π(·|x) as ids; uniforms [B, max_new_tokens] in [0, 1): the number from which each token of a row is drawn."""
+    parts, eos = (chunks(rows, config.rollout_batch_size) for rows in (prompt_ids, uniforms)), eos_ids(tokenizer, model)
+    with use_lora(model, adapter):
+        return [y for x, u in zip(*parts) for y in generate(model, x, config.max_new_tokens, config.temperature, eos,
+                                                            tokenizer.pad_token_id, uniforms=u)]
+
+
 def sample_rollouts(model, tokenizer, prompts: list[str], config: Config, adapter: str | None, generator) -> Rollouts:
     """y ~ π_θold(·|x) for every prompt (Alg. 4 l.11). The sampled ids are kept as they are; texts are for the critic."""
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    with use_lora(model, adapter):
-        ids = generate(model, prompt_ids, config.max_new_tokens, config.temperature, eos_ids(tokenizer, model),
-                       tokenizer.pad_token_id, generator)
+    uniforms = torch.rand(len(prompts), config.max_new_tokens, generator=generator)
+    ids = everyone(sample(model, tokenizer, prompt_ids[RANK::RANKS], config, adapter, uniforms[RANK::RANKS]))
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
     padded = pad_batch(prompt_ids, ids, tokenizer.pad_token_id or 0, model.device)
     return Rollouts(prompts, list(texts), list(offsets), *padded)
@@ -235,24 +257,26 @@ def sample_rollouts(model, tokenizer, prompts: list[str], config: Config, adapte
 
 def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
     """z' ~ R_φ(·|x, y), parsed to δ' (Alg. 4 l.12–13); returns the tokens that R_φ wrote. No critique, no reward."""
-    critiques, written = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts, config.max_critique_tokens)
-    rollouts.feedback = [judge(z, text, offsets, config.weighting)
-                         for z, text, offsets in zip(critiques, rollouts.texts, rollouts.offsets)]
+    verdicts, written = [], 0
+    rows = list(zip(rollouts.prompts, rollouts.texts, rollouts.offsets))[RANK::RANKS]
+    for part in chunks(rows, config.rollout_batch_size):
+        prompts, texts, offsets = zip(*part)
+        critiques, n = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens)
+        verdicts += [judge(z, y, at, config.weighting) for z, y, at in zip(critiques, texts, offsets)]
+        written += n
+    rollouts.feedback = everyone(verdicts)
     rollouts.delta = torch.zeros(rollouts.mask.shape, device=model.device)
     for row, (verdict, n) in enumerate(zip(rollouts.feedback, rollouts.mask.sum(1).tolist())):
         assert len(verdict.delta) == n, "δ' has one entry per sampled token"
         rollouts.delta[row, :n] = torch.tensor(verdict.delta)
-    return written
+    return sum(everyone([written]))
 
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
     """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), by the forward pass that training uses."""
-    shape = rollouts.mask.shape
-    for name in ("logprobs_old", "entropy", "values", "kl"):
-        setattr(rollouts, name, torch.zeros(shape, device=model.device))
-    weight, order = head_weight(model), by_length(rollouts.mask)
-    for index in (order[i : i + config.micro_batch_size] for i in range(0, len(order), config.micro_batch_size)):
+    weight, scores = head_weight(model), torch.zeros(4, *rollouts.mask.shape, device=model.device)
+    for index in chunks(by_length(rollouts.mask)[RANK::RANKS], config.micro_batch_size):
         part = rollouts.part(index)
         at = part["mask"].bool()
         T, targets = at.shape[1], part["response_ids"][at]
@@ -264,21 +288,21 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
         logprobs, entropy = token_logprobs(hidden, weight, targets, config.temperature, with_entropy=True)
         kl = token_kl(hidden, ref_hidden, weight, config.temperature) if config.kl_estimator == "full" else \
             logprobs - token_logprobs(ref_hidden, weight, targets, config.temperature)
-        for name, flat in (("logprobs_old", logprobs), ("entropy", entropy), ("kl", kl), ("values", value_head(hidden))):
-            full = torch.zeros(at.shape, device=model.device)
-            full[at] = flat
-            getattr(rollouts, name)[index, :T] = full
+        full = torch.zeros(4, *at.shape, device=model.device)
+        full[:, at] = torch.stack([logprobs, entropy, kl, value_head(hidden)])
+        scores[:, index, :T] = full
+    rollouts.logprobs_old, rollouts.entropy, rollouts.kl, rollouts.values = all_sum(scores)    # 0 in others' rows
 
 
 def add_advantages(rollouts: Rollouts, beta: float, config: Config):
-    """r_t = δ'_t − β KL_t, then A_t by GAE, whitened over all ranks, and the value targets (Alg. 4 l.14–16, 24)."""
+    """r_t = δ'_t − β KL_t, then A_t by GAE, whitened, and the value targets (Alg. 4 l.14–16, 24)."""
     rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask
     rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask, config.gamma,
                                                 config.lam)
     if config.value_target == "return":
         rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)
     rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)
-    mean = all_sum((rollouts.advantages * rollouts.mask).sum()) / all_sum(rollouts.mask.sum())
+    mean = (rollouts.advantages * rollouts.mask).sum() / rollouts.mask.sum()
     assert abs(mean) < 1e-3, f"whitened advantages have mean 0 over the mask, not {mean}"
 
 
@@ -292,33 +316,36 @@ def by_length(mask: Tensor) -> list[int]:
 def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng: random.Random) -> dict[str, float]:
     """ppo_epochs passes over the batch in shuffled minibatches; returns means over the optimizer steps.
 
-    A minibatch is split into micro-batches, every one normalised by the token count of the whole minibatch on all
-    ranks, so neither the split nor the number of ranks changes the update.
+    A minibatch is dealt to the ranks and split into micro-batches, every one normalised by the token count of the whole
+    minibatch, so neither the split nor the number of ranks changes the update. A step that would do harm is skipped and
+    counted; raises InputError after --max_skipped in a row.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sums: dict[str, float] = {}
-    per_rank = config.minibatch_size // world_size()
-    steps = 0
+    group, taken, skipped = optimizer.param_groups[0], [], 0
     for _ in range(config.ppo_epochs):
-        order = rng.sample(range(len(rollouts.mask)), len(rollouts.mask))
-        for rows in (order[i : i + per_rank] for i in range(0, len(order), per_rank)):
-            count = all_sum(rollouts.mask[rows].sum())
+        for rows in chunks(rng.sample(range(len(rollouts.mask)), len(rollouts.mask)), config.minibatch_size):
+            step: dict[str, float] = {}
             rows = [rows[i] for i in by_length(rollouts.mask[rows])]
-            for i in range(0, len(rows), config.micro_batch_size):
-                part = rollouts.part(rows[i : i + config.micro_batch_size])
-                loss, stats = minibatch_loss(part, model, value_head, config, count)
+            for index in chunks(rows[RANK::RANKS], config.micro_batch_size):
+                loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config, rollouts.mask[rows].sum())
                 loss.backward()
-                for key, value in stats.items():
-                    sums[key] = sums.get(key, 0.0) + value
-            for p in parameters:
+                step = {key: step.get(key, 0.0) + value for key, value in stats.items()}
+            for p in group["params"]:
                 all_sum(p.grad)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            sums["grad_norm"] = sums.get("grad_norm", 0.0) + norm.item() / world_size()
-            optimizer.step()
+            step = dict(zip(step, all_sum(torch.tensor(list(step.values()), device=model.device)).tolist()))
+            step["grad_norm"] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm).item()
+            if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:      # alike on every rank
+                optimizer.step()
+                taken.append(step)
+                group["skipped"] = 0                    # in a row; with the optimizer, so that checkpoints hold it
+            else:
+                skipped, group["skipped"] = skipped + 1, group.get("skipped", 0) + 1
             optimizer.zero_grad()
-            steps += 1
-    means = all_sum(torch.tensor(list(sums.values()), device=model.device)) / steps
-    return dict(zip(sums, means.tolist()))
+            if group["skipped"] >= config.max_skipped:
+                raise InputError(f"{group['skipped']} optimizer steps in a row were skipped, not finite or of a mean "
+                                 f"ratio over {MAX_RATIO}; the last: {step}. Lower --learning_rate; last good checkpoint: "
+                                 f"{[None, *checkpoints(Path(config.output_dir))][-1]}")
+    means = {key: sum(s[key] for s in taken) / len(taken) if taken else None for key in step}
+    return means | {"skipped_steps": skipped}
 
 
 def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count) -> tuple[Tensor, dict]:
@@ -347,31 +374,41 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
 
 # ── Ranks ───────────────────────────────────────────────────────────────────────────────────────────────
 
-def world_size() -> int:
-    """How many processes train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))        # as torchrun sets them
 
 
-def rank() -> int:
-    """Which of them this is."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def everyone(share: list) -> list:
+    """The lists of all ranks as one, the same on each: rows[RANK::RANKS] is how rows are dealt, and this undoes it."""
+    shares = [share] * RANKS
+    together(dist.all_gather_object, shares, share)
+    out = [None] * sum(map(len, shares))
+    for r, part in enumerate(shares):
+        out[r :: RANKS] = part
+    return out
 
 
 def all_sum(x: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, in place where there are several."""
-    if world_size() > 1:
-        dist.all_reduce(x)
+    together(dist.all_reduce, x)
     return x
 
 
-def start_ranks() -> torch.device:
+def together(collective, *args, **options):
+    """What all ranks do at once, where there are several. Raises InputError where one of them is gone or too late."""
+    try:
+        return collective(*args, **options) if RANKS > 1 else None
+    except RuntimeError as error:
+        raise InputError(f"rank {RANK} lost another rank, or waited --rank_timeout for it ({error}); the first error "
+                         f"says why, and the same command goes on from the last checkpoint") from error
+
+
+def start_ranks(config: Config) -> torch.device:
     """Join the other processes that torchrun started, if any; returns this rank's device."""
-    cuda = torch.cuda.is_available()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))    # ranks wait for phase 1
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
         torch.cuda.set_device(local)
+    if RANKS > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=config.rank_timeout))
     return torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
@@ -379,7 +416,7 @@ def start_ranks() -> torch.device:
 
 def say(text: str):
     """Print from the first rank only, past any progress bar."""
-    if rank() == 0:
+    if RANK == 0:
         tqdm.write(text)
 
 
@@ -402,14 +439,12 @@ def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str
     """Rows whose prompt, response and critique fit the model; longer than --max_prompt_tokens are left out and counted."""
     task = get_task(config.task)
     lengths = [len(encode_prompt(tokenizer, task.policy_prompt(row))) for row in rows]
-    if config.max_prompt_tokens:
-        kept = [(row, n) for row, n in zip(rows, lengths) if n <= config.max_prompt_tokens]
-        if not kept:
-            raise InputError(f"{source}: every prompt is longer than --max_prompt_tokens {config.max_prompt_tokens}")
-        if len(kept) < len(rows):
-            say(f"{source}: left out {len(rows) - len(kept)} of {len(rows)} rows, longer than "
-                f"{config.max_prompt_tokens} tokens")
-        rows, lengths = map(list, zip(*kept))
+    kept = [(row, n) for row, n in zip(rows, lengths) if n <= (config.max_prompt_tokens or n)]
+    if not kept:
+        raise InputError(f"{source}: every prompt is longer than --max_prompt_tokens {config.max_prompt_tokens}")
+    if len(kept) < len(rows):
+        say(f"{source}: left out {len(rows) - len(kept)} of {len(rows)} rows, over {config.max_prompt_tokens} tokens")
+    rows, lengths = map(list, zip(*kept))
     # R_φ reads the prompt and the response, and writes z: the longest sequence of the run.
     instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
     need, limit = max(lengths) + instruction + config.max_new_tokens + config.max_critique_tokens, context_length(model)
@@ -427,11 +462,11 @@ def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
     task, out = get_task(config.task), []
     mute = [row for row in rows if "response" not in row and not task.responses(row)]
     brought = [row for row in rows if "response" in row or task.responses(row)]
-    generator = torch.Generator(model.device).manual_seed(config.seed)
-    for i in tqdm(range(0, len(mute), 256), desc="respond", disable=not mute):
-        part = mute[i : i + 256]
-        prompts = [task.policy_prompt(row) for row in part]
-        texts = sample_rollouts(model, tokenizer, prompts, config, config.reference, generator).texts
+    generator = torch.Generator().manual_seed(config.seed)
+    for part in tqdm(chunks(mute, 256), desc="respond", disable=not mute):
+        ids = sample(model, tokenizer, [encode_prompt(tokenizer, task.policy_prompt(row)) for row in part], config,
+                     config.reference, torch.rand(len(part), config.max_new_tokens, generator=generator))
+        texts = [token_offsets(tokenizer, y)[0] for y in ids]
         out += [row | {"response": text} for row, text in zip(part, texts) if text.strip()]
     if len(out) < len(mute):
         say(f"left out {len(mute) - len(out)} of {len(mute)} sampled responses that are empty")
@@ -455,55 +490,54 @@ def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
     preset = {**REWARD_PRESETS[config.task], "max_critique_tokens": config.max_critique_tokens}
     metrics = fit(model, tokenizer, RewardConfig(**{
         **preset, "task": config.task, "model": config.model, "data": str(out / "feedback.jsonl"),
-        "output_dir": str(out / "reward"), "seed": config.seed}))
+        "output_dir": str(out / "reward"), "seed": config.seed, "micro_batch_size": config.micro_batch_size}))
     return summary(metrics)
 
 
 def phase(title: str, done: Path, out: Path, work, ranks: str = "first"):
     """Do a phase on the first rank or on all, unless its result is there; keep its seconds in phases.jsonl."""
-    finished = done.exists()
-    if world_size() > 1:
-        dist.barrier()                       # no rank may look for the result after another has made it
-    if finished:
+    if everyone([done.exists()])[0]:
         say(f"{title}: reused {done}")
         return
-    started = time.time()
-    summary = work() if ranks == "all" or rank() == 0 else None
-    if rank() == 0:
-        seconds = time.time() - started
-        with open(out / "phases.jsonl", "a") as file:
-            file.write(json.dumps({"phase": title, "seconds": seconds, "summary": summary}) + "\n")
-        say(f"{title}: {summary} ({seconds:.0f} s)")
-    if world_size() > 1:
-        dist.barrier()
+    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
+    seconds: dict[str, float] = {}
+    with timed(title, seconds, "--rollout_batch_size or --micro_batch_size, or set --activation_checkpointing"):
+        summary = work() if ranks == "all" or RANK == 0 else None
+    if RANK == 0:
+        log(out / "phases.jsonl", {"phase": title, "seconds": seconds[title], "summary": summary})
+        say(f"{title}: {summary} ({seconds[title]:.0f} s)")
+    together(dist.barrier, patient)                      # the others may wait hours for the annotation
+
+
+def log(path: Path, row: dict):
+    """Append one JSON line that stays, also where the machine stops."""
+    with open(path, "a") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 # ── Phase 3 ─────────────────────────────────────────────────────────────────────────────────────────────
 
 def evaluate_policy(model, tokenizer, rows: list[dict], config: Config, adapter: str | None) -> dict[str, float]:
-    """Held-out rows: one sampled response each, judged by R_φ; in the toy world also by its facts."""
-    task, generator = get_task(config.task), torch.Generator(model.device).manual_seed(config.seed)
-    scores: dict[str, list[float]] = {}
-    for i in tqdm(range(0, len(rows), config.batch_size), desc="evaluate"):
-        part = rows[i : i + config.batch_size]
+    """Held-out rows: one sampled response each, judged by R_φ; in the toy world also by its facts. Means over rows."""
+    task, generator, scores = get_task(config.task), torch.Generator().manual_seed(config.seed), []
+    for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
         rollouts = sample_rollouts(model, tokenizer, [task.policy_prompt(r) for r in part], config, adapter, generator)
         add_feedback(rollouts, model, tokenizer, config)
-        for row, text, verdict, tokens in zip(part, rollouts.texts, rollouts.feedback, rollouts.mask.sum(1).tolist()):
-            n = max(1, tokens)
-            for key, value in (("fact accuracy", toy.fact_accuracy(row, text) if config.task == "toy" else None),
-                               ("mean δ per token, by R_φ", sum(verdict.delta) / n),
-                               ("tokens in good spans", sum(d > 0 for d in verdict.delta) / n),
-                               ("tokens in poor spans", sum(d < 0 for d in verdict.delta) / n),
-                               ("unparseable critiques", float(bool(verdict.reason))),
-                               ("response tokens", float(tokens))):
-                if value is not None:
-                    scores.setdefault(key, []).append(value)
-    return {key: sum(values) / len(values) for key, values in scores.items()}
+        for row, text, verdict in zip(part, rollouts.texts, rollouts.feedback):
+            delta, n = verdict.delta, max(1, len(verdict.delta))
+            scores.append({"fact accuracy": toy.fact_accuracy(row, text)} if config.task == "toy" else {})
+            scores[-1] |= {"mean δ per token, by R_φ": sum(delta) / n,
+                           "tokens in good spans": sum(d > 0 for d in delta) / n,
+                           "tokens in poor spans": sum(d < 0 for d in delta) / n,
+                           "unparseable critiques": float(bool(verdict.reason)), "response tokens": float(len(delta))}
+    return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
 
 
 def batch_prompts(prompts: list[str], config: Config, iteration: int) -> list[str]:
-    """This rank's prompts of one iteration: a walk through shuffled passes over all of them, a function of the seed."""
-    places = range(iteration * config.batch_size + rank(), (iteration + 1) * config.batch_size, world_size())
+    """The prompts of one iteration: a walk through shuffled passes over all of them, a function of the seed."""
+    places = range(iteration * config.batch_size, (iteration + 1) * config.batch_size)
     passes = {place // len(prompts) for place in places}
     order = {e: random.Random(f"{config.seed}-{e}").sample(prompts, len(prompts)) for e in passes}
     return [order[place // len(prompts)][place % len(prompts)] for place in places]
@@ -516,48 +550,42 @@ def learning_rate(config: Config, iteration: int) -> float:
 
 
 def batch_metrics(rollouts: Rollouts, written: int) -> dict[str, float]:
-    """What one batch looked like, over all ranks."""
-    mask, judged = rollouts.mask, rollouts.feedback
-    delta, returns, values = (x[mask.bool()].double() for x in (rollouts.delta, rollouts.returns, rollouts.values))
-    error = returns - values
-    sums = torch.tensor([
-        len(delta), len(mask), written, delta.sum(), (delta != 0).sum(), (delta > 0).sum(), rollouts.kl.sum(),
-        (rollouts.entropy * mask).sum(), returns.sum(), (returns**2).sum(), error.sum(), (error**2).sum(),
-        sum(bool(v.reason) for v in judged), sum(v.quotes for v in judged), sum(v.unmatched for v in judged),
-        sum(v.ambiguous for v in judged), sum(v.conflicts for v in judged)], dtype=torch.float64, device="cpu")
-    (tokens, rows, written, delta_sum, labelled, good, kl, entropy, r1, r2, e1, e2, unread, quotes, unmatched, ambiguous,
-     conflicts) = all_sum(sums.to(mask.device)).tolist()
-    variance = r2 / tokens - (r1 / tokens) ** 2
-    return {"delta": delta_sum / tokens, "labelled": labelled / tokens, "good": good / tokens,
-            "poor": (labelled - good) / tokens, "kl": kl / rows, "entropy": entropy / tokens,
-            "response_tokens": tokens / rows, "critique_tokens": written / rows,
-            "explained_variance": 1 - (e2 / tokens - (e1 / tokens) ** 2) / variance if variance > 1e-12 else 0.0,
-            "unparseable": unread / rows, "unmatched": unmatched / max(1, quotes),
-            "ambiguous": ambiguous / max(1, quotes), "conflicting_tokens": conflicts, "tokens": tokens}
+    """What one batch looked like."""
+    at, rows, judged = rollouts.mask.bool(), len(rollouts.mask), rollouts.feedback
+    tensors = (rollouts.delta, rollouts.returns, rollouts.values, rollouts.kl, rollouts.entropy)
+    delta, returns, values, kl, entropy = (x[at].double() for x in tensors)
+    means = {"delta": delta, "labelled": delta != 0, "good": delta > 0, "poor": delta < 0, "entropy": entropy}
+    quotes = max(1, sum(v.quotes for v in judged))
+    variance, unexplained = (x.var(correction=0).item() for x in (returns, returns - values))
+    return {**{name: x.double().mean().item() for name, x in means.items()}, "kl": kl.sum().item() / rows,
+            "tokens": len(delta), "response_tokens": len(delta) / rows, "critique_tokens": written / rows,
+            "explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
+            "unparseable": sum(bool(v.reason) for v in judged) / rows,
+            "unmatched": sum(v.unmatched for v in judged) / quotes,
+            "ambiguous": sum(v.ambiguous for v in judged) / quotes,
+            "conflicting_tokens": sum(v.conflicts for v in judged)}
 
 
 def one_iteration(model, tokenizer, value_head, optimizer, kl: AdaptiveKL, prompts, config: Config, iteration: int):
-    """Algorithm 4 l.7–32, once. Every draw comes from (seed, iteration, rank), so a resumed run draws the same."""
-    seed = (config.seed * 1_000_003 + iteration) * 1024 + rank()
-    generator, rng = torch.Generator(model.device).manual_seed(seed), random.Random(seed)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, iteration)
-    clock = [time.time()]
-    rollouts = sample_rollouts(model, tokenizer, batch_prompts(prompts, config, iteration), config, "policy", generator)
-    clock.append(time.time())
-    written = add_feedback(rollouts, model, tokenizer, config)
-    clock.append(time.time())
-    add_scores(rollouts, model, value_head, config)
-    add_advantages(rollouts, kl.beta, config)
-    clock.append(time.time())
-    stats = ppo_update(rollouts, model, value_head, optimizer, config, rng)
-    clock.append(time.time())
+    """Algorithm 4 l.7–32, once. Every draw is a function of (seed, iteration): a resumed run draws the same."""
+    seed, seconds = config.seed * 1_000_003 + iteration, {}
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    optimizer.param_groups[0]["lr"] = learning_rate(config, iteration)
+    drawn = batch_prompts(prompts, config, iteration)
+    with gathered(model):                                   # a sharded base is put together once, not for every token
+        with timed("rollout", seconds, "--rollout_batch_size or --max_new_tokens"):
+            rollouts = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
+        with timed("critique", seconds, "--rollout_batch_size or --max_critique_tokens"):
+            written = add_feedback(rollouts, model, tokenizer, config)
+        with timed("score", seconds, "--micro_batch_size, or set --shard"):
+            add_scores(rollouts, model, value_head, config)
+            add_advantages(rollouts, kl.beta, config)
+    with timed("update", seconds, "--micro_batch_size, or set --activation_checkpointing or --shard"):
+        stats = ppo_update(rollouts, model, value_head, optimizer, config, rng)
     metrics = {"iteration": iteration + 1, **batch_metrics(rollouts, written), **stats, "kl_coef": kl.beta,
-               "learning_rate": learning_rate(config, iteration)}
+               "learning_rate": learning_rate(config, iteration)} | {f"seconds_{k}": s for k, s in seconds.items()}
     kl.update(metrics["kl"], config.batch_size)
-    seconds = [b - a for a, b in zip(clock, clock[1:])]
-    metrics |= {f"seconds_{name}": s for name, s in zip(("rollout", "critique", "score", "update"), seconds)}
-    metrics["tokens_per_second"] = (metrics["tokens"] + metrics["critique_tokens"] * config.batch_size) / sum(seconds)
+    metrics["tokens_per_second"] = (metrics["tokens"] + written) / sum(seconds.values())
     return rollouts, metrics
 
 
@@ -569,74 +597,83 @@ def sample_row(rollouts: Rollouts, iteration: int, row: int) -> dict:
             "advantage": [round(a, 4) for a in rollouts.advantages[row, : len(offsets)].tolist()]}
 
 
-def training_state(model, value_head, optimizer) -> dict[str, Tensor]:
-    """Every tensor that the next iteration depends on, by name."""
-    tensors = {f"policy.{i}": p for i, p in enumerate(lora_parameters(model, "policy"))}
-    tensors |= {f"value.{name}": p for name, p in value_head.named_parameters()}
-    for i, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{i}.{key}": value for key, value in state.items()}
-    return tensors
+# ── Checkpoints: all that the next iteration depends on ────────────────────────────────────────────────
+
+def training_state(optimizer) -> dict[str, Tensor]:
+    """Every tensor that the next iteration depends on: adapter and value head in a fixed order, and AdamW's of each."""
+    return {f"{i}.{name}": tensor for i, p in enumerate(optimizer.param_groups[0]["params"])
+            for name, tensor in {"parameter": p.data, **optimizer.state[p]}.items()}
 
 
-def restore(model, value_head, optimizer, kl: AdaptiveKL, out: Path) -> int:
-    """Go back to the newest checkpoint, if there is one; returns the number of iterations done."""
-    found = sorted((int(p.name.split("-")[1]), p) for p in out.glob("checkpoint-*"))
-    if not found:
+def restore(optimizer, kl: AdaptiveKL, out: Path, settings: dict) -> int:
+    """Go back to the newest checkpoint, if there is one; returns the number of iterations done.
+
+    Raises InputError where it was made with other settings, on another base or for another LoRA shape.
+    """
+    path, tensors, state = newest_checkpoint(out, warn=say)
+    if len(set(everyone([path]))) > 1:
+        raise InputError(f"{out}: the ranks see different checkpoints; it must lie on a disk that all nodes share")
+    if path is None:
         return 0
-    tensors, state = load_checkpoint(found[-1][1])
-    for i, p in enumerate(lora_parameters(model, "policy")):
-        p.data.copy_(tensors[f"policy.{i}"])
-    for name, p in value_head.named_parameters():
-        p.data.copy_(tensors[f"value.{name}"])
-    slots: dict[int, dict] = {}
+    if differences := changed(state.get("settings", {}), settings):
+        raise InputError(f"{path} was made with other settings ({differences}); choose another --output_dir")
+    if state["ranks"] != RANKS:
+        say(f"{path} was made on {state['ranks']} ranks, this run has {RANKS}: sums are taken in another order, so the "
+            f"run is not bit-exact from here on")
     for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, i, key = name.split(".")
-            slots.setdefault(int(i), {})[key] = tensor
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
-    kl.beta = state["kl_coef"]
-    say(f"phase 3: resumed after iteration {state['iteration']} from {found[-1][1]}")
+        i, key = name.split(".")
+        p = optimizer.param_groups[0]["params"][int(i)]
+        if key == "parameter":
+            p.data.copy_(tensor)
+        else:
+            optimizer.state[p][key] = tensor.to(p.device)
+    kl.beta, optimizer.param_groups[0]["skipped"] = state["kl_coef"], state["skipped"]
+    say(f"phase 3: resumed after iteration {state['iteration']} from {path}")
     return state["iteration"]
 
 
-def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, value_head) -> str:
+def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, value_head, settings: dict) -> str:
     """Phase 3 (Alg. 1 l.16–18, Alg. 4): train the adapter "policy" and the value head."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()],
-                                  lr=config.learning_rate, weight_decay=0.0)
+                                  lr=config.learning_rate, weight_decay=0.0, fused=model.device.type == "cuda")
     kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-    start = restore(model, value_head, optimizer, kl, out)
-    logs = {name: out / f"{name}.jsonl" for name in ("metrics", "samples")}
-    if rank() == 0:
-        for path in logs.values():                   # drop what was logged after the checkpoint, a torn line too
+    start = restore(optimizer, kl, out, settings)
+    if RANK == 0:
+        for path in (out / "metrics.jsonl", out / "samples.jsonl"):    # drop what came after it, and a torn line
             lines = path.read_text().split("\n")[:-1] if path.exists() else []
             write_rows(path, [row for row in map(json.loads, lines) if row["iteration"] <= start])
+    asked: list[int] = []                            # SIGTERM asks for an end after the iteration under way
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     bar = tqdm(range(start, config.iterations), desc="policy", initial=start, total=config.iterations,
-               disable=rank() > 0)
+               disable=RANK > 0)
     for iteration in bar:
         rollouts, metrics = one_iteration(model, tokenizer, value_head, optimizer, kl, prompts, config, iteration)
-        if rank() > 0:
-            continue
-        bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}", poor=f"{metrics['poor']:.1%}")
-        sample = sample_row(rollouts, iteration + 1, iteration % len(rollouts.texts))
-        for path, row in zip(logs.values(), (metrics, sample)):
-            with open(path, "a") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if iteration % config.show_every == 0 or iteration + 1 == config.iterations:
-            say(f"{iteration + 1:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
-        if (iteration + 1) % config.save_every == 0 and iteration + 1 < config.iterations:
-            save_checkpoint(out / f"checkpoint-{iteration + 1}", training_state(model, value_head, optimizer),
-                            {"iteration": iteration + 1, "kl_coef": kl.beta})
-            for old in sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))[:-2]:
-                shutil.rmtree(old)
+        done, stop = iteration + 1, any(everyone([bool(asked)]))
+        if RANK == 0:
+            bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}", poor=f"{metrics['poor']:.1%}")
+            sample = sample_row(rollouts, done, iteration % len(rollouts.texts))
+            log(out / "metrics.jsonl", metrics)
+            log(out / "samples.jsonl", sample)
+            if iteration % config.show_every == 0 or done == config.iterations:
+                say(f"{done:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
+            if done % config.save_every == 0 or done == config.iterations or stop:
+                keep_checkpoint(out, training_state(optimizer), {
+                    "iteration": done, "kl_coef": kl.beta, "skipped": optimizer.param_groups[0]["skipped"],
+                    "ranks": RANKS, "settings": settings}, config.keep_checkpoints)
+        if stop:
+            say(f"stopped by SIGTERM: checkpoint-{done} is saved in {out}, and the same command goes on from it")
+            sys.exit(0)
+    signal.signal(signal.SIGTERM, before)
     return f"{config.iterations} iterations of {config.batch_size} rollouts"
 
 
 # ── Command line ────────────────────────────────────────────────────────────────────────────────────────
 
 _CHOICES = {"kl_estimator": ("full", "k1"), "schedule": ("linear", "cosine"), "value_target": ("gae", "return"),
-            "weighting": ("uniform", "linear_decay")}
-_MAY_DIFFER = {"resume", "show_every", "save_every", "micro_batch_size", "concurrency", "base_url"}
+            "weighting": ("uniform", "linear_decay"), "dtype": (None, "bfloat16", "float16", "float32")}
+_MAY_DIFFER = {"resume", "output_dir", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rank_timeout",
+               "micro_batch_size", "rollout_batch_size", "activation_checkpointing", "shard", "concurrency", "base_url"}
 
 
 def check_config(config: Config):
@@ -645,14 +682,22 @@ def check_config(config: Config):
         if getattr(config, name) not in allowed:
             raise InputError(f"--{name} {getattr(config, name)}: it is one of {', '.join(allowed)}")
     for name in ("batch_size", "minibatch_size"):
-        if getattr(config, name) % world_size() or getattr(config, name) < 1:
-            raise InputError(f"--{name} {getattr(config, name)} must be a positive multiple of the {world_size()} ranks")
+        if getattr(config, name) % RANKS or getattr(config, name) < 1:
+            raise InputError(f"--{name} {getattr(config, name)} must be a positive multiple of the {RANKS} ranks")
     for name in ("iterations", "micro_batch_size", "max_new_tokens", "max_critique_tokens", "ppo_epochs", "eval_rows",
-                 "annotated_rows", "show_every", "save_every"):
+                 "annotated_rows", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rollout_batch_size"):
         if getattr(config, name) < 1:
             raise InputError(f"--{name} {getattr(config, name)}: it must be at least 1")
+    if config.shard and RANKS == 1:
+        raise InputError("--shard spreads the base over ranks, and this is one alone: use torchrun --nproc_per_node N")
     if config.temperature <= 0:
         raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
+
+
+def changed(before: dict, now: dict) -> str:
+    """The settings that differ and matter, for people to read; "" where none does."""
+    return "; ".join(f"{name} was {str(before.get(name))[:80]}, is {str(value)[:80]}" for name, value in now.items()
+                     if before.get(name) != value and name not in _MAY_DIFFER)
 
 
 def open_run(config: Config, room_mb: int = 64) -> Path:
@@ -663,15 +708,12 @@ def open_run(config: Config, room_mb: int = 64) -> Path:
     if free < room_mb:
         raise InputError(f"{out}: {free} MB are free on this disk, a run needs {room_mb} MB; use another --output_dir")
     kept, now = out / "config.json", asdict(config)
-    if kept.exists():
+    if everyone([kept.exists()])[0]:                 # as the first rank sees it: it makes the file
         if not config.resume:
             raise InputError(f"{out} holds a run already; choose another --output_dir or leave out --no_resume")
-        before = json.loads(kept.read_text())
-        changed = [f"{name} was {before.get(name)!r}, is {value!r}" for name, value in now.items()
-                   if before.get(name) != value and name not in _MAY_DIFFER]
-        if changed:
-            raise InputError(f"{out} was made with other settings ({'; '.join(changed)}); choose another --output_dir")
-    elif rank() == 0:
+        if differences := changed(json.loads(kept.read_text()), now):
+            raise InputError(f"{out} was made with other settings ({differences}); choose another --output_dir")
+    elif RANK == 0:
         write_rows(kept, [now])
     return out
 
@@ -679,18 +721,24 @@ def open_run(config: Config, room_mb: int = 64) -> Path:
 def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path):
     """Phase 3 between its two evaluations; writes policy/, value_head.safetensors and result.json."""
     before_file = out / "before.json"
-    if rank() == 0 and not before_file.exists():
-        write_rows(before_file, [evaluate_policy(model, tokenizer, eval_rows, config, config.reference)])
+    if not everyone([before_file.exists()])[0]:
+        before = evaluate_policy(model, tokenizer, eval_rows, config, config.reference)
+        if RANK == 0:
+            write_rows(before_file, [before])
     torch.manual_seed(config.seed)
     if config.adapter:
         load_lora(model, "policy", config.adapter)
     else:
         add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, config.lora_targets.split(","))
     value_head = ValueHead(model.config.hidden_size, model.device)
-    started = time.time()
-    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head)
-    if rank() == 0:
+    shapes = [list(p.shape) for p in lora_parameters(model, "policy")]
+    settings, started = {"base": fingerprint(model), "lora_shapes": shapes, **asdict(config)}, time.time()
+    if config.shard:
+        shard(model)
+    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head, settings)
+    with gathered(model):
         after = evaluate_policy(model, tokenizer, eval_rows, config, "policy")
+    if RANK == 0:
         save_lora(model, "policy", out / "policy")
         save_file(value_head.state_dict(), out / "value_head.safetensors")
         write_rows(out / "result.json", [{"before": json.loads(before_file.read_text()), "after": after,
@@ -701,27 +749,28 @@ def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path)
 def main():
     """Algorithm 1: annotate, train R_φ, optimise the policy."""
     config = parse_config(Config, PRESETS, sys.argv[1:], __doc__)
-    device = start_ranks()
+    device = start_ranks(config)
     check_config(config)
     out, started = open_run(config), time.time()
     train_rows, eval_rows = split_data(config)
-    model, tokenizer = load_model(config.model, device=device)
+    model, tokenizer = load_model(config.model, config.dtype or ("bfloat16" if device.type == "cuda" else None), device)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     source = config.data or "toy rows"
     train_rows, eval_rows = (fitting_rows(rows, model, tokenizer, config, source) for rows in (train_rows, eval_rows))
     say(f"Text2Grad on {config.task}: {config.model}, {len(train_rows)} training prompts, {device}; files in {out}/")
     if config.reference:
         load_lora(model, config.reference, config.adapter)
-    reward = Path(config.reward_model or out / "reward" / "adapter")
     if config.reward_model is None:
         phase("phase 1, annotate", out / "feedback.jsonl", out,
               lambda: annotate_phase(model, tokenizer, train_rows, config, out))
         phase("phase 2, reward model", out / "reward" / "metrics.json", out,
               lambda: reward_phase(model, tokenizer, config, out))
     if not lora_parameters(model, "reward"):
-        load_lora(model, "reward", reward)
+        load_lora(model, "reward", config.reward_model or out / "reward" / "adapter")
     phase("phase 3, policy", out / "result.json", out,
           lambda: optimise(model, tokenizer, train_rows, eval_rows, config, out), ranks="all")
-    if rank() == 0:
+    if RANK == 0:
         result = json.loads((out / "result.json").read_text())
         print(table([f"{len(eval_rows)} held-out prompts", "before", "after"],
                     [[key, value, result["after"][key]] for key, value in result["before"].items()]))
@@ -729,9 +778,8 @@ def main():
               f"metrics.jsonl, samples.jsonl.\n"
               f"next: python text2grad.py --seed 1 --output_dir {out}-seed1, or your own rows and model:\n"
               f"      python text2grad.py --task slf5k --model MODEL --data rows.jsonl --annotator_model gpt-4o")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    together(dist.destroy_process_group)
 
 
 if __name__ == "__main__":
-    run(main, "text2grad", (ModelError, SafetensorError))
+    run(main, "text2grad", (ModelError, SafetensorError, torch.OutOfMemoryError))

@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections import Counter
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
@@ -15,13 +17,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (AutoModelForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
+from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
                           GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM)
 
-from model import (LoRALinear, ModelError, ValueHead, add_lora, encode_answer, encode_prompt, eos_ids, fingerprint,
-                   generate, head_weight, load_checkpoint, load_lora, load_model, lora_parameters, pad_batch,
-                   response_hidden, save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
+from model import (LoRALinear, ModelError, StaticCache, ValueHead, add_lora, checkpoint_activations,
+                   decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint, generate, head_weight,
+                   load_checkpoint, load_lora, load_model, lora_parameters, pad_batch, response_hidden,
+                   save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -149,6 +152,15 @@ def refused(match, call, *arguments, **options):
     assert match in message and "\n" not in message, message
 
 
+@contextmanager
+def sizes_of(model):
+    """The [B, columns] of the ids of every pass through the model inside."""
+    sizes = []
+    hook = model.base_model.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
+    yield sizes
+    hook.remove()
+
+
 class Outputs(TorchDispatchMode):
     """Every tensor that an operator returns while this is on."""
 
@@ -261,8 +273,23 @@ def test_token_kl_is_torchs_kl_div(dtype, n, temperature, device):
     logp, logq = (F.log_softmax(h.float() @ weight.float().T / temperature, -1) for h in (hidden, ref))
     ours = token_kl(hidden, ref, weight, temperature)
     assert relative(ours, F.kl_div(logq, logp, log_target=True, reduction="none").sum(-1)) < RELATIVE[dtype]
-    assert (ours > 0).all() and not ours.requires_grad
+    assert (ours > 0).all() and ours.dtype == torch.float32
     assert torch.equal(token_kl(hidden, hidden, weight, temperature), torch.zeros(n, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n, temperature", [(1, 0.6), (7, 1.0), (64, 0.6)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_kl_has_its_gradient_in_the_policy_alone(dtype, n, temperature, device):
+    """As autograd has it for torch's kl_div; the reference and the head are constants."""
+    (hidden, weight, _, upstream, _), (ref, *_) = drawn(n, 203, 24, dtype, device, True), drawn(n, 203, 24, dtype, device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logp, logq = (F.log_softmax(h.to(wide) @ weight.to(wide).T / temperature, -1) for h in (hidden, ref))
+    theirs = F.kl_div(logq, logp, log_target=True, reduction="none").sum(-1)
+    wanted, = torch.autograd.grad((theirs * upstream).sum(), hidden)
+    (token_kl(hidden, ref, weight, temperature) * upstream).sum().backward()
+    assert hidden.grad.dtype == dtype and relative(hidden.grad, wanted) < RELATIVE[dtype]
+    assert ref.grad is None and weight.grad is None
 
 
 def test_token_kl_of_near_policies_is_not_negative():
@@ -280,8 +307,8 @@ def test_token_kl_never_has_the_logits_at_once():
     """No operator returns more than a quarter of N·V numbers."""
     hidden, weight, *_ = drawn(512, 4096, 32, torch.float32)
     with Outputs() as seen:
-        token_kl(hidden, hidden + 1, weight)
-    assert max(t.numel() for t in seen.tensors) <= 512 * 4096 / 4
+        token_kl(hidden, hidden.detach() + 1, weight).sum().backward()
+    assert hidden.grad is not None and max(t.numel() for t in seen.tensors) <= 512 * 4096 / 4
 
 
 # ── LoRA ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -660,17 +687,17 @@ def test_padding_changes_no_score(base):
 
 # ── generate ────────────────────────────────────────────────────────────────────────────────────────────
 
-def test_greedy_is_transformers_greedy(base, monkeypatch):
+def test_greedy_is_transformers_greedy(base):
     """Token for token on prompts of unequal length whose rows end at different times, EOS kept as the last token."""
     model, tokenizer = base
-    prompts, kept = prompts_of(tokenizer), []
-    select = DynamicCache.batch_select_indices
-    monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda s, i: (kept.append(len(i)), select(s, i)))
+    prompts = prompts_of(tokenizer)
     long = generate(model, prompts, 24, temperature=0)
     eos, cut = staggering_eos(long)
-    ours = generate(model, prompts, 24, 0, eos, pad_token_id=0)
+    with sizes_of(model) as sizes:
+        ours = generate(model, prompts, 24, 0, eos, pad_token_id=0)
     assert ours == transformers_greedy(model, prompts, 24, eos) == cut
-    assert kept and sorted(kept, reverse=True) == kept, "rows that ended must have left the batch"
+    assert [b for b, _ in sizes] == sorted((b for b, _ in sizes), reverse=True) and sizes[-1][0] < len(prompts) * 3 / 4, \
+        "rows that ended must have left the batch"
     assert {len(row) for row in long} == {24} and all(len(row) == 24 or row[-1] in eos for row in ours)
     assert not any(token in eos for row in ours for token in row[:-1])
 
@@ -701,7 +728,7 @@ def test_sampled_logprobs_are_those_of_training(base, temperature):
     model, tokenizer = base
     prompts = prompts_of(tokenizer)
     randomise(add_lora(model, "policy"), std=0.1)
-    eos = list(range(0, model.config.vocab_size, 16))
+    eos = list(range(0, model.config.vocab_size, 8))
     with use_lora(model, "policy"):
         responses, scores = generate(model, prompts, 20, temperature, eos, generator=torch.Generator().manual_seed(3),
                                      return_logprobs=True)
@@ -737,6 +764,132 @@ def test_the_seed_decides_the_samples(toy_model):
     prompts = prompts_of(tokenizer)
     a, b, c = (generate(model, prompts, 12, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert a == b != c and {len(row) for row in a} == {12}
+
+
+def test_a_row_samples_what_its_uniforms_say(base):
+    """Whatever batch a row is in; and the token is the one at which the distribution function passes u."""
+    model, tokenizer = base
+    prompts, uniforms = prompts_of(tokenizer), torch.rand(8, 10, generator=torch.Generator().manual_seed(5))
+    eos = list(range(0, model.config.vocab_size, 5))
+    together = generate(model, prompts, 10, 0.8, eos, uniforms=uniforms)
+    assert together == [generate(model, [p], 10, 0.8, eos, uniforms=u[None])[0] for p, u in zip(prompts, uniforms)]
+    for prompt, row, u in zip(prompts, together, uniforms):
+        cdf = (logits_of(model, prompt)[-1].double() / 0.8).softmax(-1).cumsum(0)
+        assert row[0] == int((cdf <= u[0]).sum()) or (cdf - u[0]).abs().min() < 1e-6
+
+
+def test_a_long_prompt_is_read_in_parts(base, monkeypatch):
+    """Parts of two columns leave the ids as they are, and no pass is wider."""
+    model, tokenizer = base
+    prompts = prompts_of(tokenizer)
+    whole = generate(model, prompts, 8, 0)
+    monkeypatch.setattr("model.PREFILL_TOKENS", 2 * len(prompts))
+    with sizes_of(model) as sizes:
+        assert generate(model, prompts, 8, 0) == whole
+    assert max(columns for _, columns in sizes) == 2 and len(sizes) > 8
+
+
+def test_the_cache_is_allocated_once(toy_model, monkeypatch):
+    """Every step writes into the tensors of the first, a column per token and no more."""
+    model, tokenizer = toy_model
+    prompts, seen, update = prompts_of(tokenizer), set(), StaticCache.update
+    monkeypatch.setattr(StaticCache, "update", lambda self, *a: [out := update(self, *a), seen.update(
+        (x.data_ptr(), x.shape[2]) for x in self.layers[0])][0])
+    generate(model, prompts, 9, 0)
+    assert len(seen) == 2 and {columns for _, columns in seen} == {max(map(len, prompts)) + 9}
+
+
+def test_stats_count_what_was_done(toy_model):
+    """Tokens after the first of each row, steps, and all weights once per step (the tied head once)."""
+    model, tokenizer = toy_model
+    stats = {}
+    rows = generate(model, prompts_of(tokenizer), 9, stats=stats)
+    assert stats["tokens"] == sum(map(len, rows)) - len(rows) and stats["steps"] == 8
+    assert stats["tokens_per_second"] == pytest.approx(stats["tokens"] / stats["seconds"])
+    assert stats["bytes_per_step"] == sum(p.nbytes for p in model.parameters())
+    assert 1e8 < stats["copy_bandwidth"] < 1e13
+    assert stats["bandwidth_share"] * stats["seconds"] * stats["copy_bandwidth"] == \
+        pytest.approx(8 * stats["bytes_per_step"])
+
+
+def test_layers_with_a_state_of_their_own_are_refused(toy_model):
+    """A kind of layer whose cache is not keys and values is named, not sampled wrongly."""
+    model, _ = toy_model
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    refused("linear_attention", generate, model, [[5, 6]], 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: the captured step cannot be tested")
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_the_captured_step_is_the_eager_step(toy_model, temperature):
+    """CUDA: ids and log-probs with and without the graph, rows ending early, over two widths of the cache."""
+    model, tokenizer = toy_model
+    model.cuda()
+    prompts, uniforms = prompts_of(tokenizer), torch.rand(8, 300, generator=torch.Generator().manual_seed(5))
+    eos, _ = staggering_eos(generate(model, prompts, 40, temperature=0))
+    for end in (eos, []):
+        (ids, scores), (eager, eager_scores) = (
+            generate(model, prompts, 300, temperature, end, return_logprobs=True, uniforms=uniforms, cuda_graph=graph)
+            for graph in (True, False))
+        assert ids == eager
+        torch.testing.assert_close(torch.tensor(sum(scores, [])), torch.tensor(sum(eager_scores, [])), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: waits of the host cannot be tested")
+def test_the_host_waits_only_every_16_tokens(toy_model):
+    """CUDA: the synchronisations that PyTorch reports do not grow with the tokens of a row that never ends."""
+    model, tokenizer = toy_model
+    model.cuda()
+    waits = []
+    for tokens in (40, 120):
+        generate(model, [[5, 6, 7]], tokens)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            generate(model, [[5, 6, 7]], tokens)
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(w.message) for w in seen))
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize("window_layers", [False, True], ids=["full", "mixed"])
+def test_mixed_layers_sample_as_in_transformers(tiny, window_layers):
+    """Qwen2 with a sliding window in one of its two layers."""
+    extra = dict(use_sliding_window=window_layers, sliding_window=5, max_window_layers=1)
+    model, tokenizer = load_model(tiny(Qwen2ForCausalLM, Qwen2Config, **extra), device="cpu")
+    assert (len(set(model.config.layer_types)) == 2) == window_layers
+    prompts = prompts_of(tokenizer)
+    eos, cut = staggering_eos(generate(model, prompts, 16, temperature=0))
+    assert generate(model, prompts, 16, 0, eos) == transformers_greedy(model, prompts, 16, eos) == cut
+
+
+# ── Recomputed activations ──────────────────────────────────────────────────────────────────────────────
+
+def test_recomputed_activations_give_the_same_gradients(base):
+    """Bit for bit, though backward runs after the adapter's block has been left and another adapter is loaded."""
+    model, tokenizer = base
+    prompts = prompts_of(tokenizer)
+    policy, other = add_lora(model, "policy", dropout=0.2), add_lora(model, "reward")
+    randomise([*policy, *other], std=0.05)
+    model.train()
+
+    def gradients():
+        torch.manual_seed(7)
+        with use_lora(model, "policy"):
+            hidden = response_hidden(model, *pad_batch(prompts, prompts[::-1], 0))
+        hidden.square().sum().backward()
+        made = [p.grad.clone() for p in policy]
+        model.zero_grad()
+        return made
+
+    runs, plain = [], gradients()
+    checkpoint_activations(model), checkpoint_activations(model)
+    block = decoder_blocks(model)[0].self_attn
+    block.register_forward_hook(lambda *_: runs.append(1))
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(plain, gradients(), strict=True))
+    assert len(runs) == 2, "once forward, once in backward, however often it is asked for"
+    assert all(p.grad is None for p in other)
+    generate(model.eval(), prompts, 3)
 
 
 # ── Checkpoints ─────────────────────────────────────────────────────────────────────────────────────────
@@ -780,6 +933,31 @@ def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path, missing):
     (tmp_path / "checkpoint" / missing).unlink()
     refused(missing, load_checkpoint, tmp_path / "checkpoint")
     refused(str(tmp_path / "checkpoint"), load_checkpoint, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("keep", [0, 5, 40, -1])
+def test_a_truncated_checkpoint_is_refused(tmp_path, name, keep):
+    """Cut anywhere, in the header or in the numbers: the file is named."""
+    save_checkpoint(tmp_path / "checkpoint", {"x": torch.ones(2000)}, {"iteration": 1, "rng": list(range(50))})
+    file = tmp_path / "checkpoint" / name
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(name, load_checkpoint, tmp_path / "checkpoint")
+
+
+def test_a_disk_that_fills_while_tensors_are_written_leaves_no_half(tmp_path, monkeypatch):
+    """ENOSPC in the middle of save_file: no directory under the new name, and the one before as it was."""
+    save_checkpoint(tmp_path / "checkpoint-1", {"x": torch.ones(2)}, {"iteration": 1})
+
+    def half(tensors, path, **_):
+        path.write_bytes(b"half")
+        no_space()
+
+    monkeypatch.setattr("model.save_file", half)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(tmp_path / "checkpoint-2", {"x": torch.zeros(2)}, {"iteration": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert load_checkpoint(tmp_path / "checkpoint-1")[1] == {"iteration": 1}
 
 
 def test_a_full_disk_leaves_the_former_checkpoint(tmp_path, monkeypatch):

@@ -1,0 +1,168 @@
+"""A base spread over two ranks (FSDP2, gloo) against the same base on one: numbers, memory, all-gathers, files."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import ROOT
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model import (add_lora, checkpoint_activations, fingerprint, gathered, generate, head_weight, load_lora, load_model,
+                   lora_parameters, pad_batch, response_hidden, save_lora, shard, token_logprobs, use_lora)
+
+PROMPTS = [[5, 9, 33], [7], [101, 12, 13, 14, 15, 16, 17], [200, 201], [3, 4, 5, 6], [44, 45, 46]]
+RESPONSES = [[8, 8, 9], [10, 11, 12, 13, 14], [15], [30, 31], [50, 60, 70, 80], [90, 91]]
+
+
+# ── What a rank does ────────────────────────────────────────────────────────────────────────────────────
+
+def prepared(path, dtype=None):
+    """The base at `path` with a policy adapter whose weights are not zero."""
+    model, _ = load_model(path, dtype, "cpu")
+    torch.manual_seed(1)
+    for parameter in add_lora(model, "policy", r=4):
+        torch.nn.init.normal_(parameter, std=0.03)
+    return model
+
+
+def trained(model, rows, total):
+    """Hidden states, log-probs and adapter gradients of the mean log-prob of some rows, `total` tokens in all."""
+    ids, prompt_mask, out, mask = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows], 0)
+    with use_lora(model, "policy"):
+        hidden = response_hidden(model, ids, prompt_mask, out, mask)[mask.bool()]
+    logprobs = token_logprobs(hidden, head_weight(model), out[mask.bool()])
+    (logprobs.sum() / total).backward()
+    return hidden.detach(), logprobs.detach(), [p.grad for p in lora_parameters(model, "policy")]
+
+
+def sampled(model, tokens=12):
+    """Samples of all prompts under the adapter, rows ending at different times."""
+    with gathered(model), use_lora(model, "policy"):
+        return generate(model, PROMPTS, tokens, eos_token_id=list(range(0, 700, 3)),
+                        generator=torch.Generator().manual_seed(2))
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the all-gathers that are asked for while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).replace("_", "")
+        self.count += "allgather" in name and name.startswith("c10d")
+        return function(*args, **(kwargs or {}))
+
+
+def gathers(model, tokens):
+    """All-gathers of a rollout of so many tokens."""
+    with Gathers() as seen, gathered(model):
+        assert [len(row) for row in generate(model, PROMPTS, tokens)] == [tokens] * len(PROMPTS)
+    return seen.count
+
+
+def whole_bytes(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def local_bytes(model):
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+
+
+def on_a_rank(rank, port, path, directory, checkpointed):
+    """Everything that the tests look at, saved to `directory` by each rank."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    model = prepared(path)
+    before = whole_bytes(model), fingerprint(model)
+    shard(model)
+    if checkpointed:
+        checkpoint_activations(model)
+    ids = sampled(model)
+    counts = [gathers(model, n) for n in (20, 100)]
+    with Gathers() as each_pass:
+        response_hidden(model, *pad_batch(PROMPTS, RESPONSES, 0))
+    resting = local_bytes(model)
+    mine = [0, 2, 4] if rank == 0 else [1, 3, 5]
+    hidden, logprobs, gradients = trained(model, mine, sum(map(len, RESPONSES)))
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    assert local_bytes(model) == resting, "what was gathered must be freed"
+    if rank == 1:                                           # one rank alone can save: no collective is in it
+        save_lora(model, "policy", directory / "adapter")
+    torch.save({"hidden": hidden, "logprobs": logprobs, "gradients": gradients, "ids": ids, "counts": counts,
+                "each_pass": each_pass.count,
+                "share": resting / before[0], "fingerprint": fingerprint(model) == before[1]}, directory / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def two_ranks(path, directory, checkpointed=False):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(on_a_rank, (port, path, directory, checkpointed), nprocs=2)
+    return [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def runs(request, tmp_path_factory):
+    """(path of the base, directory, what two ranks made) for a tied base and for one with a head of its own."""
+    path, directory = ROOT / "toy" / "base", tmp_path_factory.mktemp(request.param)
+    if request.param == "untied":
+        torch.manual_seed(3)
+        model, tokenizer = load_model(path, device="cpu")
+        config = LlamaConfig(**{**model.config.to_dict(), "tie_word_embeddings": False, "num_key_value_heads": 2})
+        LlamaForCausalLM(config).save_pretrained(directory / "base"), tokenizer.save_pretrained(directory / "base")
+        path = directory / "base"
+    return path, directory, two_ranks(path, directory, checkpointed=request.param == "untied")
+
+
+# ── Tests ───────────────────────────────────────────────────────────────────────────────────────────────
+
+def test_two_ranks_make_the_numbers_of_one(runs):
+    """Hidden states and log-probs of each rank's rows, and the summed gradients of the adapter."""
+    path, _, ranks = runs
+    for found, rows in zip(ranks, ([0, 2, 4], [1, 3, 5])):
+        hidden, logprobs, _ = trained(prepared(path), rows, 1)
+        torch.testing.assert_close(found["hidden"], hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    *_, gradients = trained(prepared(path), range(6), sum(map(len, RESPONSES)))
+    assert max(g.abs().max() for g in gradients) > 1e-3
+    for found in ranks:
+        torch.testing.assert_close(found["gradients"], gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_two_ranks_sample_the_ids_of_one(runs):
+    """The same uniforms give the same rows, though ranks share one base."""
+    path, _, ranks = runs
+    ids = sampled(prepared(path))
+    assert len({len(row) for row in ids}) > 2
+    assert ids == ranks[0]["ids"] == ranks[1]["ids"]
+
+
+def test_a_rank_holds_half(runs):
+    """At most 55 % of the bytes of the parameters, whole adapters included."""
+    assert all(0.45 < found["share"] <= 0.55 for found in runs[2])
+
+
+def test_all_gathers_do_not_grow_with_the_tokens(runs):
+    """As many for 100 tokens as for 20, about as many as one pass makes that is not in `gathered`."""
+    for found in runs[2]:
+        assert found["each_pass"] >= 5, "embeddings, three blocks and the rest"
+        assert found["counts"][0] == found["counts"][1] <= found["each_pass"] + 2
+
+
+def test_an_adapter_of_a_sharded_model_is_whole(runs):
+    """Saved by one rank, it loads on one, weight for weight, and knows its base."""
+    path, directory, ranks = runs
+    model, _ = load_model(path, device="cpu")
+    for ours, theirs in zip(load_lora(model, "policy", directory / "adapter"),
+                            lora_parameters(prepared(path), "policy"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(found["fingerprint"] for found in ranks)
