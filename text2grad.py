@@ -29,7 +29,6 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
