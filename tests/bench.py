@@ -262,7 +262,27 @@ def fsdp_rows(arguments) -> list[Row]:
 
 # Annotation throughput (2,000 rows, concurrency 64, loopback server, faults) gets its rows here.
 
-OTHERS = {"iteration": iteration_rows, "fsdp": fsdp_rows}
+def annotation_rows(arguments) -> list[Row]:
+    """Annotation against a bare loop over the same client, its memory, and how many calls a faulty server costs."""
+    n = 2000
+    rows = [Row(f"annotation, {n:,} rows, a server that answers in 200 ms, concurrency 64", "time",
+                "a bare asyncio loop over the same client", limit=1 / 0.9),
+            Row("annotation, the same", "peak memory", f"{n // 4:,} rows"),
+            Row("annotation, 10 % 429, 5 % 500, 3 % time-outs, 2 % garbage, 1 % truncated", "calls", "rows", limit=1.25)]
+    if arguments.device != "cpu":
+        return []
+    from bench_annotation import measure as annotate
+    found = annotate(n, rounds=arguments.rounds)
+    (rows[0].ours, ours), (rows[0].theirs, theirs) = shown(found["ours"]), shown(found["bare"])
+    rows[0].ratio = ours / theirs
+    rows[1].ours, rows[1].theirs = (human(1e6 * found["peak_mb"][k]) for k in (n, n // 4))
+    rows[1].ratio = found["peak_mb"][n] / found["peak_mb"][n // 4]
+    rows[2].ours, rows[2].theirs, rows[2].ratio = f"{found['faults']['calls']:,}", f"{n:,}", found["faults"]["calls"] / n
+    rows[2].note = f"{found['faults']['seconds']:.0f} s; " + found["faults"]["said"].split(". ")[0].split(": ", 1)[-1]
+    return rows
+
+
+OTHERS = {"iteration": iteration_rows, "fsdp": fsdp_rows, "annotation": annotation_rows}
 
 
 # ── The table and its page ──────────────────────────────────────────────────────────────────────────────

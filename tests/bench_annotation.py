@@ -64,7 +64,7 @@ def side(name: str, url: str, data: str, output: str, concurrency: int) -> dict:
         except InputError as error:
             said = str(error)
     return {"seconds": time.perf_counter() - start, "said": said,
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
 
 
 def run(name: str, url: str, data: Path, concurrency: int) -> dict:
