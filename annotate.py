@@ -772,7 +772,7 @@ def from_people(config: AnnotateConfig) -> str:
 def main():
     """Annotate, audit, or read what people marked, from the command line."""
     from transformers import HfArgumentParser
-    config, = HfArgumentParser(AnnotateConfig, description=__doc__).parse_args_into_dataclasses()
+    config, = HfArgumentParser(AnnotateConfig, description=__doc__.split("\n")[0]).parse_args_into_dataclasses()
     if config.audit:
         print(tables(config))
     elif config.people:
