@@ -1,4 +1,4 @@
-"""Rebuild the toy base model and its tokenizer, byte for byte on the same machine:
+"""Rebuild the toy base model and its tokenizer; the same code on the same machine gives the same bytes:
 
     python -m toy.build                     # writes toy/base; seed 0, see toy/README.md for the time
 
