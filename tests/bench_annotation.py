@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 import random
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def side(name: str, url: str, data: str, output: str, concurrency: int) -> dict:
         except InputError as error:
             said = str(error)
     return {"seconds": time.perf_counter() - start, "said": said,
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
+            "peak_mb": int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6}
 
 
 def run(name: str, url: str, data: Path, concurrency: int) -> dict:
