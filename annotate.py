@@ -19,7 +19,6 @@ by encoding a text again (Appendix L does): offsets are computed from the sample
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import re
@@ -38,10 +37,10 @@ import people
 import report
 from audit import audit, audit_text
 from endpoint import (BATCH_DISCOUNT, Budget, InputError, Journal, Prices, Question, Reply, Server, ask_all, ask_by_batch,
-                      question_key)
+                      question_key, token_counter)
 from sandbox import run_python
-from tasks import (LABELS, MODES, TASKS, annotation_messages, examples, flag, get_task, iter_rows, read_rows,
-                   reply_schema, reward_prompt, run, write_rows)
+from tasks import (LABELS, MODES, TASKS, annotation_messages, examples, flag, get_task, iter_rows, parse_flags,
+                   programmatic_annotator, read_rows, reply_schema, reward_prompt, run, write_rows)
 
 
 class FeedbackError(ValueError):
@@ -208,26 +207,30 @@ def parse_labels(text: str, response: str) -> tuple[str, list[Span]]:
 def parse_steps(text: str, response: str) -> tuple[str, Grounding]:
     """Read step labels (Appendix N): quotes of the steps in order, each correct or not, with a reason → critique, spans.
 
-    A step stands where it is found after the one before; one that is not found there is unmatched and gives no span.
+    A step stands where it is found after the one before; one that is not found there is unmatched, and the next must then
+    have only one place left, else it is ambiguous. Neither gives a span.
     """
     value, _ = _the_object(text, {"steps"})
     steps = _items(value, "steps", {"step": str, "reason": str, "correct": bool})
     if not steps:
         raise FeedbackError("the list of steps is empty")
     _whole_characters("the reply", *(item[name] for item in steps for name in ("step", "reason")))
-    normal, origin, at, spans, unmatched = _plain(response), _origin(response), 0, [], []
+    normal, origin, at, grounding, lost = _plain(response), _origin(response), 0, Grounding(), False
     for item in steps:
         plain = _plain(item["step"])
-        start = normal.find(plain, at) if plain else -1
-        place = next(_origins(origin, [(start, start + len(plain))]), None) if start >= 0 else None
-        if place is None:
-            unmatched.append(item["step"])
+        places = plain and list(islice(_origins(origin, _occurrences(normal, plain, at)), 2))
+        if not places:
+            grounding.unmatched.append(item["step"])
+            lost = True                            # the next step may stand anywhere from here on
             continue
-        spans.append(Span(*place, 1 if item["correct"] else -1))
-        at = start + len(plain)
+        if lost and len(places) > 1:
+            grounding = replace(grounding, ambiguous=grounding.ambiguous + 1)
+            continue
+        grounding.spans.append(Span(*places[0], 1 if item["correct"] else -1))
+        at, lost = normal.index(plain, at) + len(plain), False
     critique = "\n".join(f"{'Correct' if item['correct'] else 'Incorrect'}: {item['step']} ({item['reason']})"
                          for item in steps)
-    return critique, Grounding(spans, unmatched)
+    return critique, grounding
 
 
 # ── From feedback to spans ──────────────────────────────────────────────────────────────────────────────
@@ -274,8 +277,8 @@ def _continues(before: str, char: str) -> bool:
     return char.isspace() if before.isspace() else unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
 
 
-def _occurrences(text: str, quote: str) -> Iterator[tuple[int, int]]:
-    at = text.find(quote)
+def _occurrences(text: str, quote: str, start: int = 0) -> Iterator[tuple[int, int]]:
+    at = text.find(quote, start)
     while at >= 0:
         yield at, at + len(quote)
         at = text.find(quote, at + 1)
@@ -436,18 +439,6 @@ class AnnotateConfig:
     html: str | None = flag(None, "write a page of responses with their spans coloured, problems first to find")
 
 
-def programmatic_annotator(name: str) -> Callable[[dict], str]:
-    """Example → reply text of a Python function named "module:function"; it is called with (row, response)."""
-    module, _, function = name.partition(":")
-    try:
-        critic = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"--critic {name}: cannot import it ({error}); it is written module:function") from error
-    if not callable(critic):
-        raise InputError(f"--critic {name}: that is a {type(critic).__name__}, not a function of (row, response)")
-    return lambda example: critic(example["row"], example["response"])
-
-
 def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, Grounding]:
     """What a reply says of the response, and where. Raises FeedbackError where it cannot be read."""
     response = example["response"]
@@ -493,7 +484,7 @@ def questions(config: AnnotateConfig, journal: Journal) -> Iterator[Question]:
         messages = annotation_messages(task, example, config.mode)
         own = [example["row"]] if config.critic else []       # a function may look at any field
         yield Question(question_key(task.name, name, messages, *own), example["id"], messages,
-                       reply_schema(config.mode), example)
+                       reply_schema(config.mode), example, f"{task.name}, {name}")
 
 
 def outcome(example: dict, config: AnnotateConfig, journal: Journal) -> str:
@@ -603,13 +594,13 @@ def annotated(config: AnnotateConfig, journal: Journal, failures: list[dict]) ->
         if reason is None:
             try:
                 yield feedback_row(config.task, example, *read_reply(example, record["reply"], config.mode), name) | {
-                    "usage": record["usage"], "usd": record["usd"]}
+                    "usage": record["usage"], "usd": journal.cost(record)}
                 continue
             except FeedbackError as error:               # a batch's reply, or one that an older parser read
                 reason = str(error)
                 journal.append(replace(question, messages=[]), Reply(record["reply"], reason))
-        failures.append({"id": example["id"], "prompt": example["prompt"], "response": example["response"],
-                         "reason": reason, "reply": record["reply"] if record else ""})
+        whole = {"prompt": example["prompt"], "response": example["response"], "reply": record["reply"] if record else ""}
+        failures.append({"id": example["id"], "reason": reason} | (whole if config.html else {}))
 
 
 def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
@@ -619,7 +610,8 @@ def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
     --tokenizer or 4 characters a token, and an assumed length of replies.
     """
     assumed = {"cot": 350, "no_cot": 200, "align": 80, "dense": 1500, "steps": 500}[config.mode]
-    seen, count = journal.measured, token_counter(config.tokenizer)
+    seen = journal.measured.get(f"{config.task}, {annotator_name(config)}", Counter())
+    count = token_counter(config.tokenizer)
     measured, total, todo, prompt_tokens = seen["replies"] >= 10, 0, set(), 0.0
     for question in tqdm(questions(config, journal), desc="read", unit=" responses", delay=2):     # kodcode runs its tests
         total += 1
@@ -635,15 +627,6 @@ def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
              f"--limit 50 measures")
     return total, todo, (f"{prompt_tokens:,.0f} prompt + {todo * per_reply:,.0f} reply tokens ({basis}), " +
                          (f"${usd:.{2 if usd >= 1 else 4}f}" if usd is not None else "USD unknown: set --price_in and --price_out"))
-
-
-def token_counter(tokenizer: str | None) -> Callable[[str], float]:
-    """Text → its number of tokens: with a tokenizer of Hugging Face's, or 4 characters each."""
-    if tokenizer is None:
-        return lambda text: len(text) / 4
-    from transformers import AutoTokenizer
-    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
-    return lambda text: len(loaded.encode(text, add_special_tokens=False))
 
 
 def annotate(config: AnnotateConfig) -> str:
@@ -665,14 +648,15 @@ def annotate(config: AnnotateConfig) -> str:
             return f"{say}: {cost}"
         if not config.critic:
             print(f"{say}: {cost}")
-        stopped = asyncio.run(ask_missing(config, journal, todo))
+        stopped = bool(todo or journal.open_batches) and asyncio.run(ask_missing(config, journal, todo))
         failures = []
         try:
             write_rows(config.output, _complete(config, journal, failures, stopped))
         finally:
             if config.html:
                 report.feedback_page(config.html, config.output, [*annotated(config, journal, [])] + failures)
-        spent = journal.counted["prompt_tokens"] and (f"; {journal.counted['prompt_tokens']:,} prompt + "
+                print(f"look at {config.html}")
+        spent = journal.counted["prompt_tokens"] and (f"; in all runs {journal.counted['prompt_tokens']:,} prompt + "
                                                 f"{journal.counted['completion_tokens']:,} reply tokens")
         left_out = f", {len(failures)} left out" if failures else ""
         return (f"{config.output}: {total - len(failures)} responses with feedback{left_out}, {todo} asked for now"
@@ -681,8 +665,10 @@ def annotate(config: AnnotateConfig) -> str:
 
 def _complete(config: AnnotateConfig, journal: Journal, failures: list[dict], stopped: bool) -> Iterator[dict]:
     """The rows of OUTPUT; at the end, where some are missing, the error that says so."""
-    yield from annotated(config, journal, failures)
-    if not failures or config.skip_failed:
+    n = 0
+    for n, row in enumerate(annotated(config, journal, failures), 1):
+        yield row
+    if not failures or config.skip_failed and n and not stopped:
         return
     reasons = "; ".join(f"{n} × {reason}" for reason, n in Counter(f["reason"][:150] for f in failures).most_common(4))
     budget = f"--max_usd {config.max_usd:g} reached at ${journal.usd:.4f}, raise it to go on; " if stopped else ""
@@ -691,18 +677,30 @@ def _complete(config: AnnotateConfig, journal: Journal, failures: list[dict], st
                      f"write the others with --skip_failed")
 
 
+def check_files(config: AnnotateConfig):
+    """Raise InputError where no file is named to read, or one would be written over another."""
+    paths = {name: os.path.realpath(path) for name in ("data", "people", "audit", "gold", "output", "html")
+             if (path := getattr(config, name)) and not (name == "output" and config.audit)}
+    for written in {"output", "html"} & paths.keys():
+        for other in paths.keys() - {written}:
+            if paths[other] == paths[written]:
+                raise InputError(f"--{written} and --{other} are one file, {paths[other]}; it would be overwritten")
+    if not (config.data or config.people or config.audit):
+        raise InputError("--data is needed: rows with responses, JSON lines (or --people, or --audit)")
+
+
 def check(config: AnnotateConfig):
     """Raise InputError for flags that do not go together, before anything is read or spent."""
     get_task(config.task)
     for name, allowed in (("mode", MODES), ("unmatched", ("drop", "reask"))):
         if getattr(config, name) not in allowed:
             raise InputError(f"--{name} must be one of {', '.join(allowed)}, not {getattr(config, name)!r}")
-    if config.limit == 0 or config.max_usd is not None and config.max_usd <= 0:
-        raise InputError("--limit and --max_usd must be more than 0")
+    for name, least in (("concurrency", 1), ("limit", 1), ("retries", 0), ("max_usd", 0), ("price_in", 0), ("price_out", 0),
+                        ("requests_per_minute", 0.01), ("tokens_per_minute", 1), ("timeout", 0.01)):
+        if (value := getattr(config, name)) is not None and not least <= value < float("inf"):
+            raise InputError(f"--{name} must be at least {least}, not {value}")
     if config.max_usd is not None and None in (config.price_in, config.price_out):
         raise InputError("--max_usd needs --price_in and --price_out, in USD per million tokens")
-    if config.concurrency < 1 or config.retries < 0 or (config.limit or 1) < 1:
-        raise InputError("--concurrency and --limit must be at least 1, --retries at least 0")
     if config.batch and (config.critic or config.unmatched == "reask"):
         raise InputError("--batch goes with a server's model and --unmatched drop")
 
@@ -746,8 +744,13 @@ def from_people(config: AnnotateConfig) -> str:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: neither JSON lines nor a JSON array ({error})") from error
 
+    found: dict[str, dict] = {}                              # response → what was quoted → where it stands
+
     def place(response: str, good: list[str], poor: list[str]) -> list[dict]:
-        return [asdict(span) for span in ground(response, Feedback("", list(good), list(poor))).spans]
+        known, quotes = found.setdefault(response, {}), (tuple(good), tuple(poor))
+        if quotes not in known:
+            known[quotes] = ground(response, Feedback("", list(good), list(poor)))
+        return [asdict(span) for span in known[quotes].spans]
 
     said = people.read_people(rows)
     if not said:
@@ -756,7 +759,9 @@ def from_people(config: AnnotateConfig) -> str:
     voices = Counter(one[:3] for one in {(s["id"], s["prompt"], s["response"], s["annotator"]) for s in said})
     for row in people.merge(said, place):
         spans, team = [Span(**span) for span in row["spans"]], voices[row["id"], row["prompt"], row["response"]]
-        out.append(feedback_row(config.task, row, quoted(row["response"], row["critique"], spans), Grounding(spans),
+        placed = found.get(row["response"], {}).values()
+        grounding = Grounding(spans, [q for g in placed for q in g.unmatched], sum(g.ambiguous for g in placed))
+        out.append(feedback_row(config.task, row, quoted(row["response"], row["critique"], spans), grounding,
                                 f"{team} people" if team > 1 else "a person"))
     write_rows(config.output, out)
     if config.html:
@@ -765,14 +770,16 @@ def from_people(config: AnnotateConfig) -> str:
     shown = {name: "–" if agreed[name] is None else f"{agreed[name]:.3f}" for name in ("alpha", "kappa")}
     several = (f"{agreed['shared']} annotated by several; over their {agreed['characters']} characters Krippendorff's alpha "
                f"{shown['alpha']}, Cohen's kappa {shown['kappa']}" if agreed["shared"] else "one annotation each")
-    return (f"{config.output}: {len(out)} responses, {several}" +
+    lost = sum(len(row["unmatched"]) for row in out), sum(row["ambiguous"] for row in out)
+    return (f"{config.output}: {len(out)} responses, {several}; {lost[0]} quotes not found, {lost[1]} ambiguous" +
             (f"\n{mute} of them have spans but no critique, which reward_model.py needs" if mute else ""))
 
 
 def main():
     """Annotate, audit, or read what people marked, from the command line."""
     from transformers import HfArgumentParser
-    config, = HfArgumentParser(AnnotateConfig, description=__doc__.split("\n")[0]).parse_args_into_dataclasses()
+    config = parse_flags(HfArgumentParser(AnnotateConfig, description=__doc__.split("\n")[0]))
+    check_files(config)
     if config.audit:
         print(tables(config))
     elif config.people:
@@ -781,7 +788,7 @@ def main():
         print(annotate(config))
     if not config.audit and not config.dry_run:
         print(f"next: python reward_model.py --task {config.task} --data {config.output} --model MODEL")
-    if config.html:
+    if config.html and (config.audit or config.people):
         print(f"look at {config.html}")
 
 

@@ -234,7 +234,7 @@ def audit(rows: list[dict], gold: list[dict] | None = None,
          lines(_accuracy)),
         (f"Table 12: replies in {'tokens' if count else 'words and punctuation marks'} (paper: dense 6–8 × spans)",
          [who, "reply", "rows", "mean", "total", "× spans"], lines(lambda found: _replies(found, count))),
-        ("Table 14: what the server counted", [who, "what", "rows", "mean per row", "total"], lines(_bill))]
+        ("Table 14: what the server counted for each row (equal rows are asked, and paid for, once)", [who, "what", "rows", "mean per row", "total"], lines(_bill))]
 
 
 def audit_text(tables: Tables) -> str:

@@ -22,7 +22,9 @@ import os
 import random
 import re
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -48,12 +50,13 @@ class InputError(ValueError):
 @dataclass(frozen=True)
 class Question:
     """One request. key: what makes it the same request in another run; id: the row's name; schema: of the reply;
-    about: whatever the asker wants to know of it when the reply is there."""
+    about: whatever the asker wants to know of it when the reply is there; kind: questions of one kind cost alike."""
     key: str
     id: str
     messages: list[dict]
     schema: dict = field(default_factory=dict)
     about: dict = field(default_factory=dict)
+    kind: str = ""
 
     @property
     def characters(self) -> int:
@@ -90,10 +93,9 @@ class Prices:
             return None
         return discount * (prompt_tokens * self.prompt + reply_tokens * self.reply) / 1e6
 
-    def of(self, reply: Reply) -> float | None:
+    def of(self, usage: dict | None, discount: float = 1.0) -> float | None:
         """Cost of a reply by the server's own counts, or None without counts or prices."""
-        usage = reply.usage
-        return self.usd(usage["prompt_tokens"], usage["completion_tokens"], reply.discount) if usage else None
+        return self.usd(usage["prompt_tokens"], usage["completion_tokens"], discount) if usage else None
 
 
 class Budget:
@@ -132,6 +134,15 @@ class Budget:
             self.settled.notify_all()
 
 
+def token_counter(tokenizer: str | None) -> Callable[[str], float]:
+    """Text → its number of tokens: with a tokenizer of Hugging Face's, or 4 characters each."""
+    if tokenizer is None:
+        return lambda text: len(text) / 4
+    from transformers import AutoTokenizer
+    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
+    return lambda text: len(loaded.encode(text, add_special_tokens=False))
+
+
 # ── The journal ─────────────────────────────────────────────────────────────────────────────────────────
 
 class Journal:
@@ -148,7 +159,7 @@ class Journal:
         self.batches: dict[str, dict] = {}           # our name → {batch: the provider's or None, collected}
         self.usd = 0.0
         self.counted = Counter()                     # prompt_tokens and completion_tokens, of all replies
-        self.measured = Counter()                    # the same with characters and replies, where the request is known
+        self.measured: dict[str, Counter] = {}       # by kind, with characters and replies, where the request is known
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a+b")
         try:
@@ -191,11 +202,16 @@ class Journal:
         now, before = (self.done, self.failed) if record["reason"] is None else (self.failed, self.done)
         now[key] = offset                            # the last word on a key counts
         before.pop(key, None)
-        self.usd += record["usd"] or 0.0
+        self.usd += self.cost(record) or 0.0
         if record["usage"]:
             self.counted.update(record["usage"])
             if record["characters"]:
-                self.measured.update(record["usage"] | {"characters": record["characters"], "replies": 1})
+                self.measured.setdefault(record["kind"], Counter()).update(
+                    record["usage"] | {"characters": record["characters"], "replies": 1})
+
+    def cost(self, record: dict) -> float | None:
+        """USD of a record: as it was then, or, where no prices were known then, by those of now."""
+        return self.prices.of(record["usage"], record["discount"]) if record["usd"] is None else record["usd"]
 
     def _write(self, record: dict):
         line = json.dumps(record).encode() + b"\n"
@@ -207,8 +223,9 @@ class Journal:
     def append(self, question: Question, reply: Reply):
         """Keep a reply, whole, with what it cost."""
         self._write({"key": question.key, "id": question.id, "reply": reply.text, "reason": reply.reason,
-                     "finish_reason": reply.finish_reason, "usage": reply.usage, "usd": self.prices.of(reply),
-                     "characters": question.characters})
+                     "finish_reason": reply.finish_reason, "usage": reply.usage,
+                     "usd": self.prices.of(reply.usage, reply.discount), "discount": reply.discount,
+                     "kind": question.kind, "characters": question.characters})
 
     def append_batch(self, sending: str, batch: str | None = None, collected: bool = False):
         """Keep that a batch is about to be sent (no name yet), was sent, or that all its replies are here."""
@@ -370,10 +387,14 @@ class Server:
             raw = await self.client.chat.completions.with_raw_response.create(**self.body(question))
             return read_completion(raw.text, self.max_tokens)
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+            if self.known and error.status_code == 403:      # of this row alone: some servers so refuse a text
+                return Reply(error.response.text, f"403: {_said(error)}")
             raise InputError(f"{where}: {_said(error)}; check OPENAI_API_KEY, --base_url and --annotator_model") from error
         except openai.APITimeoutError:
             return Reply("", f"no answer within {self.timeout:g} s, asked {1 + self.retries} times")
         except openai.APIConnectionError as error:
+            if self.known:                                   # a server that is gone for good ends the run by 25 in a row
+                return Reply("", f"the connection failed ({error.__cause__ or error})")
             raise InputError(f"{where}: cannot be reached ({error.__cause__ or error}); is the server up?") from error
         except openai.APIStatusError as error:
             seconds = retry_after(error.response.headers)
@@ -422,9 +443,18 @@ async def ask_all(questions: Iterable[Question], ask: Callable[[Question], Await
     """Ask every question, `concurrency` at once; each reply is in the journal before the next question is taken.
 
     worst(question): the most it can cost. Ends early, with budget.stopped, where the next might pass the budget. Raises
-    InputError after 25 unusable replies in a row, or whatever `ask` raises; what has come by then is kept.
+    InputError after 25 unusable replies in a row, or whatever `ask` raises; what has come by then is kept. The first
+    Ctrl-C asks nothing new and waits for what is under way, since it is paid for; the second does not wait.
     """
-    waiting, in_a_row, stop = iter(questions), 0, False
+    waiting, in_a_row, stop, loop = iter(questions), 0, False, asyncio.get_running_loop()
+    in_main = threading.current_thread() is threading.main_thread()           # only there are signals heard
+
+    def interrupt():
+        nonlocal stop
+        stop = True
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.create_task(budget.close())
+        progress.set_description("waiting for the replies under way")
 
     async def worker():
         nonlocal in_a_row, stop
@@ -435,7 +465,7 @@ async def ask_all(questions: Iterable[Question], ask: Callable[[Question], Await
                     return
                 reply, failed_before = await ask(question), bytes.fromhex(question.key) in journal.failed
                 journal.append(question, reply)
-                await budget.settle(most, journal.prices.of(reply) or 0.0)
+                await budget.settle(most, journal.prices.of(reply.usage, reply.discount) or 0.0)
                 in_a_row = 0 if reply.reason is None else in_a_row + (not failed_before)
                 if in_a_row == MOST_FAILURES_IN_A_ROW:
                     raise InputError(f"{in_a_row} replies in a row cannot be used, last {question.id}: {reply.reason}; "
@@ -449,7 +479,11 @@ async def ask_all(questions: Iterable[Question], ask: Callable[[Question], Await
             await budget.close()
             raise
 
+    if in_main:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
     ends = await asyncio.gather(*(worker() for _ in range(concurrency)), return_exceptions=True)
+    if in_main and not loop.remove_signal_handler(signal.SIGINT):
+        raise KeyboardInterrupt
     for error in filter(None, ends):
         raise error
 
@@ -471,12 +505,16 @@ async def ask_by_batch(questions: Iterable[Question], server: Server, journal: J
             else:
                 await _collect(name, batch, server, journal, poll)
         budget.spent = journal.usd
-        waiting = iter(questions)
+        waiting, failed = iter(questions), 0
         while not server.known and (question := next(waiting, None)) is not None:
             if not await budget.reserve(worst(question)):           # asked directly: finds out what the server takes
                 return
-            journal.append(question, await server.ask(question))
+            reply = await server.ask(question)
+            journal.append(question, reply)
             await budget.settle(worst(question), journal.usd - budget.spent)
+            failed += reply.reason is not None
+            if failed == MOST_FAILURES_IN_A_ROW:
+                raise InputError(f"the first {failed} replies cannot be used, last {question.id}: {reply.reason}")
         while data := _batch_input(waiting, server, journal, budget, worst):
             name = secrets.token_hex(16)
             journal.append_batch(name)

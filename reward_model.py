@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from annotate import (Feedback, FeedbackError, InputError, conflicting_tokens, flag, get_task, ground, parse_feedback,
-                      read_rows, reward_prompt, run, token_offsets, token_rewards, write_rows)
+                      parse_flags, read_rows, reward_prompt, run, token_offsets, token_rewards, write_rows)
 from model import (ModelError, add_lora, checkpoint_activations, context_length, encode_answer, encode_prompt, eos_ids,
                    generate, head_weight, load_model, pad_batch, response_hidden, save_lora, token_logprobs, use_lora)
 
@@ -74,7 +74,7 @@ def parse_config(config_class, presets: dict[str, dict], argv=None, description=
     task = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])[0].task
     get_task(task)
     parser.set_defaults(**presets[task])
-    return parser.parse_args_into_dataclasses(argv)[0]
+    return parse_flags(parser, argv)
 
 
 def chunks(rows, size: int) -> list:

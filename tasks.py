@@ -8,6 +8,7 @@ sentence of the prompts is our own.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -224,15 +225,32 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     """
     for number, row in enumerate(rows, 1):
         name = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
-        found = [{"response": row["response"]}] if "response" in row else task.responses(row)
+        try:
+            found = [{"response": row["response"]}] if "response" in row else task.responses(row)
+            prompt = task.policy_prompt(row)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise InputError(f"row {number} ({name}) is not of the form of {task.name} ({type(error).__name__}: {error}); "
+                             f"mend it, or drop the row") from error
         said = {"critique": row.get("critique") or row.get("feedback"), "outcome": row.get("outcome"),
                 "reference": row.get("reference") or row.get("ideal_human_summary") or row.get("solution")}
         said = {key: text for key, text in said.items() if isinstance(text, str) and text.strip()}
         for k, answer in enumerate(found):
             if not isinstance(answer["response"], str) or not answer["response"].strip():
                 raise InputError(f"row {number} ({name}): the response is empty or no text; drop the row")
-            yield {"id": name if len(found) == 1 else f"{name}/{k}", "prompt": task.policy_prompt(row), **said, **answer,
+            yield {"id": name if len(found) == 1 else f"{name}/{k}", "prompt": prompt, **said, **answer,
                    "row": row}
+
+
+def programmatic_annotator(name: str) -> Callable[[dict], str]:
+    """Example → reply text of a Python function named "module:function"; it is called with (row, response)."""
+    module, _, function = name.partition(":")
+    try:
+        critic = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise InputError(f"--critic {name}: cannot import it ({error}); it is written module:function") from error
+    if not callable(critic):
+        raise InputError(f"--critic {name}: that is a {type(critic).__name__}, not a function of (row, response)")
+    return lambda example: critic(example["row"], example["response"])
 
 
 # ── Command lines ───────────────────────────────────────────────────────────────────────────────────────
@@ -240,6 +258,14 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
 def flag(default, text: str):
     """A dataclass field that becomes a command-line flag with one line of help."""
     return field(default=default, metadata={"help": text})
+
+
+def parse_flags(parser, argv=None):
+    """The one dataclass that a parser fills. Raises InputError for a flag that there is not."""
+    config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise InputError(f"there is no flag {unknown[0]}; --help lists those there are")
+    return config
 
 
 def run(main, program: str, errors: tuple = ()):
