@@ -507,6 +507,7 @@ def _generate(model, prompt_ids, T, temperature, eos, pad, uniforms, scored, cud
             if step is None or width != cache.width:
                 cache.width = width
                 step = _capture(decode, [cache.at, positions, ids]) if graph else decode
+                start = _clock(device) if stats is not None and t == 1 else start      # the first capture is no decoding
             u.copy_(uniforms[rows, t : t + 1])
             step()
         tokens[rows, t], logprobs[rows, t] = ids[:, 0], scores[:, 0]
@@ -535,12 +536,13 @@ def _clock(device) -> float:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes that memory reads and writes in a second, measured by copying 256 MiB."""
-    source, times = torch.zeros(1 << 28, dtype=torch.uint8, device=device), []
+    source, times, n = torch.zeros(1 << 28, dtype=torch.uint8, device=device), [], 20 if device.type == "cuda" else 1
     target = torch.empty_like(source)
     for _ in range(3):
         start = _clock(device)
-        target.copy_(source)
-        times.append(_clock(device) - start)
+        for _ in range(n):                           # so that launching them counts for nothing
+            target.copy_(source)
+        times.append((_clock(device) - start) / n)
     return 2 * source.nbytes / min(times)
 
 
@@ -592,6 +594,8 @@ def shard(model, mesh=None):
     mesh = mesh or init_device_mesh(model.device.type, (dist.get_world_size(),))
     model.fingerprint_when_whole = fingerprint(model)
     adapters = {p for layer in _lora_layers(model).values() for p in (*layer.lora_A.values(), *layer.lora_B.values())}
+    for p in adapters:
+        p.data = p.data.to(mesh.device_type)         # FSDP moves only what it manages
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embeddings.weight
     for unit in (embeddings, *decoder_blocks(model), model.base_model, *([] if tied else [head])):

@@ -1,7 +1,8 @@
 """Text2Grad: reinforcement learning from natural-language feedback (arXiv 2505.22338), Algorithms 1 and 4.
 
     python text2grad.py                      # all three phases on the embedded toy world, minutes on a laptop
-    torchrun --nproc_per_node 8 text2grad.py --task slf5k --model meta-llama/Llama-3.1-8B-Instruct --data slf5k.jsonl
+    torchrun --nproc_per_node 8 text2grad.py --task slf5k --model meta-llama/Llama-3.1-8B-Instruct --data slf5k.jsonl \
+             --batch_size 96 --minibatch_size 96
 
 Phase 1 (annotate.py) turns responses of the base model into critiques with quoted spans, phase 2 (reward_model.py)
 teaches R_φ to write them, and phase 3, here, is the policy gradient of what R_φ writes:
@@ -66,7 +67,7 @@ class Config:
     dtype: str | None = flag(None, "of the frozen base; none: bfloat16 on CUDA, float32 on a CPU")
     shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2); else each holds a copy")
     activation_checkpointing: bool = flag(False, "compute activations again in backward: less memory, more time")
-    rank_timeout: float = flag(5.0, "minutes that ranks wait for one another before the run ends")
+    rank_timeout: float = flag(30.0, "minutes that ranks wait for one another before the run ends")
     # Phase 1
     annotator_model: str = flag("gpt-4o", "annotator on the server (paper: gpt-4o)")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
@@ -374,12 +375,13 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
 # ── Ranks ───────────────────────────────────────────────────────────────────────────────────────────────
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))        # as torchrun sets them
+HOSTS = None                                                   # the ranks' processors, where `everyone` meets
 
 
 def everyone(share: list) -> list:
     """The lists of all ranks as one, the same on each: rows[RANK::RANKS] is how rows are dealt, and this undoes it."""
     shares = [share] * RANKS
-    together(dist.all_gather_object, shares, share)
+    together(dist.all_gather_object, shares, share, group=HOSTS)
     out = [None] * sum(map(len, shares))
     for r, part in enumerate(shares):
         out[r :: RANKS] = part
@@ -393,7 +395,10 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def together(collective, *args, **options):
-    """What all ranks do at once, where there are several. Raises InputError where one of them is gone or too late."""
+    """What all ranks do at once, where there are several. Raises InputError where one of them is gone or too late.
+
+    On CUDA that holds for `everyone`, which speaks over gloo; a sum over NCCL that waits too long ends the process itself.
+    """
     try:
         return collective(*args, **options) if RANKS > 1 else None
     except RuntimeError as error:
@@ -407,7 +412,10 @@ def start_ranks(config: Config) -> torch.device:
     if cuda:
         torch.cuda.set_device(local)
     if RANKS > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=config.rank_timeout))
+        global HOSTS
+        wait = timedelta(minutes=config.rank_timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=wait)
+        HOSTS = dist.new_group(backend="gloo", timeout=wait)
     return torch.device("cuda", local) if cuda else torch.device("cpu")
 
 

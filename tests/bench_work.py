@@ -135,7 +135,7 @@ def build_decode(side: str, options: dict):
         return lambda: sum(map(len, generate(model, prompts, new, temperature=1.0)))
     ids, mask, _, _ = pad_batch(prompts, [[] for _ in prompts], 0, device)
     rules = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, eos_token_id=None,
-                 pad_token_id=0, cache_implementation="static" if side == "static" else None)
+                 pad_token_id=0, **({"cache_implementation": "static", "disable_compile": True} if side == "static" else {}))
     model.generation_config.eos_token_id = None
 
     def peer() -> int:
@@ -283,6 +283,8 @@ def iteration_worker(options: dict) -> dict:
     import text2grad as t2g
     from model import ValueHead, add_lora, checkpoint_activations, lora_parameters
     shape, device = SHAPES[options["shape"]], options["device"]
+    if device != "cpu":                                  # a 40 GB card, whatever this one holds
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 40e9 / torch.cuda.mem_get_info()[1]))
     model, tokenizer = random_model(options["shape"], device), word_tokenizer(shape.V)
     model.generation_config.eos_token_id = None
     for name in ("policy", "reward"):
@@ -304,7 +306,7 @@ def iteration_worker(options: dict) -> dict:
     held = torch.cuda.memory_allocated() if device != "cpu" else sum(p.nbytes for p in model.parameters())
     return {"weights": sum(p.nbytes for p in model.parameters()),
             "seconds": {k.removeprefix("seconds_"): v for k, v in found.items() if k.startswith("seconds_")},
-            "peak": peak + held, "tokens": found["response_tokens"] + found["critique_tokens"]}
+            "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": found["response_tokens"] + found["critique_tokens"]}
 
 
 # annotate_worker stands here: our annotate against a bare asyncio loop, on a loopback server.
