@@ -178,7 +178,7 @@ def iter_rows(path, needs=()) -> Iterator[dict]:
     """
     path, empty = Path(path), True
     if not path.is_file():
-        raise InputError(f"{path}: no such file (--data takes rows as JSON lines)")
+        raise InputError(f"{path}: no such file (rows are read as JSON lines)")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -540,7 +540,8 @@ One iteration: {work[rollouts]} rollouts on all GPUs together, prompts of {work[
 micro-batch {work[micro]}; LoRA r 16 on q and v. **The hardware is assumed, not measured**: H100 SXM by its data sheet
 (989 TFLOP/s bf16, 3.35 TB/s, 80 GB), of which 40 % of the products and 75 % of the reading; NVLink 450 GB/s among 8
 GPUs, 50 GB/s per GPU between nodes, 80 % of either. The activation constants come from float32 on a CPU; norms and
-adapters are counted as float32 under bf16, too.
+adapters are counted as float32 under bf16, too. Decoding is counted as one CUDA graph without overhead; a sharded
+model decodes eagerly, so its rollout and critique seconds are lower bounds.
 
 {table}
 

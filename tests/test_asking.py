@@ -9,8 +9,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -808,3 +810,40 @@ def test_memory_does_not_grow_with_the_rows(critic):
 def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, flags, message):
     work.fails(message, made_rows(2), **flags)
     assert work.calls() == 0 and not work.kept()
+
+
+# ── Leaving early, and coming back with other flags ─────────────────────────────────────────────────────
+
+def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
+    work.server.settings.delay = 0.5
+    timer = threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.run(made_rows(60), concurrency=8)
+    assert 8 < len(work.kept()) == work.calls() < 60
+    work.server.settings.delay = 0
+    work.run()
+    assert work.calls() == 60 == len(work.written())
+
+
+def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
+    work.run(made_rows(20))
+    said = work.server.stats()
+    bill = (100 * said["prompt_tokens"] + 100 * said["completion_tokens"]) / 1e6
+    line = work.fails("max_usd", made_rows(40), price_in=100.0, price_out=100.0, max_usd=bill)
+    assert f"reached at ${bill:.4f}" in line and work.calls() == 20
+    work.run(price_in=100.0, price_out=100.0)
+    assert all(row["usd"] > 0 for row in work.written())
+
+
+def test_a_forecast_is_measured_on_replies_of_its_own_mode(work):
+    work.run(made_rows(12))
+    assert "as 12 replies measured it" in work.run(made_rows(20), dry_run=True)
+    assert "replies assumed at 1500 tokens" in work.run(dry_run=True, mode="dense")
+
+
+@pytest.mark.parametrize("same", [("data", "output"), ("people", "output"), ("audit", "html"), ("output", "html")])
+def test_no_file_is_written_over_another(tmp_path, same):
+    paths = {"data": str(tmp_path / "rows.jsonl")} | {name: str(tmp_path / "x" / ".." / "one.jsonl") for name in same}
+    with pytest.raises(InputError, match="are one file"):
+        annotate.check_files(AnnotateConfig(**paths))

@@ -184,6 +184,13 @@ def test_a_step_that_is_not_there_or_out_of_order_gives_no_span():
     assert grounding.unmatched == ["The cat sat.", "A bird", "  "]
 
 
+def test_after_a_lost_step_no_place_is_guessed():
+    """The paraphrased first line leaves two places for the second step, one of them inside the first line."""
+    response = "x = 12\ny = f(x)\nx = 1\n"
+    _, grounding = read("steps", steps(("x := 12", True, ""), ("x = 1", False, ""), ("y = f(x)", True, "")), response)
+    assert grounding.spans == [Span(7, 15, 1)] and grounding.unmatched == ["x := 12"] and grounding.ambiguous == 1
+
+
 @pytest.mark.parametrize("value, reason", [
     ({"steps": []}, "empty"), (steps(("The cat", "yes", "")), "entry 1"), (steps(("The cat", 1, "")), "entry 1"),
     (steps(("The cat", True, None)), "entry 1"), ({"steps": [{"step": "The cat", "correct": True}]}, "entry 1"),
