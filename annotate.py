@@ -779,6 +779,7 @@ def main():
     """Annotate, audit, or read what people marked, from the command line."""
     from transformers import HfArgumentParser
     config = parse_flags(HfArgumentParser(AnnotateConfig, description=__doc__.split("\n")[0]))
+    check(config)
     check_files(config)
     if config.audit:
         print(tables(config))
