@@ -738,11 +738,13 @@ def token_places(tokenizer: str | None) -> Callable[[str], list[tuple[int, int]]
 def from_people(config: AnnotateConfig) -> str:
     """--people: spans that people marked → --output, several annotators of a response merged into one row."""
     path = Path(config.people)
-    try:
-        array = path.is_file() and path.read_bytes().lstrip()[:1] == b"["
-        rows = json.loads(path.read_bytes()) if array else read_rows(path)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: neither JSON lines nor a JSON array ({error})") from error
+    if path.is_file() and path.read_bytes().lstrip()[:1] == b"[":        # an export is one array, not lines
+        try:
+            rows = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not a JSON array ({error})") from error
+    else:
+        rows = read_rows(path)
 
     found: dict[str, dict] = {}                              # response → what was quoted → where it stands
 
