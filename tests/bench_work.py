@@ -309,8 +309,6 @@ def iteration_worker(options: dict) -> dict:
             "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": found["response_tokens"] + found["critique_tokens"]}
 
 
-# annotate_worker stands here: our annotate against a bare asyncio loop, on a loopback server.
-
 def fsdp_worker(options: dict) -> dict:
     """On every rank of torchrun: parameter bytes before and after sharding, and all-gathers in two rollouts."""
     import torch.distributed as dist
