@@ -62,7 +62,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
 
 
 def _cell(value, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    return "–" if value is None else f"{value:z.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
@@ -429,8 +429,8 @@ def _paths(places: list[float], points: list, up) -> tuple[str, str]:
     return line, band
 
 
-def svg_line(title: str, x: list[int], series: dict[str, list]) -> str:
-    """One chart as SVG on its own, in the colour of the text around it: named series over iterations, broken where a
+def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
+    """One chart as SVG on its own, in the colour of the text around it: named series over `unit`s, broken where a
     value is not `finite`, with upright strips that have the numbers as their titles. Of more than MOST_POINTS values a
     point is the mean of several, and a band reaches from the least to the largest of these.
     """
@@ -459,13 +459,13 @@ def svg_line(title: str, x: list[int], series: dict[str, list]) -> str:
                 text(left - 6, up(mark) + 4, f"{mark:g}", 'class="y" text-anchor="end" opacity=".75"')]
     out += [text(across(mark), bottom + 17, f"{mark:g}", 'class="x" text-anchor="middle" opacity=".75"')
             for mark in ticks(x[0], x[-1], 7) if x[0] <= mark <= x[-1] and mark % 1 == 0]
-    out.append(text((left + right) / 2, bottom + 31, "iteration", 'text-anchor="middle" opacity=".75"'))
+    out.append(text((left + right) / 2, bottom + 31, unit, 'text-anchor="middle" opacity=".75"'))
     places, width = [across((span[0] + span[-1]) / 2) for span in spans], (right - left) / len(spans)
     for points, (stroke, fill) in zip(drawn.values(), pens):
         line, band = _paths(places, points, up)
         out += [f'<path d="{band}" {fill}/>'] * (size > 1) + [f'<path class="curve" d="{line}" {stroke}/>']
     for i, (place, span) in enumerate(zip(places, spans)):
-        said = [f"mean of iterations {span[0]}–{span[-1]}" if size > 1 else f"iteration {span[0]}"]
+        said = [f"mean of {unit}s {span[0]}–{span[-1]}" if size > 1 else f"{unit} {span[0]}"]
         for name, points in drawn.items():
             mean, least, most = points[i] or (math.nan,) * 3
             said.append(f"{name} {mean:.5g}" + (f" ({least:.5g} to {most:.5g})" if size > 1 else ""))
