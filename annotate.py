@@ -9,7 +9,7 @@
 Read it in the order of the paper: `parse_feedback` (reply → critique and quotes), `ground` (quotes → character spans),
 `token_offsets` and `token_rewards` (spans → δ_t ∈ {−1, 0, +1}), then `annotate`, which asks R_LLM(x, y) = (c, A(y)) of
 a model or a function. The prompts are in tasks.py (Appendix B), servers and money in endpoint.py, people's spans in
-people.py. Nothing here needs torch.
+people.py, the characters of a token in offsets.py. Nothing here needs torch.
 
 Departures from the paper: a quote that stands in the response more often than it was quoted says nothing about which
 place is meant, so it gives 0 and is counted (the paper is silent; precision comes first, §4.2). Tokens are never made
@@ -29,18 +29,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Iterable, Iterator
 
 from tqdm import tqdm
 
 import people
 import report
-from audit import audit, audit_text
+from audit import audit_file
 from endpoint import (BATCH_DISCOUNT, Budget, InputError, Journal, Prices, Question, Reply, Server, ask_all, ask_by_batch,
                       question_key, token_counter)
+from offsets import token_offsets
 from parts import span_weights
 from sandbox import SandboxError, run_python
-from tasks import (LABELS, MODES, TASKS, annotation_messages, examples, flag, get_task, iter_rows, parse_flags,
+from tasks import (LABELS, MODES, annotation_messages, examples, flag, get_task, iter_rows, parse_flags,
                    programmatic_annotator, read_rows, read_table, reply_schema, reward_prompt, run, write_rows)
 
 
@@ -319,51 +320,6 @@ def ground(response: str, feedback: Feedback) -> Grounding:
 
 
 # ── From spans to δ ─────────────────────────────────────────────────────────────────────────────────────
-
-def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The decoded text and, for every id, the characters [start, end) that it wrote.
-
-    Decodes the ids piece by piece, so it holds for byte-level BPE and for SentencePiece with byte fallback, and never
-    encodes anything. Ids that share one character (an emoji of several byte tokens) all get that character; special
-    tokens write nothing and get an empty interval.
-    """
-    fast = getattr(tokenizer, "backend_tokenizer", None)       # the same decoder, without the cost of the wrapper
-    plain = {} if fast else {"clean_up_tokenization_spaces": False}
-
-    def decode(ids):
-        return (fast or tokenizer).decode(ids, skip_special_tokens=True, **plain)
-
-    special, text, offsets, at = set(tokenizer.all_special_ids), decode(token_ids), [], 0
-    before = begin = 0                 # ids[before:begin] is the piece before: with it, this one keeps its leading space
-    for end in range(1, len(token_ids) + 1):
-        piece = decode(token_ids[before:end])
-        if piece.endswith("\ufffd") and end < len(token_ids):
-            continue                       # perhaps in the middle of a character
-        context = decode(token_ids[before:begin])
-        offsets += _piece_offsets(decode, special, token_ids[before:begin], token_ids[begin:end], piece, len(context), at)
-        at += len(piece) - len(context)
-        before, begin = (begin if len(piece) > len(context) else before), end
-    if at != len(text):                    # bytes that are no characters: only the whole says how they are written
-        offsets = _piece_offsets(decode, special, [], token_ids, text, 0, 0)
-    return text, offsets
-
-
-def _piece_offsets(decode, special, context, ids, text: str, known: int, at: int) -> list[tuple[int, int]]:
-    """Intervals of a few ids that make up text[known:], shifted to start at `at`: read the text after each of them."""
-    offsets, agreed = [], known
-    for n in range(1, len(ids) + 1):
-        if ids[n - 1] in special:
-            offsets.append((agreed - known + at,) * 2)
-            continue
-        prefix, start = (text if n == len(ids) else decode(context + ids[:n])), agreed
-        agreed = max(agreed, len(os.path.commonprefix([prefix, text])))
-        # A prefix that stops inside a character ends in replacement marks that the whole text does not have there.
-        inside = agreed < min(len(prefix), len(text))
-        if agreed + inside == start and text[known:start].endswith("\ufffd"):
-            start -= 1                     # one more byte of what is shown as a single replacement mark
-        offsets.append((start - known + at, agreed + inside - known + at))
-    return offsets
-
 
 def _tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
     """For each span the tokens whose non-space characters it holds, or all characters where all are white space."""
@@ -706,34 +662,6 @@ def check(config: AnnotateConfig):
 
 # ── Command line ────────────────────────────────────────────────────────────────────────────────────────
 
-def tables(config: AnnotateConfig) -> str:
-    """--audit: the paper's tables on an annotated file, and with --html the page of it."""
-    rows = read_rows(config.audit, (("response",),))
-    gold = read_rows(config.gold, (("id",), ("spans",))) if config.gold else None
-    try:
-        found = audit(rows, gold, token_places(config.tokenizer))
-    except ValueError as error:
-        raise InputError(f"{config.audit}: {error}") from error
-    if config.html:
-        report.feedback_page(config.html, config.audit, rows, more=found)
-    return audit_text(found)
-
-
-def token_places(tokenizer: str | None) -> Callable[[str], list[tuple[int, int]]] | None:
-    """Text → the characters of its tokens, to measure people's texts in tokens; nothing is trained on these."""
-    if tokenizer is None:
-        return None
-    from transformers import AutoTokenizer
-    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
-
-    def places(text):
-        decoded, offsets = token_offsets(loaded, loaded.encode(text, add_special_tokens=False))
-        if decoded != text:
-            raise InputError(f"{tokenizer} does not give back {text[:60]!r} as it was; leave out --tokenizer to count words")
-        return offsets
-    return places
-
-
 def from_people(config: AnnotateConfig) -> str:
     """--people: spans that people marked → --output, several annotators of a response merged into one row."""
     path, rows = Path(config.people), read_table(config.people)
@@ -775,7 +703,7 @@ def main():
     check(config)
     check_files(config)
     if config.audit:
-        print(tables(config))
+        print(audit_file(config.audit, config.gold, config.tokenizer, config.html))
     elif config.people:
         print(from_people(config))
     else:

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Callable
 
-from report import labelled, problems, table, words
+from endpoint import InputError
+from offsets import token_offsets
+from report import feedback_page, labelled, problems, table, words
+from tasks import read_rows
 
 Offsets = list[tuple[int, int]]
 Tables = list[tuple[str, list[str], list[list]]]
@@ -240,3 +243,36 @@ def audit(rows: list[dict], gold: list[dict] | None = None,
 def audit_text(tables: Tables) -> str:
     """The tables for a terminal."""
     return "\n\n".join(f"{title}\n{table(header, lines, digits=2)}" for title, header, lines in tables)
+
+
+# ── A file of feedback ──────────────────────────────────────────────────────────────────────────────────
+
+def audit_file(path: str, gold: str | None = None, tokenizer: str | None = None, html: str | None = None) -> str:
+    """`annotate.py --audit`: the tables of one annotated file, and with html a page of it as well.
+
+    gold: a file of rows with the same ids and the true spans (Table 19). Raises InputError where a file cannot be used.
+    """
+    rows = read_rows(path, (("response",),))
+    gold_rows = read_rows(gold, (("id",), ("spans",))) if gold else None
+    try:
+        found = audit(rows, gold_rows, token_places(tokenizer))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    if html:
+        feedback_page(html, path, rows, more=found)
+    return audit_text(found)
+
+
+def token_places(tokenizer: str | None) -> Callable[[str], Offsets] | None:
+    """Text → the characters of its tokens, to measure people's texts in tokens; nothing is trained on these."""
+    if tokenizer is None:
+        return None
+    from transformers import AutoTokenizer
+    loaded = AutoTokenizer.from_pretrained(tokenizer, model_max_length=1 << 30)
+
+    def places(text):
+        decoded, offsets = token_offsets(loaded, loaded.encode(text, add_special_tokens=False))
+        if decoded != text:
+            raise InputError(f"{tokenizer} does not give back {text[:60]!r} as it was; leave out --tokenizer to count words")
+        return offsets
+    return places

@@ -14,6 +14,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 ROWS = 1024        # rows that go through the head together: enough for its matrix products to run at full speed
 
@@ -21,6 +22,13 @@ ROWS = 1024        # rows that go through the head together: enough for its matr
 def round_up(n: int, multiple: int) -> int:
     """The next multiple."""
     return -(-n // multiple) * multiple
+
+
+def head_weight(model) -> Tensor:
+    """The language-model head, [V, H], whole: of a sharded model it is gathered, and lives as long as it is held."""
+    tied = getattr(model, "sharded_with_tied_head", False)           # then only the embeddings know when they are whole
+    weight = (model.get_input_embeddings() if tied else model.get_output_embeddings()).weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _tiles(rows: int, weight: Tensor, buffers: int) -> list[slice]:

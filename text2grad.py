@@ -45,10 +45,10 @@ import rewards
 import toy
 from annotate import (AnnotateConfig, InputError, annotate, flag, get_task, read_rows, reward_prompt, run, token_offsets,
                       write_rows)
-from model import (ModelError, ValueHead, add_lora, checkpoint_activations, checkpoints, context_length, encode_prompt,
-                   eos_ids, fingerprint, gathered, generate, head_weight, keep_checkpoint, load_lora, load_model,
-                   lora_parameters, newest_checkpoint, pad_batch, response_hidden, save_lora, shard, token_kl,
-                   token_logprobs, use_lora)
+from checkpoints import checkpoints, keep_checkpoint, newest_checkpoint
+from model import (ModelError, ValueHead, add_lora, checkpoint_activations, context_length, encode_prompt, eos_ids,
+                   fingerprint, gathered, generate, head_weight, load_lora, load_model, lora_parameters, pad_batch,
+                   response_hidden, save_lora, shard, token_kl, token_logprobs, use_lora)
 from parts import WEIGHTINGS
 from ranks import RANK, RANKS, all_sum, everyone, say, start_ranks, together
 from report import (TRACKERS, ReportError, Tracker, colour_tokens, environment, public, run_report, split_text, table,

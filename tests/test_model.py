@@ -21,10 +21,11 @@ from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM,
                           GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM)
 
-from model import (LoRALinear, ModelError, StaticCache, ValueHead, add_lora, checkpoint_activations,
+from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
                    decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint, generate, head_weight,
                    load_checkpoint, load_lora, load_model, lora_parameters, pad_batch, response_hidden,
                    save_checkpoint, save_lora, token_kl, token_logprobs, use_lora)
+from sampling import StaticCache
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -783,7 +784,7 @@ def test_a_long_prompt_is_read_in_parts(base, monkeypatch):
     model, tokenizer = base
     prompts = prompts_of(tokenizer)
     whole = generate(model, prompts, 8, 0)
-    monkeypatch.setattr("model.PREFILL_TOKENS", 2 * len(prompts))
+    monkeypatch.setattr("sampling.PREFILL_TOKENS", 2 * len(prompts))
     with sizes_of(model) as sizes:
         assert generate(model, prompts, 8, 0) == whole
     assert max(columns for _, columns in sizes) == 2 and len(sizes) > 8
@@ -953,7 +954,7 @@ def test_a_disk_that_fills_while_tensors_are_written_leaves_no_half(tmp_path, mo
         path.write_bytes(b"half")
         no_space()
 
-    monkeypatch.setattr("model.save_file", half)
+    monkeypatch.setattr("checkpoints.save_file", half)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(tmp_path / "checkpoint-2", {"x": torch.zeros(2)}, {"iteration": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import model as mechanisms
+import checkpoints as mechanisms
 import text2grad
 import toy
 from annotate import InputError, get_task, parse_feedback
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_base_shape_or_setting_is_refused(broken, reward
 
 def test_a_disk_that_fills_while_saving_keeps_the_last_good_checkpoint(tmp_path):
     """A file-size limit stands in for it; the error names the directory, the room that is needed and what stays."""
-    script = ("import resource, signal, sys, torch\nfrom pathlib import Path\nfrom annotate import run\nimport model\n"
+    script = ("import resource, signal, sys, torch\nfrom pathlib import Path\nfrom annotate import run\nimport checkpoints as model\n"
               "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nout = Path(sys.argv[1])\n"
               "model.keep_checkpoint(out, {'a': torch.ones(9)}, {'iteration': 1}, 1)\n"
               "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"

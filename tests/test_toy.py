@@ -7,9 +7,10 @@ import torch
 from conftest import ROOT
 
 import toy
-from annotate import TASKS, Feedback, ground, parse_feedback, reward_prompt
+from annotate import Feedback, ground, parse_feedback, reward_prompt
 from model import encode_answer, encode_prompt, generate
 from report import colour_tokens, split_text, table
+from tasks import TASKS
 
 
 def key(row):

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import toy
-from annotate import TASKS, reward_prompt
+from tasks import TASKS, reward_prompt
 from model import encode_answer, encode_prompt, head_weight, pad_batch, response_hidden, token_logprobs
 
 ERROR_RATE = 0.36            # of the facts in a training summary
