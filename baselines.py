@@ -44,10 +44,11 @@ from ranks import RANK, say, start_ranks, together
 from report import ReportError, run_report
 from reward_model import REWARD_PRESETS, RewardConfig, chunks, fit_adapter, parse_config, split_rows, write_critiques
 from rewards import sequence_scores, step_ends, token_scores, true_verdict
+from runs import note_machine, open_run, phase
 from sandbox import SandboxError, run_python
 from tasks import named_function
-from text2grad import (PRESETS, Config, Rollouts, annotate_phase, check_config, evaluate_policy, note_machine, open_run,
-                       optimise, phase, prepare, reward_phase, sample, sample_rollouts, show_result)
+from text2grad import (PRESETS, Config, Rollouts, annotate_phase, check_config, evaluate_policy, optimise, prepare,
+                       reward_phase, sample, sample_rollouts, show_result)
 
 METHODS = ("sft", "ilf", "reflection", "dpo", "ppo", "prm_ppo")
 

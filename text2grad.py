@@ -24,14 +24,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import shutil
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -51,9 +48,9 @@ from model import (ModelError, ValueHead, add_lora, checkpoint_activations, cont
                    response_hidden, save_lora, shard, token_kl, token_logprobs, use_lora)
 from parts import WEIGHTINGS
 from ranks import RANK, RANKS, all_sum, everyone, say, start_ranks, together
-from report import (TRACKERS, ReportError, Tracker, colour_tokens, environment, public, run_report, split_text, table,
-                    tracker_module)
+from report import (TRACKERS, ReportError, Tracker, colour_tokens, public, run_report, split_text, table, tracker_module)
 from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, chunks, fit, parse_config, summary, timed)
+from runs import changed, log, note_machine, open_run, phase
 from sandbox import SandboxError
 
 
@@ -458,29 +455,6 @@ def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
     return summary(metrics)
 
 
-def phase(title: str, done: Path, out: Path, work, ranks: str = "first"):
-    """Do a phase on the first rank or on all, unless its result is there; keep its seconds in phases.jsonl."""
-    if everyone([done.exists()])[0]:
-        say(f"{title}: reused {done}")
-        return
-    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
-    seconds: dict[str, float] = {}
-    with timed(title, seconds, "--rollout_batch_size or --micro_batch_size, or set --activation_checkpointing"):
-        summary = work() if ranks == "all" or RANK == 0 else None
-    if RANK == 0:
-        log(out / "phases.jsonl", {"phase": title, "seconds": seconds[title], "summary": summary})
-        say(f"{title}: {summary} ({seconds[title]:.0f} s)")
-    together(dist.barrier, patient)                      # the others may wait hours for the annotation
-
-
-def log(path: Path, row: dict):
-    """Append one JSON line that stays, also where the machine stops."""
-    with open(path, "a") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # ── Phase 3 ─────────────────────────────────────────────────────────────────────────────────────────────
 
 def evaluate_policy(model, tokenizer, rows: list[dict], config: Config, adapter: str | None,
@@ -649,9 +623,6 @@ def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, 
 _CHOICES = {"kl_estimator": ("full", "k1"), "schedule": ("linear", "cosine"), "value_target": ("gae", "return"),
             "weighting": WEIGHTINGS, "dtype": (None, "bfloat16", "float16", "float32"),
             "report_to": TRACKERS, "reward": tuple(rewards.JUDGES)}
-_MAY_DIFFER = {"resume", "output_dir", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rank_timeout",
-               "micro_batch_size", "rollout_batch_size", "activation_checkpointing", "shard", "concurrency", "base_url",
-               "report_to"}
 
 
 def check_config(config: Config):
@@ -677,30 +648,6 @@ def check_config(config: Config):
         raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
     if config.report_to != "none":
         tracker_module(config.report_to)
-
-
-def changed(before: dict, now: dict) -> str:
-    """The settings that differ and matter, for people to read; "" where none does."""
-    return "; ".join(f"{name} was {str(before.get(name))[:80]}, is {str(value)[:80]}" for name, value in now.items()
-                     if before.get(name) != value and name not in _MAY_DIFFER)
-
-
-def open_run(config: Config, room_mb: int = 64) -> Path:
-    """Make the run directory, or check that the one there was made with the same settings and that the disk has room."""
-    out = Path(config.output_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out).free >> 20
-    if free < room_mb:
-        raise InputError(f"{out}: {free} MB are free on this disk, a run needs {room_mb} MB; use another --output_dir")
-    kept, now = out / "config.json", public(asdict(config))
-    if everyone([kept.exists()])[0]:                 # as the first rank sees it: it makes the file
-        if not config.resume:
-            raise InputError(f"{out} holds a run already; choose another --output_dir or leave out --no_resume")
-        if differences := changed(json.loads(kept.read_text()), now):
-            raise InputError(f"{out} was made with other settings ({differences}); choose another --output_dir")
-    elif RANK == 0:
-        write_rows(kept, [now])
-    return out
 
 
 def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path):
@@ -744,13 +691,6 @@ def prepare(config: Config, device):
     if config.reference:
         load_lora(model, config.reference, config.adapter)
     return model, tokenizer, train_rows, eval_rows
-
-
-def note_machine(out: Path, device):
-    """A line of environment.jsonl for every start that has something left to do: command, versions, machine."""
-    if RANK == 0 and not (out / "result.json").exists():
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        log(out / "environment.jsonl", environment(RANKS, name))
 
 
 def show_result(result: dict, n: int) -> str:
