@@ -128,7 +128,7 @@ def preference_loss(config: BaselineConfig):
 
 def ranking_loss(tokenizer):
     """Bradley–Terry of some (x, y_w, y_l), summed, in the form that `fit_adapter` wants."""
-    def loss_of(model, pairs, pad):
+    def loss_of(model, pairs, _):
         both = [(x, w) for x, w, _ in pairs] + [(x, l) for x, _, l in pairs]
         return bradley_terry_loss(*sequence_scores(model, tokenizer, both).chunk(2)).sum(), len(pairs)
     return loss_of
@@ -136,7 +136,7 @@ def ranking_loss(tokenizer):
 
 def labelled_loss(tokenizer):
     """Step cross-entropy of some (x, y, labels), summed; labels has one entry for every id of y."""
-    def loss_of(model, rows, pad):
+    def loss_of(model, rows, _):
         scores, mask = token_scores(model, tokenizer, [(x, y) for x, y, _ in rows])
         labels = torch.tensor([row + [0] * (mask.shape[1] - len(row)) for _, _, row in rows], device=model.device)
         return step_loss(scores, labels), int((labels != 0).sum())
@@ -314,7 +314,7 @@ def fit_preferences(model, tokenizer, config: BaselineConfig, out: Path) -> str:
         load_lora(model, "policy", config.adapter)
     pairs = fitting(encoded_preferences(read_rows(out / "preferences.jsonl"), tokenizer), model, "pairs")
     return fit_and_keep(model, tokenizer, pairs, "policy", policy_settings(config), out / "policy",
-                        loss_of=preference_loss(config), count_of=lambda pair: 1)
+                        loss_of=preference_loss(config), count_of=lambda _: 1)
 
 
 def encoded_preferences(rows: list[dict], tokenizer) -> list[tuple]:
@@ -333,7 +333,7 @@ def fit_scores(model, tokenizer, config: BaselineConfig, out: Path) -> str:
         loss = dict(loss_of=labelled_loss(tokenizer), count_of=lambda row: len(row[2]) - row[2].count(0))
     else:
         rows, encode = read_rows(out / "preferences.jsonl"), lambda rows: encoded_preferences(rows, tokenizer)
-        loss = dict(loss_of=ranking_loss(tokenizer), count_of=lambda pair: 1)
+        loss = dict(loss_of=ranking_loss(tokenizer), count_of=lambda _: 1)
     training, held_out = (encode(part) for part in split_rows(rows, config.eval_rows, config.seed))
     said = fit_and_keep(model, tokenizer, fitting(training, model, "rows"), "reward", settings,
                         out / "reward" / "adapter", **loss)

@@ -289,7 +289,7 @@ def read_samples(path, problems: list[Problem]) -> list[dict]:
 
 
 def execute(problems: list[Problem], samples: list[dict], workers: int = 2, timeout: float = 10.0,
-            memory_mb: int = 512, unsafe: bool = False) -> list[dict]:
+            unsafe: bool = False) -> list[dict]:
     """Rows {id, sample, base, plus, status, stderr} of samples {task_id, solution}, in the order of the problems.
 
     base, plus: passed or not; plus counts where base has passed too, and is None where a file has no + tests.
@@ -307,7 +307,7 @@ def execute(problems: list[Problem], samples: list[dict], workers: int = 2, time
     def run(job) -> dict:
         problem, number, code = job
         for plus in range(1 + (problem.inputs is not None)):
-            result = run_python(code, test_program(problem, bool(plus)), timeout, memory_mb, unsafe=unsafe)
+            result = run_python(code, test_program(problem, bool(plus)), timeout, unsafe=unsafe)
             if not result.passed:
                 break
         return {"id": problem.task_id, "sample": number, "base": result.passed or plus == 1,

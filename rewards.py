@@ -129,7 +129,7 @@ def step_ends(text: str, offsets, spans) -> list[int | None]:
 
 
 @torch.no_grad()
-def scalar_rewards(model, tokenizer, config, prompts, texts, ids, offsets) -> list[Judgement]:
+def scalar_rewards(model, tokenizer, config, prompts, _texts, ids, _offsets) -> list[Judgement]:
     """r(x, y) of the adapter "reward" at the last token, 0 before it."""
     found = []
     with use_lora(model, "reward"):

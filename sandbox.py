@@ -408,7 +408,7 @@ def _approx(expected, rel=None, abs=None):
     return type("approx", (), {"__eq__": lambda _, actual: math.isclose(actual, expected, rel_tol=0, abs_tol=near)})()
 
 
-def _parametrize(names, rows, ids=None):
+def _parametrize(names, rows, ids=None):         # noqa: ARG001 - tests name their cases, which nothing here shows
     keys = re.findall(r"\w+", names) if isinstance(names, str) else names
     rows = [(row,) if isinstance(names, str) and len(keys) == 1 else row for row in rows]
     return lambda test: setattr(test, "cases", [{**case, **dict(zip(keys, row, strict=True))}

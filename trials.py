@@ -226,7 +226,7 @@ def fit_policy(model, tokenizer, rows, run: Run, config, out: Path) -> list[floa
         mended = [row for row in found if row["kept"]]
     if run.method == "dpo":                                # two responses to each of half of the posts
         pairs = encoded_preferences(preferences(model, tokenizer, rows[: len(rows) // 2], config), tokenizer)
-        loss, count = preference_loss(config), {"count_of": lambda pair: 1}
+        loss, count = preference_loss(config), {"count_of": lambda _: 1}
     else:
         texts = [(row["prompt"], row["refinement"]) for row in mended] if run.method == "ilf" else \
             [(get_task("toy").policy_prompt(row), reference(row)) for row in rows]
