@@ -61,7 +61,7 @@ class Feedback:
     def text(self) -> str:
         """z = [c ; span JSON], what R_φ learns to write (§3.4)."""
         spans = {"good_spans": self.good_spans, "poor_spans": self.poor_spans}
-        return f"{self.critique.strip()}\n{json.dumps(spans, ensure_ascii=False)}"
+        return f"{self.critique.strip()}\n{json.dumps(spans, ensure_ascii=False)}"         # Alg. 1 l.9
 
 
 # Keys as the paper, its release and models spell them, after lower-casing and "_" for everything but letters.
@@ -348,13 +348,13 @@ def token_rewards(text: str, offsets, spans: list[Span], weighting: str = "unifo
     of Appendix I.1 that `parts.span_weights` gives. Raises ValueError for any other.
     """
     span_weights(text, [], weighting)                          # refuses an unknown one, also where there is no span
-    delta = [0.0] * len(offsets)
+    delta = [0.0] * len(offsets)                                                            # Alg. 2 l.15
     labels: list[set[int]] = [set() for _ in offsets]
-    for span, inside in zip(spans, _tokens_inside(text, offsets, spans)):
+    for span, inside in zip(spans, _tokens_inside(text, offsets, spans)):                   # Alg. 2 l.16–17
         for index, weight in zip(inside, span_weights(text, [offsets[i] for i in inside], weighting)):
             labels[index].add(span.label)
-            delta[index] = 0.0 if len(labels[index]) > 1 else span.label * weight
-    assert len(delta) == len(offsets), "δ has one entry per token"
+            delta[index] = 0.0 if len(labels[index]) > 1 else span.label * weight           # Alg. 2 l.18–25; Eq. §3.3 δ
+    assert len(delta) == len(offsets) and all(-1 <= d <= 1 for d in delta), "Eq. §3.3: one δ_t in [−1, +1] per token"
     return delta
 
 
@@ -405,7 +405,7 @@ def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, 
         critique, grounding = parse_steps(reply, response)
         return quoted(response, critique, grounding.spans), grounding
     feedback = parse_feedback(reply, example["critique"] if mode == "align" else None)
-    return feedback, ground(response, feedback)
+    return feedback, ground(response, feedback)                                              # Alg. 2 l.13
 
 
 def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
@@ -417,7 +417,7 @@ def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Ground
     """GenerateDualFeedback (Alg. 2): one self-contained row."""
     words = [match.span() for match in re.finditer(r"\S+", example["response"])]
     delta = token_rewards(example["response"], words, grounding.spans)         # per word: no tokenizer is known here
-    return {"id": example["id"], "task": task, "prompt": example["prompt"], "response": example["response"],
+    return {"id": example["id"], "task": task, "prompt": example["prompt"], "response": example["response"],  # Alg. 2 l.28
             **asdict(feedback), "spans": [asdict(span) for span in grounding.spans], "unmatched": grounding.unmatched,
             "ambiguous": grounding.ambiguous,
             "conflicting": conflicting_tokens(example["response"], words, grounding.spans),
@@ -543,7 +543,7 @@ def reply_limit(config: AnnotateConfig) -> int:
 def annotated(config: AnnotateConfig, journal: Journal, failures: list[dict]) -> Iterator[dict]:
     """Feedback rows in the order of the data, from the journal; the responses that have none go into `failures`."""
     name = annotator_name(config)
-    for question in questions(config, journal):
+    for question in questions(config, journal):                                              # Alg. 1 l.7–8
         record, example = journal.read(question.key), question.about
         reason = "not asked yet" if record is None else record["reason"]
         if reason is None:
@@ -606,7 +606,7 @@ def annotate(config: AnnotateConfig) -> str:
         stopped = bool(todo or journal.open_batches) and asyncio.run(ask_missing(config, journal, todo))
         failures = []
         try:
-            write_rows(config.output, _complete(config, journal, failures, stopped))
+            write_rows(config.output, _complete(config, journal, failures, stopped))         # Alg. 1 l.5; Alg. 1 l.10
         finally:
             if config.html:
                 report.feedback_page(config.html, config.output, [*annotated(config, journal, [])] + failures)

@@ -32,14 +32,13 @@ Tables = list[tuple[str, list[str], list[list]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, what `report.problems` says of it, and the tokens of its response (words where no tokenizer is given).
+    """A row, what `report.problems` says of it, and what its tokens are (words where no tokenizer is given).
 
     labels: δ_t without weighting, one of −1, 0, +1 per token. both: how many tokens are 0 because they are in spans of
     both signs. spans: (label, length in tokens, accuracy against the gold labels or None) of each.
     """
     row: dict
     problems: dict[str, int]
-    tokens: Offsets
     labels: list[int]
     both: int
     spans: list[tuple[int, int, float | None]]
@@ -85,7 +84,7 @@ def measure(row: dict, gold_spans: list[dict] | None = None, count=None) -> Meas
     spans = [(span["label"], span_length(response, tokens, span),
               None if gold is None else span_accuracy(response, span, gold)) for span in row["spans"]]
     labels = [(i in good) - (i in poor) for i in range(len(tokens))]
-    return Measured(row, wrong, tokens, labels, len(good & poor), spans)
+    return Measured(row, wrong, labels, len(good & poor), spans)
 
 
 def written_replies(row: dict) -> tuple[str, str]:

@@ -131,7 +131,8 @@ def z_loss(model, pairs: list[tuple], pad: int) -> tuple[torch.Tensor, int]:
     """−Σ log p_φ(z_j | z_<j, x, y) over the tokens of z, EOS included, and how many there are (Alg. 3 l.5–6)."""
     prompts, prompt_mask, z, mask = pad_batch([x for x, _ in pairs], [z for _, z in pairs], pad, model.device)
     hidden = response_hidden(model, prompts, prompt_mask, z, mask)[mask.bool()]        # [N, H]
-    return -token_logprobs(hidden, head_weight(model), z[mask.bool()]).sum(), int(mask.sum())
+    assert len(hidden) == sum(len(z) for _, z in pairs), "Eq. §3.4: one factor of p_φ(z | x, y) per token of z"
+    return -token_logprobs(hidden, head_weight(model), z[mask.bool()]).sum(), len(hidden)    # Alg. 3 l.5–6; Eq. §3.4 L_R
 
 
 def batches(pairs: list[tuple], config: RewardConfig, rng: random.Random) -> list[list[tuple]]:
@@ -155,7 +156,7 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
     many terms of the mean it holds, by default the tokens of z.
     """
     torch.manual_seed(config.seed)
-    parameters = lora_parameters(model, name) or add_lora(model, name, config.lora_r, config.lora_alpha,
+    parameters = lora_parameters(model, name) or add_lora(model, name, config.lora_r, config.lora_alpha,   # Alg. 3 l.4
                                                           config.lora_dropout, config.lora_targets.split(","))
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay,
                                   fused=model.device.type == "cuda")
@@ -174,7 +175,7 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
                 loss.backward()
                 losses[-1] += loss.item()
             torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            optimizer.step()
+            optimizer.step()                                                                 # Alg. 3 l.7
             schedule.step()
             optimizer.zero_grad()
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
@@ -209,13 +210,13 @@ def judge(critique: str, text: str, offsets, weighting: str = "uniform", mode: s
         feedback, found = read_reply(example, critique, mode)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
-    return Judgement(critique, token_rewards(text, offsets, found.spans, weighting), "",
+    return Judgement(critique, token_rewards(text, offsets, found.spans, weighting), "",                    # Alg. 4 l.13
                      len(feedback.good_spans) + len(feedback.poor_spans), len(found.unmatched), found.ambiguous,
                      conflicting_tokens(text, offsets, found.spans))
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], max_new_tokens: int,
-                    temperature: float = 0.0, generator=None, uniforms=None) -> tuple[list[str], int]:
+                    temperature: float = 0.0, uniforms=None) -> tuple[list[str], int]:
     """One critique per response from the adapter "reward" (Alg. 4 l.12), and the tokens written.
 
     Greedy by default: the release decodes R_φ by beams or at temperature .1, and a policy should not be rewarded
@@ -224,9 +225,9 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], 
     asked = {i: encode_prompt(tokenizer, reward_prompt(x, y))
              for i, (x, y) in enumerate(zip(prompts, responses)) if y.strip()}
     asked = {i: ids for i, ids in asked.items() if len(ids) + max_new_tokens <= context_length(model)}
-    with use_lora(model, "reward"):
+    with use_lora(model, "reward"):                                                          # Alg. 4 l.12
         written = generate(model, list(asked.values()), max_new_tokens, temperature, eos_ids(tokenizer, model),
-                           tokenizer.pad_token_id, generator, uniforms=None if uniforms is None else uniforms[list(asked)])
+                           tokenizer.pad_token_id, uniforms=None if uniforms is None else uniforms[list(asked)])
     out = [""] * len(responses)
     for i, z in zip(asked, written):
         out[i] = tokenizer.decode(z, skip_special_tokens=True)
@@ -273,7 +274,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
                "final_loss": losses[-1], "seconds_training": trained - started, **judged,
                "seconds": time.time() - started}
     out = Path(config.output_dir)
-    save_lora(model, "reward", out / "adapter")
+    save_lora(model, "reward", out / "adapter")            # Alg. 3 l.8
     write_rows(out / "samples.jsonl", samples)
     write_rows(out / "config.json", [asdict(config)])
     write_rows(out / "metrics.json", [metrics])            # last: its presence says that the phase is done

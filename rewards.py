@@ -63,7 +63,7 @@ def verdicts(model, tokenizer, config, rows, prompts, texts, ids, offsets) -> tu
 
 def at_end(verdict: Judgement) -> Judgement:
     """Setting B of Appendix A: r_T = Σ_t δ_t at the last token, 0 before it."""
-    return replace(verdict, delta=[0.0] * (len(verdict.delta) - 1) + [sum(verdict.delta)])
+    return replace(verdict, delta=[0.0] * (len(verdict.delta) - 1) + [sum(verdict.delta)])     # Eq. §3.6 A^B
 
 
 # ── Critiques: of R_φ, and of the annotator itself ──────────────────────────────────────────────────────

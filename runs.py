@@ -26,15 +26,16 @@ from reward_model import timed
 _MAY_DIFFER = {"resume", "output_dir", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rank_timeout",
                "micro_batch_size", "rollout_batch_size", "activation_checkpointing", "shard", "concurrency", "base_url",
                "report_to"}
+ROOM_MB = 64        # what a run needs at least for its adapters, checkpoints and rows
 
 
-def open_run(config, room_mb: int = 64) -> Path:
+def open_run(config) -> Path:
     """Make the run directory, or check that the one there was made with the same settings and that the disk has room."""
     out = Path(config.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out).free >> 20
-    if free < room_mb:
-        raise InputError(f"{out}: {free} MB are free on this disk, a run needs {room_mb} MB; use another --output_dir")
+    if free < ROOM_MB:
+        raise InputError(f"{out}: {free} MB are free on this disk, a run needs {ROOM_MB} MB; use another --output_dir")
     kept, now = out / "config.json", public(asdict(config))
     if everyone([kept.exists()])[0]:                 # as the first rank sees it: it makes the file
         if not config.resume:

@@ -146,7 +146,8 @@ def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
 
     logprobs, delta, mask: [B, T] → scalar.
     """
-    return -(delta * logprobs * mask).sum() / len(logprobs)
+    assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t and one log π per token"
+    return -(delta * logprobs * mask).sum() / len(logprobs)                    # Eq. §3.1 Definition 1; Eq. §3.5 g_NL
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -155,10 +156,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     rewards, values, mask: [B, T], right-padded → (advantages, returns = A + V), both 0 where mask is 0, not whitened.
     V after the last token is 0. λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
     """
+    assert rewards.shape == values.shape == mask.shape, "Eq. §3.5 GAE: r_t, V and the mask are [B, T]"
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        td_error = rewards[:, t] + gamma * next_value - values[:, t]
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]           # Alg. 4 l.15–16; Eq. §3.5 GAE
         next_advantage = (td_error + gamma * lam * next_advantage) * mask[:, t]
         advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
     return advantages, (advantages + values) * mask
@@ -183,15 +185,15 @@ def ppo_loss(logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: T
 
     Any shape → scalar. count: tokens to average over, where this is a part of a batch the whole's; default mask.sum().
     """
-    ratio = torch.exp((logprobs - logprobs_old) * mask)
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    ratio = torch.exp((logprobs - logprobs_old) * mask)                                      # Alg. 4 l.21–22
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)  # Alg. 4 l.23; Eq. §3.5 PPO
     return -(gain * mask).sum() / (mask.sum() if count is None else count)
 
 
 def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float, count=None) -> Tensor:
     """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)]: Alg. 4 l.24 with the release's clipping. Shapes as ppo_loss."""
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
-    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)                 # Alg. 4 l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
 
 
@@ -256,10 +258,11 @@ def sample_rollouts(model, tokenizer, rows: list[dict], config: Config, adapter:
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = torch.rand(len(prompts), config.max_new_tokens, generator=generator)
-    ids = everyone(sample(model, tokenizer, prompt_ids[RANK::RANKS], config, adapter, uniforms[RANK::RANKS]))
+    ids = everyone(sample(model, tokenizer, prompt_ids[RANK::RANKS], config, adapter, uniforms[RANK::RANKS]))  # Alg. 4 l.11
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
+    assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: every sampled y_t has its characters in y"
     padded = pad_batch(prompt_ids, ids, tokenizer.pad_token_id or 0, model.device)
-    return Rollouts(prompts, list(texts), list(offsets), *padded, rows=rows)
+    return Rollouts(prompts, list(texts), list(offsets), *padded, rows=rows)                 # Alg. 4 l.8
 
 
 def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
@@ -273,7 +276,7 @@ def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
     rollouts.feedback = everyone(verdicts)
     rollouts.delta = torch.zeros(rollouts.mask.shape, device=model.device)
     for row, (verdict, n) in enumerate(zip(rollouts.feedback, rollouts.mask.sum(1).tolist())):
-        assert len(verdict.delta) == n, "δ' has one entry per sampled token"
+        assert len(verdict.delta) == n, "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
         rollouts.delta[row, :n] = torch.tensor(verdict.delta)
     return sum(everyone([written]))
 
@@ -291,25 +294,30 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
             hidden = response_hidden(model, *inputs)[at]                                   # [N, H]
         with use_lora(model, config.reference):
             ref_hidden = response_hidden(model, *inputs)[at]
-        logprobs, entropy = token_logprobs(hidden, weight, targets, config.temperature, with_entropy=True)
+        logprobs, entropy = token_logprobs(hidden, weight, targets, config.temperature, with_entropy=True)  # Alg. 4 l.7
         kl = token_kl(hidden, ref_hidden, weight, config.temperature) if config.kl_estimator == "full" else \
             logprobs - token_logprobs(ref_hidden, weight, targets, config.temperature)
         full = torch.zeros(4, *at.shape, device=model.device)
         full[:, at] = torch.stack([logprobs, entropy, kl, value_head(hidden)])
         scores[:, index, :T] = full
     rollouts.logprobs_old, rollouts.entropy, rollouts.kl, rollouts.values = all_sum(scores)    # 0 in others' rows
+    assert rollouts.logprobs_old.max() <= 1e-3, "Alg. 4 l.22: log π_θold(y_t) of a probability"
+    assert config.kl_estimator == "k1" or rollouts.kl.min() > -1e-2, "Alg. 4 l.14: KL(π ‖ π_ref) over the vocabulary ≥ 0"
 
 
 def add_advantages(rollouts: Rollouts, beta: float, config: Config):
     """r_t = δ'_t − β KL_t, then A_t by GAE, whitened, and the value targets (Alg. 4 l.14–16, 24)."""
-    rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask
+    rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask       # Alg. 4 l.14; Eq. §3.5 total reward
     rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask, config.gamma,
                                                 config.lam)
     if config.value_target == "return":
         rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)
-    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)
+    last = torch.arange(len(rollouts.mask)), rollouts.mask.sum(1) - 1
+    assert torch.allclose(rollouts.advantages[last], (rollouts.rewards - rollouts.values)[last] * rollouts.mask[last],
+                          atol=1e-5), "Eq. §3.5 GAE: V = 0 after the last token, so A_T = r_T − V(y_<T)"
+    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)                             # Alg. 4 l.17
     mean = (rollouts.advantages * rollouts.mask).sum() / rollouts.mask.sum()
-    assert abs(mean) < 1e-3, f"whitened advantages have mean 0 over the mask, not {mean}"
+    assert abs(mean) < 1e-3, f"Alg. 4 l.15: whitened advantages have mean 0 over the mask, not {mean}"
 
 
 def by_length(mask: Tensor) -> list[int]:
@@ -327,8 +335,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
     counted; raises InputError after --max_skipped in a row.
     """
     group, taken, skipped = optimizer.param_groups[0], [], 0
-    for _ in range(config.ppo_epochs):
-        for rows in chunks(rng.sample(range(len(rollouts.mask)), len(rollouts.mask)), config.minibatch_size):
+    for _ in range(config.ppo_epochs):                                                           # Alg. 4 l.19
+        for rows in chunks(rng.sample(range(len(rollouts.mask)), len(rollouts.mask)), config.minibatch_size):  # Alg. 4 l.20
             step: dict[str, float] = {}
             rows = [rows[i] for i in by_length(rollouts.mask[rows])]
             for index in chunks(rows[RANK::RANKS], config.micro_batch_size):
@@ -340,7 +348,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
             step = dict(zip(step, all_sum(torch.tensor(list(step.values()), device=model.device)).tolist()))
             step["grad_norm"] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm).item()
             if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:      # alike on every rank
-                optimizer.step()
+                assert taken or skipped or abs(step["ratio"] - 1) < 0.1, "Alg. 4 l.22: ρ_t = 1 until θ has moved"
+                optimizer.step()                                                                 # Alg. 4 l.29–30
                 taken.append(step)
                 group["skipped"] = 0                    # in a row; with the optimizer, so that checkpoints hold it
             else:
@@ -365,9 +374,9 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
     values = value_head(hidden if config.value_grad_to_policy else hidden.detach())
     policy = ppo_loss(logprobs, old["logprobs_old"], old["advantages"], old["mask"], config.clip, count)
     value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)
-    loss = policy + config.value_coef * value
+    loss = policy + config.value_coef * value                                                    # Alg. 4 l.28
     if entropy is not None:
-        loss = loss - config.entropy_coef * entropy.sum() / count
+        loss = loss - config.entropy_coef * entropy.sum() / count                                # Alg. 4 l.25; Alg. 4 l.27
     with torch.no_grad():
         log_ratio = logprobs - old["logprobs_old"]
         ratio = log_ratio.exp()
@@ -427,7 +436,7 @@ def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
         ids = sample(model, tokenizer, [encode_prompt(tokenizer, task.policy_prompt(row)) for row in part], config,
                      config.reference, torch.rand(len(part), config.max_new_tokens, generator=generator))
         texts = [token_offsets(tokenizer, y)[0] for y in ids]
-        out += [row | {"response": text} for row, text in zip(part, texts) if text.strip()]
+        out += [row | {"response": text} for row, text in zip(part, texts) if text.strip()]      # Alg. 1 l.6
     if len(out) < len(mute):
         say(f"left out {len(mute) - len(out)} of {len(mute)} sampled responses that are empty")
     if not brought and not out:
@@ -449,7 +458,7 @@ def annotate_phase(model, tokenizer, rows: list[dict], config: Config, out: Path
 def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
     """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter. It keeps the preset of the task."""
     preset = {**REWARD_PRESETS[config.task], "max_critique_tokens": config.max_critique_tokens}
-    metrics = fit(model, tokenizer, RewardConfig(**{
+    metrics = fit(model, tokenizer, RewardConfig(**{                                             # Alg. 1 l.14
         **preset, "task": config.task, "model": config.model, "data": str(out / "feedback.jsonl"),
         "output_dir": str(out / "reward"), "seed": config.seed, "micro_batch_size": config.micro_batch_size}))
     return summary(metrics)
@@ -482,7 +491,7 @@ def batch_prompts(prompts: list, config: Config, iteration: int) -> list:
     places = range(iteration * config.batch_size, (iteration + 1) * config.batch_size)
     passes = {place // len(prompts) for place in places}
     order = {e: random.Random(f"{config.seed}-{e}").sample(prompts, len(prompts)) for e in passes}
-    return [order[place // len(prompts)][place % len(prompts)] for place in places]
+    return [order[place // len(prompts)][place % len(prompts)] for place in places]              # Alg. 4 l.9–10
 
 
 def learning_rate(config: Config, iteration: int) -> float:
@@ -589,10 +598,10 @@ def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, 
             write_rows(path, [row for row in map(json.loads, lines) if row["iteration"] <= start])
     tracker = Tracker(config.report_to if RANK == 0 else "none", out, public(asdict(config)), start + 1, warn=say)
     asked: list[int] = []                            # SIGTERM asks for an end after the iteration under way
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     bar = tqdm(range(start, config.iterations), desc="policy", initial=start, total=config.iterations,
                disable=RANK > 0)
-    for iteration in bar:
+    for iteration in bar:                                                                        # Alg. 4 l.6
         rollouts, metrics = one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, iteration)
         done, stop = iteration + 1, any(everyone([bool(asked)]))
         if RANK == 0:
@@ -663,16 +672,16 @@ def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path)
         load_lora(model, "policy", config.adapter)
     else:
         add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, config.lora_targets.split(","))
-    value_head = ValueHead(model.config.hidden_size, model.device)
+    value_head = ValueHead(model.config.hidden_size, model.device)                               # Alg. 1 l.17; Alg. 4 l.5
     shapes = [list(p.shape) for p in lora_parameters(model, "policy")]
     settings, started = {"base": fingerprint(model), "lora_shapes": shapes, **public(asdict(config))}, time.time()
     if config.shard:
         shard(model)
-    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head, settings)
+    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head, settings)      # Alg. 1 l.18
     with gathered(model):
         after, samples = evaluate_policy(model, tokenizer, eval_rows, config, "policy")
     if RANK == 0:
-        save_lora(model, "policy", out / "policy")
+        save_lora(model, "policy", out / "policy")                                               # Alg. 1 l.19; Alg. 4 l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": json.loads(before_file.read_text()), "after": after,
