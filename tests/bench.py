@@ -245,6 +245,17 @@ def iteration_rows(arguments) -> list[Row]:
     return rows
 
 
+def asserts_rows(arguments) -> list[Row]:
+    """What the asserts at the seams cost."""
+    row = Row("asserts of one iteration, toy world, no critique written", "time", "the iteration", limit=0.01)
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        return [row]
+    found = start({"mode": "asserts", "options": {"device": arguments.device}})
+    row.ours, row.theirs = f"{found['asserts'] * 1e3:.3g} ms", f"{found['whole'] * 1e3:.4g} ms"
+    row.ratio, row.note = found["asserts"] / found["whole"], f"{found['number']} asserts passed"
+    return [row]
+
+
 def fsdp_rows(arguments) -> list[Row]:
     """Two ranks: what a rank holds of the parameters, and whether a rollout's all-gathers depend on its length."""
     title = "FSDP2, 2 ranks, 3 layers × 128, V 32,000"
@@ -282,7 +293,7 @@ def annotation_rows(arguments) -> list[Row]:
     return rows
 
 
-OTHERS = {"iteration": iteration_rows, "fsdp": fsdp_rows, "annotation": annotation_rows}
+OTHERS = {"iteration": iteration_rows, "asserts": asserts_rows, "fsdp": fsdp_rows, "annotation": annotation_rows}
 
 
 # ── The table and its page ──────────────────────────────────────────────────────────────────────────────
@@ -322,7 +333,7 @@ def write_page(rows: list[Row], arguments):
     if "Machine:" not in sections.get("cuda", ""):
         wanting = argparse.Namespace(device="cuda", shape="llama3-8b")
         lines = [row.cells() for rows in (*(unmeasured(case) for case in cases(wanting).values()),
-                                          iteration_rows(wanting), fsdp_rows(wanting)) for row in rows]
+                                          iteration_rows(wanting), asserts_rows(wanting), fsdp_rows(wanting)) for row in rows]
         sections["cuda"] = ("\nNo GPU was used yet. The command: `python tests/bench.py --device cuda --shape llama3-8b"
                             f" --write`\n\n{pipes(HEADER, lines)}\n\n")
     page.write_text("# Benchmarks\n\n" + INTRODUCTION + "".join(f"## {name}\n{body.rstrip()}\n\n"

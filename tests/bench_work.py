@@ -309,6 +309,45 @@ def iteration_worker(options: dict) -> dict:
             "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": found["response_tokens"] + found["critique_tokens"]}
 
 
+def asserts_worker(options: dict) -> dict:
+    """Two iterations of the toy world with every assert of the scripts timed: seconds in asserts, and in all."""
+    import ast
+    import importlib.machinery
+    spent = []
+
+    class Timed(ast.NodeTransformer):
+        def visit_Assert(self, node):                    # an assert that fails ends the run, so no finally is needed
+            before, after = ast.parse("_clock.append(-_now())\n_clock.append(_now())").body
+            return [ast.copy_location(before, node), node, ast.copy_location(after, node)]
+
+    class Loader(importlib.machinery.SourceFileLoader):
+        def get_code(self, name):
+            tree = Timed().visit(ast.parse(self.get_data(self.path)))
+            return compile(ast.fix_missing_locations(tree), self.path, "exec")
+
+        def exec_module(self, module):
+            module._clock, module._now = spent, time.perf_counter
+            super().exec_module(module)
+
+    root = Path(__file__).resolve().parent.parent
+    hook = importlib.machinery.FileFinder.path_hook((Loader, [".py"]))
+    sys.path_hooks.insert(0, lambda path: hook(path) if Path(path) == root else (_ for _ in ()).throw(ImportError))
+    sys.path_importer_cache.clear()
+    import text2grad as t2g
+    import toy
+    from model import ValueHead, add_lora, load_model, lora_parameters
+    model, tokenizer = load_model(toy.BASE, device=options["device"])
+    add_lora(model, "policy", 16, 32)
+    value_head, config = ValueHead(model.config.hidden_size, model.device), t2g.Config(reward="true")
+    optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()], lr=1e-4)
+    kl, rows = t2g.AdaptiveKL(0.1, 6.0, 10000), toy.rows("train", 64)
+    t2g.one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, 0)
+    spent.clear()
+    whole = seconds(lambda: t2g.one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, 1),
+                    options["device"])
+    return {"asserts": sum(spent), "whole": whole, "number": len(spent) // 2}
+
+
 def fsdp_worker(options: dict) -> dict:
     """On every rank of torchrun: parameter bytes before and after sharding, and all-gathers in two rollouts."""
     import torch.distributed as dist
@@ -451,7 +490,8 @@ def worker(task: dict) -> dict:
 TRL = ("trl-full", "trl-k1", "trl1")
 BUILD = {("logprobs", False): build_logprobs, ("logprobs", True): build_trl_logprobs, ("ppo", False): build_ppo,
          ("ppo", True): build_trl_ppo, ("decode", False): build_decode, ("lora", False): build_lora}
-WHOLE = {"prepare": prepare_ppo, "iteration": iteration_worker, "fsdp": fsdp_worker, "footprint": footprint_worker,
+WHOLE = {"prepare": prepare_ppo, "iteration": iteration_worker, "fsdp": fsdp_worker,
+         "asserts": asserts_worker, "footprint": footprint_worker,
          "speed": speed_worker}
 
 if __name__ == "__main__":

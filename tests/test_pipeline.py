@@ -85,10 +85,8 @@ def test_other_settings_in_the_same_directory_are_refused(finished_run, monkeypa
         run_main(monkeypatch, *SMALL, "--iterations", 5, "--output_dir", finished_run)
 
 
-@pytest.mark.parametrize("killed_after", [1, 3])
-def test_a_run_killed_in_phase_3_ends_with_the_same_bits(finished_run, tmp_path, monkeypatch, killed_after):
-    """Killed before the first checkpoint (2) and after it."""
-    out = tmp_path / "killed"
+def before_phase_3(finished_run, out):
+    """A copy of the run as it stood when phase 2 was done."""
     shutil.copytree(finished_run, out)
     shutil.rmtree(out / "policy")
     for checkpoint in out.glob("checkpoint-*"):
@@ -97,6 +95,36 @@ def test_a_run_killed_in_phase_3_ends_with_the_same_bits(finished_run, tmp_path,
         (out / file).unlink()
     config = json.loads((out / "config.json").read_text()) | {"output_dir": str(out)}
     (out / "config.json").write_text(json.dumps(config))
+
+
+def same_phase_3(out, finished_run):
+    """Phase 3 ended with the same weights, bit for bit, and said the same numbers on the way."""
+    for file in ("policy/adapter_model.safetensors", "value_head.safetensors"):
+        ours, theirs = load_file(out / file), load_file(finished_run / file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), file
+    timeless = lambda row: {k: v for k, v in row.items() if not k.startswith(("seconds", "tokens_per"))}
+    assert [timeless(r) for r in rows_of(out / "metrics.jsonl")] == [timeless(r) for r in rows_of(finished_run / "metrics.jsonl")]
+
+
+def test_without_asserts_the_numbers_are_the_same(finished_run, tmp_path):
+    """python -O: the asserts only look. That -O removed them is seen from one that fails."""
+    out, command = tmp_path / "optimised", [sys.executable, "-O", "text2grad.py", *SMALL, "--output_dir"]
+    before_phase_3(finished_run, out)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([*command, str(out)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    same_phase_3(out, finished_run)
+    fails_with = "import torch, text2grad as t\nx = torch.ones(1, 2)\nprint(t.nl_gradient_loss(x, x[0], x))"
+    loud, silent = (subprocess.run([sys.executable, *flags, "-c", fails_with], cwd=ROOT, capture_output=True, text=True)
+                    for flags in ([], ["-O"]))
+    assert "AssertionError: Definition 1" in loud.stderr and silent.returncode == 0, silent.stderr
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_a_run_killed_in_phase_3_ends_with_the_same_bits(finished_run, tmp_path, monkeypatch, killed_after):
+    """Killed before the first checkpoint (2) and after it."""
+    out = tmp_path / "killed"
+    before_phase_3(finished_run, out)
     whole = text2grad.one_iteration
 
     def stops(*args):
@@ -109,11 +137,7 @@ def test_a_run_killed_in_phase_3_ends_with_the_same_bits(finished_run, tmp_path,
         run_main(monkeypatch, *SMALL, "--output_dir", out)
     monkeypatch.setattr(text2grad, "one_iteration", whole)
     run_main(monkeypatch, *SMALL, "--output_dir", out)
-    for file in ("policy/adapter_model.safetensors", "value_head.safetensors"):
-        ours, theirs = load_file(out / file), load_file(finished_run / file)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), file
-    timeless = lambda row: {k: v for k, v in row.items() if not k.startswith(("seconds", "tokens_per"))}
-    assert [timeless(r) for r in rows_of(out / "metrics.jsonl")] == [timeless(r) for r in rows_of(finished_run / "metrics.jsonl")]
+    same_phase_3(out, finished_run)
 
 
 def test_two_ranks_train_and_agree(finished_run, tmp_path):
