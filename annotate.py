@@ -11,6 +11,8 @@ Read it in the order of the paper: `parse_feedback` (reply → critique and quot
 a model or a function. The prompts are in tasks.py (Appendix B), servers and money in endpoint.py, people's spans in
 people.py, the characters of a token in offsets.py. Nothing here needs torch.
 
+Paper: §3.3, Algorithm 2 and Algorithm 1 l.4–11; it says nothing of journals, budgets and files.
+
 Departures from the paper: a quote that stands in the response more often than it was quoted says nothing about which
 place is meant, so it gives 0 and is counted (the paper is silent; precision comes first, §4.2). Tokens are never made
 by encoding a text again (Appendix L does): offsets are computed from the sampled ids.
@@ -154,7 +156,7 @@ def _quotes(value: dict, key: str) -> list[str]:
 
 
 def parse_feedback(text: str, critique: str | None = None) -> Feedback:
-    """Read a reply: one JSON object with span lists, fenced or in prose, under the paper's or the release's keys.
+    """A reply → (c, A(y)) (Alg. 2 l.13): one JSON object with span lists, fenced or in prose, keys of paper or release.
 
     The critique is the object's own text, or else the prose before the object; or `critique`, where a person wrote it.
     Raises FeedbackError with the reason where there is no such object, or several that differ, a list is missing or
@@ -210,7 +212,7 @@ def parse_steps(text: str, response: str) -> tuple[str, Grounding]:
     """Read step labels (Appendix N): quotes of the steps in order, each correct or not, with a reason → critique, spans.
 
     A step stands where it is found after the one before; one that is not found there is unmatched, and the next must then
-    have only one place left, else it is ambiguous. Neither gives a span.
+    have only one place left, else it is ambiguous. Neither gives a span. Raises FeedbackError where there are no steps.
     """
     value, _ = _the_object(text, {"steps"})
     steps = _items(value, "steps", {"step": str, "reason": str, "correct": bool})
@@ -239,7 +241,7 @@ def parse_steps(text: str, response: str) -> tuple[str, Grounding]:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of the response; label +1 (good) or −1 (poor)."""
+    """s_k and its label ℓ_k (Alg. 2 l.16–17): characters [start, end) of the response; +1 (good) or −1 (poor)."""
     start: int
     end: int
     label: int
@@ -247,8 +249,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Grounding:
-    """Where the quotes stand. unmatched: quotes not in the response; ambiguous: how many distinct quotes stand there
-    more often than they were quoted, and so give no span."""
+    """Where the quotes stand (Appendix L). unmatched: quotes not in the response (Table 15); ambiguous: how many
+    distinct quotes stand there more often than they were quoted, and so give no span."""
     spans: list[Span] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
     ambiguous: int = 0
@@ -334,14 +336,17 @@ def _tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
 
 
 def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
-    """How many tokens lie in a good and in a poor span at once; `token_rewards` gives each of them 0."""
+    """How many tokens lie in a good and in a poor span at once; `token_rewards` gives each of them 0.
+
+    Alg. 2 l.16–25 would give them the later span's label. offsets: the characters [start, end) of each token.
+    """
     inside = _tokens_inside(text, offsets, spans)
     good, poor = ({i for span, tokens in zip(spans, inside) if span.label == label for i in tokens} for label in (1, -1))
     return len(good & poor)
 
 
 def token_rewards(text: str, offsets, spans: list[Span], weighting: str = "uniform") -> list[float]:
-    """δ, one pseudo-reward per token (§3.3; Alg. 2 l.15–27).
+    """δ, one pseudo-reward per token (§3.3; Alg. 2 l.15–27). offsets: the characters [start, end) of each token.
 
     A token is in a span where all its non-space characters are, or, if it has none, where all of it is; half inside is
     outside, and a token in a good and a poor span gets 0. weighting: "uniform" (the paper's method, ±1), or one of those
@@ -362,7 +367,7 @@ def token_rewards(text: str, offsets, spans: list[Span], weighting: str = "unifo
 
 @dataclass
 class AnnotateConfig:
-    """Phase 1: critiques and spans for responses."""
+    """Phase 1: critiques and spans for responses. max_reply_tokens in tokens, max_usd in USD."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback or kodcode")
     data: str = flag("", "rows with responses, JSON lines")
     output: str = flag("feedback.jsonl", "where the annotated rows go; every reply is kept in OUTPUT.journal")
@@ -395,7 +400,7 @@ class AnnotateConfig:
 
 
 def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, Grounding]:
-    """What a reply says of the response, and where. Raises FeedbackError where it cannot be read."""
+    """What a reply says of the response, and where (Alg. 2 l.13). Raises FeedbackError where it cannot be read."""
     response = example["response"]
     _whole_characters("the row", example["id"], example["prompt"], response)
     if mode == "dense":
@@ -414,7 +419,7 @@ def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
 
 
 def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Grounding, annotator: str) -> dict:
-    """GenerateDualFeedback (Alg. 2): one self-contained row."""
+    """One self-contained row of 𝒟_R (Alg. 1 l.9–10): x, y, the critique, the spans and what was wrong with them."""
     words = [match.span() for match in re.finditer(r"\S+", example["response"])]
     delta = token_rewards(example["response"], words, grounding.spans)         # per word: no tokenizer is known here
     return {"id": example["id"], "task": task, "prompt": example["prompt"], "response": example["response"],  # Alg. 2 l.28
@@ -443,7 +448,10 @@ def questions(config: AnnotateConfig, journal: Journal) -> Iterator[Question]:
 
 
 def outcome(example: dict, config: AnnotateConfig, journal: Journal) -> str:
-    """What the row's tests say of a solution, kept in the journal so that no resumed run words it differently."""
+    """What the row's tests say of a solution, kept in the journal so that no resumed run words it differently.
+
+    Raises InputError where --allow_code_execution is not set and the row does not bring its outcome.
+    """
     if not config.allow_code_execution:
         if example.get("outcome"):
             return example["outcome"]
@@ -501,7 +509,10 @@ async def ask_and_check(server: Server, question: Question, config: AnnotateConf
 
 
 async def ask_missing(config: AnnotateConfig, journal: Journal, total: int) -> bool:
-    """Ask for all feedback that is missing; returns whether the budget ended it."""
+    """Ask for all feedback that is missing (Alg. 1 l.7–8); returns whether the budget ended it.
+
+    Raises InputError where the function of --critic returns anything but a text.
+    """
     task, budget = get_task(config.task), Budget(config.max_usd, journal.usd)
     server = None if config.critic else Server(
         config.annotator_model, config.base_url, task.temperature, reply_limit(config), config.requests_per_minute,
@@ -585,10 +596,10 @@ def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
 
 
 def annotate(config: AnnotateConfig) -> str:
-    """Phase 1: feedback for every response of --data → --output; returns what was done, in a line.
+    """Alg. 1 l.7–11: feedback for every response of --data → --output; returns what was done, in a line.
 
-    A second run asks only for what the journal does not hold. Raises InputError where responses are left without
-    feedback (unless --skip_failed), with their number and the reasons; nothing is put in their place.
+    A second run asks only for what the journal does not hold. Raises InputError where there are no responses, where a
+    batch is still open, or where responses are left without feedback (unless --skip_failed); nothing takes its place.
     """
     check(config)
     with Journal(f"{config.output}.journal", Prices(config.price_in, config.price_out)) as journal:
@@ -663,7 +674,10 @@ def check(config: AnnotateConfig):
 # ── Command line ────────────────────────────────────────────────────────────────────────────────────────
 
 def from_people(config: AnnotateConfig) -> str:
-    """--people: spans that people marked → --output, several annotators of a response merged into one row."""
+    """--people: spans that people marked → --output, several annotators of a response merged into one row (Table 11).
+
+    Raises InputError where nobody has finished an annotation.
+    """
     path, rows = Path(config.people), read_table(config.people)
     found: dict[str, dict] = {}                              # response → what was quoted → where it stands
 

@@ -3,6 +3,8 @@
     python annotate.py --audit feedback.jsonl                          # prints them
     print(audit_text(audit(rows, gold=rows_of_people)))                # from Python
 
+Paper: §3.3 and Tables 12, 14, 15, 18 and 19.
+
 Table 15 counts quotes that are not in the response, §3.3 gives the share of labelled tokens, Tables 18 and 19 the
 length of spans and their accuracy by length, Tables 12 and 14 what the replies cost; one line per task and annotator.
 A figure whose fields no row holds is a dash, never 0. Departure from the paper: lengths are in words unless a
@@ -45,7 +47,7 @@ class Measured:
 
 
 def quartiles(lengths: list[int]) -> list[float]:
-    """Q1, Q2 and Q3, linear between the two nearest values (the default of numpy.quantile)."""
+    """Q1, Q2 and Q3 (Tables 18 and 19), linear between the two nearest values (the default of numpy.quantile)."""
     return quantiles(lengths, n=4, method="inclusive") if len(lengths) > 1 else [float(lengths[0])] * 3
 
 
@@ -67,13 +69,13 @@ def gold_labels(response: str, spans: list[dict]) -> list[int]:
 
 
 def span_accuracy(response: str, span: dict, gold: list[int]) -> float | None:
-    """Share of the span's non-space characters whose gold label is the span's own; None if it has none of these."""
+    """Share of the span's non-space characters whose gold label is its own (Table 19); None if it has none of these."""
     at = [i for i in range(span["start"], span["end"]) if not response[i].isspace()]
     return sum(gold[i] == span["label"] for i in at) / len(at) if at else None
 
 
 def measure(row: dict, gold_spans: list[dict] | None = None, count=None) -> Measured:
-    """Measure one row; see `audit` for the arguments and for what is raised."""
+    """Measure one row; see `audit` for the arguments. Raises ValueError where row or gold cannot be used."""
     wrong, response = problems(row), row["response"]
     gold = None
     if gold_spans is not None:
@@ -263,7 +265,9 @@ def audit_file(path: str, gold: str | None = None, tokenizer: str | None = None,
 
 
 def token_places(tokenizer: str | None) -> Callable[[str], Offsets] | None:
-    """Text → the characters of its tokens, to measure people's texts in tokens; nothing is trained on these."""
+    """Text → the characters of its tokens, to measure people's texts in tokens; nothing is trained on these.
+
+    What is returned raises InputError for a text that the tokenizer does not give back as it was."""
     if tokenizer is None:
         return None
     from transformers import AutoTokenizer

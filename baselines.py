@@ -15,6 +15,8 @@ pairs: the row's own (chosen and rejected; SLF5K's comparison; KodCode's trials 
 samples of the reference policy, ranked by --critic or, with --allow_code_execution, by the row's tests, ties left out; else the
 row's reference against a sample. Critiques and step labels: annotate.py, as in phase 1.
 
+Paper: §4.3, Appendix N and Tables 2 and 3. Shapes: B pairs, T tokens.
+
 The paper gives no settings for these. Each takes Text2Grad's: the same adapter shape, batch and rows. A finished phase
 in --output_dir is reused. In the toy world refinements are made by `toy.refine`, a function that sees the critique and
 the response and not the post, because the base cannot follow an instruction that it never saw; an adapter "rewriter"
@@ -87,15 +89,15 @@ def settle(config: BaselineConfig) -> BaselineConfig:
 
 def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor,
              beta: float) -> Tensor:
-    """−log σ(β [(log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l))]) (Rafailov et al. 2023, eq. 7).
+    """−log σ(β [(log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l))]) (Rafailov et al. 2023; Appendix N).
 
-    Log-probs of whole responses, [B] each → [B].
+    Log-probs of whole responses in nats, [B] each → [B].
     """
     return -F.logsigmoid(beta * ((policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)))
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """−log σ(r(x, y_w) − r(x, y_l)): the preferred response has the higher score. [B], [B] → [B]"""
+    """−log σ(r(x, y_w) − r(x, y_l)): the preferred response has the higher score (Appendix N). [B], [B] → [B]"""
     return -F.logsigmoid(chosen - rejected)
 
 
@@ -108,7 +110,7 @@ def step_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def sequence_logprobs(model, pairs: list[tuple], pad: int) -> Tensor:
-    """log π(y|x) = Σ_t log π(y_t | x, y_<t), by the adapter in use, of pairs (x, y) of ids. → [B]"""
+    """log π(y|x) = Σ_t log π(y_t | x, y_<t), by the adapter in use, of pairs (x, y) of ids. → [B], nats"""
     *inputs, mask = pad_batch([x for x, _ in pairs], [y for _, y in pairs], pad, model.device)
     at = mask.bool()
     hidden = response_hidden(model, *inputs, mask)[at]                                     # [N, H]
@@ -178,7 +180,9 @@ def merit(row: dict, response: str, config: BaselineConfig) -> float | None:
 
 
 def preferences(model, tokenizer, rows: list[dict], config: BaselineConfig) -> list[dict]:
-    """Rows {id, prompt, chosen, rejected}; where a row has no pair of its own, from samples of the reference policy."""
+    """Rows {id, prompt, chosen, rejected}; where a row has no pair of its own, from samples of the reference policy.
+
+    Raises InputError where no row gives a pair."""
     task, out, sampled = get_task(config.task), [], []
     for n, row in enumerate(rows):
         head = {"id": str(row.get("id", n)), "prompt": task.policy_prompt(row)}
@@ -252,7 +256,9 @@ def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int
 
 
 def fitting(pairs: list[tuple], model, what: str) -> list[tuple]:
-    """The tuples of ids whose first with each of the others fits the context, all lengths known; others are counted."""
+    """The tuples of ids whose first with each of the others fits the context, all lengths known; others are counted.
+
+    Raises InputError where none fits."""
     limit = context_length(model) - 1
     kept = [pair for pair in pairs if max(len(pair[0]) + len(y) for y in pair[1:]) <= limit]
     if not kept:
@@ -298,7 +304,7 @@ def imitate(model, tokenizer, rows: list[tuple[str, str]], config: BaselineConfi
 
 
 def fit_references(model, tokenizer, rows: list[dict], config: BaselineConfig, out: Path) -> str:
-    """SFT on the rows' own references."""
+    """SFT on the rows' own references. Raises InputError for a row that has none."""
     task, rows = get_task(config.task), rows[: config.annotated_rows]
     pairs = [(task.policy_prompt(row), reference(row)) for row in rows]
     for row, (_, answer) in zip(rows, pairs):
@@ -377,7 +383,7 @@ def sft(model, tokenizer, rows, config: BaselineConfig, out: Path):
 
 
 def refined(model, tokenizer, rows, config: BaselineConfig, out: Path):
-    """feedback.jsonl → refinements.jsonl."""
+    """feedback.jsonl → refinements.jsonl. Raises InputError where no refinement is free of what was poor."""
     def work():
         found = refinements(model, tokenizer, read_rows(out / "feedback.jsonl"), config)
         if not any(row["kept"] for row in found):
@@ -461,7 +467,7 @@ def compare(model, tokenizer, eval_rows: list[dict], config: BaselineConfig, out
 
 
 def main():
-    """One baseline, from rows to the table before and after."""
+    """One baseline, from rows to the table before and after. Raises InputError for other methods, and for --reward."""
     config = parse_config(BaselineConfig, presets(), sys.argv[1:], __doc__)
     if config.method not in METHODS:
         raise InputError(f"--method {config.method}: it is one of {', '.join(METHODS)}")

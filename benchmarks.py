@@ -4,6 +4,8 @@
     samples = [{"task_id": p.task_id, "solution": extract_code(write(code_prompt(p)), p)} for p in problems]
     scores = code_scores(execute(problems, samples))               # {"id", "pass@1", "plus pass@1"} of a task
 
+Paper: §4.4 and §4.5, Tables 3 and 4; it says nothing of how answers are taken apart and run.
+
 Samples are what evalplus reads and writes. Its + files hold inputs and no outputs: once a sample's function has given
 its output for an input, the reference solution is asked for its own, in the same sandbox; until then it exists nowhere.
 They are compared as evalplus 0.3 does, with its exceptions (HumanEval/32; Mbpp/164, 295, 558, 581; eight tasks as sets,
@@ -276,7 +278,10 @@ def test_program(problem: Problem, plus: bool = False) -> str:
 
 
 def read_samples(path, problems: list[Problem]) -> list[dict]:
-    """Rows {task_id, solution} as evalplus writes them; HumanEval's own {task_id, completion} go on from the prompt."""
+    """Rows {task_id, solution} as evalplus writes them; HumanEval's own {task_id, completion} go on from the prompt.
+
+    Raises InputError with file, row and field.
+    """
     heads, samples = {problem.task_id: problem.head for problem in problems}, []
     for place, row in _rows(path):
         _check_fields(place, row, {"task_id": str}, "samples")
@@ -292,6 +297,7 @@ def execute(problems: list[Problem], samples: list[dict], workers: int = 2, time
             unsafe: bool = False) -> list[dict]:
     """Rows {id, sample, base, plus, status, stderr} of samples {task_id, solution}, in the order of the problems.
 
+    timeout: seconds for all tests of a sample.
     base, plus: passed or not; plus counts where base has passed too, and is None where a file has no + tests.
     Raises InputError for a task that is unknown or has no sample, so none is left out of a mean.
     """
@@ -388,7 +394,7 @@ def arc_scores(model, tokenizer, rows: list[dict], adapter: str | None = None, b
     """{id, accuracy, accuracy_norm} of every row: whether the likeliest choice is right (1.0 or 0.0).
 
     accuracy_norm divides each log-likelihood by the choice's length in characters, as the harness' acc_norm does; its
-    acc is accuracy. Of equally likely choices the first is taken.
+    acc is accuracy. Of equally likely choices the first is taken. Raises InputError for log-probs that are not finite.
     """
     scores = []
     for row, logprobs in zip(rows, choice_logprobs(model, tokenizer, rows, adapter, batch_size)):

@@ -3,7 +3,8 @@
     keep_checkpoint(run, {"weight": tensor}, {"iteration": 40}, keep=2)         # run/checkpoint-40
     path, tensors, state = newest_checkpoint(run)
 
-Tensors are safetensors and the state is JSON, so nothing that is loaded can run code. The paper says nothing of files.
+Tensors are safetensors and the state is JSON, so nothing that is loaded can run code.
+Paper: it says nothing of files.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _sync(path: Path):
 
 
 def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
-    """Write tensors (safetensors) and a JSON state to one directory, whole or not at all."""
+    """Write tensors of any shape (safetensors) and a JSON state to one directory, whole or not at all."""
     with atomic_directory(directory) as temporary:
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(plain, temporary / "tensors.safetensors")
@@ -67,7 +68,7 @@ def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
 
 
 def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
-    """What `save_checkpoint` wrote, exactly: (tensors, state). Raises ModelError where a file is missing or damaged."""
+    """What `save_checkpoint` wrote: (tensors, any shape; state). Raises ModelError where a file is lost or damaged."""
     directory = Path(directory)
     for name in ("tensors.safetensors", "state.json"):
         if not (directory / name).is_file():
@@ -87,7 +88,8 @@ def checkpoints(run: Path) -> list[Path]:
 def keep_checkpoint(run: Path, tensors: dict[str, Tensor], state: dict, keep: int):
     """Write checkpoint-N after state["iteration"] = N, and only when it is whole remove all but the newest `keep`.
 
-    Raises ModelError, with the room that is needed, where the disk does not take it; the last good one stays.
+    tensors: any shape. Raises ModelError, with the room that is needed, where the disk does not take it; the last good
+    one stays.
     """
     path, good = run / f"checkpoint-{state['iteration']}", [None, *checkpoints(run)][-1]
     try:
@@ -101,7 +103,7 @@ def keep_checkpoint(run: Path, tensors: dict[str, Tensor], state: dict, keep: in
 
 
 def newest_checkpoint(run: Path, warn=print) -> tuple[Path | None, dict[str, Tensor], dict]:
-    """(path, tensors, state) of the newest checkpoint that can be read; `warn` is told of one that cannot."""
+    """(path, tensors, any shape, state) of the newest readable checkpoint; `warn` is told of those passed over."""
     found = checkpoints(run)[::-1]
     for path, older in zip(found, [*found[1:], "the start"]):
         try:

@@ -7,6 +7,8 @@ at half the price, and `Journal` is where every reply lies from the moment it ca
     async with Server("gpt-4o") as server:
         reply = await server.ask(Question("key", "row 7", [{"role": "user", "content": "…"}], schema))
 
+Paper: the calls to GPT-4o (§3.3) and what they cost (Table 14); it says nothing of servers, retries and journals.
+
 There is one layer of retries, the openai client's own: exponential with jitter, for time-outs, 408, 409, 429 and 5xx.
 Retry-After holds for the request that was refused; where three are refused with none answered between them, or the wait
 is longer than the client would keep, it holds for every request of this process.
@@ -60,7 +62,7 @@ class Question:
 
     @property
     def characters(self) -> int:
-        """Length of what is sent."""
+        """Length of what is sent, in characters."""
         return sum(len(message["content"]) for message in self.messages)
 
 
@@ -88,18 +90,18 @@ class Prices:
     reply: float | None = None
 
     def usd(self, prompt_tokens: float, reply_tokens: float, discount: float = 1.0) -> float | None:
-        """Cost of so many tokens, or None without prices."""
+        """Cost of so many tokens in USD, or None without prices."""
         if self.prompt is None or self.reply is None:
             return None
         return discount * (prompt_tokens * self.prompt + reply_tokens * self.reply) / 1e6
 
     def of(self, usage: dict | None, discount: float = 1.0) -> float | None:
-        """Cost of a reply by the server's own counts, or None without counts or prices."""
+        """Cost of a reply in USD by the server's own counts, or None without counts or prices."""
         return self.usd(usage["prompt_tokens"], usage["completion_tokens"], discount) if usage else None
 
 
 class Budget:
-    """Lets a request start only where its worst case fits under max_usd beside all that is spent and under way.
+    """Lets a request start only where its worst case fits under max_usd (USD) beside all that is spent and under way.
 
     A process that is killed loses the bills of the requests that were under way, so each kill may cost that much more.
     """
@@ -347,7 +349,7 @@ class Server:
                 **({"response_format": form[self.form]} if self.form in form and question.schema else {})}
 
     async def ask(self, question: Question) -> Reply:
-        """Send one request. A reply that cannot be used comes back whole with its reason; see the class for the rest."""
+        """Send one request. A reply that cannot be used comes back whole with its reason. InputError as said above."""
         if not sendable(question):
             return Reply("", "the row holds half of a surrogate pair, which is no character and cannot be sent")
         async with self.finding_out:                 # held by one request at a time, and only until the form is known
@@ -417,7 +419,9 @@ def _said(error) -> str:
 
 
 def read_completion(text: str, max_tokens: int, discount: float = 1.0) -> Reply:
-    """A chat completion's JSON → Reply; every way in which it can be unusable gets its reason, and the text is kept."""
+    """A chat completion's JSON → Reply; every way in which it can be unusable gets its reason, and the text is kept.
+
+    max_tokens: the tokens that it was cut off after, if it was; discount: what part of the price it costs."""
     try:
         body = json.loads(text)
         usage = {name: int(body["usage"][name]) for name in ("prompt_tokens", "completion_tokens")} \
@@ -442,9 +446,10 @@ async def ask_all(questions: Iterable[Question], ask: Callable[[Question], Await
                   concurrency: int, budget: Budget, worst: Callable[[Question], float], progress: tqdm):
     """Ask every question, `concurrency` at once; each reply is in the journal before the next question is taken.
 
-    worst(question): the most it can cost. Ends early, with budget.stopped, where the next might pass the budget. Raises
-    InputError after 25 unusable replies in a row, or whatever `ask` raises; what has come by then is kept. The first
-    Ctrl-C asks nothing new and waits for what is under way, since it is paid for; the second does not wait.
+    worst(question): the most it can cost, in USD. Ends early, with budget.stopped, where the next might pass the
+    budget. Raises InputError after 25 unusable replies in a row or where max_usd cannot be kept, and whatever `ask`
+    raises; what has come by then is kept. Raises KeyboardInterrupt after the first Ctrl-C, which asks nothing new and
+    waits for what is under way, since it is paid for; the second does not wait.
     """
     waiting, in_a_row, stop, loop = iter(questions), 0, False, asyncio.get_running_loop()
     in_main = threading.current_thread() is threading.main_thread()           # only there are signals heard
@@ -494,8 +499,9 @@ async def ask_by_batch(questions: Iterable[Question], server: Server, journal: J
                        worst: Callable[[Question], float], poll: float = 30.0):
     """Hand the questions to the provider's Batch API and wait for the replies, at half the price.
 
-    Batches that an earlier process sent are collected first, so `questions` must leave out, as it is read, what the
-    journal holds by then. Raises InputError where the server has no Batch API or refuses a batch.
+    worst: in USD, as in `ask_all`; poll: seconds between two looks. Batches that an earlier process sent are collected
+    first, so `questions` must leave out, as it is read, what the journal holds by then. Raises InputError where the
+    server has no Batch API or refuses a batch.
     """
     with _plain_errors(server):
         for name, batch in journal.open_batches.items():

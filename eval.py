@@ -11,6 +11,8 @@
 bootstrap over the rows, and the difference an interval of its own, over the same rows drawn for both. Answers are kept
 as they are written, judgements as they are paid for, and the same command goes on from there.
 
+Paper: §4 and Tables 1 to 8 and 16, Table 5 with another --model.
+
 Departures from the paper, which gives no intervals: perplexity (Table 8) is given the prompt, under the bare base; a
 row that cannot be scored is wrong, never left out. Files: answers of each policy, scores.jsonl, result.json, report.html.
 """
@@ -50,7 +52,7 @@ from spans import SIGNS, compare, figures, parts, readable, span_table, total
 
 @dataclass
 class EvalConfig(judges.JudgeConfig):
-    """Defaults are the toy world's; --task sets the others'."""
+    """Defaults are the toy world's; --task sets the others'. max_new_tokens and max_prompt_tokens are in tokens."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, reward_model, code, arc, mt_bench or alpaca_eval")
     model: str = flag("toy/base", "base model: a directory or hub id")
     adapter: str | None = flag("runs/toy/policy", "the adapter to measure, of a policy or of R_φ; none: the base alone")
@@ -129,7 +131,7 @@ class Policy:
 
     @functools.cached_property
     def model(self):
-        """(model, tokenizer), with this policy's adapter among its adapters."""
+        """(model, tokenizer), with this policy's adapter. Raises InputError where its weights are not finite."""
         model, tokenizer = self.load()
         if self.adapter:
             load_lora(model, self.name, self.adapter)
@@ -172,7 +174,10 @@ class Policy:
         return [kept[key] for key in keys]
 
     def answer(self, rows: list[dict], prompts: list[str], draws: int = 1) -> list[str]:
-        """Answers to prompts of one user turn; from the file of answers where the user gave one, by the rows' ids."""
+        """Answers to prompts of one user turn; from the file of answers where the user gave one, by the rows' ids.
+
+        Raises InputError where that file lacks an answer, or has some to no row.
+        """
         if self.given is None:
             return self.write([[{"role": "user", "content": prompt}] for prompt in prompts], draws)
         found = given_answers(self.given)
@@ -325,7 +330,10 @@ def summaries(config: EvalConfig, tested: list[Policy]) -> Outcome:
 
 
 def fitting(rows: list, prompt: Callable, config: EvalConfig, tested: list[Policy], notes: list[str]) -> tuple[list, list]:
-    """(rows, their prompts): those of at most --max_prompt_tokens; how many were left out is a note in the result."""
+    """(rows, their prompts): those of at most --max_prompt_tokens; how many were left out is a note in the result.
+
+    Raises InputError where none is left.
+    """
     pairs = [(row, prompt(row)) for row in rows]
     if config.max_prompt_tokens:
         tokenizer = tested[0].model[1]
@@ -344,7 +352,7 @@ def reward_models(config: EvalConfig, tested: list[Policy]) -> Outcome:
     """The spans of R_φ (--adapter), of another (--before) or in files of replies, against the spans of --data.
 
     --data are rows of annotate.py, by an annotator or by people (annotate.py --people; agreement with these is Table 16).
-    The bare base is no R_φ, so there is a `before` only where one is given.
+    The bare base is no R_φ, so there is a `before` only where one is given. Raises InputError where no R_φ is named.
     """
     rows = named(read_rows(config.data, (("prompt",), ("response",))), config)
     gold = [marked(row) for row in rows]
@@ -576,7 +584,7 @@ ONLY = {"max_prompt_tokens": TEXTS, "rate": TEXTS, "encoder": TEXTS[:2], "by_cat
 
 
 def numbers(text: str) -> list[int]:
-    """The k of --k, which are whole and at least 1."""
+    """The k of --k. Raises InputError unless they are whole and at least 1."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError as error:

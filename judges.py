@@ -6,6 +6,8 @@
     scores = pairwise_scores(questions, ask_judge(questions, config, "judge.journal"))
     print(win_tie_loss(scores))
 
+Paper: §4.2–4.5, Table 4, Figure 3 and Appendix E; MT-Bench and AlpacaEval are others'. Shapes: k features.
+
 Questions are built, asked and read apart, so one journal serves them all and a run that stopped goes on where it was.
 Prompts are our own, in the manner of Appendix E, or the user's in FastChat's form (judge_prompts.jsonl).
 
@@ -39,7 +41,7 @@ class JudgeError(ValueError):
 
 @dataclass
 class JudgeConfig:
-    """A judge behind an OpenAI-compatible server, and what it may cost."""
+    """A judge behind an OpenAI-compatible server, and what it may cost. max_usd in USD, judge_tokens in tokens."""
     judge_model: str = flag("gpt-4o", "model that judges, on the server (paper: gpt-4o)")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "judge prompts in FastChat's form, JSON lines; else our own")
@@ -101,7 +103,10 @@ class Prompt:
         return {found[1] for found in _FIELD.finditer(self.template or "") if found[1]}
 
     def messages(self, values: dict[str, str]) -> list[dict]:
-        """The chat messages for this material; braces and tags inside the material mean nothing."""
+        """The chat messages for this material; braces and tags inside the material mean nothing.
+
+        Raises InputError for a {field} of the template that there is nothing to put for.
+        """
         if self.template is not None:
             if lost := sorted(self.fields - values.keys()):
                 raise InputError(f"judge prompt {self.name!r}: nothing is known to put for {{{lost[0]}}}; there are "
@@ -125,7 +130,10 @@ def read_prompts(path) -> list[Prompt]:
 
 
 def choose_prompt(prompts: list[Prompt] | None, kind: str, reference: bool = False) -> Prompt:
-    """Our own prompt of a kind (pairwise, feedback, single, turns), or the one of the user's that has its fields."""
+    """Our own prompt of a kind (pairwise, feedback, single, turns), or the one of the user's that has its fields.
+
+    Raises InputError where none or several of the user's have them.
+    """
     pair, field = kind in ("pairwise", "feedback"), _TELLING[kind]
     if prompts is None:
         return Prompt(kind, _ROLES[kind], "winner" if pair else "rating")
@@ -295,7 +303,7 @@ def pairwise_questions(rows_a: list[dict], rows_b: list[dict], config: JudgeConf
     """Two questions for each row {id, prompt, response}: side a first, then side b first.
 
     of: "response" (Figure 3), or "feedback" (Table 1's win rate, Appendix E): rows then also have a text `feedback`,
-    and the same response on both sides.
+    and the same response on both sides. Raises InputError where the responses differ, or there is no text to judge.
     """
     kind, side = ("feedback", "feedback") if of == "feedback" else ("pairwise", "answer")
     prompt, questions = choose_prompt(prompts, kind), []
@@ -340,7 +348,7 @@ def _standard_error(values) -> float | None:
 
 
 def single_questions(rows: list[dict], config: JudgeConfig, prompts: list[Prompt] | None = None) -> list[Question]:
-    """One question for the rating of each row {id, prompt, response}."""
+    """One question for the rating of each row {id, prompt, response}. Raises InputError where one has no text."""
     prompt = choose_prompt(prompts, "single")
     return [_question(config, prompt, {"question": row.get("prompt"), "answer": row.get("response")}, str(row["id"]),
                       row_id=row["id"]) for row in rows]
@@ -364,7 +372,10 @@ def _both_turns(value) -> bool:
 
 
 def read_mt_bench(path) -> list[dict]:
-    """MT-Bench's questions {question_id, category, turns} of two turns each, and perhaps `reference` answers."""
+    """MT-Bench's questions {question_id, category, turns} of two turns each, and perhaps `reference` answers.
+
+    Raises InputError with row and field for another form, and for an id that comes twice.
+    """
     rows, seen = read_table(path, question_id=int | str, category=str, turns=list), set()
     for number, row in enumerate(rows, 1):
         if odd := [name for name in ("turns", "reference") if not _both_turns(row.get(name, ["", ""]))]:
@@ -402,7 +413,7 @@ def model_answers(answers: dict, model: str) -> list[dict]:
 
 
 def read_model_answers(path) -> dict:
-    """question_id → both answers, of a model_answer or reference_answer file of FastChat's."""
+    """question_id → both answers, of FastChat's model_answer or reference_answer file. InputError for another form."""
     found = {}
     for number, row in enumerate(read_table(path, question_id=int | str, choices=list), 1):
         found[row["question_id"]] = row["choices"][0].get("turns") if isinstance(row["choices"][0], dict) else None
@@ -417,6 +428,7 @@ def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig
 
     answers, references: question_id → both texts. Math, reasoning and coding are judged beside the reference, of
     `references` or else of the question's own field; a turn that has none there is judged as in other categories.
+    Raises InputError where a question has no answer.
     """
     if lost := [q["question_id"] for q in questions if q["question_id"] not in answers]:
         raise InputError(f"{len(lost)} of {len(questions)} MT-Bench questions have no answer, first {lost[0]!r}")
@@ -478,7 +490,7 @@ def alpaca_annotations(rows: list[dict], reference: list[dict], scores: list[dic
 
 
 def read_difficulty(path) -> list[dict]:
-    """Rows of AlpacaEval's instruction_difficulty.csv or df_gamed.csv, whose values are numbers."""
+    """Rows of AlpacaEval's instruction_difficulty.csv or df_gamed.csv. Raises InputError for any other file."""
     flags, needed = {"True": 1.0, "False": 0.0}, {"index", "instruction_difficulty"}
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         try:
@@ -528,7 +540,7 @@ def _losses(x, y, w) -> np.ndarray:
 
 
 def fit_cross_validated(x, y, weight, folds: int = 5) -> np.ndarray:
-    """[k] coefficients under the penalty, of ten, whose held-out loss is least; scikit-learn's grid and folds."""
+    """Coefficients [k] of k features, under that penalty, of ten, whose held-out loss is least; scikit-learn's grid."""
     fold = (len(x) - 1 - np.arange(len(x))) % folds
 
     def held_out(strength: float) -> float:
@@ -538,7 +550,7 @@ def fit_cross_validated(x, y, weight, folds: int = 5) -> np.ndarray:
 
 
 def fit_logistic(x, y, weight, strength: float) -> np.ndarray:
-    """[k] argmin_w ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)): Newton's steps, the kinks by coordinate descent."""
+    """argmin_w [k] ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)): Newton's steps, kinks by coordinate descent."""
     def objective(w):
         return np.abs(w).sum() + strength * (weight * _losses(x, y, w)).sum()
     w = np.zeros(x.shape[1])

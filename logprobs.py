@@ -6,6 +6,7 @@
 With V = 128,256 the logits of 8,192 tokens are 4 GB in float32, and a naive log_softmax holds several such tensors. Here
 the vocabulary goes by in tiles, and the gradient in the hidden state is made while a tile is at hand.
 N tokens, H hidden size, V vocabulary.
+Paper: log π and the entropy of §3.5 and Alg. 4 l.22, 25, r_t^KL of l.14; it says nothing of how they are computed.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 def token_kl(hidden: Tensor, ref_hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """Exact KL(π ‖ π_ref) over the vocabulary at every position: [N, H], [N, H], [V, H] → [N] in nats.
 
-    It enters the reward as r_t^KL = −β KL_t (§3.5), a constant of the update; where it is a term of a loss instead,
-    it has its gradient in `hidden`. The reference and the head are constants.
+    It enters the reward as r_t^KL = −β KL_t (§3.5, Alg. 4 l.14), a constant of the update; where it is a term of a loss
+    instead, it has its gradient in `hidden`. The reference and the head are constants.
     """
     return torch.cat([_OverVocabulary.apply(h, weight.detach(), None, ref, temperature, True)[1]
                       for h, ref in zip(hidden.split(ROWS), ref_hidden.detach().split(ROWS))])

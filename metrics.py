@@ -5,6 +5,8 @@
     corpus(rows), bootstrap(rows)                                                 # 0.29, (0.27, 0.31)
     corpus(counts, bleu_of), paired_bootstrap(before, counts, bleu_of)            # the difference, row by row
 
+Paper: §4.3, Tables 2, 3 and 8. Shapes: N rows, K counts of each.
+
 The numbers are those of rouge-score (no stemmer), sacrebleu (its defaults) and bert-score (no rescaling by baselines,
 which are tables of the package), to rounding. One idea serves every figure: a row gives counts, the corpus is their
 sum, and the figure a function of that sum; a mean is Σ value / Σ 1, perplexity exp(Σ nats / Σ tokens). So whatever is
@@ -235,7 +237,10 @@ def perplexity_of(sums: np.ndarray) -> np.ndarray:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k samples passes, where c of n did: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021), exact."""
+    """The chance that one of k samples passes, where c of n did (Table 3): 1 − C(n−c, k) / C(n, k) (Chen et al. 2021).
+
+    Raises InputError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    """
     if not (0 <= c <= n and 1 <= k <= n):
         raise InputError(f"pass@{k} of {n} samples, {c} passed: needed are 1 ≤ k ≤ samples and 0 ≤ passed ≤ samples")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -267,7 +272,10 @@ def _figure(figure, sums: np.ndarray) -> np.ndarray:
 
 
 def corpus(rows, figure=ratio) -> float | None:
-    """The figure of the summed rows: values [N], whose mean it is, or counts [N, K]. None where it is 0/0."""
+    """The figure of the summed rows: values [N], whose mean it is, or counts [N, K]. None where it is 0/0.
+
+    Raises InputError for NaN, naming the row, and for rows that are not numbers, equally many in each.
+    """
     value = float(_figure(figure, _counts(rows).sum(0))) if len(rows) else math.nan
     return None if math.isnan(value) else value
 
@@ -290,7 +298,10 @@ def bootstrap(rows, figure=ratio, n: int = 10_000, seed: int = 0, level: float =
 
 
 def paired_bootstrap(before, after, figure=ratio, **options) -> tuple[float, float] | None:
-    """The interval of figure(after) − figure(before), the same rows drawn for both, so that hard rows cancel."""
+    """The interval of figure(after) − figure(before), the same rows drawn for both, so that hard rows cancel.
+
+    Raises InputError as `bootstrap`, and where the two do not pair.
+    """
     before, after = _counts(before), _counts(after)
     if before.shape != after.shape:
         raise InputError(f"{before.shape} counts before and {after.shape} after do not pair: score the same rows, in "

@@ -11,7 +11,8 @@ checkpoints in checkpoints.py; their names can be had from here, too.
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
 
 Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right),
-H hidden size, V vocabulary, N tokens of a flattened batch.
+H hidden size, V vocabulary, N tokens of a flattened batch, r rank of an adapter.
+Paper: the adapters of Appendix D and the V_ψ of §3.5; it says nothing of how a model is loaded, sharded or switched.
 
 Departure from common practice: adapters are never merged into the base, not even for sampling, because in
 bfloat16 a merged update of the size that PPO makes is rounded away.
@@ -105,7 +106,7 @@ def encode_answer(tokenizer, text: str) -> list[int]:
 
 
 def eos_ids(tokenizer, model=None) -> list[int]:
-    """Every id that ends an answer: the tokenizer's EOS first, then those of the generation config."""
+    """Every id that ends an answer: the tokenizer's EOS, then the generation config's. ModelError where none does."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     for extra in more if isinstance(more, list) else [more]:
@@ -119,7 +120,7 @@ def eos_ids(tokenizer, model=None) -> list[int]:
 # ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x ─────────────────────────────────────────────
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with any number of named low-rank updates, at most one of them active."""
+    """A frozen linear layer with any number of named low-rank updates, A [r, in] and B [out, r], at most one active."""
 
     def __init__(self, base_layer: nn.Linear):
         super().__init__()
@@ -188,7 +189,7 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 
 @contextmanager
 def use_lora(model, name: str | None):
-    """Inside, the model runs with this adapter alone; None is the bare base (the reference policy)."""
+    """Inside, the model runs with this adapter alone; None is the bare base. Raises ModelError for one not loaded."""
     layers = _lora_layers(model)
     if name is not None and not any(name in layer.lora_A for layer in layers.values()):
         raise ModelError(f"no adapter named {name!r} is loaded")
@@ -203,7 +204,7 @@ def use_lora(model, name: str | None):
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:
-    """The trainable tensors of one adapter, in a fixed order."""
+    """The trainable tensors of one adapter, A [r, in] and B [out, r] of each layer, in a fixed order."""
     return [p for _, layer in sorted(_lora_layers(model).items()) if name in layer.lora_A
             for p in (layer.lora_A[name], layer.lora_B[name])]
 
@@ -224,7 +225,7 @@ def fingerprint(model) -> str:
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, whole or not at all; PEFT loads it as it is."""
+    """Write one adapter in PEFT's format, whole or not at all. Raises ModelError where none of that name is loaded."""
     layers = {path: layer for path, layer in _lora_layers(model).items() if name in layer.lora_A}
     if not layers:
         raise ModelError(f"no adapter named {name!r} is loaded")
@@ -292,7 +293,7 @@ def _check_fits(model, path: str, pair: list[Tensor], directory: Path):
 
 
 class ValueHead(nn.Module):
-    """V_ψ(x, y_<t): one linear unit on the policy's last hidden state, zero at the start so that V = 0."""
+    """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): a linear unit on the policy's last hidden state; zero at the start, so V = 0."""
 
     def __init__(self, hidden_size: int, device=None):
         super().__init__()
@@ -308,7 +309,10 @@ class ValueHead(nn.Module):
 # ── Forward passes ────────────────────────────────────────────────────────────────────────
 
 def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
-    """The hidden states that predict the response: position t has seen x and y_<t. → [B, T, H]"""
+    """The hidden states that predict the response: position t has seen x and y_<t (Alg. 4 l.22, 24).
+
+    prompts, prompt_mask: [B, P]; responses, mask: [B, T] → [B, T, H]
+    """
     P, T = prompts.shape[1], responses.shape[1]
     attention = torch.cat([prompt_mask, mask], dim=1)
     hidden = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,

@@ -2,6 +2,8 @@
 
     text, offsets = token_offsets(tokenizer, token_ids)          # text[start:end] for every id
 
+Paper: Appendix L, "Robustness to Tokenization Mismatch".
+
 Departure from the paper: Appendix L encodes the text again to align it; what is trained are the ids that were sampled,
 so offsets are computed from these ids, and no tokenizer's own offsets are trusted. Nothing here needs torch.
 """
@@ -12,7 +14,7 @@ import os
 
 
 def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The decoded text and, for every id, the characters [start, end) that it wrote.
+    """The decoded text and, for every id, the characters [start, end) that it wrote (Appendix L, steps 2 and 3).
 
     Decodes the ids piece by piece, so it holds for byte-level BPE and for SentencePiece with byte fallback, and never
     encodes anything. Ids that share one character (an emoji of several byte tokens) all get that character; special

@@ -3,9 +3,9 @@
     span_weights("took the piano", [(0, 4), (4, 8), (8, 14)], "importance")         # [1.0, 0.2, 1.0]
     step_spans("It is good, but long. I left.")          # "It is good,", "but long." and "I left.", as [start, end)
 
-Table 11 and Appendix I.1 weigh the tokens of a span; Appendix N divides a response into steps for PRM-PPO. The paper
-weighs nouns and verbs, as a tagger saw them. Here a word of English text is a content word unless it stands in a closed
-list (pronouns, determiners, prepositions, conjunctions, auxiliaries, …); a number is content. In code every name,
+Paper: Table 11 and Appendix I.1 weigh the tokens of a span; Appendix N divides a response into steps for PRM-PPO.
+It weighs nouns and verbs, as a tagger saw them. Here a word of English text is a content word unless it stands in a
+closed list (pronouns, determiners, prepositions, conjunctions, …); a number is content. In code every name,
 number and word of a string is content; Python's keywords and all marks are not. Nothing here needs torch.
 """
 
@@ -55,7 +55,7 @@ def is_content(word: str, code: bool = False) -> bool:
 
 
 def span_weights(text: str, places, weighting: str) -> list[float]:
-    """The weight in (0, 1] of each of the n tokens of one span, given their characters [start, end) of the text.
+    """The weight in (0, 1] of each of a span's n tokens, by their characters [start, end) (Table 11, Appendix I.1).
 
     "uniform": 1. "linear_decay": 1 − (i−1)·0.9/(n−1). "importance": 1 on content words, 0.2 on others, and
     "importance_code" reads the text as Python; a token weighs as the word that it is a part of. Raises ValueError for
@@ -77,7 +77,7 @@ _CLAUSE = r"(?<=[.!?;:,])\s+|\s*\n\s*|\s+(?=(?:and|but|because|so|who|which|whil
 
 
 def step_spans(text: str, code: bool = False) -> list[tuple[int, int]]:
-    """The characters [start, end) of each step: clauses of a text, at marks and conjunctions; statements of code."""
+    """The characters [start, end) of each step (Appendix N): clauses of a text, or statements of code."""
     if code:
         return statement_spans(text)
     cuts = [(0, 0), *(match.span() for match in re.finditer(_CLAUSE, text)), (len(text), len(text))]
@@ -92,7 +92,8 @@ def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
 def statement_spans(text: str) -> list[tuple[int, int]]:
     """Every statement of a Python program, in order; of a compound one (def, if, …) its head, up to the first within.
 
-    A program between ``` is taken out. Where it does not parse, every line that is not blank is a statement.
+    Of code, the steps of Appendix N. A program between ``` is taken out. Where it does not parse, every line that is
+    not blank is a statement.
     """
     fenced = re.search(r"```\w*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     start, code = (fenced.start(1), fenced.group(1)) if fenced else (0, text)

@@ -3,6 +3,8 @@
     annotations = read_people(rows)                             # JSON objects; annotate.py reads the file
     feedback, agreed = merge(annotations), agreement(annotations)
 
+Paper: the human feedback of §3.3 and Table 11; it says nothing of how people are merged. Shapes: [units, annotators].
+
 Read are spans with character offsets, quote lists, FineGrainedRLHF rows and the exports of Label Studio and Argilla.
 An annotation, what one person said of one response, has the fields of a feedback row (`people_row`). The paper has one
 annotator, a model. People disagree, and what they disagree on must get 0, not the sign of whoever came last.
@@ -89,13 +91,16 @@ def _reader(plain: Callable[[dict], Iterator[dict]]) -> Callable[[list[dict]], l
 @_reader
 def read_offsets(row):
     """{prompt, response, spans: [{start, end, label}], critique?, annotator?, id?}, a row for each annotator. A label
-    is +1, good, positive, −1, poor or negative. Offsets count characters (code points), the end is not included."""
+    is +1, good, positive, −1, poor or negative. Offsets count characters (code points), the end is not included. Raises
+    InputError for another form."""
     yield {**row, "spans": [{**span} for span in list.copy(row["spans"])]}
 
 
 @_reader
 def read_quotes(row):
-    """{prompt, response, critique or feedback, good_spans, poor_spans, annotator?, id?}; `merge` finds the quotes."""
+    """{prompt, response, critique or feedback, good_spans, poor_spans, annotator?, id?}; `merge` finds the quotes.
+
+    Raises InputError for another form."""
     yield {**row, "critique": row["critique"] if "critique" in row else row["feedback"], "spans": None,
            "good_spans": list.copy(row["good_spans"]), "poor_spans": list.copy(row["poor_spans"])}
 
@@ -109,7 +114,8 @@ _FAULTS = {"Irrelevant": "does not help to answer the question", "Redundant": "r
 @_reader
 def read_finegrained(row):
     """FineGrainedRLHF rows {question, passages, "prediction 1", feedback}. Each error is a poor span, nothing is good;
-    the critique says in our words what is wrong with each and what is missing, and quotes the passages for it."""
+    the critique says in our words what is wrong with each and what is missing, and quotes the passages for it.
+    Raises InputError for another form."""
     response, feedback, passages, said = row["prediction 1"], row["feedback"], [*map(list.copy, row["passages"])], []
     sentences = {(p, s): text for p, passage in enumerate(passages, 1) for s, text in enumerate(passage)}
     quoted = lambda text: f'"{shorten(text, 120, placeholder=" …")}"'
@@ -131,7 +137,8 @@ def read_finegrained(row):
 @_reader
 def read_label_studio(row):
     """A Label Studio task {id, data: {prompt, response or text}, annotations}, with <Labels> on the response's <Text>.
-    Every <TextArea> is critique; other controls are not read. Cancelled annotations are left out."""
+    Every <TextArea> is critique; other controls are not read. Cancelled annotations are left out. Raises InputError for
+    another form."""
     data = row["data"]
     for answer in row["annotations"]:
         if not answer.get("was_cancelled"):
@@ -149,7 +156,8 @@ def read_label_studio(row):
 def read_argilla(row):
     """An Argilla record {fields: {prompt, response or text}, responses}, with spans, and with texts for critique.
     responses: {question: [{value, user_id}]} (2.x) or [{user_id, status, values: {question: {value}}}] (1.x), less
-    drafts and discarded ones. Offsets count characters beyond U+FFFF twice, as browsers do (Argilla's issue 5729)."""
+    drafts and discarded ones. Offsets count characters beyond U+FFFF twice, as browsers do (Argilla's issue 5729).
+    Raises InputError for another form."""
     fields, given, people = row["fields"], row["responses"], {}
     response = fields.get("response", fields.get("text"))
     places = {at: i for i, at in enumerate(accumulate((1 + (char > "\uffff") for char in response), initial=0))}
@@ -174,7 +182,9 @@ FORMS = {read_label_studio: ("data", "annotations"), read_argilla: ("fields", "r
 
 
 def read_people(rows: list[dict]) -> list[dict]:
-    """Annotations in the form that the fields of the first row say; none in an export without a finished one."""
+    """Annotations in the form that the fields of the first row say; none in an export without a finished one.
+
+    Raises InputError where these fields are of no form that is read."""
     first = rows[0] if rows and isinstance(rows[0], dict) else {}
     for reader, fields in FORMS.items():
         if set(fields) <= first.keys():
@@ -205,7 +215,8 @@ def merge(annotations: list[dict], ground: Callable | None = None) -> list[dict]
     """One row for each (id, prompt, response), in order of first appearance; the order of annotators never matters.
     A character is good (poor) where more than half of the annotators marked it good (poor), else 0: so ties give 0, and
     who marks it both ways votes 0. Equal neighbours become spans, trimmed of white space. Annotations under one name
-    are one annotator's. ground(response, good_spans, poor_spans) → [{start, end, label}] finds quotes."""
+    are one annotator's. ground(response, good_spans, poor_spans) → [{start, end, label}] finds quotes; without it they
+    raise InputError."""
     rows = []
     for group, votes in _votes(annotations, ground):
         labels = sum((2 * sum(v == sign for v in votes.values()) > len(votes)) * sign for sign in (1, -1))
@@ -246,7 +257,7 @@ def cohen_kappa(a, b) -> float | None:
 def agreement(annotations: list[dict], ground: Callable | None = None) -> dict:
     """{annotators, responses, shared, characters, alpha, kappa}. shared: how many responses two or more annotated;
     characters: theirs, other than white space, which are the units, labelled +1, −1 or 0; kappa: where the same two
-    people annotated all of these. None where undefined."""
+    people annotated all of these. None where undefined. Raises InputError for quotes without `ground`, as `merge`."""
     groups = _votes(annotations, ground)
     shared = [(group[0]["response"], votes) for group, votes in groups if len(votes) > 1]
     text, at, teams = "".join(response for response, _ in shared), 0, len({tuple(votes) for _, votes in shared})

@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node 8 text2grad.py …
 
+Paper: it says nothing of ranks.
+
 Started alone, a process is rank 0 of 1 and every function here returns at once what it was given.
 """
 
@@ -32,7 +34,7 @@ def everyone(share: list) -> list:
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place where there are several."""
+    """The sum of a tensor of any shape over all ranks, in place where there are several."""
     together(dist.all_reduce, x)
     return x
 

@@ -7,6 +7,8 @@ stand in [+ +] and poor ones in [- -], so that logs stay readable.
 
     feedback_page("feedback.html", "Toy summaries", rows)              # annotated responses, to look at in a browser
     python report.py runs/toy                                          # report.html, as text2grad.py writes it itself
+
+Paper: curves as in Figures 3, 5 and 6, spans coloured as in Figure 2; it says nothing of pages and trackers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def use_colour() -> bool:
 
 
 def split_text(text: str, offsets) -> list[str]:
-    """The text that each token wrote; a character shared by several tokens stands with the first of them."""
+    """The text that each token wrote, by its characters [start, end); one shared by several stands with the first."""
     pieces, at = [], 0
     for start, end in offsets:
         pieces.append(text[max(at, start):end])
@@ -153,7 +155,7 @@ def words(text: str) -> list[tuple[int, int]]:
 def labelled(text: str, offsets, spans: list[dict]) -> tuple[set[int], set[int]]:
     """Which tokens are in good spans and which in poor ones: all their non-space characters lie in one span (§3.3).
 
-    offsets: [start, end) of each token in the text, in reading order. A token in both sets gets δ_t = 0.
+    offsets: the characters [start, end) of each token, in reading order. A token in both sets gets δ_t = 0.
     """
     starts, ends = [], []
     for start, end in offsets:
@@ -702,6 +704,8 @@ def tracker_module(name: str):
 
 class Tracker:
     """Sends the metrics of each iteration to wandb, trackio or tensorboard, in a run of its own for each run directory.
+
+    Raises ReportError where the tracker cannot be opened.
 
     A tracker that fails must not cost a run that takes days, and metrics.jsonl holds every number: so the first failure
     is told, nothing more is sent, and training goes on. A resumed run goes on in the tracker; what it did again since

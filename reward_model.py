@@ -6,6 +6,8 @@ R_φ is a LoRA adapter on the base that the policy shares. It is trained by teac
 L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained, through the fused gather. It is judged on rows that it never
 saw: the loss, and the spans that it writes itself against the annotator's, token by token (§4.2, Table 1).
 
+Paper: §3.4, §4.2, Algorithm 3 and Table 9. B rows, N tokens of z in a flat batch.
+
 Departures from the paper: quotes that are not in the response are taken out of z before training (Appendix L does this
 with the annotation), and a row that does not parse counts as found nothing, never as agreement.
 """
@@ -36,7 +38,9 @@ ALL_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 @dataclass
 class RewardConfig:
-    """Phase 2. Defaults are the toy world's; --task sets the paper's values for the other tasks (Table 9)."""
+    """Phase 2. Defaults are the toy world's; --task sets the paper's values for the other tasks (Table 9).
+
+    max_tokens (of x, y and z) and max_critique_tokens (of z) are in tokens."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback or kodcode; sets the preset")
     model: str = flag("toy/base", "base model: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
@@ -71,7 +75,9 @@ REWARD_PRESETS = {
 
 
 def parse_config(config_class, presets: dict[str, dict], argv=None, description=""):
-    """Flags of a dataclass, one help line each; `--task` sets the defaults and every flag given overrides them."""
+    """Flags of a dataclass, one help line each; `--task` sets the defaults and every flag given overrides them.
+
+    Raises InputError where there is no such task."""
     parser = HfArgumentParser(config_class, description=description.split("\n")[0])
     task = parser.parse_known_args([flag for flag in argv if flag not in ("-h", "--help")])[0].task
     if task not in presets:
@@ -87,7 +93,7 @@ def chunks(rows, size: int) -> list:
 
 @contextmanager
 def timed(name: str, seconds: dict[str, float], remedy: str):
-    """Around a stretch of work: its seconds, and where CUDA runs out of memory, an error with the flag to lower."""
+    """Keep the seconds of a stretch of work. Raises InputError where CUDA runs out of memory, with the remedy."""
     started = time.time()
     try:
         yield
@@ -99,7 +105,7 @@ def timed(name: str, seconds: dict[str, float], remedy: str):
 # ── Rows as token sequences [x ; y ; z] ────────────────────────────────────────────────────────────────
 
 def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
-    """The rows that are at most max_tokens long, and for each (ids of the instruction with x and y, ids of z and EOS).
+    """[x ; y ; z] (§3.4): the rows of at most max_tokens tokens, and of each (ids asking with x and y, ids of z, EOS).
 
     Quotes that `ground` did not find are left out of z, so that R_φ never learns to invent one.
     """
@@ -128,7 +134,7 @@ def split_rows(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], 
 # ── Algorithm 3: teacher forcing ───────────────────────────────────────────────────────────────────────
 
 def z_loss(model, pairs: list[tuple], pad: int) -> tuple[torch.Tensor, int]:
-    """−Σ log p_φ(z_j | z_<j, x, y) over the tokens of z, EOS included, and how many there are (Alg. 3 l.5–6)."""
+    """−Σ_j log p_φ(z_j | z_<j, x, y) over the tokens of z, EOS included (Alg. 3 l.5–6): (scalar, in nats; how many)."""
     prompts, prompt_mask, z, mask = pad_batch([x for x, _ in pairs], [z for _, z in pairs], pad, model.device)
     hidden = response_hidden(model, prompts, prompt_mask, z, mask)[mask.bool()]        # [N, H]
     assert len(hidden) == sum(len(z) for _, z in pairs), "Eq. §3.4: one factor of p_φ(z | x, y) per token of z"
@@ -150,7 +156,7 @@ def train_reward_model(model, tokenizer, pairs: list[tuple], config: RewardConfi
 
 def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardConfig, loss_of=z_loss,
                 count_of=lambda pair: len(pair[1])) -> list[float]:
-    """Minimise a mean loss by one adapter, a new one unless it is loaded; returns the loss of every step.
+    """Minimise a mean loss by one adapter, a new one unless it is loaded; returns each step's loss (as loss_of: nats).
 
     pairs: tuples of lists of ids. loss_of(model, pairs, pad) → (the loss summed over some of them, …). count_of(pair): how
     many terms of the mean it holds, by default the tokens of z.
@@ -187,7 +193,7 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
 
 @dataclass
 class Judgement:
-    """What one critique did to one response: δ_t for every response token, and what had to be left out.
+    """What one critique did to one response (Alg. 4 l.13): δ_t for every response token, and what had to be left out.
 
     reason is why δ is zero throughout: "" where the critique was read, else what kept it from being read."""
     critique: str
@@ -202,7 +208,8 @@ class Judgement:
 def judge(critique: str, text: str, offsets, weighting: str = "uniform", mode: str = "cot") -> Judgement:
     """Parse A'(y) from a critique and map it to δ' (Alg. 4 l.13). What cannot be read gives zeros and a reason.
 
-    mode: the annotator's, where it wrote the critique itself; R_φ quotes spans, whatever it was trained on."""
+    offsets: the characters [start, end) of each token. mode: the annotator's, where it wrote the critique itself; R_φ
+    quotes spans, whatever it was trained on."""
     try:
         if not critique:
             raise FeedbackError("no critique was written: the response is empty or too long for R_φ's context")
@@ -220,7 +227,8 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], 
     """One critique per response from the adapter "reward" (Alg. 4 l.12), and the tokens written.
 
     Greedy by default: the release decodes R_φ by beams or at temperature .1, and a policy should not be rewarded
-    by the luck of a draw. A response that is empty, or that does not fit the context when it is encoded again, gets "".
+    by the luck of a draw; with a temperature, uniforms [B, max_new_tokens] in [0, 1) decide the tokens. A response
+    that is empty, or that does not fit the context when it is encoded again, gets "".
     """
     asked = {i: encode_prompt(tokenizer, reward_prompt(x, y))
              for i, (x, y) in enumerate(zip(prompts, responses)) if y.strip()}
@@ -236,14 +244,14 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], 
 
 @torch.no_grad()
 def held_out_loss(model, pairs: list[tuple], config: RewardConfig, pad: int) -> float:
-    """L_R(φ) on rows that were not trained on, nats per token of z."""
+    """L_R(φ) (Alg. 3 l.6) on rows that were not trained on, nats per token of z."""
     with use_lora(model, "reward"):
         parts = [z_loss(model, part, pad) for part in chunks(pairs, config.micro_batch_size)]
     return sum(loss.item() for loss, _ in parts) / sum(tokens for _, tokens in parts)
 
 
 def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int) -> tuple[list, list[dict]]:
-    """The spans that R_φ writes itself against the row's own, token by token: (`spans.compare` of each row, samples)."""
+    """The spans that R_φ writes against the row's, token by token (Table 1): (`spans.compare` of each row, samples)."""
     counts, samples = [], []
     for part in tqdm(chunks(rows, 64), desc="judge the reward model"):
         critiques, _ = write_critiques(model, tokenizer, [row["prompt"] for row in part],
@@ -258,7 +266,9 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int) -> 
 
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
-    """Phase 2 whole: read rows, train, judge, and write adapter, metrics and samples to output_dir, each file whole."""
+    """Phase 2 (Alg. 1 l.13–14, Alg. 3): read rows, train, judge, write adapter, metrics and samples, each file whole.
+
+    Raises InputError where every row is longer than --max_tokens tokens."""
     rows = read_rows(config.data, (("prompt",), ("response",), ("critique",)))
     limit, started = min(config.max_tokens, context_length(model)), time.time()
     (train_rows, pairs), (held_out, held_out_pairs) = (encode_rows(part, tokenizer, limit)

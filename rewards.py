@@ -3,6 +3,8 @@
     python text2grad.py --reward true          # the annotator itself instead of R_φ: the price of a learned critic
     python text2grad.py --reward end           # the same feedback with no placement: setting B of Appendix A
 
+Paper: §4.3, Table 11, Appendices A, I and N. Shapes: B rows, T response tokens.
+
 A design takes rollouts to δ, one number per sampled token, and changes nothing else of Algorithm 4:
 
     critique    δ' from the spans of the critique that R_φ writes (the method)
@@ -41,7 +43,7 @@ SCORED = ("scalar", "steps")                           # need another adapter "r
 
 
 def verdicts(model, tokenizer, config, rows, prompts, texts, ids, offsets) -> tuple[list[Judgement], int]:
-    """What the design of config.reward says of each rollout, and the tokens that were written to say it.
+    """What the design of config.reward says of each rollout (Alg. 4 l.12–13), and the tokens written to say it.
 
     rows: as the data has them. ids: the sampled tokens, and offsets: the characters of `texts` that each wrote.
     """
@@ -94,7 +96,10 @@ def mean(judged: list[Judgement]) -> Judgement:
 
 
 def true_verdict(row: dict, text: str, offsets, config) -> Judgement:
-    """What the annotator says of a rollout, read as phase 1 reads it; an empty response is not shown to it."""
+    """What the annotator says of a rollout, read as phase 1 reads it; an empty response is not shown to it.
+
+    offsets: the characters [start, end) of each token.
+    """
     critique = programmatic_annotator(config.critic)({"row": row, "response": text}) if text.strip() else ""
     return judge(critique, text, offsets, config.weighting, config.mode)
 
@@ -104,7 +109,7 @@ def true_verdict(row: dict, text: str, offsets, config) -> Judgement:
 def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     """ℓ_t = h_t · (W[+] − W[−]), where h_t has seen x and y_≤t, with the adapter in use.
 
-    pairs: [(x, y)] as ids → scores [B, T], mask [B, T].
+    pairs: [(x, y)] as ids → scores [B, T], mask [B, T]. Raises InputError where the tokenizer tells + and − not apart.
     """
     plus, minus = (tokenizer(mark, add_special_tokens=False).input_ids[-1] for mark in "+-")
     if plus == minus:
@@ -130,7 +135,7 @@ def step_ends(text: str, offsets, spans) -> list[int | None]:
 
 @torch.no_grad()
 def scalar_rewards(model, tokenizer, config, prompts, _texts, ids, _offsets) -> list[Judgement]:
-    """r(x, y) of the adapter "reward" at the last token, 0 before it."""
+    """r(x, y) of the adapter "reward" at the last token, 0 before it: PPO of Appendix N."""
     found = []
     with use_lora(model, "reward"):
         for part in chunks(list(zip(prompts, ids)), config.micro_batch_size):
@@ -141,7 +146,10 @@ def scalar_rewards(model, tokenizer, config, prompts, _texts, ids, _offsets) -> 
 
 @torch.no_grad()
 def step_rewards(model, tokenizer, config, prompts, texts, ids, offsets) -> list[Judgement]:
-    """2σ(ℓ) − 1 at the last token of every step: how sure the adapter "reward" is that it is correct, in [−1, 1]."""
+    """2σ(ℓ) − 1 at the last token of every step: how sure the adapter "reward" is that it is correct, in [−1, 1].
+
+    PRM-PPO of Appendix N. offsets: the characters [start, end) of each token.
+    """
     found = []
     with use_lora(model, "reward"):
         for part in chunks(list(zip(prompts, texts, ids, offsets)), config.micro_batch_size):

@@ -3,7 +3,7 @@
     out = open_run(config)                                         # runs/NAME, or an error that says what differs
     phase("phase 1, annotate", out / "feedback.jsonl", out, work)  # done once, by the first rank; reused from then on
 
-The paper says nothing of files; that a run which is stopped goes on is invariant 5 of the design.
+Paper: it says nothing of files. That a run which is stopped goes on is invariant 5 of the design.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ROOM_MB = 64        # what a run needs at least for its adapters, checkpoints an
 
 
 def open_run(config) -> Path:
-    """Make the run directory, or check that the one there was made with the same settings and that the disk has room."""
+    """Make the run directory, or go on in one that was made with the same settings.
+
+    Raises InputError where it was made with others, must be new (--no_resume), or less than ROOM_MB MB are free.
+    """
     out = Path(config.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out).free >> 20

@@ -5,6 +5,7 @@
 
 π is sampled with no top-k, top-p or repetition penalty, so that the distribution which is scored is the one that was
 sampled. B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), V vocabulary, H hidden size.
+Paper: Alg. 4 l.11 and l.12; it says nothing of how a token is drawn.
 
 Departure from common practice: a uniform number per row and step decides the token (where the distribution function
 passes it), so a text depends neither on its neighbours in the batch nor on the number of ranks.
@@ -28,12 +29,12 @@ PREFILL_TOKENS = 1 << 16            # prompt tokens that run through the model t
 # ── Prompts and responses as tensors ───────────────────────────────────────────────────────────────────
 
 def context_length(model) -> int:
-    """Tokens the model can attend to: prompt and response together."""
+    """How many tokens the model can attend to: prompt and response together."""
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
 def check_context(model, prompt_ids: list[list[int]], max_new_tokens: int):
-    """Raises ModelError where a prompt and its answer would not fit the model's context."""
+    """Raises ModelError where a prompt and max_new_tokens more tokens would not fit the model's context."""
     longest, limit = max(map(len, prompt_ids)), context_length(model)
     if longest + max_new_tokens > limit:
         raise ModelError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of "
@@ -67,7 +68,7 @@ class StaticCache:
     layers: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
-        """Attention calls this, as on transformers' own caches: new keys and values in, all that it reads out."""
+        """Attention calls this, as on transformers' own caches: new keys and values in → all that it reads, out."""
         if layer not in self.layers:
             self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (keys, values)]
         for kept, new in zip(self.layers[layer], (keys, values)):
@@ -143,7 +144,7 @@ def _capture(step, changed: list[Tensor]):
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
              eos_token_id=None, pad_token_id=None, generator=None, return_logprobs: bool = False,
              uniforms: Tensor | None = None, cuda_graph: bool = True, stats: dict | None = None):
-    """Sample one answer per prompt with a key-value cache; rows end at an EOS, which is kept (Alg. 4 l.11).
+    """Sample one answer of at most max_new_tokens tokens per prompt; rows end at an EOS, which is kept (Alg. 4 l.11).
 
     temperature 0 is greedy; otherwise the samples are from softmax(logits / temperature), the very distribution
     that `token_logprobs` scores: no top-k, top-p, beams or penalties. eos_token_id: an id, a list of ids or None.

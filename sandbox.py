@@ -2,6 +2,8 @@
 
     run_python("def f(x):\\n    return x + 1", "assert f(1) == 2")     # Result(passed=True, status='passed', stderr='')
 
+Paper: pass@1 and the test outcomes of §4.4 and Appendix N; it says nothing of how code is run.
+
 Tests are statements, run one by one, or functions named test*, called in order. Their `pytest` is a small stand-in,
 installed or not; what it lacks (fixtures, classes, skip, ...) is an error and never a pass. Layers around a run:
 
@@ -98,7 +100,9 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
 
 @functools.cache
 def sandbox_layers() -> dict[str, str]:
-    """Each layer with "", or with the reason why it cannot be put up here: a child tries them, once per process."""
+    """Each layer with "", or with the reason why it cannot be put up here: a child tries them, once per process.
+
+    Raises SandboxError where that child ends before it has said so."""
     said, _, text = _start(code="", tests=None, timeout=60, memory_mb=512, layers=list(LAYERS))
     if not said:
         raise SandboxError(f"the sandbox's layers could not be tried: {' '.join(text[-500:].split())}")

@@ -3,6 +3,8 @@
     counts = [compare(response, offsets, gold_spans, readable(critique)) for …]     # one response each
     figures(total(counts))                                                          # the tables' figures
 
+Paper: §4.2, Appendix C, Tables 1, 6, 7 and 16.
+
 R_φ is judged so against its annotator, and an annotator against people. Every figure is a function of counts that are
 summed over responses, so that an interval needs no more than the counts of resampled responses. A critique that cannot
 be read has found nothing and is wrong: it costs recall, scores 0 in the F1 by response, and is counted.
@@ -33,7 +35,7 @@ def readable(critique: str) -> Feedback | None:
 
 
 def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tuple[float, float]]:
-    """(shared / either, shared / longer) in characters of every pair, paired one to one, the greatest first.
+    """(shared / either, shared / longer) in characters of every pair (Appendix C), one to one, the greatest first.
 
     White space at the ends of a span counts for nothing; a span of nothing else has no pair.
     """
@@ -55,7 +57,8 @@ def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tup
 
 
 def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None, signs=frozenset(SIGNS)) -> Counter:
-    """The counts of one response. offsets: [start, end) of its tokens; feedback: None for a critique nobody can read.
+    """The counts of one response (Tables 1, 6, 7 and 16). offsets: the characters [start, end) of its tokens; feedback:
+    None for a critique nobody can read.
 
     signs: which ones somebody marked in the corpus; others do not enter the F1 by response, since nobody knows of them.
     """
@@ -109,7 +112,7 @@ def parts(counts: Counter) -> dict[str, tuple[float, float]]:
 
 
 def figures(counts: Counter) -> dict[str, float | None]:
-    """What the tables show, from summed counts; None where there is nothing to divide by.
+    """What Tables 1, 6, 7 and 16 show, from summed counts; None where there is nothing to divide by.
 
     Of a sign that nobody marked in any response (people who only marked errors) every figure is None: whether a
     prediction of that sign is right is not known.

@@ -9,6 +9,8 @@
     3 with and without chain of thought                                7 R_φ against the true critic as reward
     4 wrong spans: flipped, shifted, dropped                           8 Appendix A on real trajectories
 
+Paper: §4.3, Tables 1, 2 and 11, Figure 3, Appendices A, I and N.
+
 What one run is stands in trials.py. The learning rate of every arm is tuned over one grid, with a seed and held-out
 posts that are not among the reported. People write what was found on each page; a new run leaves it there.
 """
@@ -423,7 +425,7 @@ class Desk:
 
 
 def main():
-    """Do studies and write their pages."""
+    """Do studies and write their pages. Raises InputError where --study names none."""
     config = parse_flags(HfArgumentParser(StudyConfig, description=__doc__.split("\n")[0]), sys.argv[1:])
     studies = dict.fromkeys(COMPARED, compared) | {4: noise, 8: discrimination}
     wanted = [number for number in sorted(studies) if config.study in ("all", str(number))]

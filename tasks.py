@@ -1,5 +1,7 @@
 """What the phases know of a data set: its rows, its prompts, and what the annotator is told (Appendix B).
 
+Paper: Appendix B for the prompts, §4.1 for the data sets, §3.4 for what R_φ reads; it says nothing of files.
+
 A `Task` turns a row into the prompt x; `annotation_messages` asks an annotator for a critique and its spans in one of the
 paper's modes; `reward_prompt` is the instruction to R_φ; `read_rows` and `write_rows` are how rows come and go. Every
 sentence of the prompts is our own.
@@ -26,7 +28,8 @@ class Task:
 
     needs: field groups; a row must have one field of every group. policy_prompt(row) is x. responses(row) are the
     answers that the row brings along, each with what is known about it (may be none: then the policy writes them).
-    judge, criteria: the annotator's role and what it should look for; quotes: how many spans of each kind.
+    judge, criteria: the annotator's role and what it should look for; quotes: how many spans of each kind. temperature,
+    max_tokens: of the annotator's reply, the latter in tokens.
     """
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -142,7 +145,7 @@ def fenced(parts: dict[str, str]) -> tuple[str, str]:
 
 
 def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[dict]:
-    """Chat messages that ask for R_LLM(x, y) = (c, A(y)) in one of the MODES.
+    """Chat messages that ask for R_LLM(x, y) = (c, A(y)) in one of the MODES (Alg. 2 l.5–12, Appendix B).
 
     Everything that the annotator did not write itself is `fenced`, and the instruction says that nothing there is an
     order. Raises InputError for a critique to align that the row does not have.
@@ -247,6 +250,7 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     """One example {id, prompt, response, row, …} for every response that the rows bring; `response` in a row wins.
 
     outcome: what its tests said; critique: what a person said of it; reference: a good answer; each where the row has it.
+    Raises InputError for a row of another form, or with an empty response.
     """
     for number, row in enumerate(rows, 1):
         name = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)

@@ -18,6 +18,9 @@ would drop the last TD error); `delta` is the pseudo-reward δ_t and `td_error` 
 Ranks share the work, not the batch: each samples, judges and trains on its share of the rows, and all hold the whole.
 Every draw is a function of (seed, iteration) and the row's place in the batch, so there is no generator whose state a
 checkpoint must keep: a run that is resumed, or spread over another number of ranks, draws the same.
+
+Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), N tokens of a flat batch.
+Paper: §3.5 and Algorithms 1 and 4; it says nothing of ranks, checkpoints and flags.
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ from sandbox import SandboxError
 
 @dataclass
 class Config:
-    """Defaults are the toy world's; --task sets the paper's values (Table 10, as its release has them)."""
+    """Defaults are the toy world's; --task sets the paper's values (Table 10, as its release has them).
+
+    max_new_tokens, max_prompt_tokens and max_critique_tokens are in tokens, rank_timeout in minutes, kl_target in nats.
+    """
     task: str = flag("toy", "toy, slf5k, ultrafeedback or kodcode; sets the preset")
     model: str = flag("toy/base", "base model: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
@@ -144,7 +150,7 @@ PRESETS = {
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
     """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t) (Definition 1), averaged over the batch.
 
-    logprobs, delta, mask: [B, T] → scalar.
+    logprobs (nats), delta, mask: [B, T] → scalar.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t and one log π per token"
     return -(delta * logprobs * mask).sum() / len(logprobs)                    # Eq. §3.1 Definition 1; Eq. §3.5 g_NL
@@ -172,7 +178,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the masked entries; 0 where mask is 0. Any shape."""
+    """Mean 0 and variance 1 over the masked entries; 0 where mask is 0. Any shape. As the release; not in the paper."""
     wide, count = x.double(), mask.sum()                  # float32 would leave the mean's rounding over a tiny spread
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
@@ -183,7 +189,8 @@ def ppo_loss(logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: T
              count=None) -> Tensor:
     """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)  (§3.5, Alg. 4 l.22–23, 27).
 
-    Any shape → scalar. count: tokens to average over, where this is a part of a batch the whole's; default mask.sum().
+    Log-probs in nats. Any shape → scalar. count: tokens to average over, where this is a part of a batch the whole's;
+    default mask.sum().
     """
     ratio = torch.exp((logprobs - logprobs_old) * mask)                                      # Alg. 4 l.21–22
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)  # Alg. 4 l.23; Eq. §3.5 PPO
@@ -191,7 +198,7 @@ def ppo_loss(logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: T
 
 
 def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float, count=None) -> Tensor:
-    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)]: Alg. 4 l.24 with the release's clipping. Shapes as ppo_loss."""
+    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)] (Alg. 4 l.24, 28; the release clips). Any shape → scalar."""
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
     error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)                 # Alg. 4 l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
@@ -199,7 +206,10 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
 @dataclass
 class AdaptiveKL:
-    """The coefficient β of the KL penalty, steered to a target (Ziegler et al. 2019, §2.2). target 0 keeps it fixed."""
+    """The coefficient β of the KL penalty, steered to a target (Ziegler et al. 2019, §2.2; Appendix D.2 has targets).
+
+    target: nats per response; 0 keeps β fixed. horizon: rollouts over which it adapts.
+    """
     beta: float
     target: float
     horizon: int
@@ -219,7 +229,11 @@ INPUTS = ("prompt_ids", "prompt_mask", "response_ids", "mask")             # wha
 
 @dataclass
 class Rollouts:
-    """One batch on its way through the phases. [B, T] is right-padded; mask is 1 on sampled tokens, EOS included."""
+    """ℬ, one batch on its way through Alg. 4 l.8–18. mask is 1 on sampled tokens, EOS included.
+
+    Tensors are [B, T], right-padded, where no other shape stands beside them; log-probs, entropy and KL are in nats.
+    offsets: the characters [start, end) of its text that each token wrote.
+    """
     prompts: list[str]
     texts: list[str]
     offsets: list[list[tuple[int, int]]]
@@ -239,14 +253,14 @@ class Rollouts:
     rows: list[dict] = field(default_factory=list)     # as the data has them
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
-        """The tensors of some rows, without the columns that are padding in all of them."""
+        """The tensors of some rows, [B, P] and [B, T] without the columns that are padding in all of them."""
         P, T = int(self.prompt_mask[index].sum(1).max()), int(self.mask[index].sum(1).max())
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
         return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T] for name, x in tensors.items()}
 
 
 def sample(model, tokenizer, prompt_ids, config: Config, adapter: str | None, uniforms: Tensor) -> list[list[int]]:
-    """y ~ π(·|x) as ids; uniforms [B, max_new_tokens] in [0, 1): the number from which each token of a row is drawn."""
+    """y ~ π(·|x) (Alg. 4 l.11) as ids; uniforms [B, max_new_tokens] in [0, 1): from which each token is drawn."""
     parts, eos = (chunks(rows, config.rollout_batch_size) for rows in (prompt_ids, uniforms)), eos_ids(tokenizer, model)
     with use_lora(model, adapter):
         return [y for x, u in zip(*parts) for y in generate(model, x, config.max_new_tokens, config.temperature, eos,
@@ -254,7 +268,7 @@ def sample(model, tokenizer, prompt_ids, config: Config, adapter: str | None, un
 
 
 def sample_rollouts(model, tokenizer, rows: list[dict], config: Config, adapter: str | None, generator) -> Rollouts:
-    """y ~ π_θold(·|x) for every row (Alg. 4 l.11). The sampled ids are kept as they are; texts are for the critic."""
+    """y ~ π_θold(·|x) for every row (Alg. 4 l.9–11). The sampled ids are kept as they are; texts are for the critic."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = torch.rand(len(prompts), config.max_new_tokens, generator=generator)
@@ -283,7 +297,7 @@ def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
-    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), by the forward pass that training uses."""
+    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), [B, T], by training's forward pass (for Alg. 4 l.14, 16, 22)."""
     weight, scores = head_weight(model), torch.zeros(4, *rollouts.mask.shape, device=model.device)
     for index in chunks(by_length(rollouts.mask)[RANK::RANKS], config.micro_batch_size):
         part = rollouts.part(index)
@@ -321,14 +335,14 @@ def add_advantages(rollouts: Rollouts, beta: float, config: Config):
 
 
 def by_length(mask: Tensor) -> list[int]:
-    """Rows ordered by response length, so that a micro-batch holds little padding."""
+    """Rows ordered by response length, so that a micro-batch holds little padding. mask: [B, T]"""
     return sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
 
 
 # ── The update (Algorithm 4, l.19–32) ──────────────────────────────────────────────────────────────────
 
 def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng: random.Random) -> dict[str, float]:
-    """ppo_epochs passes over the batch in shuffled minibatches; returns means over the optimizer steps.
+    """Alg. 4 l.19–32: ppo_epochs passes over the batch in shuffled minibatches; returns means over the optimizer steps.
 
     A minibatch is dealt to the ranks and split into micro-batches, every one normalised by the token count of the whole
     minibatch, so neither the split nor the number of ranks changes the update. A step that would do harm is skipped and
@@ -364,7 +378,10 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
 
 
 def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count) -> tuple[Tensor, dict]:
-    """−L_CLIP − β H + c L_VF of some rollouts, each a sum over their tokens divided by `count`; and what to log."""
+    """−L_CLIP − β H + c L_VF of some rollouts (Alg. 4 l.21–28), each a sum over their tokens divided by `count`.
+
+    part: tensors [B, P] or [B, T] → (the loss, a scalar; what to log).
+    """
     at = part["mask"].bool()
     old = {k: part[k][at] for k in ("response_ids", "logprobs_old", "advantages", "values", "returns", "mask")}  # [N]
     with use_lora(model, "policy"):
@@ -390,7 +407,7 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
 # ── Phases 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────
 
 def split_data(config: Config) -> tuple[list[dict], list[dict]]:
-    """(rows to train on, rows for the table before and after): disjoint."""
+    """(rows to train on, rows to judge by), disjoint (§4.1). Raises InputError where --data is missing or too short."""
     task = get_task(config.task)
     if config.data is None:
         if config.task != "toy":
@@ -405,7 +422,10 @@ def split_data(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str) -> list[dict]:
-    """Rows whose prompt, response and critique fit the model; longer than --max_prompt_tokens are left out and counted."""
+    """Rows whose prompt, response and critique fit the model; longer than --max_prompt_tokens are left out and counted.
+
+    Raises InputError where none is left, or where a row would exceed the context.
+    """
     task = get_task(config.task)
     lengths = [len(encode_prompt(tokenizer, task.policy_prompt(row))) for row in rows]
     kept = [(row, n) for row, n in zip(rows, lengths) if n <= (config.max_prompt_tokens or n)]
@@ -427,7 +447,7 @@ def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str
 
 
 def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
-    """Alg. 1 l.6: an initial response of the reference policy to every row that brings none. Empty ones are left out."""
+    """Alg. 1 l.6: π_ref answers rows that bring no response; empty ones go. Raises InputError where none is left."""
     task, out = get_task(config.task), []
     mute = [row for row in rows if "response" not in row and not task.responses(row)]
     brought = [row for row in rows if "response" in row or task.responses(row)]
@@ -495,13 +515,13 @@ def batch_prompts(prompts: list, config: Config, iteration: int) -> list:
 
 
 def learning_rate(config: Config, iteration: int) -> float:
-    """Linear or cosine decay to zero over the run."""
+    """Linear or cosine decay to zero over the run (Appendix D.2)."""
     left = 1 - iteration / config.iterations
     return config.learning_rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
 
 
 def batch_metrics(rollouts: Rollouts, written: int) -> dict[str, float]:
-    """What one batch looked like."""
+    """What one batch looked like: shares, nats of KL per response, … written: the tokens of all its critiques."""
     at, rows, judged = rollouts.mask.bool(), len(rollouts.mask), rollouts.feedback
     tensors = (rollouts.delta, rollouts.returns, rollouts.values, rollouts.kl, rollouts.entropy)
     delta, returns, values, kl, entropy = (x[at].double() for x in tensors)
@@ -518,7 +538,7 @@ def batch_metrics(rollouts: Rollouts, written: int) -> dict[str, float]:
 
 
 def one_iteration(model, tokenizer, value_head, optimizer, kl: AdaptiveKL, rows, config: Config, iteration: int):
-    """Algorithm 4 l.7–32, once. Every draw is a function of (seed, iteration): a resumed run draws the same."""
+    """Alg. 4 l.7–32, once; draws depend on (seed, iteration) alone. kl: β, moved by the batch's nats per response."""
     seed, seconds = config.seed * 1_000_003 + iteration, {}
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     optimizer.param_groups[0]["lr"] = learning_rate(config, iteration)
@@ -554,7 +574,7 @@ def sample_row(rollouts: Rollouts, row: int) -> dict:
 # ── Checkpoints: all that the next iteration depends on ────────────────────────────────────────────────
 
 def training_state(optimizer) -> dict[str, Tensor]:
-    """Every tensor that the next iteration depends on: adapter and value head in a fixed order, and AdamW's of each."""
+    """What the next iteration depends on, any shape: adapter and value head in a fixed order, and AdamW's of each."""
     return {f"{i}.{name}": tensor for i, p in enumerate(optimizer.param_groups[0]["params"])
             for name, tensor in {"parameter": p.data, **optimizer.state[p]}.items()}
 
@@ -562,7 +582,8 @@ def training_state(optimizer) -> dict[str, Tensor]:
 def restore(optimizer, kl: AdaptiveKL, out: Path, settings: dict) -> int:
     """Go back to the newest checkpoint, if there is one; returns the number of iterations done.
 
-    Raises InputError where it was made with other settings, on another base or for another LoRA shape.
+    kl takes up its β (its target is in nats per response). Raises InputError where the checkpoint was made with other
+    settings, on another base or for another LoRA shape, or where the ranks see different ones.
     """
     path, tensors, state = newest_checkpoint(out, warn=say)
     if len(set(everyone([path]))) > 1:
@@ -587,7 +608,7 @@ def restore(optimizer, kl: AdaptiveKL, out: Path, settings: dict) -> int:
 
 
 def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, value_head, settings: dict) -> str:
-    """Phase 3 (Alg. 1 l.16–18, Alg. 4): train the adapter "policy" and the value head."""
+    """Phase 3 (Alg. 1 l.18, Alg. 4 l.6–33): train the adapter "policy" and the value head."""
     optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()],
                                   lr=config.learning_rate, weight_decay=0.0, fused=model.device.type == "cuda")
     kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -660,7 +681,7 @@ def check_config(config: Config):
 
 
 def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path):
-    """Phase 3 between its two evaluations; writes policy/, value_head.safetensors and result.json."""
+    """Phase 3 (Alg. 1 l.16–19) between two evaluations; writes policy/, value_head.safetensors and result.json."""
     before_file = out / "before.json"
     if not everyone([before_file.exists()])[0]:
         before, samples = evaluate_policy(model, tokenizer, eval_rows, config, config.reference)

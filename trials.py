@@ -4,6 +4,8 @@
     with workers(2) as pool:
         records = settle([Run(reward="true", updates=15, batch=32, learning_rate=1e-3)], Path("runs/studies"), pool)
 
+Paper: the runs of §4.3, Table 11 and Appendix A. Shapes: B rows, T tokens, N responses.
+
 A job is a frozen dataclass that holds all that its record depends on. The record is kept in a cache under a hash of the
 job: what was stopped goes on, and studies share the runs that they have in common. Delete the cache after a change of
 code. A job has one thread, because two such jobs at once do more than one job with two threads in a model this small.
@@ -116,7 +118,9 @@ def workers(count: int):
 
 
 def settle(jobs: list, cache: Path, pool) -> list[dict]:
-    """The records of jobs, in order; those that the cache lacks are done first, each once, by the pool's processes."""
+    """The records of jobs, in order; those that the cache lacks are done first, each once, by the pool's processes.
+
+    Raises InputError with the job and its error where one fails."""
     record = lambda job: cache / f"{key(job)}.json"
     absent = {pool.submit(work, job, cache): job for job in dict.fromkeys(jobs) if not record(job).exists()}
     for done in tqdm(as_completed(absent), total=len(absent), desc="runs", disable=not absent):

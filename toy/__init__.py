@@ -6,6 +6,8 @@ summarises it in one sentence and gets about a third of the facts wrong, as real
 the programmatic annotator: it checks the summary fact by fact in plain English and then quotes the good
 and the poor spans (Algorithm 2, with chain of thought).
 
+Paper: SLF5K, §4.1 and §4.3; it has no such world.
+
 What is simplified: every fact comes from a short list of phrases, and no phrase occurs inside another,
 so the critic can find each of them exactly. The critic replies in text, as an LLM would, and only
 `annotate.parse_feedback` and `annotate.ground` read it.

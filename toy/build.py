@@ -2,6 +2,8 @@
 
     python -m toy.build                     # writes toy/base; seed 0, see toy/README.md for the time
 
+Paper: it says nothing of toy models.
+
 A byte-level BPE tokenizer and a Llama of 0.65 million parameters, trained with the project's own fused gather on
 answers to four instructions, in equal parts:
 
