@@ -120,7 +120,7 @@ def _quotes(row: dict) -> int:
     return (Counter(row["good_spans"] + row["poor_spans"]) | Counter(row["unmatched"])).total()
 
 
-def _fidelity(rows: list[Measured]) -> list[list]:
+def _fidelity(rows: list[Measured]) -> list[list]:  # Table 15
     """Table 15, with the other problems of `report.problems`."""
     checked = [r.row for r in rows if None not in map(r.row.get, ("good_spans", "poor_spans", "unmatched"))]
     quotes, unmatched = sum(map(_quotes, checked)), sum(len(row["unmatched"]) for row in checked)
@@ -143,13 +143,13 @@ def _by_label(rows: list[Measured]):
         yield label, spans, (quartiles([length for length, _ in spans]) if spans else [None] * 3)
 
 
-def _lengths(rows: list[Measured]) -> list[list]:
+def _lengths(rows: list[Measured]) -> list[list]:  # Table 18
     """Table 18."""
     return [[label, len(spans), *cuts, max((length for length, _ in spans), default=None)]
             for label, spans, cuts in _by_label(rows)]
 
 
-def _accuracy(rows: list[Measured]) -> list[list]:
+def _accuracy(rows: list[Measured]) -> list[list]:  # Table 19
     """Table 19. A span of length n is in the first bucket where n ≤ Q1, else in the second where n ≤ Q2, and so on."""
     out = []
     for label, spans, cuts in _by_label(rows):
@@ -166,7 +166,7 @@ def _usage(rows: list[Measured], name: str) -> list[int]:
     return _known((r.row.get("usage") or {}).get(name) for r in rows)
 
 
-def _replies(rows: list[Measured], count) -> list[list]:
+def _replies(rows: list[Measured], count) -> list[list]:  # Table 12
     """Table 12. Both texts are counted in one unit; the server's own count of the whole reply stands beside them."""
     size = (lambda text: len(count(text))) if count else (lambda text: len(re.findall(r"\w+|[^\w\s]", text)))
     written = [r for r in rows if None not in map(r.row.get, ("critique", "good_spans", "poor_spans"))]
@@ -178,7 +178,7 @@ def _replies(rows: list[Measured], count) -> list[list]:
             ["spans, server's tokens", len(billed), *_mean_and_sum(billed), None]]
 
 
-def _bill(rows: list[Measured]) -> list[list]:
+def _bill(rows: list[Measured]) -> list[list]:  # Table 14
     """Table 14."""
     dollars = _known(r.row.get("usd") for r in rows)
     return [*([name.replace("_", " "), len(found), *_mean_and_sum(found)]

@@ -243,7 +243,7 @@ def refinements(model, tokenizer, rows: list[dict], config: BaselineConfig) -> l
         for row, text in zip(rows, texts)]
 
 
-def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:
+def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
     """(x, y, labels) of a row that was annotated in steps: ±1 at the last token of each step, 0 elsewhere."""
     y = encode_answer(tokenizer, row["response"])
     text, offsets = token_offsets(tokenizer, y)

@@ -328,7 +328,7 @@ def execute(problems: list[Problem], samples: list[dict], workers: int = 2, time
         pool.shutdown(cancel_futures=True)
 
 
-def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:
+def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
     """{id, "pass@k", "plus pass@k"} of each task, from `execute`'s rows. Raises InputError for too few samples."""
     tasks = {}
     for row in rows:
@@ -390,7 +390,8 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
     return [[next(each) for _ in row["choices"]] for row in rows]
 
 
-def arc_scores(model, tokenizer, rows: list[dict], adapter: str | None = None, batch_size: int = 16) -> list[dict]:
+def arc_scores(model, tokenizer, rows: list[dict], adapter: str | None = None,
+               batch_size: int = 16) -> list[dict]:  # Table 4
     """{id, accuracy, accuracy_norm} of every row: whether the likeliest choice is right (1.0 or 0.0).
 
     accuracy_norm divides each log-likelihood by the choice's length in characters, as the harness' acc_norm does; its

@@ -297,7 +297,7 @@ def side_by_side(rows: list[dict], prompts: list[str], texts: dict[str, list[str
 REFERENCES = ("reference", "ideal_human_summary", "tldr_human_reference_summary")
 
 
-def summaries(config: EvalConfig, tested: list[Policy]) -> Outcome:
+def summaries(config: EvalConfig, tested: list[Policy]) -> Outcome:  # Table 2
     """ROUGE, BLEU, BERTScore and perplexity against the people's summaries; in the toy world also by its facts."""
     if config.task == "toy" and not config.data:
         rows = toy.rows("eval", config.limit or 200)

@@ -334,7 +334,7 @@ def pairwise_scores(questions: list[Question], verdicts: dict[str, dict]) -> lis
     return scores
 
 
-def win_tie_loss(scores: list[dict]) -> dict:
+def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
     """Counts of win, tie (of them inconsistent), loss and unreadable; win_rate and its standard_error in per cent."""
     wins = [row["win"] for row in scores if row["win"] is not None]
     count = Counter(wins)

@@ -195,7 +195,7 @@ def bert_score(predictions: list[str], references: list[str], encoder, tokenizer
 # ── Perplexity (Table 8) and pass@k (Table 3) ───────────────────────────────────────────────────────────
 
 def perplexity(model, tokenizer, prompts: list[str] | None, texts: list[str], adapter: str | None = None,
-               batch_size: int = 8) -> list[tuple[float, int]]:
+               batch_size: int = 8) -> list[tuple[float, int]]:  # Table 8
     """(nats, tokens) of each text under the model; the perplexity of all is `corpus(rows, perplexity_of)`.
 
     Given its prompt, as the policy answers it, or with prompts None given BOS alone (its own first token, where the

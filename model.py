@@ -85,7 +85,7 @@ def _assert_plain_head(model, path):
                          f"soft cap); the fused log-probs here need a plain head, as Llama, Mistral and Qwen have")
 
 
-def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
+def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     """One user turn, or a conversation as chat messages that ends with one, as token ids, ready for the model's answer.
 
     Uses the tokenizer's own chat template where it has one, else PLAIN_TEMPLATE for every turn, after the tokenizer's BOS.

@@ -54,7 +54,7 @@ def is_content(word: str, code: bool = False) -> bool:
     return bool(word) and not word.endswith("n't") and word.split("'")[0] not in FUNCTION_WORDS
 
 
-def span_weights(text: str, places, weighting: str) -> list[float]:
+def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     """The weight in (0, 1] of each of a span's n tokens, by their characters [start, end) (Table 11, Appendix I.1).
 
     "uniform": 1. "linear_decay": 1 − (i−1)·0.9/(n−1). "importance": 1 on content words, 0.2 on others, and

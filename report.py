@@ -51,7 +51,7 @@ def split_text(text: str, offsets) -> list[str]:
     return pieces
 
 
-def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
+def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:  # Figure 1
     """The response with its good tokens green and its poor tokens red; runs of one sign are marked once."""
     marks = _ANSI if (use_colour() if colour is None else colour) else _PLAIN
     out = []
@@ -317,7 +317,7 @@ byId("sort").onchange = event => change("sort", event.target.value);
 """
 
 
-def feedback_page(path, title: str, rows: list[dict], more=None):
+def feedback_page(path, title: str, rows: list[dict], more=None):  # Figure 2
     """Write one self-contained HTML page of annotated responses: spans coloured, the critique beside, problems below.
 
     rows: as annotate.py writes them, and failed ones {id, prompt, response, reason, reply}. The page searches, sorts,
@@ -478,7 +478,7 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
             f'{"".join(out)}</svg>')
 
 
-def curves(rows: list[dict]) -> str:
+def curves(rows: list[dict]) -> str:  # Figure 5
     """Every metric in metrics.jsonl's rows as small charts; below a chart, which values it lacks. HTML on its own."""
     keys = dict.fromkeys(key for row in rows for key in row if key != "iteration")
     known = {key for wanted in _CHARTS.values() for key in wanted}
@@ -594,7 +594,7 @@ def sections_page(title: str, said: str, sections: dict[str, str]) -> str:
     return page(title, f'<p class="muted">{escape(said)}</p><nav>{links}</nav>{parts}', style=_REPORT_STYLE)
 
 
-def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
+def card(heading: str, prompt: str, columns: dict[str, str]) -> str:  # Figure 4
     """A prompt, folded where it is long, above columns {title: HTML}."""
     shown = text_block(prompt)
     if len(prompt) > 200 or prompt.count("\n") > 2:

@@ -65,7 +65,7 @@ class RewardConfig:
 
 _PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32, lora_targets="q_proj,v_proj",
               lora_dropout=0.1, epochs=3, learning_rate=1e-5, weight_decay=3e-7, batch_size=8, micro_batch_size=1)
-REWARD_PRESETS = {
+REWARD_PRESETS = {  # Table 9
     "toy": {},
     "slf5k": {**_PAPER, "lora_dropout": 0.05, "max_tokens": 1400, "max_critique_tokens": 500},
     "ultrafeedback": {**_PAPER, "max_tokens": 1250, "max_critique_tokens": 768},
@@ -92,7 +92,7 @@ def chunks(rows, size: int) -> list:
 
 
 @contextmanager
-def timed(name: str, seconds: dict[str, float], remedy: str):
+def timed(name: str, seconds: dict[str, float], remedy: str):  # Table 13
     """Keep the seconds of a stretch of work. Raises InputError where CUDA runs out of memory, with the remedy."""
     started = time.time()
     try:

@@ -122,7 +122,7 @@ def figures(counts: Counter) -> dict[str, float | None]:
             for name, (part, whole) in parts(counts).items()}
 
 
-def span_table(counts: dict) -> list[list]:
+def span_table(counts: dict) -> list[list]:  # Table 6
     """Table 6's counts: sign, marked, predicted, exact, partial."""
     return [[name, *(counts[f"{name} {what}"] for what in ("spans marked", "spans predicted", "exact", "partial"))]
             for name in SIGNS]

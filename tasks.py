@@ -144,7 +144,7 @@ def fenced(parts: dict[str, str]) -> tuple[str, str]:
             "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts.items()))
 
 
-def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[dict]:
+def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[dict]:  # Alg. 2 l.5–9; Alg. 2 l.10–11
     """Chat messages that ask for R_LLM(x, y) = (c, A(y)) in one of the MODES (Alg. 2 l.5–12, Appendix B).
 
     Everything that the annotator did not write itself is `fenced`, and the instruction says that nothing there is an

@@ -134,7 +134,7 @@ class Config:
 _PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6, annotated_rows=10000,
               iterations=1000, batch_size=64, rollout_batch_size=64, minibatch_size=64, micro_batch_size=1,
               learning_rate=1e-6, schedule="cosine", max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, eval_rows=64)
-PRESETS = {
+PRESETS = {  # Table 10
     "toy": {},
     "slf5k": {**_PAPER, "output_dir": "runs/slf5k", "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
               "kl_coef": 0.2, "kl_target": 6.0, "max_new_tokens": 89, "max_critique_tokens": 500,

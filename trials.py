@@ -308,11 +308,11 @@ def follow_trajectories(job: Trajectories, cache: Path) -> dict:
                      if (here := fact & (left >= b) & (left < b + 3)).sum() > 50] for name, a in advantages.items()}
     return {"pairs": ordered_pairs(rollouts.delta, mask, job.samples, 0.95), "places": places,
             "all": {name: correlation(a[at][fact], label[fact]) for name, a in advantages.items()},
-            "alpha": (0.95 ** -left[fact].float()).mean().item(),
+            "alpha": (0.95 ** -left[fact].float()).mean().item(),  # Eq. Appendix A α
             "noise": {name: noise_scale(products, job.seed) for name, products in dots.items()}}
 
 
-def advantages_of(delta, mask) -> dict[str, Tensor]:
+def advantages_of(delta, mask) -> dict[str, Tensor]:  # Eq. §3.6 A^A
     """A_t of both settings without a value function: B pays Σ_t δ_t at the last token. [B, T] each."""
     nothing = torch.zeros_like(delta)
     end = nothing.scatter(1, mask.sum(1, keepdim=True).long() - 1, delta.sum(1, keepdim=True))
@@ -324,7 +324,7 @@ def correlation(x, y) -> float:
     return torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1].item()
 
 
-def ordered_pairs(delta, mask, samples: int, weight: float) -> dict[str, float]:
+def ordered_pairs(delta, mask, samples: int, weight: float) -> dict[str, float]:  # Eq. Appendix A ΔA
     """ΔA^A_t > ΔA^B_t, for responses of one length to one post, the first the better by Σ δ, at every t < T.
 
     As Appendix A has it: ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k; it says that the first is the

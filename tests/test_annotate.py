@@ -80,7 +80,7 @@ plain_critiques = st.text(st.characters(exclude_characters="{}`", exclude_catego
 
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
-def test_feedback_survives_its_own_text(critique, good, poor):
+def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
     """§3.4: z = [c ; span JSON] is read back as it was written."""
     assert parse_feedback(Feedback(critique, good, poor).text()) == Feedback(critique.strip(), good, poor)
 
@@ -443,7 +443,7 @@ def lies_in(text, offset, span) -> bool:
 
 @often
 @given(tilings(), st.data())
-def test_delta_equals_brute_force_over_characters(tiling, data):
+def test_delta_equals_brute_force_over_characters(tiling, data):  # Eq. §3.3 δ; Alg. 2 l.18–25
     """§3.3, Algorithm 2 l.15–27: ±1 in a span of one kind, 0 outside, half inside and in both kinds."""
     text, offsets = tiling
     spans = data.draw(some_spans(text))
@@ -454,7 +454,7 @@ def test_delta_equals_brute_force_over_characters(tiling, data):
 
 @often
 @given(tilings(), st.data())
-def test_linear_decay_equals_the_formula(tiling, data):
+def test_linear_decay_equals_the_formula(tiling, data):  # Table 11
     """Appendix I.1: r_i = ±(1 − (i−1)·0.9/(n−1)) for the i-th of the n tokens of a span."""
     text, offsets = tiling
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=6)))
@@ -467,7 +467,7 @@ def test_linear_decay_equals_the_formula(tiling, data):
     assert token_rewards(text, offsets, spans, "linear_decay") == pytest.approx(expected)
 
 
-def test_tokens_by_hand():
+def test_tokens_by_hand():  # Alg. 2 l.15; Alg. 2 l.16–17
     text, offsets = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
     assert token_rewards(text, offsets, [Span(0, 7, 1), Span(9, 12, -1)]) == [1, 1, 1, 0, 0]
     assert token_rewards(text, offsets, [Span(4, 6, -1)]) == [0, -1, 0, 0, 0]
@@ -571,7 +571,7 @@ def test_ultrafeedback_rows_become_messages(shared):
         check_messages(task, example, row["prompt"])
 
 
-def test_toy_rows_become_messages_and_feedback():
+def test_toy_rows_become_messages_and_feedback():  # Alg. 2 l.28
     """§4.3 in miniature: the toy critic's quotes all stand in the summary."""
     import toy
     task, rows = get_task("toy"), toy.rows("train", 3)

@@ -251,7 +251,7 @@ def test_step_ends_are_the_last_tokens_that_wrote_anything_of_a_step():
     assert step_ends(text, offsets, [(6, 7), (0, 4)]) == [None, 1]
 
 
-def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):
+def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
     """annotate --mode steps → labels; a clause is correct where all its facts are."""
     _, tokenizer = toy_model
     row = toy.rows("train", 1)[0]

@@ -296,7 +296,7 @@ def test_samples_go_through_a_file_and_completions_go_on_from_the_prompt(tmp_pat
 
 @pytest.mark.parametrize("name, count", [("HumanEval.jsonl.gz", 164), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164),
                                          ("mbpp_first50.jsonl", 50)])
-def test_published_solutions_pass_and_empty_bodies_do_not(name, count, shared):
+def test_published_solutions_pass_and_empty_bodies_do_not(name, count, shared):  # Table 3
     problems = read_problems(shared / "data" / name)
     rows = run(problems, *(extract_code(f"So:\n```python\n{p.solution}\n```\n", p) for p in problems))
     assert len(rows) == count and [row for row in rows if not row["base"] or row["plus"] is False] == []
@@ -384,7 +384,7 @@ def test_log_likelihoods_are_those_of_a_plain_forward_of_each_row(toy_model, tmp
     assert np.abs(np.concatenate(found[None]) - np.concatenate(found["trained"])).max() > 0.1
 
 
-def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):
+def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table 4
     model, tokenizer = stories
     rows = read_arc(shared / "data" / "arc_challenge_dev.jsonl")
     assert len(rows) == 294 and {len(row["choices"]) for row in rows} == {3, 4}

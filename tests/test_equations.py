@@ -129,7 +129,7 @@ def flat(parameters):
 
 # ── Definition 1 ────────────────────────────────────────────────────────────────────────────────────────
 
-def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):
+def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.1 Definition 1
     """Definition 1: g_NL = Σ_t δ_t ∇ log π(y_t | x, y_<t), token by token through the plain model, mean of rows."""
     model, _, rollouts = policy
     parameters, part = lora_parameters(model, "policy"), rollouts.part([0, 1, 2])
@@ -150,7 +150,7 @@ def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):
 
 @many
 @given(row_lengths, seeds, unit, unit)
-def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gamma, lam):
+def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gamma, lam):  # Eq. §3.5 GAE
     """§3.5, Appendix A: A_t = Σ_{l=0}^{T−t} (γλ)^l td_error_{t+l}, V = 0 after the last token of every row."""
     mask = prefix_mask(lengths)
     rewards, values = noise(seed, *mask.shape), noise(seed + 1, *mask.shape)
@@ -192,7 +192,7 @@ def test_gae_with_lambda_zero_is_the_td_error(gamma):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_one_is_the_first_form_of_line_16(gamma):
+def test_gae_with_lambda_one_is_the_first_form_of_line_16(gamma):  # Alg. 4 l.15–16
     """Alg. 4 l.16: A_t = Σ_{k=t}^{T} γ^{k−t} r_k − V(x, y_<t)."""
     r, v = noise(1, 6).tolist(), noise(2, 6).tolist()
     expected = [sum(gamma ** (k - t) * r[k] for k in range(t, 6)) - v[t] for t in range(6)]
@@ -223,7 +223,7 @@ def test_discounted_returns_are_the_naive_double_loop(lengths, seed, gamma):
 
 @many
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=8), unit, unit)
-def test_without_values_the_advantage_is_the_discounted_sum_of_delta(delta, gamma, lam):
+def test_without_values_the_advantage_is_the_discounted_sum_of_delta(delta, gamma, lam):  # Eq. §3.6 A^A
     """§3.6, setting A with V = 0 and no KL: A_t = Σ_{k=t}^{T} (γλ)^{k−t} δ_k."""
     n = len(delta)
     expected = [math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
@@ -232,7 +232,7 @@ def test_without_values_the_advantage_is_the_discounted_sum_of_delta(delta, gamm
 
 @many
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=8), unit)
-def test_end_of_sequence_reward_spreads_the_whole_sum_backwards(delta, lam):
+def test_end_of_sequence_reward_spreads_the_whole_sum_backwards(delta, lam):  # Eq. §3.6 A^B
     """§3.6, setting B: A_t = (γλ)^{T−t} Σ δ. GAE sums over all k, which is the printed Σ_{k=t} at t = 1 only."""
     n, got = len(delta), one_row(*end_reward(*delta), lam=lam).tolist()
     close(got, [lam ** (n - 1 - t) * sum(delta) for t in range(n)])
@@ -242,7 +242,7 @@ def test_end_of_sequence_reward_spreads_the_whole_sum_backwards(delta, lam):
         close(got[t] - printed[t], lam ** (n - 1 - t) * sum(delta[:t]), rtol=1e-9, atol=1e-9)
 
 
-def test_a_reward_twenty_tokens_before_the_end_weighs_2_79_times_more():
+def test_a_reward_twenty_tokens_before_the_end_weighs_2_79_times_more():  # Eq. Appendix A α
     """Appendix A: α(T − 20, T) = 0.95^−20 ≈ 2.8, as a ratio of two outputs of `gae`."""
     T, k = 30, 10
     delta = [float(t == k) for t in range(1, T + 1)]
@@ -346,7 +346,7 @@ def test_whiten_of_equal_tokens_is_zero(value):
     (1.5, 2.0, -2.4, 0.0), (0.5, -2.0, 1.6, 0.0),                                                   # clipped
     (1.5, -2.0, 3.0, 3.0), (0.5, 2.0, -1.0, -1.0),                                                # outside, not clipped
 ])
-def test_ppo_loss_by_cases(ratio, advantage, loss, gradient):
+def test_ppo_loss_by_cases(ratio, advantage, loss, gradient):  # Eq. §3.5 PPO; Alg. 4 l.23
     """Alg. 4 l.23 at ε = 0.2; d ρ / d log π = ρ, and a clipped token has no gradient."""
     old = torch.tensor([-1.3], dtype=torch.float64)
     logprobs = vector(-1.3 + math.log(ratio))
@@ -403,7 +403,7 @@ def test_parts_add_up_to_the_whole_with_count(loss):
     (-0.5, 1.125, -1.5),       # moved away: the larger error ½ (−0.5 − 1)² counts, and pulls back
     (2.5, 1.125, 1.5),         # past the target, and farther from it than the clip is
 ])
-def test_value_loss_by_cases(value, loss, gradient, sign):
+def test_value_loss_by_cases(value, loss, gradient, sign):  # Alg. 4 l.24
     """Alg. 4 l.24 with the release's clipping, V_old = 0, R = ±1, clip 0.2."""
     v = vector(sign * value)
     got = value_loss(v, torch.zeros(1), torch.tensor([float(sign)]), torch.ones(1), 0.2)
@@ -464,7 +464,7 @@ def test_scores_are_those_of_the_full_softmax(policy, estimator, temperature, sf
 
 
 @pytest.mark.parametrize("target", ["gae", "return"])
-def test_rewards_advantages_and_value_targets(policy, target):
+def test_rewards_advantages_and_value_targets(policy, target):  # Eq. §3.5 total reward; Alg. 4 l.14; Alg. 4 l.17
     """Alg. 4 l.14–16, 24: r_t = δ_t − β KL_t on tokens; A whitened; targets raw A + V, or Σ γ^{k−t} r_k."""
     _, _, rollouts = policy
     config, mask = Config(value_target=target, gamma=0.9, lam=0.8), rollouts.mask
@@ -503,7 +503,7 @@ def brute_loss(model, head, rollouts, config):
     return total / count
 
 
-def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):
+def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.27; Alg. 4 l.28
     """Alg. 4 l.22–30 with the signs read as minimise −L_CLIP − β H: loss and every gradient, some tokens clipped."""
     config = Config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, value_grad_to_policy=True, micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
@@ -518,7 +518,7 @@ def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):
     close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
 
 
-def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):
+def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.25
     """Alg. 4 l.25, 27: the bonus adds −β ∇ mean H, by autograd through the full softmax, and descent on it raises H."""
     config = Config(entropy_coef=0.5, micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
@@ -541,7 +541,7 @@ def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):
     assert mean_entropy() > before
 
 
-def test_ratio_is_one_at_the_old_policy_and_only_there(policy):
+def test_ratio_is_one_at_the_old_policy_and_only_there(policy):  # Alg. 4 l.7; Alg. 4 l.21–22
     """Alg. 4 l.22 and invariant 1: recomputed log-probs are the old ones; k3, never negative, says so of each."""
     config = Config(temperature=0.7, micro_batch_size=2)
     model, head, rollouts = scored(policy, config)
@@ -573,7 +573,7 @@ def updated(model, head, rollouts, config):
     return flat(parameters), stats
 
 
-def test_update_is_gradient_descent_on_algorithm_4(policy):
+def test_update_is_gradient_descent_on_algorithm_4(policy):  # Alg. 4 l.29–30
     """Alg. 4 l.19–31: three passes of clipped gradient descent on the brute-force loss, old policy and targets kept."""
     config = Config(minibatch_size=6, micro_batch_size=4, ppo_epochs=3, entropy_coef=0.1, value_grad_to_policy=True,
                     max_grad_norm=0.5)
@@ -591,7 +591,7 @@ def test_update_is_gradient_descent_on_algorithm_4(policy):
     assert stats["grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
 
 
-def test_every_pass_takes_every_rollout_once(policy, monkeypatch):
+def test_every_pass_takes_every_rollout_once(policy, monkeypatch):  # Alg. 4 l.19; Alg. 4 l.20
     """Alg. 4 l.20: 4 + 2 rollouts in micro-batches of 3, a new order each pass; `count` is the tokens of the 4 or 2."""
     config, calls = Config(minibatch_size=4, micro_batch_size=3, ppo_epochs=4), []
     model, head, rollouts = scored(policy, config)
@@ -657,7 +657,7 @@ def test_padding_changes_no_number(policy):
 
 # ── Algorithm 3 ─────────────────────────────────────────────────────────────────────────────────────────
 
-def test_z_loss_is_the_negative_log_likelihood_of_z_alone(toy_model):
+def test_z_loss_is_the_negative_log_likelihood_of_z_alone(toy_model):  # Eq. §3.4 L_R; Alg. 3 l.5–6
     """Alg. 3 l.5–6: −Σ log p(z_j | z_<j, x, y) over z and EOS from whole logits, row by row; with its gradient."""
     model, _ = toy_model
     parameters = add_lora(model, "reward", 4, 8)
@@ -758,7 +758,7 @@ def test_no_critique_rewards_nothing_and_says_why():
     assert "no critique" in judge("", TEXT, WORDS).reason
 
 
-def test_a_readable_critique_gives_the_delta_of_its_spans():
+def test_a_readable_critique_gives_the_delta_of_its_spans():  # Alg. 4 l.13
     """§3.3: +1 on a good span's tokens, −1 on a poor one's, 0 elsewhere and on EOS."""
     critique = 'The cat is right, the run is not.\n{"good_spans": ["cat saw"], "poor_spans": ["run"]}'
     verdict = judge(critique, TEXT, WORDS)
@@ -801,7 +801,7 @@ def test_the_schedules_differ():
 
 
 @pytest.mark.parametrize("batch", [1, 4, 10, 25])
-def test_every_prompt_is_drawn_once_per_pass(batch):
+def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     """Alg. 4 l.10: passes over all prompts, each in an order of its own, also where batches straddle them."""
     prompts, config = [f"p{i}" for i in range(10)], Config(batch_size=batch)
     walk = [p for i in range(50 // batch) for p in batch_prompts(prompts, config, i)]

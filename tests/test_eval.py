@@ -66,7 +66,7 @@ def stories_flags(tmp_path_factory):
             "--max_new_tokens", "12"]
 
 
-def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(adapter, tmp_path, monkeypatch, capsys):
+def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(adapter, tmp_path, monkeypatch, capsys):  # Table 2
     flags = ("--adapter", adapter, "--limit", "30", "--output_dir", tmp_path)
     result, printed = run(monkeypatch, capsys, *flags)
     rows, kept = toy.rows("eval", 30), read_rows(tmp_path / "answers.jsonl")

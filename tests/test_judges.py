@@ -71,7 +71,7 @@ def judge(rows_a, rows_b, config, path, **options) -> list[dict]:
 
 # ── Pairs ───────────────────────────────────────────────────────────────────────────────────────────────
 
-def test_wins_ties_and_losses_are_those_of_the_judge_in_both_orders(config, server, tmp_path):
+def test_wins_ties_and_losses_are_those_of_the_judge_in_both_orders(config, server, tmp_path):  # Figure 3
     a, b = made_rows(30, 1), made_rows(30, 2)
     scores = judge(a, b[::-1], config, tmp_path / "j")
     length = [(len(x["response"]), len(y["response"])) for x, y in zip(a, b)]

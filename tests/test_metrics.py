@@ -236,7 +236,7 @@ def test_encoders_of_other_kinds(encoders, tmp_path):
 
 # ── Perplexity ──────────────────────────────────────────────────────────────────────────────────────────
 
-def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):
+def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
     from model import add_lora, encode_prompt, use_lora
     model, tokenizer = toy_model
     tokenizer.bos_token = tokenizer.eos_token

@@ -366,7 +366,7 @@ def test_adapter_dropout_is_on_in_training(toy_model):
     assert torch.equal(logits_of(model, ids), bare)
 
 
-def test_a_fresh_adapter_changes_nothing_until_it_is_trained(base):
+def test_a_fresh_adapter_changes_nothing_until_it_is_trained(base):  # Alg. 3 l.4
     """B = 0 gives the bare base, bit for bit; B ≠ 0 does not."""
     model, tokenizer = base
     ids = tokenizer(TEXTS[2]).input_ids
@@ -442,7 +442,7 @@ def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
 @pytest.mark.parametrize("architecture, config, extra", [
     (MistralForCausalLM, MistralConfig, {"sliding_window": 6}), (MistralForCausalLM, MistralConfig, {}),
     (Qwen2ForCausalLM, Qwen2Config, {})], ids=["mistral-sliding", "mistral", "qwen2"])
-def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architecture, config, extra):
+def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architecture, config, extra):  # Table 5
     """load_model, generate (against transformers) and LoRA (against PEFT) on Mistral and Qwen2."""
     model, tokenizer = load_model(tiny(architecture, config, **extra), device="cpu")
     assert type(model) is architecture and not any(p.requires_grad for p in model.parameters())
@@ -492,7 +492,7 @@ def test_fingerprints_of_the_two_checkpoints_differ(toy_model, stories):
     assert fingerprint(toy_model[0]) != fingerprint(stories[0])
 
 
-def test_value_head_is_zero_and_then_linear():
+def test_value_head_is_zero_and_then_linear():  # Alg. 1 l.17; Alg. 4 l.5
     """V = 0 at the start; with weights, w·h + b in float32 for every leading shape and dtype."""
     head = ValueHead(6)
     hidden = torch.randn(2, 3, 6)
@@ -739,7 +739,7 @@ def test_sampled_logprobs_are_those_of_training(base, temperature):
     assert (again - rescored(model, prompts, responses, temperature)).abs().max() > 0.1, "the adapter must matter"
 
 
-def test_sampled_frequencies_are_the_softmax(tiny):
+def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
     """χ² of 20,000 first tokens at temperature 0.7 against softmax(logits / 0.7), which temperature 1 fails."""
     model, tokenizer = load_model(tiny(Qwen2ForCausalLM, Qwen2Config), device="cpu")
     prompt, n = tokenizer("The post").input_ids, 20_000

@@ -110,7 +110,7 @@ def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("mode", MODES)
-def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name, mode):
+def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name, mode):  # Alg. 2 l.5–9
     """Table 1, 2: cot against no_cot; Appendix N: the reference; KodCode: the outcome of the tests."""
     given_texts = {"critique": "A person's words.", "reference": "A good answer.", "outcome": "2 of 3 tests passed."}
     system, user = (m["content"] for m in annotation_messages(get_task(name), example(**given_texts), mode))
@@ -206,7 +206,7 @@ def test_what_is_no_list_of_steps_is_refused(value, reason):
 WORDS = " The start is fine; {the end} is poor,\n\nsee \"ran\". "
 
 
-def test_a_persons_critique_is_kept_word_for_word():
+def test_a_persons_critique_is_kept_word_for_word():  # Alg. 2 l.10–11
     spans = {"good_spans": ["The cat"], "poor_spans": ["ran."]}
     for value in (spans, spans | {"textual_feedback": "The model's own words."}):
         feedback, grounding = read("align", "My words.\n" + json.dumps(value), critique=WORDS)
@@ -227,7 +227,7 @@ def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     ("no_cot", {"critique": "c", "good_spans": ["cat"], "poor_spans": []}),
     ("dense", dense("The cat sat. A dog ran.".split(), ["neutral", "good", *["neutral"] * 4])),
     ("align", {"good_spans": ["cat"], "poor_spans": []}), ("steps", steps(("cat", True, "r")))])
-def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply):
+def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply):  # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
     critic = SimpleNamespace(judge=lambda row, response: json.dumps(reply))
     monkeypatch.setitem(sys.modules, "critic_of_the_test", critic)
     write_rows(tmp_path / "rows.jsonl", [example() | {"feedback": WORDS}])

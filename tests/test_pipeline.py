@@ -51,7 +51,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_that_the_readme_names(finished_run):
+def test_a_run_leaves_everything_that_the_readme_names(finished_run):  # Alg. 4 l.6; Table 13
     metrics, samples = rows_of(finished_run / "metrics.jsonl"), rows_of(finished_run / "samples.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4] == [row["iteration"] for row in samples]
     named = {"delta", "labelled", "unmatched", "unparseable", "policy_kl", "kl", "entropy", "ratio", "clip_fraction",
@@ -66,7 +66,7 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
         assert (finished_run / file).is_file(), file
 
 
-def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
+def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):  # Alg. 1 l.18; Alg. 1 l.19; Alg. 4 l.33
     tensors = load_file(finished_run / "policy" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     assert load_file(finished_run / "value_head.safetensors")["linear.weight"].abs().max() > 0
@@ -165,7 +165,7 @@ def server(monkeypatch):
         yield server
 
 
-def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, tmp_path, monkeypatch, capsys):
+def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, tmp_path, monkeypatch, capsys):  # Alg. 1 l.6
     """stories260K, SLF5K posts, feedback over HTTP; the second run asks the server nothing."""
     base = tmp_path / "stories260K"
     shutil.copytree(shared / "models" / "stories260K", base)
@@ -259,7 +259,7 @@ def test_a_flag_with_an_impossible_value_is_refused():
 
 # ── The reward model's own script ───────────────────────────────────────────────────────────────────────
 
-def test_reward_model_script_learns_and_reports(finished_run, tmp_path, monkeypatch, capsys):
+def test_reward_model_script_learns_and_reports(finished_run, tmp_path, monkeypatch, capsys):  # Alg. 1 l.14; Alg. 3 l.7; Alg. 3 l.8
     run_main(monkeypatch, "--data", finished_run / "feedback.jsonl", "--output_dir", tmp_path / "r", "--epochs", 1,
              "--held_out", 4, module=reward_model)
     metrics = json.loads((tmp_path / "r" / "metrics.json").read_text())

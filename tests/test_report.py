@@ -141,7 +141,7 @@ def browsed(path, address=""):
     return Page(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout.decode())
 
 
-def test_a_browser_marks_the_very_characters_of_each_span(tmp_path):
+def test_a_browser_marks_the_very_characters_of_each_span(tmp_path):  # Figure 2
     """Offsets count code points, JavaScript counts UTF-16 units."""
     hostile = row("a 🏠 cat 👨‍👩‍👧 </b><script>document.title='owned'</script> mat", good=["🏠 cat", "👧"],
                   poor=["</b><script>", "mat"])
@@ -262,7 +262,7 @@ def test_accuracy_of_a_span_is_counted_character_by_character(given_, other):
         assert span_accuracy(text, {"start": start, "end": end, "label": label}, labels) == expected
 
 
-def test_table_15_counts_quotes_that_are_not_in_the_response_for_each_task_and_annotator():
+def test_table_15_counts_quotes_that_are_not_in_the_response_for_each_task_and_annotator():  # Table 15
     rows = [row(task="t", annotator="a", unmatched=["dog"], good_spans=["cat", "dog"]),       # kept in the lists
             row(task="t", annotator="a", unmatched=["dog", "dog"], ambiguous=2),              # dropped from them
             row(task="t", annotator="b", good=["The cat"], poor=["cat", "mat"]), FAILED]
@@ -278,7 +278,7 @@ def test_labelled_shares_leave_out_words_of_both_signs():
     assert list(found.values())[1:] == [10, 20.0, 20.0, 40.0, 10.0]
 
 
-def test_table_18_has_the_quartiles_of_good_and_of_poor_spans():
+def test_table_18_has_the_quartiles_of_good_and_of_poor_spans():  # Table 18
     rng, text = random.Random(0), " ".join(f"w{i}" for i in range(100, 200))
     lengths = {1: [], -1: []}
     spans = []
@@ -292,7 +292,7 @@ def test_table_18_has_the_quartiles_of_good_and_of_poor_spans():
         assert list(found.values())[2:] == [len(values), *np.quantile(values, [.25, .5, .75]), max(values)]
 
 
-def test_table_19_is_the_mean_accuracy_of_the_spans_of_each_length():
+def test_table_19_is_the_mean_accuracy_of_the_spans_of_each_length():  # Table 19
     text = "a b c d e f g h i j k l m n o p"
     quotes = ["a", "b c", "d e f", "g h i j", "k l m n o"]      # with "else": Q1, Q2, Q3 = 1.25, 2.5, 3.75 words
     gold = [{"start": 0, "end": len("a b c d e f g h"), "label": 1}, {"start": text.index("b"), "end": 3, "label": -1}]
@@ -304,7 +304,7 @@ def test_table_19_is_the_mean_accuracy_of_the_spans_of_each_length():
     assert list(cells(rows, "Table 19")[0].values())[2:] == [0] + [None] * 5
 
 
-def test_table_12_counts_both_replies_in_one_unit():
+def test_table_12_counts_both_replies_in_one_unit():  # Table 12
     rows = [row("cat mat", usage={"prompt_tokens": 9, "completion_tokens": 40}), row("cat mat", critique="It is it.")]
     spans, dense, server = cells(rows, "Table 12")
     marks = lambda text: re.findall(r"\w+|[^\w\s]", text)
@@ -324,7 +324,7 @@ def test_the_compared_replies_are_such_as_annotate_reads():
     assert critique == "It is so." and [vars(span) for span in found] == given_["spans"]
 
 
-def test_table_14_adds_up_what_the_server_counted():
+def test_table_14_adds_up_what_the_server_counted():  # Table 14
     rows = [row(usage={"prompt_tokens": 100, "completion_tokens": 20}, usd=.001), row(usage=None, usd=None), row(),
             row(usage={"prompt_tokens": 300, "completion_tokens": 40}, usd=.004)]
     assert [list(line.values())[2:] for line in cells(rows, "Table 14")] == [

@@ -140,7 +140,7 @@ def test_values_that_are_not_finite_are_gaps_and_named():
     assert "not finite" not in curves([metrics_row(1), metrics_row(2)])
 
 
-def test_every_metric_of_a_real_run_has_a_curve_and_new_ones_get_their_own(finished_run):
+def test_every_metric_of_a_real_run_has_a_curve_and_new_ones_get_their_own(finished_run):  # Figure 5
     rows = rows_of(finished_run / "metrics.jsonl")
     found = re.findall("(?s)<svg.*?</svg>", curves([row | {"new_thing": 1.5} for row in rows]))
     titles = [xml.fromstring(svg)[0].text for svg in found]
@@ -194,7 +194,7 @@ def test_no_password_or_key_of_an_address_is_kept(finished_run):
     assert public({"a": ["https://u:p@h/x?k=1 and http://h/y"]}) == {"a": ["https://…@h/x?… and http://h/y"]}
 
 
-def test_examples_are_of_the_same_prompts_before_and_after_with_delta_for_every_token(finished_run):
+def test_examples_are_of_the_same_prompts_before_and_after_with_delta_for_every_token(finished_run):  # Figure 4
     before, after = (rows_of(finished_run / f"{when}_samples.jsonl") for when in ("before", "after"))
     assert len(before) == len(after) == 8
     for old, new in zip(before, after):

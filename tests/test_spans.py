@@ -22,7 +22,7 @@ def counted(gold, good=(), poor=(), text=TEXT):
     return compare(text, words(text), gold, Feedback("c", list(good), list(poor)))
 
 
-def test_a_hand_counted_response():
+def test_a_hand_counted_response():  # Table 6
     gold = spans("The cat", "the mat") + spans("all day", label=-1)
     got = counted(gold, good=["The cat", "mat and", "a dog"], poor=["sat"])
     told = figures(got)
@@ -60,7 +60,7 @@ def test_white_space_at_the_ends_of_a_span_changes_nothing():
     assert overlaps(TEXT, [Span(3, 4, 1)], [Span(3, 4, 1)]) == []
 
 
-def test_near_means_ninety_percent_of_the_longer():
+def test_near_means_ninety_percent_of_the_longer():  # Table 7
     long = "a" * 20
     for n, near in ((18, 1), (17, 0)):
         got = compare(long, [(0, 20)], [Span(0, 20, 1)], Feedback("c", [], []))
@@ -86,7 +86,7 @@ def test_pairs_are_one_to_one_and_the_best_come_first():
         assert len(pairs) <= most and len(pairs) >= most / 2           # greedy finds at least half of the largest pairing
 
 
-def test_token_counts_against_brute_force_over_characters():
+def test_token_counts_against_brute_force_over_characters():  # Table 1
     rng = random.Random(2)
     for _ in range(200):
         picks = [rng.choice(words(TEXT)) for _ in range(rng.randint(0, 6))]
@@ -106,7 +106,7 @@ def test_token_counts_against_brute_force_over_characters():
             assert got[f"{name} tokens hit"] == len(set(marked) & set(said))
 
 
-def test_people_agree_with_their_own_spans_and_with_nothing_else(shared):
+def test_people_agree_with_their_own_spans_and_with_nothing_else(shared):  # Table 16
     rows = [json.loads(line) for line in open(shared / "data" / "finegrained_qa_human_spans.jsonl")]
     same, none = [], []
     for row in read_people(rows):

@@ -145,7 +145,7 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_named(tmp_path, monkey
 
 # ── Appendix A ──────────────────────────────────────────────────────────────────────────────────────────
 
-def test_the_inequality_of_appendix_a_by_hand():
+def test_the_inequality_of_appendix_a_by_hand():  # Eq. Appendix A ΔA
     """Δδ = (−1, 1, 0) is the counterexample; with Δδ ≥ 0 it always holds."""
     mask = torch.ones(2, 3)
     found = ordered_pairs(torch.tensor([[0.0, 1, 1], [1, 0, 0]]), mask, 2, 0.95)         # Δδ = (−1, 1, 1)
@@ -163,7 +163,7 @@ def test_the_noise_scale_of_gradients_that_are_drawn_is_found():
     assert middle == pytest.approx(50 / 4.5, rel=0.15) and low < 50 / 4.5 < high and high - low < 6
 
 
-def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_path):
+def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_path):  # Eq. §3.5 g_NL
     model, tokenizer = toy_model
     config = trials.settings(Run(reward="true", batch=1), tmp_path)
     rollouts = sample_rollouts(model, tokenizer, toy.rows("train", 3), config, None, torch.Generator().manual_seed(0))
@@ -180,7 +180,7 @@ def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_
 
 # ── Pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
-def test_a_study_in_miniature_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):
+def test_a_study_in_miniature_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):  # Figure 6
     monkeypatch.setattr(trials, "HELD_OUT", 6)
     monkeypatch.setitem(studies.COMPARED, 2, ("Tiny", "Does it work?", {"true": studies.TRUE, "dpo": Run("dpo"),
                                               "ilf": Run("ilf")}, ["true"]))

@@ -46,7 +46,7 @@ def test_wrong_facts_come_at_the_error_rate():
     assert abs(right - 0.64) < 0.02
 
 
-def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():
+def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
     """Recomputed from the facts that went into the summary; every quote is found, none is ambiguous."""
     rng = random.Random(1)
     for row in toy.rows("train", 300):
@@ -95,7 +95,7 @@ def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
         assert len(z) <= 160 and len(x) + len(z) <= 300 and len(encode_answer(tokenizer, summary)) <= 48
 
 
-def test_coloured_tokens_lose_no_text_and_mark_signs_once():
+def test_coloured_tokens_lose_no_text_and_mark_signs_once():  # Figure 1
     tokens, delta = ["The", " nurse", " from", " York", " left", "."], [0, 1, 0, -1, -1, 0]
     assert colour_tokens(tokens, delta, colour=False) == "The [+nurse+] from [-York left-]."
     assert colour_tokens(tokens, delta, colour=True) == "The \033[32mnurse\033[0m from \033[31mYork left\033[0m."
