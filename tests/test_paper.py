@@ -56,19 +56,20 @@ def tags(source: str) -> set[str]:
     return {part.strip() for comment in comments if TAG.match(comment) for part in comment.split(";")}
 
 
-def named(cell: str, where) -> list[tuple[str, str]]:
-    """`file.name` in a cell of the README → (what it is called, its source)."""
+def named(cell: str, tests: bool) -> list[tuple[str, str]]:
+    """What a cell of the README names as `file.name`, the tests or the code → (file.name, its source)."""
     found = []
     for module, name in re.findall(r"`(\w+)\.(\w+)`", cell):
-        source = pieces(where / f"{module}.py").get(name)
-        assert source is not None, f"the README names {module}.{name}, which is gone"
-        found.append((f"{module}.{name}", source))
+        if name != "py" and module.startswith("test_") == tests:
+            source = pieces((ROOT / "tests" if tests else ROOT) / f"{module}.py").get(name)
+            assert source is not None, f"the README names {module}.{name}, which is gone"
+            found.append((f"{module}.{name}", source))
     return found
 
 
 def test_every_row_of_the_map_is_tagged_in_its_code_and_in_its_test():
-    missing = [f"{row[0]}: {name}" for row in mapped() for cell, where in ((row[2], ROOT), (row[3], ROOT / "tests"))
-               for name, source in named(cell, where) or [("names nothing", "")] if row[0] not in tags(source)]
+    missing = [f"{row[0]}: {name}" for row in mapped() for tests in (False, True)
+               for name, source in named(row[-1], tests) or [("names nothing", "")] if row[0] not in tags(source)]
     assert not missing, f"no tag in {missing}"
 
 
@@ -100,7 +101,7 @@ def test_every_slip_of_the_errata_names_tests_that_there_are():
     rows = table_rows("## Errata of the paper")[1:]
     assert len(rows) >= 13
     for row in rows:
-        assert named(row[3], ROOT / "tests"), f"no test: {row[0]}"
+        assert named(row[-1], tests=True), f"no test: {row[0]}"
 
 
 # ── Slips that are arithmetic (errata) ──────────────────────────────────────────────────────────────────
