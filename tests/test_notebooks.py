@@ -20,6 +20,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OURS = {path.stem for path in ROOT.glob("*.py")} | {"toy"}
 MAY_IMPORT = OURS | {"IPython", "dataclasses", "itertools", "json", "math", "os", "random", "sys", "tokenizers",
                      "torch", "transformers"}
+LIVE = {"4_what_the_critic_learned"}      # they train a model, which is chaotic: each processor gives other numbers
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -57,23 +58,42 @@ def test_rounding_is_forgiven_and_nothing_else():
 
 def test_the_notebooks_are_there():
     """So that a folder that moved does not pass every other test here."""
-    assert len(NOTEBOOKS) >= 2
+    assert len(NOTEBOOKS) == 4
+
+
+def kinds(cell) -> list:
+    """What kind of outputs a cell has: streams by name, and the forms in which its results can be shown."""
+    return [(output.output_type, output.get("name"), sorted(output.get("data", {}))) for output in cell.outputs]
 
 
 @each
 def test_runs_in_a_clean_kernel_and_says_what_is_stored(path):
-    """No error, every output stored, words equal and numbers equal up to rounding. The file itself is not written."""
+    """No error, every output stored, words equal and numbers equal up to rounding. The file itself is not written.
+
+    Of a notebook that trains live only the kinds of outputs are compared; what it claims is in its own asserts.
+    """
     before, fresh = path.read_bytes(), without_chance(executed(path))     # raises where a cell, or its assert, fails
     stored = code(path)
     again = [cell for cell in fresh.cells if cell.cell_type == "code"]
     for number, (now, then) in enumerate(zip(again, stored, strict=True), 1):
         said, expected = shown(now), shown(then)
-        assert [o.output_type for o in now.outputs] == [o.output_type for o in then.outputs], f"code cell {number}"
+        assert kinds(now) == kinds(then), f"code cell {number}"
         assert then.execution_count == number, "the stored outputs come from one run, from the top"
+        if path.stem in LIVE:
+            assert bool(said) == bool(expected), f"code cell {number}"
+            continue
         wrong = [pair for pair in zip(said, expected) if not same(*pair)]
         assert len(said) == len(expected) and not wrong, f"code cell {number}: now and stored differ: {wrong[:5]}"
     assert sum(bool(cell.outputs) for cell in stored) > len(stored) / 3
     assert path.read_bytes() == before
+
+
+def test_notebooks_that_train_live_assert_what_they_claim():
+    """Their numbers are not compared with the stored ones, so cells that show figures also bound them."""
+    assert LIVE <= {path.stem for path in NOTEBOOKS}
+    for path in (path for path in NOTEBOOKS if path.stem in LIVE):
+        claims = [cell for cell in code(path) if cell.outputs and re.search(r"(?m)^\s*assert .*[<>]", cell.source)]
+        assert len(claims) >= 5, f"{path.name}: {len(claims)} cells bound what they show"
 
 
 def imported(cells) -> set[str]:
