@@ -246,6 +246,21 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def calibration(cases: list[tuple[float, bool]], bins: int = 5) -> tuple[list[list], float]:
+    """Is what is held likely right as often? cases: (probability, whether it was right), one at least.
+
+    → a line for each of `bins` equal parts of [0, 1]: from, to, how many, how many right, their mean probability (None
+    of none); and the expected calibration error, |mean probability − share right| weighted by how many (Guo et al. 2017).
+    """
+    lines, error = [], 0.0
+    for part in range(bins):
+        inside = [case for case in cases if min(int(case[0] * bins), bins - 1) == part]
+        n, likely, right = len(inside), sum(p for p, _ in inside), sum(right for _, right in inside)
+        lines.append([part / bins, (part + 1) / bins, n, right, likely / n if n else None])
+        error += abs(likely - right) / len(cases)
+    return lines, error
+
+
 # ── Rows → a figure and its interval ────────────────────────────────────────────────────────────────────
 
 def ratio(sums: np.ndarray) -> np.ndarray:

@@ -18,6 +18,9 @@ without a pair. Agreement (Table 16): more than half of a predicted span's chara
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections import Counter
 
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
@@ -32,6 +35,25 @@ def readable(critique: str) -> Feedback | None:
         return parse_feedback(critique)
     except FeedbackError:
         return None
+
+
+def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, float]]:
+    """The sentences of z's critique and its quotes, each with the probability that R_φ gave to just these words.
+
+    offsets: the characters [start, end) of z's tokens; logprobs: [T], theirs, nats. → (kind, words, probability),
+    where kind is "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences alone. Raises ValueError
+    where a quote is written with escapes that JSON does not need.
+    """
+    feedback, critique = readable(z), z.split("\n")[0]
+    places = [("sentence", *match.span()) for match in re.finditer(r"[^.]+\.", critique)]
+    for kind in ("good_spans", "poor_spans") if feedback else ():
+        at = z.index("[", z.rindex(f'"{kind}"'))
+        for quote in getattr(feedback, kind):
+            at = z.index(written := json.dumps(quote, ensure_ascii=False)[1:-1], at + 1)
+            places.append((kind, at, at + len(written)))
+            at += len(written)
+    return [(kind, z[start:end].strip(" ."), math.exp(sum(p for p, (a, b) in zip(logprobs, offsets) if a < end and start < b)))
+            for kind, start, end in places]
 
 
 def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tuple[float, float]]:

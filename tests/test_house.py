@@ -30,6 +30,8 @@ PASS_ON = {"annotate", "model"}                 # readers import a phase's names
 FOR_READERS = {                                 # no script needs these; each is there to be called by a reader
     "metrics.bleu": "corpus BLEU of texts, as sacrebleu has it; eval.py resamples its counts",
     "text2grad.nl_gradient_loss": "Definition 1, which PPO takes the place of in Algorithm 4",
+    "spans.confidences": "how sure R_φ is of each sentence and quote, for notebook 4",
+    "metrics.calibration": "whether it is right as often, for notebook 4",
 }
 FOR_LIBRARIES = {                               # no script calls these
     "sampling.StaticCache.get_seq_length": "some of transformers' models, such as OPT and Bloom, ask every cache",

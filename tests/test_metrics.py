@@ -20,7 +20,7 @@ from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, Ro
 from transformers import T5Model
 
 from conftest import ROOT
-from metrics import (BERT_SCORE_LAYERS, InputError, bert_score, bleu, bleu_counts, bleu_of, bootstrap, corpus,
+from metrics import (BERT_SCORE_LAYERS, InputError, bert_score, bleu, bleu_counts, bleu_of, bootstrap, calibration, corpus,
                      load_encoder, paired_bootstrap, pass_at_k, perplexity, perplexity_of, ratio, rouge)
 
 WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … , . , ! ?! (so) [1] "
@@ -279,7 +279,17 @@ def test_perplexity_names_the_row_that_does_not_fit(toy_model):
         perplexity(model, tokenizer, ["a"], ["a", "b"])
 
 
-# ── pass@k and intervals ────────────────────────────────────────────────────────────────────────────────
+# ── Calibration, pass@k and intervals ────────────────────────────────────────────────────────────────────────────────
+
+def test_calibration_by_hand_and_of_a_critic_that_is_calibrated():
+    lines, error = calibration([(0.1, False), (0.15, True), (0.7, True), (1.0, True)])
+    assert lines == [[0.0, 0.2, 2, 1, pytest.approx(0.125)], [0.2, 0.4, 0, 0, None], [0.4, 0.6, 0, 0, None],
+                     [0.6, 0.8, 1, 1, 0.7], [0.8, 1.0, 1, 1, 1.0]]
+    assert error == pytest.approx((2 * 0.375 + 0.3 + 0) / 4)
+    rng = random.Random(0)
+    honest = [(p, rng.random() < p) for p in (rng.random() for _ in range(20_000))]
+    assert calibration(honest)[1] < 0.02 < 0.2 < calibration([(p, not right) for p, right in honest])[1]
+
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
     for n in range(1, 8):

@@ -1,6 +1,7 @@
 """spans.py against hand-counted responses and brute force over characters."""
 
 import json
+import math
 import random
 from itertools import permutations
 
@@ -9,7 +10,7 @@ import pytest
 from annotate import Feedback, Span, ground
 from people import read_people
 from report import words
-from spans import SIGNS, compare, figures, overlaps, readable, span_table, total
+from spans import SIGNS, compare, confidences, figures, overlaps, readable, span_table, total
 
 TEXT = "The cat sat on the mat and slept all day long"
 
@@ -119,3 +120,15 @@ def test_people_agree_with_their_own_spans_and_with_nothing_else(shared):  # Tab
     assert told["poor_agreement"] == told["poor_exact"] == told["poor_overlap_index"] == 1
     assert told["poor_precision"] == told["poor_recall"] == 1 and told["good_precision"] is None
     assert figures(total(none))["poor_recall"] == 0
+
+
+def test_what_was_said_has_the_probability_of_its_own_tokens():
+    """One token a character, each of probability .5: n characters have .5 ** n. A quote in both lists stands twice."""
+    quote = 'a "b"\\c'
+    z = f"The cat sat. It slept, wrong.\n{json.dumps({'poor_spans': ['mat', quote], 'good_spans': ['mat']})}"
+    offsets, logprobs = [(i, i + 1) for i in range(len(z))], [math.log(0.5)] * len(z)
+    found = confidences(z, offsets, logprobs)
+    assert [(kind, words, round(-math.log2(p))) for kind, words, p in found] == [
+        ("sentence", "The cat sat", 12), ("sentence", "It slept, wrong", 17), ("good_spans", "mat", 3),
+        ("poor_spans", "mat", 3), ("poor_spans", json.dumps(quote)[1:-1], len(json.dumps(quote)) - 2)]
+    assert [kind for kind, *_ in confidences(z[:40], offsets, logprobs)] == ["sentence", "sentence"]
