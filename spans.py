@@ -7,7 +7,7 @@ Paper: §4.2, Appendix C, Tables 1, 6, 7 and 16.
 
 R_φ is judged so against its annotator, and an annotator against people. Every figure is a function of counts that are
 summed over responses, so that an interval needs no more than the counts of resampled responses. A critique that cannot
-be read has found nothing and is wrong: it costs recall, scores 0 in the F1 by response, and is counted.
+be read has found nothing and is wrong: it costs recall, scores 0 in the F1 by response, and is counted. T tokens.
 
 What the paper names and does not define, as read here. Predicted and marked spans of one sign are paired one to one,
 those first that share most. Exact: the same characters, white space at the ends aside. Partial: any shared character.
@@ -40,7 +40,7 @@ def readable(critique: str) -> Feedback | None:
 def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, float]]:
     """The sentences of z's critique and its quotes, each with the probability that R_φ gave to just these words.
 
-    offsets: the characters [start, end) of z's tokens; logprobs: [T], theirs, nats. → (kind, words, probability),
+    offsets: the characters [start, end) of z's tokens; logprobs: theirs, [T] for T tokens, nats. → (kind, words, probability),
     where kind is "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences alone. Raises ValueError
     where a quote is written with escapes that JSON does not need.
     """
