@@ -260,7 +260,7 @@ _PLAIN = {ord(mark): plain for marks, plain in (("‘’‚‛`´", "'"), ("“�
 
 
 def _plain(text: str) -> str:
-    """Text with one form of white space, quotes and Unicode (NFC), and no white space around it."""
+    """Text with one form of white space, quotation marks and Unicode (NFC), and no white space around it."""
     return unicodedata.normalize("NFC", " ".join(text.split())).translate(_PLAIN)
 
 
@@ -296,7 +296,8 @@ def _origins(origin, places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, i
 
 
 def ground(response: str, feedback: Feedback) -> Grounding:
-    """Find each quote in the response (§3.3, Appendix L): exactly, or else up to white space, quotes and Unicode form.
+    """Find each quote in the response (§3.3, Appendix L): exactly, or else up to white space, quotation
+    marks and Unicode form.
 
     The k-th repeat of a quote takes the k-th occurrence; repeats beyond the last are unmatched. A quote that occurs
     more often than it is quoted is ambiguous: no place is guessed, it gives no span and is counted.
@@ -518,7 +519,8 @@ async def ask_missing(config: AnnotateConfig, journal: Journal, total: int) -> b
         config.annotator_model, config.base_url, task.temperature, reply_limit(config), config.requests_per_minute,
         config.tokens_per_minute, config.retries, config.timeout)
 
-    def worst(question: Question) -> float:      # no tokenizer makes more tokens than bytes; with reask there are two calls
+    # No tokenizer makes more tokens than bytes. With reask the second prompt holds the first reply and, escaped, its quotes.
+    def worst(question: Question) -> float:
         prompt, reply = len(json.dumps([question.messages, question.schema], ensure_ascii=False).encode(
             "utf-8", "surrogatepass")), reply_limit(config)
         usd = journal.prices.usd
@@ -590,7 +592,7 @@ def forecast(config: AnnotateConfig, journal: Journal) -> tuple[int, int, str]:
     usd = journal.prices.usd(prompt_tokens, todo * per_reply, BATCH_DISCOUNT if config.batch else 1.0)
     basis = (f"as {seen['replies']} replies measured it" if measured else
              f"{'counted' if config.tokenizer else '4 characters a token'}, replies assumed at {assumed} tokens; "
-             f"--limit 50 measures")
+             f"annotate.py --limit 50 measures" + f" ({seen['replies']} of 10 replies so far)" * bool(seen["replies"]))
     return total, todo, (f"{prompt_tokens:,.0f} prompt + {todo * per_reply:,.0f} reply tokens ({basis}), " +
                          (f"${usd:.{2 if usd >= 1 else 4}f}" if usd is not None else "USD unknown: set --price_in and --price_out"))
 

@@ -191,7 +191,7 @@ def problems(row: dict) -> dict[str, int]:
 
 
 _FEEDBACK_STYLE = """
-mark { color: inherit; border-radius: 3px; padding: .06em .1em; text-underline-offset: .22em;
+mark { color: inherit; border-radius: 3px; padding: .06em 0; text-underline-offset: .22em;
   text-decoration-skip-ink: none; box-decoration-break: clone; print-color-adjust: exact; }
 mark.good { background: var(--good); text-decoration: underline 2px var(--good-line); }
 mark.poor { background: var(--poor); text-decoration: underline wavy 1.5px var(--poor-line); }
@@ -582,8 +582,8 @@ def _chosen(paths: list[Path], needs: dict, most: int, room: int) -> tuple[list[
 
 
 def text_block(text: str, html: str = "") -> str:
-    """Text, or its HTML, with its white space; monospaced where it is indented as code is."""
-    kind = "text code" if re.search(r"\n(  |\t)", text) else "text"
+    """Text, or its HTML, with its white space; monospaced where it is indented as code is, or a table."""
+    kind = "text code" if re.search(r"\n(  |\t|──)", text) else "text"
     return f'<div class="{kind}" dir="auto">{html or escape(text)}</div>'
 
 

@@ -3,13 +3,13 @@
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL --output_dir runs/reward
 
 R_φ is a LoRA adapter on the base that the policy shares. It is trained by teacher forcing on the annotated rows,
-L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained, through the fused gather. It is judged on rows that it never
-saw: the loss, and the spans that it writes itself against the annotator's, token by token (§4.2, Table 1).
+L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained, without the [N, V] logits (logprobs.py). It is judged on rows
+that it never saw: the loss, and the spans that it writes itself against the annotator's, token by token (§4.2, Table 1).
 
 Paper: §3.4, §4.2, Algorithm 3 and Table 9. B rows, N tokens of z in a flat batch.
 
 Departures from the paper: quotes that are not in the response are taken out of z before training (Appendix L does this
-with the annotation), and a row that does not parse counts as found nothing, never as agreement.
+with the annotation), and a critique that does not parse has found nothing: it never counts as agreement.
 """
 
 from __future__ import annotations
@@ -217,18 +217,17 @@ def judge(critique: str, text: str, offsets, weighting: str = "uniform", mode: s
         feedback, found = read_reply(example, critique, mode)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
-    return Judgement(critique, token_rewards(text, offsets, found.spans, weighting), "",                    # Alg. 4 l.13
-                     len(feedback.good_spans) + len(feedback.poor_spans), len(found.unmatched), found.ambiguous,
-                     conflicting_tokens(text, offsets, found.spans))
+    return Judgement(critique, token_rewards(text, offsets, found.spans, weighting),                        # Alg. 4 l.13
+                     quotes=len(feedback.good_spans) + len(feedback.poor_spans), unmatched=len(found.unmatched),
+                     ambiguous=found.ambiguous, conflicts=conflicting_tokens(text, offsets, found.spans))
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str], max_new_tokens: int,
                     temperature: float = 0.0, uniforms=None) -> tuple[list[str], int]:
     """One critique per response from the adapter "reward" (Alg. 4 l.12), and the tokens written.
 
-    Greedy by default: the release decodes R_φ by beams or at temperature .1, and a policy should not be rewarded
-    by the luck of a draw; with a temperature, uniforms [B, max_new_tokens] in [0, 1) decide the tokens. A response
-    that is empty, or that does not fit the context when it is encoded again, gets "".
+    Greedy by default, where l.12 samples z' and the release takes beams or temperature .1: a policy should not be
+    rewarded by the luck of a draw. With a temperature, uniforms [B, max_new_tokens] in [0, 1) decide. A response that is empty, or that does not fit the context when it is encoded again, gets "".
     """
     asked = {i: encode_prompt(tokenizer, reward_prompt(x, y))
              for i, (x, y) in enumerate(zip(prompts, responses)) if y.strip()}

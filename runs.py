@@ -25,7 +25,7 @@ from reward_model import timed
 
 _MAY_DIFFER = {"resume", "output_dir", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rank_timeout",
                "micro_batch_size", "rollout_batch_size", "activation_checkpointing", "shard", "concurrency", "base_url",
-               "report_to"}
+               "report_to", "price_in", "price_out", "max_usd"}
 ROOM_MB = 64        # what a run needs at least for its adapters, checkpoints and rows
 
 
@@ -40,7 +40,8 @@ def open_run(config) -> Path:
     if free < ROOM_MB:
         raise InputError(f"{out}: {free} MB are free on this disk, a run needs {ROOM_MB} MB; use another --output_dir")
     kept, now = out / "config.json", public(asdict(config))
-    if everyone([kept.exists()])[0]:                 # as the first rank sees it: it makes the file
+    begun = kept.exists() and {path.name for path in out.iterdir()} > {kept.name}     # a start that failed leaves it alone
+    if everyone([begun])[0]:                         # as the first rank sees it: it makes the file
         if not config.resume:
             raise InputError(f"{out} holds a run already; choose another --output_dir or leave out --no_resume")
         if differences := changed(json.loads(kept.read_text()), now):

@@ -39,7 +39,7 @@ def check_context(model, prompt_ids: list[list[int]], max_new_tokens: int):
     if longest + max_new_tokens > limit:
         raise ModelError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of "
                          f"{limit}: shorten or drop that row (prompt {[len(p) for p in prompt_ids].index(longest)} "
-                         f"of the batch), or lower the number of new tokens")
+                         f"of the batch), or lower --max_new_tokens or --max_critique_tokens")
 
 
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int, device=None, multiple: int = 1):

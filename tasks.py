@@ -99,7 +99,7 @@ def reward_prompt(prompt: str, response: str) -> str:
 # ── What the annotator is told ──────────────────────────────────────────────────────────────────────────
 
 MODES = ("cot", "no_cot", "dense", "align", "steps")
-_STEPS = {      # how each mode works: Alg. 2 l.5–9; l.11; Table 11; spans for a person's critique; Appendix N
+_STEPS = {      # how each mode works: cot Alg. 2 l.5–9, no_cot Table 1, dense Table 11, align l.10–11, steps Appendix N
     "cot": "Work in this order. Reasoning: go through the response part by part and weigh each against the request. "
            "Critique: say in a few sentences what is good and what is poor, as the reasoning found it. "
            "Spans: quote the parts that the critique speaks of, and no others.",

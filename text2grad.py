@@ -11,9 +11,11 @@ teaches R_φ to write them, and phase 3, here, is the policy gradient of what R_
 
 Everything lands in runs/NAME. Phases that are done are reused; a phase 3 that was stopped goes on from its checkpoint.
 
-Departures from the paper, each a slip that we read by its evident meaning: the loss is −L_CLIP − β H (with the printed
-signs a maximised objective would punish entropy); GAE sums to T − t with V = 0 after the last token (to T − t − 1 it
-would drop the last TD error); `delta` is the pseudo-reward δ_t and `td_error` the other δ_t. R_φ writes z' greedily.
+Departures from the paper. Slips, read by their evident meaning: the loss is −L_CLIP − β H (with the printed signs a
+maximised objective would punish entropy); GAE sums to T − t with V = 0 after the last token (to T − t − 1 it would drop
+the last TD error); `delta` is the pseudo-reward δ_t and `td_error` the other δ_t. Choices, as in the release: A_t is
+whitened over the batch, the value loss is halved and clipped, and θ and ψ share one AdamW and one gradient clip. Our
+own: R_φ writes z' greedily.
 
 Ranks share the work, not the batch: each samples, judges and trains on its share of the rows, and all hold the whole.
 Every draw is a function of (seed, iteration) and the row's place in the batch, so there is no generator whose state a
@@ -83,6 +85,9 @@ class Config:
     allow_code_execution: bool = flag(False, "kodcode: run the code of every response with the row's tests")
     unsafe_sandbox: bool = flag(False, "run it also where a layer of the sandbox cannot be put up")
     concurrency: int = flag(8, "annotation requests under way at once")
+    price_in: float | None = flag(None, "USD per million prompt tokens of the annotator")
+    price_out: float | None = flag(None, "USD per million reply tokens of the annotator")
+    max_usd: float | None = flag(None, "USD that annotation may cost, all runs together; needs prices")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 at most (paper: 5000 to 10000)")
     # Phase 3: rollouts and rewards
     iterations: int = flag(50, "of Algorithm 4's outer loop")
@@ -150,7 +155,7 @@ PRESETS = {  # Table 10
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
     """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t) (Definition 1), averaged over the batch.
 
-    logprobs (nats), delta, mask: [B, T] → scalar.
+    logprobs (nats), delta, mask: [B, T] → scalar. To be read and tested: Algorithm 4 puts A_t in the place of δ_t.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t and one log π per token"
     return -(delta * logprobs * mask).sum() / len(logprobs)                    # Eq. §3.1 Definition 1; Eq. §3.5 g_NL
@@ -261,10 +266,10 @@ class Rollouts:
 
 def sample(model, tokenizer, prompt_ids, config: Config, adapter: str | None, uniforms: Tensor) -> list[list[int]]:
     """y ~ π(·|x) (Alg. 4 l.11) as ids; uniforms [B, max_new_tokens] in [0, 1): from which each token is drawn."""
-    parts, eos = (chunks(rows, config.rollout_batch_size) for rows in (prompt_ids, uniforms)), eos_ids(tokenizer, model)
+    parts = zip(chunks(prompt_ids, config.rollout_batch_size), chunks(uniforms, config.rollout_batch_size))
     with use_lora(model, adapter):
-        return [y for x, u in zip(*parts) for y in generate(model, x, config.max_new_tokens, config.temperature, eos,
-                                                            tokenizer.pad_token_id, uniforms=u)]
+        return [y for x, u in parts for y in generate(model, x, config.max_new_tokens, config.temperature,
+                                                      eos_ids(tokenizer, model), tokenizer.pad_token_id, uniforms=u)]
 
 
 def sample_rollouts(model, tokenizer, rows: list[dict], config: Config, adapter: str | None, generator) -> Rollouts:
@@ -297,7 +302,10 @@ def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
-    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), [B, T], by training's forward pass (for Alg. 4 l.14, 16, 22)."""
+    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), [B, T], by training's forward pass (for Alg. 4 l.14, 16, 22).
+
+    No weights are copied for π_θold (l.7): these log-probs are all that the update needs of it.
+    """
     weight, scores = head_weight(model), torch.zeros(4, *rollouts.mask.shape, device=model.device)
     for index in chunks(by_length(rollouts.mask)[RANK::RANKS], config.micro_batch_size):
         part = rollouts.part(index)
@@ -323,16 +331,16 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
 def add_advantages(rollouts: Rollouts, beta: float, config: Config):
     """r_t = δ'_t − β KL_t, then A_t by GAE, whitened, and the value targets (Alg. 4 l.14–16, 24)."""
     rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask       # Alg. 4 l.14; Eq. §3.5 total reward
-    rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask, config.gamma,
-                                                config.lam)
+    rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask,    # Alg. 4 l.17
+                                                config.gamma, config.lam)
     if config.value_target == "return":
         rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)
     last = rollouts.mask.sum(1, keepdim=True).long() - 1                                        # [B, 1]
     assert torch.allclose(rollouts.advantages.gather(1, last), (rollouts.rewards - rollouts.values).gather(1, last),
                           atol=1e-5, equal_nan=True), "Eq. §3.5 GAE: V = 0 after the last token, so A_T = r_T − V(y_<T)"
-    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)                             # Alg. 4 l.17
+    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)      # not in the paper: the scale of δ drops out
     mean = (rollouts.advantages * rollouts.mask).sum() / rollouts.mask.sum()
-    assert not abs(mean) > 1e-3, f"Alg. 4 l.15: whitened advantages have mean 0 over the mask, not {mean}"
+    assert not abs(mean) > 1e-3, f"whitened advantages have mean 0 over the mask, not {mean}"
 
 
 def by_length(mask: Tensor) -> list[int]:
@@ -391,8 +399,8 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
     logprobs, entropy = out if config.entropy_coef > 0 else (out, None)
     values = value_head(hidden if config.value_grad_to_policy else hidden.detach())
     policy = ppo_loss(logprobs, old["logprobs_old"], old["advantages"], old["mask"], config.clip, count)
-    value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)
-    loss = policy + config.value_coef * value                                                    # Alg. 4 l.28
+    value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)    # Alg. 4 l.28
+    loss = policy + config.value_coef * value
     if entropy is not None:
         loss = loss - config.entropy_coef * entropy.sum() / count                                # Alg. 4 l.25; Alg. 4 l.27
     with torch.no_grad():
@@ -436,14 +444,14 @@ def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str
         say(f"{source}: left out {len(rows) - len(kept)} of {len(rows)} rows, over {config.max_prompt_tokens} tokens")
     rows, lengths = map(list, zip(*kept))
     # R_φ reads the prompt and the response, and writes z: the longest sequence of the run.
-    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
-    need, limit = max(lengths) + instruction + config.max_new_tokens + config.max_critique_tokens, context_length(model)
-    if need > limit:
-        worst = lengths.index(max(lengths))
-        raise InputError(f"{source}, row {rows[worst].get('id', worst + 1)}: a prompt of {lengths[worst]} tokens, with "
-                         f"its response and critique up to {need}, exceeds the context of {config.model} ({limit}); set "
-                         f"--max_prompt_tokens {max(1, limit - need + lengths[worst])} to leave such rows out, or lower "
-                         f"--max_new_tokens or --max_critique_tokens")
+    more = len(encode_prompt(tokenizer, reward_prompt("", ""))) + config.max_new_tokens + config.max_critique_tokens
+    limit, worst = context_length(model), lengths.index(max(lengths))
+    if lengths[worst] + more > limit:
+        fitting = sum(n <= limit - more for n in lengths)
+        remedy = f"set --max_prompt_tokens {limit - more} to keep the {fitting} rows that fit, or lower" if fitting else "lower"
+        raise InputError(f"{source}, row {rows[worst].get('id', worst + 1)}: a prompt of {lengths[worst]} tokens, with its "
+                         f"response and critique up to {lengths[worst] + more}, exceeds the context of {config.model} "
+                         f"({limit}); {remedy} --max_new_tokens or --max_critique_tokens")
     return rows
 
 
@@ -471,7 +479,7 @@ def annotate_phase(model, tokenizer, rows: list[dict], config: Config, out: Path
     if not answered.exists():
         write_rows(answered, respond(model, tokenizer, rows[: config.annotated_rows], config))
     shared = ("task", "critic", "annotator_model", "base_url", "mode", "concurrency", "allow_code_execution",
-              "unsafe_sandbox")
+              "unsafe_sandbox", "price_in", "price_out", "max_usd")
     return annotate(AnnotateConfig(data=str(answered), output=str(out / "feedback.jsonl"),
                                    **{name: getattr(config, name) for name in shared}))
 
@@ -482,6 +490,9 @@ def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
     metrics = fit(model, tokenizer, RewardConfig(**{                                             # Alg. 1 l.14
         **preset, "task": config.task, "model": config.model, "data": str(out / "feedback.jsonl"),
         "output_dir": str(out / "reward"), "seed": config.seed, "micro_batch_size": config.micro_batch_size}))
+    if metrics.get("unparseable", 0) > 0.5:
+        say(f"warning: of R_φ's critiques of held-out rows {metrics['unparseable']:.0%} cannot be read; δ is 0 there, and "
+            f"phase 3 learns nothing from them. More rows or epochs may help: train it alone with reward_model.py")
     return summary(metrics)
 
 
@@ -675,6 +686,8 @@ def check_config(config: Config):
         raise InputError(f"--reward {config.reward} needs --critic module:function, which judges every rollout")
     if config.reward in rewards.SCORED and not config.reward_model:
         raise InputError(f"--reward {config.reward} needs --reward_model, an adapter that baselines.py has trained")
+    if config.max_usd is not None and None in (config.price_in, config.price_out):
+        raise InputError("--max_usd needs --price_in and --price_out, in USD per million tokens")
     if config.temperature <= 0:
         raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
     if config.report_to != "none":
@@ -744,16 +757,18 @@ def main():
               lambda: annotate_phase(model, tokenizer, train_rows, config, out))
         phase("phase 2, reward model", out / "reward" / "metrics.json", out,
               lambda: reward_phase(model, tokenizer, config, out))
-    if not lora_parameters(model, "reward") and config.reward in rewards.LEARNT + rewards.SCORED:
+    if not lora_parameters(model, "reward") and config.reward in rewards.LEARNT + rewards.SCORED:     # who need an R_φ
         load_lora(model, "reward", config.reward_model or out / "reward" / "adapter")
     phase("phase 3, policy", out / "result.json", out,
           lambda: optimise(model, tokenizer, train_rows, eval_rows, config, out), ranks="all")
     if RANK == 0:
         print(show_result(json.loads((out / "result.json").read_text()), len(eval_rows)))
         page = run_report(out)
-        print(f"\n{time.time() - started:.0f} s in all. Look at {page}. In {out}/: policy/ and reward/adapter/ (PEFT "
-              f"format), metrics.jsonl, samples.jsonl.\n"
-              f"next: python text2grad.py --seed 1 --output_dir {out}-seed1, or your own rows and model:\n"
+        adapters = " and ".join(f"{name}/" for name in ("policy", "reward/adapter") if (out / name).exists())
+        print(f"\n{time.time() - started:.0f} s in all. Look at {page}. In {out}/: {adapters} (PEFT format), "
+              f"metrics.jsonl, samples.jsonl.\n"
+              f"next: the same command with --seed {config.seed + 1} --output_dir {out}-seed{config.seed + 1}, or your own "
+              f"rows and model:\n"
               f"      python text2grad.py --task slf5k --model MODEL --data rows.jsonl --annotator_model gpt-4o")
     together(dist.destroy_process_group)
 
