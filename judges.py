@@ -447,7 +447,7 @@ def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig
     return asked
 
 
-def mt_bench_scores(questions: list[Question], verdicts: dict[str, dict]) -> list[dict]:
+def mt_bench_scores(questions: list[Question], verdicts: dict[str, dict]) -> list[dict]:  # Table 4
     """One row {id, category, turn_1, turn_2, score, reason} for each question; score: the mean of both turns, 1–10.
 
     Where a turn has no verdict, its score is None with the reason, and so is the mean.
@@ -506,7 +506,7 @@ def read_difficulty(path) -> list[dict]:
     return rows
 
 
-def length_controlled(annotations: list[dict], difficulty: list[dict] | None = None) -> dict:
+def length_controlled(annotations: list[dict], difficulty: list[dict] | None = None) -> dict:  # Table 4
     """AlpacaEval 2's length-controlled win rate in per cent, as alpaca_eval 0.6.6 fits it.
 
     P(the policy wins) = σ(φ tanh(Δ/s) + ψ γ_x + θ): Δ is the reference's length less the policy's in characters, s its

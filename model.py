@@ -50,7 +50,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")     # PEFT'
 
 # ── Loading and prompts ─────────────────────────────────────────────────────────────────────────────────
 
-def load_model(path, dtype=None, device=None):
+def load_model(path, dtype=None, device=None):  # Table 5
     """Load a causal LM and its tokenizer from a directory or a Hugging Face hub id; every weight is frozen.
 
     dtype: a torch dtype or its name. None keeps the checkpoint's own, except half precision on a CPU, which

@@ -478,7 +478,7 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
             f'{"".join(out)}</svg>')
 
 
-def curves(rows: list[dict]) -> str:  # Figure 5
+def curves(rows: list[dict]) -> str:  # Figure 3
     """Every metric in metrics.jsonl's rows as small charts; below a chart, which values it lacks. HTML on its own."""
     keys = dict.fromkeys(key for row in rows for key in row if key != "iteration")
     known = {key for wanted in _CHARTS.values() for key in wanted}

@@ -222,7 +222,7 @@ def spread(values: list[float]) -> tuple[float, float, float]:
     return centre, centre - half, centre + half
 
 
-def arm_figure(arms: list[Arm]) -> str:  # Figure 6
+def arm_figure(arms: list[Arm]) -> str:  # Figure 5; Figure 6
     """The smoothed curves of every arm by rollouts, and its held-out accuracy."""
     lines = {arm.name: [(i * arm.run.batch, *spread(values)) for i, values in enumerate(zip(*map(smooth, arm.curves)))]
              for arm in arms if arm.curves}

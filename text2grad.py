@@ -334,7 +334,7 @@ def add_advantages(rollouts: Rollouts, beta: float, config: Config):
     rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask,    # Alg. 4 l.17
                                                 config.gamma, config.lam)
     if config.value_target == "return":
-        rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)
+        rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)     # Alg. 4 l.24
     last = rollouts.mask.sum(1, keepdim=True).long() - 1                                        # [B, 1]
     assert torch.allclose(rollouts.advantages.gather(1, last), (rollouts.rewards - rollouts.values).gather(1, last),
                           atol=1e-5, equal_nan=True), "Eq. §3.5 GAE: V = 0 after the last token, so A_T = r_T − V(y_<T)"
@@ -402,7 +402,7 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
     value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)    # Alg. 4 l.28
     loss = policy + config.value_coef * value
     if entropy is not None:
-        loss = loss - config.entropy_coef * entropy.sum() / count                                # Alg. 4 l.25; Alg. 4 l.27
+        loss = loss - config.entropy_coef * entropy.sum() / count            # Alg. 4 l.25; Alg. 4 l.27; Eq. §3.5 PPO
     with torch.no_grad():
         log_ratio = logprobs - old["logprobs_old"]
         ratio = log_ratio.exp()

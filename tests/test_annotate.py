@@ -470,6 +470,7 @@ def test_linear_decay_equals_the_formula(tiling, data):  # Table 11
 def test_tokens_by_hand():  # Alg. 2 l.15; Alg. 2 l.16–17
     text, offsets = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
     assert token_rewards(text, offsets, [Span(0, 7, 1), Span(9, 12, -1)]) == [1, 1, 1, 0, 0]
+    assert token_rewards(text, offsets, [Span(0, 3, 1), Span(5, 12, -1)]) == [1, 0, -1, -1, 0]
     assert token_rewards(text, offsets, [Span(4, 6, -1)]) == [0, -1, 0, 0, 0]
     assert token_rewards(text, offsets, [Span(0, 12, -1)], "linear_decay") == pytest.approx([-1, -.7, -.4, -.1, 0])
 
@@ -571,7 +572,7 @@ def test_ultrafeedback_rows_become_messages(shared):
         check_messages(task, example, row["prompt"])
 
 
-def test_toy_rows_become_messages_and_feedback():  # Alg. 2 l.28
+def test_toy_rows_become_messages_and_feedback():
     """§4.3 in miniature: the toy critic's quotes all stand in the summary."""
     import toy
     task, rows = get_task("toy"), toy.rows("train", 3)

@@ -736,7 +736,7 @@ def critic(work, monkeypatch):
     return work
 
 
-def test_a_critic_is_asked_with_row_and_response(critic):
+def test_a_critic_is_asked_with_row_and_response(critic):  # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
     seen = []
     critic.module.judge = lambda row, response: seen.append((row["more"], response)) or GOOD
     critic.run([row | {"more": k} for k, row in enumerate(made_rows(6))], concurrency=3)
@@ -745,6 +745,7 @@ def test_a_critic_is_asked_with_row_and_response(critic):
         ("critic_of_the_test:judge", "It ends.", None)}
     critic.run([row | {"more": k * 2} for k, row in enumerate(made_rows(6))])
     assert len(seen) == 6 + 5, "a critic may look at any field, so a changed one asks again"
+    assert len(critic.written()) == 6, "𝒟_R starts empty: OUTPUT holds this run's rows, not those of the one before"
 
 
 def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic):

@@ -176,7 +176,7 @@ def pieces(text):
     ("A nurse from York is sad, because the sister took it.", "nurse York sad sister took"),
     ("They've paid 300 dollars and don't care", "paid 300 dollars care"),
     ("IT WAS the BEST", "BEST")])
-def test_importance_by_a_hand_made_list(text, content):
+def test_importance_by_a_hand_made_list(text, content):  # Table 11
     """Appendix I.1: ±1.0 on content words, ±0.2 on others and on marks; a part of a word weighs as the word."""
     places = pieces(text)
     want = [1.0 if text[a:b].strip() in content.split() else OTHERS for a, b in places]

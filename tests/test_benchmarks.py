@@ -251,7 +251,7 @@ def test_the_reference_sees_fresh_inputs_and_the_solution_no_output(tmp_path):
 
 # ── Execution and pass@k ───────────────────────────────────────────────────────────────────────────────
 
-def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):
+def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
     problems = read_problems(write(tmp_path / "p", PLUS, PLUS | {"task_id": "HumanEval/1"}))
     right, base_only, plus_only = "return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)"
     samples = [{"task_id": task, "solution": f"def grow(x):\n    {body}"} for task in ("HumanEval/1", "HumanEval/0")

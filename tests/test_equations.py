@@ -19,7 +19,9 @@ import text2grad
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
 from model import (ValueHead, add_lora, encode_prompt, head_weight, lora_parameters, pad_batch, response_hidden,
                    token_logprobs, use_lora)
-from reward_model import Judgement, encode_rows, judge, reward_prompt, split_rows, z_loss
+from reward_model import (Judgement, RewardConfig, encode_rows, judge, reward_prompt, split_rows, train_reward_model,
+                          z_loss)
+from rewards import at_end
 from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_scores, batch_metrics, batch_prompts,
                        discounted_returns, gae, learning_rate, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
                        value_loss, whiten)
@@ -57,7 +59,7 @@ def one_row(*rewards, values=None, gamma=1.0, lam=0.95):
 
 def end_reward(*delta):
     """Setting B of Appendix A: the same total, all of it at the last token."""
-    return [0.0] * (len(delta) - 1) + [sum(delta)]
+    return at_end(Judgement("", [*delta])).delta
 
 
 def double_sum(rewards, values, gamma, lam, drop=0):
@@ -150,7 +152,7 @@ def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.
 
 @many
 @given(row_lengths, seeds, unit, unit)
-def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gamma, lam):  # Eq. §3.5 GAE
+def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gamma, lam):  # Eq. §3.5 GAE; Alg. 4 l.15–16
     """§3.5, Appendix A: A_t = Σ_{l=0}^{T−t} (γλ)^l td_error_{t+l}, V = 0 after the last token of every row."""
     mask = prefix_mask(lengths)
     rewards, values = noise(seed, *mask.shape), noise(seed + 1, *mask.shape)
@@ -346,7 +348,7 @@ def test_whiten_of_equal_tokens_is_zero(value):
     (1.5, 2.0, -2.4, 0.0), (0.5, -2.0, 1.6, 0.0),                                                   # clipped
     (1.5, -2.0, 3.0, 3.0), (0.5, 2.0, -1.0, -1.0),                                                # outside, not clipped
 ])
-def test_ppo_loss_by_cases(ratio, advantage, loss, gradient):  # Eq. §3.5 PPO; Alg. 4 l.23
+def test_ppo_loss_by_cases(ratio, advantage, loss, gradient):  # Eq. §3.5 PPO; Alg. 4 l.21–22; Alg. 4 l.23
     """Alg. 4 l.23 at ε = 0.2; d ρ / d log π = ρ, and a clipped token has no gradient."""
     old = torch.tensor([-1.3], dtype=torch.float64)
     logprobs = vector(-1.3 + math.log(ratio))
@@ -464,7 +466,7 @@ def test_scores_are_those_of_the_full_softmax(policy, estimator, temperature, sf
 
 
 @pytest.mark.parametrize("target", ["gae", "return"])
-def test_rewards_advantages_and_value_targets(policy, target):  # Eq. §3.5 total reward; Alg. 4 l.14; Alg. 4 l.17
+def test_rewards_advantages_and_value_targets(policy, target):  # Eq. §3.5 total reward; Alg. 4 l.14; Alg. 4 l.17; Alg. 4 l.24
     """Alg. 4 l.14–16, 24: r_t = δ_t − β KL_t on tokens; A whitened; targets raw A + V, or Σ γ^{k−t} r_k."""
     _, _, rollouts = policy
     config, mask = Config(value_target=target, gamma=0.9, lam=0.8), rollouts.mask
@@ -518,7 +520,7 @@ def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.27; A
     close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
 
 
-def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.25
+def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.25; Eq. §3.5 PPO
     """Alg. 4 l.25, 27: the bonus adds −β ∇ mean H, by autograd through the full softmax, and descent on it raises H."""
     config = Config(entropy_coef=0.5, micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
@@ -541,7 +543,7 @@ def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.2
     assert mean_entropy() > before
 
 
-def test_ratio_is_one_at_the_old_policy_and_only_there(policy):  # Alg. 4 l.7; Alg. 4 l.21–22
+def test_ratio_is_one_at_the_old_policy_and_only_there(policy):  # Alg. 4 l.7
     """Alg. 4 l.22 and invariant 1: recomputed log-probs are the old ones; k3, never negative, says so of each."""
     config = Config(temperature=0.7, micro_batch_size=2)
     model, head, rollouts = scored(policy, config)
@@ -676,6 +678,19 @@ def test_z_loss_is_the_negative_log_likelihood_of_z_alone(toy_model):  # Eq. §3
     close(sum(part for part, _ in alone), loss, rtol=1e-4, atol=1e-4)
 
 
+def test_teacher_forcing_starts_at_the_base_and_lowers_the_loss(toy_model):  # Alg. 3 l.4; Alg. 3 l.7
+    """φ is a new adapter of the shape that was asked for, which says what the base says; every step makes z likelier."""
+    model, tokenizer = toy_model
+    pairs = [([5, 6, 7, 8], [9, 10, 1]), ([11], [12, 13, 14, 15, 1]), ([16, 17], [1])]
+    bare = z_loss(model, pairs, 0)[0].item() / 9
+    config = RewardConfig(lora_r=4, lora_alpha=12, lora_targets="q_proj,v_proj", learning_rate=1e-3, batch_size=3,
+                          micro_batch_size=2, epochs=4)
+    losses = train_reward_model(model, tokenizer, pairs, config)
+    assert len(losses) == 4 and losses[0] == pytest.approx(bare, rel=1e-5) and losses == sorted(losses)[::-1]
+    assert losses[-1] < bare - 1e-3 and {min(p.shape) for p in lora_parameters(model, "reward")} == {4}
+    assert model.model.layers[0].self_attn.q_proj.scaling == {"reward": 12 / 4}
+
+
 def feedback_row(response, good, poor, unmatched=(), prompt="Summarise.", critique="Some of it is right."):
     """A row of feedback.jsonl, as far as `encode_rows` reads it."""
     return {"prompt": prompt, "response": response, "critique": critique, "good_spans": good, "poor_spans": poor,
@@ -765,6 +780,16 @@ def test_a_readable_critique_gives_the_delta_of_its_spans():  # Alg. 4 l.13
     assert verdict.delta == [0, 1, 1, 0, 0, -1, 0] == token_rewards(TEXT, WORDS, [Span(4, 11, 1), Span(20, 23, -1)])
     assert (verdict.critique, verdict.reason, verdict.quotes) == (critique, "", 2)
     assert judge(critique, TEXT, WORDS, "linear_decay").delta == pytest.approx([0, 1, 0.1, 0, 0, -1, 0])
+
+
+def test_g_nl_of_a_critique_is_what_ppo_follows_at_first():  # Eq. §3.5 g_NL
+    """§3.5: with δ of what R_φ wrote, −∂ loss / ∂ log π(y_t) is δ_t; PPO with A_t = δ_t has it over T at θ_old."""
+    verdict = judge('Mixed.\n{"good_spans": ["cat saw"], "poor_spans": ["run"]}', TEXT, WORDS)
+    delta, mask = torch.tensor([verdict.delta], dtype=torch.float64), torch.ones(1, 7)
+    logprobs = noise(0, 1, 7).requires_grad_()
+    g_nl = -torch.autograd.grad(nl_gradient_loss(logprobs, delta, mask), logprobs)[0]
+    assert g_nl.tolist() == [[0, 1, 1, 0, 0, -1, 0]]
+    close(-7 * torch.autograd.grad(ppo_loss(logprobs, logprobs.detach().clone(), delta, mask, 0.2), logprobs)[0], g_nl)
 
 
 def test_unmatched_ambiguous_and_conflicting_quotes_reward_nothing_and_are_counted():

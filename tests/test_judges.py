@@ -361,7 +361,7 @@ def test_the_second_turn_sees_the_first_answer_at_the_temperature_of_its_categor
         judges.mt_bench_answers(BENCH, lambda conversations: ["one"])
 
 
-def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(config, server, tmp_path, prompts):
+def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(config, server, tmp_path, prompts):  # Table 4
     seen, answers = {}, {q["question_id"]: [f"a{q['question_id']}", f"b{q['question_id']} {{answer}}"] for q in BENCH}
     questions = judges.mt_bench_questions(BENCH, answers, config, prompts, {111: ["two", "four"]})
     assert [(q.id, q.about["reference"]) for q in questions] == [
@@ -458,7 +458,7 @@ def world(seed: int, n: int) -> tuple[list[dict], list[dict]]:
     (0, 200, "v1", 54.25, 3.064989, 49.603251, 0.713437), (1, 120, "noreg", 56.25, 4.123551, 49.394937, 1.019659),
     (2, 150, "minimal", 52.0, 3.629361, 44.427285, 0.0), (3, 60, "v1", 41.666667, 5.720252, 35.394054, 1.135304),
     (4, 805, "v1", 50.248447, 1.572271, 42.667927, 0.346678)])
-def test_win_rates_are_those_of_alpaca_eval(seed, n, glm, win_rate, error, controlled, controlled_error):
+def test_win_rates_are_those_of_alpaca_eval(seed, n, glm, win_rate, error, controlled, controlled_error):  # Table 4
     """The figures are those of alpaca_eval 0.6.6 on the same rows (scikit-learn 1.9.1, whose solver stops at 1e-4)."""
     annotations, gamed = world(seed, n)
     plain = [{name: row[name] for name in ("index", "instruction_difficulty")} for row in gamed]

@@ -366,7 +366,7 @@ def test_adapter_dropout_is_on_in_training(toy_model):
     assert torch.equal(logits_of(model, ids), bare)
 
 
-def test_a_fresh_adapter_changes_nothing_until_it_is_trained(base):  # Alg. 3 l.4
+def test_a_fresh_adapter_changes_nothing_until_it_is_trained(base):
     """B = 0 gives the bare base, bit for bit; B ≠ 0 does not."""
     model, tokenizer = base
     ids = tokenizer(TEXTS[2]).input_ids
@@ -492,7 +492,7 @@ def test_fingerprints_of_the_two_checkpoints_differ(toy_model, stories):
     assert fingerprint(toy_model[0]) != fingerprint(stories[0])
 
 
-def test_value_head_is_zero_and_then_linear():  # Alg. 1 l.17; Alg. 4 l.5
+def test_value_head_is_zero_and_then_linear():
     """V = 0 at the start; with weights, w·h + b in float32 for every leading shape and dtype."""
     head = ValueHead(6)
     hidden = torch.randn(2, 3, 6)
@@ -602,7 +602,7 @@ def test_prompts_that_cannot_be_answered_are_refused(toy_model):
 
 # ── Prompts and answers ─────────────────────────────────────────────────────────────────────────────────
 
-def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):
+def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
     """The ids are those of the rendered text, whose BOS the template wrote: exactly one."""
     bos_tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
                                    "{% if add_generation_prompt %}[assistant] {% endif %}")

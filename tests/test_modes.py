@@ -110,11 +110,13 @@ def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("mode", MODES)
-def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name, mode):  # Alg. 2 l.5–9
+def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name, mode):  # Alg. 2 l.5–9; Alg. 2 l.10–11
     """Table 1, 2: cot against no_cot; Appendix N: the reference; KodCode: the outcome of the tests."""
     given_texts = {"critique": "A person's words.", "reference": "A good answer.", "outcome": "2 of 3 tests passed."}
     system, user = (m["content"] for m in annotation_messages(get_task(name), example(**given_texts), mode))
     assert ("reasoning" in system.lower()) == (mode == "cot")
+    asked = [system.find(f"{step}: ") for step in ("Reasoning", "Critique", "Spans")]           # l.7, 8 and 9 of Algorithm 2
+    assert (-1 < asked[0] < asked[1] < asked[2]) == (mode == "cot")
     assert ("A person's words." in user) == (mode == "align") and ("A good answer." in user) == (mode == "steps")
     assert "2 of 3 tests passed." in user and TASKS[name].judge in system
     assert ("enum" in json.dumps(reply_schema(mode))) == (mode == "dense")
@@ -227,7 +229,7 @@ def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     ("no_cot", {"critique": "c", "good_spans": ["cat"], "poor_spans": []}),
     ("dense", dense("The cat sat. A dog ran.".split(), ["neutral", "good", *["neutral"] * 4])),
     ("align", {"good_spans": ["cat"], "poor_spans": []}), ("steps", steps(("cat", True, "r")))])
-def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply):  # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
+def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply):  # Alg. 2 l.28
     critic = SimpleNamespace(judge=lambda row, response: json.dumps(reply))
     monkeypatch.setitem(sys.modules, "critic_of_the_test", critic)
     write_rows(tmp_path / "rows.jsonl", [example() | {"feedback": WORDS}])

@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from model import add_lora, encode_prompt, eos_ids, use_lora
+from model import add_lora, encode_prompt, eos_ids, generate, use_lora
+from offsets import token_offsets
 from reward_model import REWARD_PRESETS, write_critiques
-from tasks import reward_prompt
-from text2grad import PRESETS, Config, sample, sample_rollouts
+from tasks import get_task, reward_prompt
+from text2grad import PRESETS, Config, respond, sample_rollouts
 
 TAG = re.compile(r"(Alg\. \d l\.\d+(–\d+)?|Eq\. (§[\d.]+|Appendix A) \S.*|Table \d+|Figure \d+)")
 # The lines of Algorithms 1 to 4 that do something: not those with inputs, outputs, headings, "else" and "end".
@@ -121,12 +122,13 @@ def test_prose_against_tables():
 
 def test_presets_are_the_release_s_hyperparameters():  # Table 9; Table 10
     """Tables 9 and 10 are lost; these are the values of the authors' release, typed from its scripts once more."""
-    paper = {"slf5k": (1e-6, "linear", 12, 0.2, 6.0, 89), "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256),
-             "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512)}
+    paper = {"slf5k": (1e-6, "linear", 12, 0.2, 6.0, 89, 500), "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768),
+             "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768)}
     for task, values in paper.items():
         config = Config(**PRESETS[task])
         assert values == (config.learning_rate, config.schedule, config.batch_size, config.kl_coef, config.kl_target,
-                          config.max_new_tokens)
+                          config.max_new_tokens, config.max_critique_tokens)
+        assert REWARD_PRESETS[task]["max_critique_tokens"] == config.max_critique_tokens
         assert (config.ppo_epochs, config.value_coef, config.clip, config.value_clip, config.gamma, config.lam,
                 config.kl_horizon, config.lora_r, config.lora_alpha, config.temperature) == (
                     4, 0.1, 0.2, 0.2, 1.0, 0.95, 10000, 16, 32, 0.6)
@@ -140,18 +142,19 @@ def test_presets_are_the_release_s_hyperparameters():  # Table 9; Table 10
         assert [REWARD_PRESETS[task][name] for name in ("lora_r", "lora_alpha", "epochs")] == [16, 32, 3]
 
 
-def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):  # Alg. 4 l.8; Alg. 4 l.12
+def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):  # Alg. 4 l.8; Alg. 4 l.11; Alg. 4 l.12
     """y as it was sampled, never encoded again; z′ is R_φ's greedy text, one forward pass for each of its tokens."""
     import toy
     model, tokenizer = toy_model
     for name in ("policy", "reward"):
         for p in add_lora(model, name):
-            torch.nn.init.normal_(p, std=0.02)
-    config, rows = Config(), toy.rows("train", 3)
+            torch.nn.init.normal_(p, std=0.1)
+    config, rows = Config(temperature=0.7), toy.rows("train", 3)
     rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator().manual_seed(0))
     prompts = [encode_prompt(tokenizer, prompt) for prompt in rollouts.prompts]
     uniforms = torch.rand(3, config.max_new_tokens, generator=torch.Generator().manual_seed(0))
-    ids = sample(model, tokenizer, prompts, config, "policy", uniforms)
+    with use_lora(model, "policy"):
+        ids = generate(model, prompts, config.max_new_tokens, 0.7, eos_ids(tokenizer, model), 0, uniforms=uniforms)
     assert [row[mask.bool()].tolist() for row, mask in zip(rollouts.response_ids, rollouts.mask)] == ids
     passes, new = [], 12
     hook = model.base_model.register_forward_hook(lambda *_: passes.append(1))
@@ -166,6 +169,23 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
         expected.append(tokenizer.decode(z, skip_special_tokens=True))
     assert critiques == expected and len(set(expected)) > 1
     assert len(passes) == new < written                  # of "one forward pass" (Table 13): the batch shares each of them
+
+
+def test_rows_without_a_response_are_answered_by_the_base(toy_model):  # Alg. 1 l.6
+    """y ~ π_ref(·|x) at the policy's temperature, as text; a response that a row brings stays, and comes first."""
+    import toy
+    model, tokenizer = toy_model
+    for p in add_lora(model, "policy"):
+        torch.nn.init.normal_(p, std=0.1)
+    config, rows = Config(temperature=0.7, seed=3), toy.rows("train", 4)
+    rows[1]["response"] = "My own."
+    mine, *others = respond(model, tokenizer, rows, config)
+    assert mine == rows[1] and [row["id"] for row in others] == [rows[i]["id"] for i in (0, 2, 3)]
+    uniforms = torch.rand(3, config.max_new_tokens, generator=torch.Generator().manual_seed(3))
+    for row, u in zip(others, uniforms):
+        x = encode_prompt(tokenizer, get_task("toy").policy_prompt(row))
+        y, = generate(model, [x], config.max_new_tokens, 0.7, eos_ids(tokenizer, model), 0, uniforms=u[None])
+        assert row["response"] == token_offsets(tokenizer, y)[0]
 
 
 def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():

@@ -15,7 +15,9 @@ import annotate
 import reward_model
 import text2grad
 import toy
+from checkpoints import newest_checkpoint
 from loopback import loopback
+from model import load_lora, use_lora
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--annotated_rows", "400", "--iterations", "4", "--batch_size", "8", "--minibatch_size", "8",
@@ -51,7 +53,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_that_the_readme_names(finished_run):  # Alg. 4 l.6; Table 13
+def test_a_run_leaves_everything_that_the_readme_names(finished_run):  # Alg. 4 l.6
     metrics, samples = rows_of(finished_run / "metrics.jsonl"), rows_of(finished_run / "samples.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4] == [row["iteration"] for row in samples]
     named = {"delta", "labelled", "unmatched", "unparseable", "policy_kl", "kl", "entropy", "ratio", "clip_fraction",
@@ -70,6 +72,36 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):  # Alg.
     tensors = load_file(finished_run / "policy" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     assert load_file(finished_run / "value_head.safetensors")["linear.weight"].abs().max() > 0
+    _, last, state = newest_checkpoint(finished_run, warn=print)
+    trained = [last[f"{i}.parameter"] for i in range(len(tensors))]                  # A and B of each layer, in order
+    assert state["iteration"] == 4 and all(torch.equal(tensors[name], p) for name, p in zip(sorted(tensors), trained))
+
+
+def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):  # Alg. 1 l.17; Alg. 4 l.5
+    """No KL to π_ref in the first rollouts, and V = 0 explains nothing of the returns; both are so no more after it."""
+    first, *later = rows_of(finished_run / "metrics.jsonl")
+    assert abs(first["kl"]) < 1e-5 and first["explained_variance"] == 0
+    assert all(row["kl"] > 1e-4 and row["explained_variance"] != 0 for row in later)
+
+
+def test_r_phi_has_learned_to_write_the_feedback(finished_run, toy_model):  # Alg. 1 l.14; Alg. 3 l.8
+    """The adapter that phase 2 left makes the annotated z far likelier than the base does."""
+    model, tokenizer = toy_model
+    load_lora(model, "reward", finished_run / "reward" / "adapter")
+    _, pairs = reward_model.encode_rows(rows_of(finished_run / "feedback.jsonl")[:20], tokenizer, 512)
+    loss = {}
+    for name in (None, "reward"):
+        with use_lora(model, name), torch.no_grad():
+            loss[name] = reward_model.z_loss(model, pairs, 0)[0].item()
+    assert loss["reward"] < 0.25 * loss[None]
+
+
+def test_a_stretch_of_work_has_the_seconds_from_its_begin_to_its_end(monkeypatch):  # Table 13
+    seconds, clock = {}, iter([100.0, 107.5])
+    monkeypatch.setattr(reward_model.time, "time", lambda: next(clock))
+    with reward_model.timed("critique", seconds, "nothing"):
+        pass
+    assert seconds == {"critique": 7.5}
 
 
 def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, capsys):
@@ -259,7 +291,7 @@ def test_a_flag_with_an_impossible_value_is_refused():
 
 # ── The reward model's own script ───────────────────────────────────────────────────────────────────────
 
-def test_reward_model_script_learns_and_reports(finished_run, tmp_path, monkeypatch, capsys):  # Alg. 1 l.14; Alg. 3 l.7; Alg. 3 l.8
+def test_reward_model_script_learns_and_reports(finished_run, tmp_path, monkeypatch, capsys):
     run_main(monkeypatch, "--data", finished_run / "feedback.jsonl", "--output_dir", tmp_path / "r", "--epochs", 1,
              "--held_out", 4, module=reward_model)
     metrics = json.loads((tmp_path / "r" / "metrics.json").read_text())

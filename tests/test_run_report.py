@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 import report
 import text2grad
-from report import ReportError, Tracker, curves, environment, evenly, heatmap, public, run_report, svg_line, ticks
+from report import (ReportError, Tracker, curves, environment, evenly, heatmap, public, run_report, svg_line, text_block,
+                    ticks)
 from test_pipeline import SMALL, rows_of, run_main
 from test_report import HOSTILE, Page, often, texts
 
@@ -140,12 +141,15 @@ def test_values_that_are_not_finite_are_gaps_and_named():
     assert "not finite" not in curves([metrics_row(1), metrics_row(2)])
 
 
-def test_every_metric_of_a_real_run_has_a_curve_and_new_ones_get_their_own(finished_run):  # Figure 5
+def test_every_metric_of_a_real_run_has_a_curve_and_new_ones_get_their_own(finished_run):  # Figure 3
     rows = rows_of(finished_run / "metrics.jsonl")
     found = re.findall("(?s)<svg.*?</svg>", curves([row | {"new_thing": 1.5} for row in rows]))
     titles = [xml.fromstring(svg)[0].text for svg in found]
     assert len(set(titles)) == len(titles) and "new thing" in titles
     assert sum(len(drawn(svg)) for svg in found) == len(rows[0])          # one is new, the iteration is none
+    (points,), = drawn(found[titles.index("entropy of the policy, nats per token")])
+    assert len({row["entropy"] for row in rows}) == 4 and points == [
+        pytest.approx((row["iteration"], row["entropy"]), rel=.01) for row in rows]
 
 
 def test_a_long_curve_is_drawn_by_means_with_a_band_that_keeps_its_peaks():
@@ -204,7 +208,9 @@ def test_examples_are_of_the_same_prompts_before_and_after_with_delta_for_every_
     for rows, when in ((before, "before"), (after, "after")):
         mean = sum(sum(row["delta"]) / len(row["delta"]) for row in rows) / len(rows)
         assert means[when]["mean δ per token, by R_φ"] == pytest.approx(mean)
-    shown = [text for _, text in Page((finished_run / "report.html").read_text()).all("h3")]
+    text = (finished_run / "report.html").read_text()
+    assert all(text_block(row["prompt"]) in text and heatmap(row["tokens"], row["delta"], 1) in text for row in before + after)
+    shown = [title for _, title in Page(text).all("h3")]
     assert sum(title.startswith("After: trained policy, mean δ ") for title in shown) == 8
 
 

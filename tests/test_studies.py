@@ -20,7 +20,7 @@ import trials
 from annotate import read_reply
 from endpoint import InputError
 from model import add_lora, use_lora
-from studies import Desk, Plan, StudyConfig
+from studies import Arm, Desk, Plan, StudyConfig, arm_figure
 from text2grad import nl_gradient_loss, sample_rollouts
 from trials import (Judge, Run, arrival, damaged, interval, judge_of, key, noisy_critique, ordered_pairs, settle,
                     shown_arrival, smooth, true_spans, updates_to)
@@ -153,6 +153,27 @@ def test_the_inequality_of_appendix_a_by_hand():  # Eq. Appendix A ΔA
     found = ordered_pairs(torch.tensor([[1.0, 0, 1], [0, 0, 0]]), mask, 2, 0.95)
     assert found == {"pairs": 1, "places": 2, "premise": 1, "held": 1}
     assert ordered_pairs(torch.tensor([[1.0, 0, 1], [0, 0, 0]]), mask, 1, 0.95)["pairs"] == 0        # two posts
+    found = ordered_pairs(torch.tensor([[0.0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]), torch.ones(2, 5), 2, 0.95)
+    assert found == {"pairs": 1, "places": 4, "premise": 4, "held": 2}     # at t = 2: −1 + w + w² + w³ < 2 w³, by little
+
+
+def test_real_trajectories_give_both_advantages_and_alpha(tmp_path, monkeypatch):  # Eq. §3.6 A^A; Eq. Appendix A α
+    """§3.6 token by token: A is Σ λ^(k−t) δ_k, B λ^(T−t) Σ δ; α = λ^−(T−k) in the mean over the tokens with a δ."""
+    kept, judged = [], trials.add_feedback
+    monkeypatch.setattr(trials, "add_feedback", lambda rollouts, *rest: kept.append(rollouts) or judged(rollouts, *rest))
+    found = trials.follow_trajectories(trials.Trajectories(posts=8, samples=2), tmp_path)
+    (rollouts,) = kept
+    lengths, advantages = rollouts.mask.sum(1).tolist(), trials.advantages_of(rollouts.delta, rollouts.mask)
+    assert len(set(lengths)) > 1
+    for setting, decay in (("A", 0.95), ("A", 1.0), ("B", 0.95), ("B", 1.0)):
+        got = advantages[f"{setting}, λ = {decay:g}".replace("0.", ".")]
+        for row, n in enumerate(lengths):
+            delta = rollouts.delta[row, :n].tolist()
+            want = [sum(decay ** (k - t) * delta[k] for k in range(t, n)) if setting == "A" else
+                    decay ** (n - 1 - t) * sum(delta) for t in range(n)]
+            assert got[row, :n].tolist() == pytest.approx(want, abs=1e-4) and not got[row, n:].any()
+    alpha = [0.95 ** -(n - 1 - k) for row, n in enumerate(lengths) for k in range(n) if rollouts.delta[row, k]]
+    assert found["alpha"] == pytest.approx(mean(alpha), rel=1e-5) and found["alpha"] > 1
 
 
 def test_the_noise_scale_of_gradients_that_are_drawn_is_found():
@@ -163,7 +184,7 @@ def test_the_noise_scale_of_gradients_that_are_drawn_is_found():
     assert middle == pytest.approx(50 / 4.5, rel=0.15) and low < 50 / 4.5 < high and high - low < 6
 
 
-def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_path):  # Eq. §3.5 g_NL
+def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_path):
     model, tokenizer = toy_model
     config = trials.settings(Run(reward="true", batch=1), tmp_path)
     rollouts = sample_rollouts(model, tokenizer, toy.rows("train", 3), config, None, torch.Generator().manual_seed(0))
@@ -180,7 +201,7 @@ def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_
 
 # ── Pages ───────────────────────────────────────────────────────────────────────────────────────────────
 
-def test_a_study_in_miniature_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):  # Figure 6
+def test_a_study_in_miniature_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "HELD_OUT", 6)
     monkeypatch.setitem(studies.COMPARED, 2, ("Tiny", "Does it work?", {"true": studies.TRUE, "dpo": Run("dpo"),
                                               "ilf": Run("ilf")}, ["true"]))
@@ -199,6 +220,25 @@ def test_a_study_in_miniature_writes_its_page_and_keeps_what_people_wrote(tmp_pa
     monkeypatch.setattr(trials, "work", None)                                   # nothing is left to do
     studies.compared(2, plan, Desk(tmp_path, Here()), config)
     assert "## What was found\n\nIt works.\n\n## Table and figure" in path.read_text()
+
+
+def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts():  # Figure 5; Figure 6
+    """The lines and bands read back by the labels of the axes; the accuracies as they are printed."""
+    curves = {"with": [[.2, .5, .8, .9], [.3, .5, .7, .9], [.2, .6, .9, .9]], "without": [[.2, .4, .5], [.3, .3, .4]]}
+    arms = [Arm(name, Run(batch=batch), {}, [{"accuracy": curve[-1], "curve": curve} for curve in curves[name]])
+            for name, batch in (("with", 8), ("without", 20))]
+    svg = ElementTree.fromstring(arm_figure(arms))
+    texts = [(float(e.get("x")), float(e.get("y")), e.text) for e in svg.findall("{*}text")]
+    xs, ys = [(x, float(t)) for x, y, t in texts if y == 297], [(y - 4, float(t)) for x, y, t in texts if x == 44]
+    read = lambda marks, at: np.interp(at, *zip(*sorted(marks)))
+    for line, band, arm in zip(svg.findall("{*}polyline"), svg.findall("{*}polygon"), arms, strict=True):
+        points, edge = ([(read(xs, x), read(ys, y)) for x, y in (map(float, pair.split(",")) for pair in e.get("points").split())]
+                        for e in (line, band))
+        spans = [interval(values) for values in zip(*map(smooth, curves[arm.name]))]
+        want = [(i * arm.run.batch, centre) for i, (centre, _) in enumerate(spans)]
+        assert points == [pytest.approx(pair, abs=.01) for pair in want] and len(edge) == 2 * len(want)
+        assert [y for _, y in edge] == pytest.approx([c - h for c, h in spans] + [c + h for c, h in spans[::-1]], abs=.01)
+    assert [t for x, _, t in texts if x == 868] == ["0.9", "0.45"]
 
 
 @pytest.mark.parametrize("number", range(1, 9))

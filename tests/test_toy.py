@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 import toy
-from annotate import Feedback, ground, parse_feedback, reward_prompt
+from annotate import Feedback, parse_feedback, read_reply, reward_prompt
 from model import encode_answer, encode_prompt, generate
 from report import colour_tokens, split_text, table
 from tasks import TASKS
@@ -52,10 +52,9 @@ def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg.
     for row in toy.rows("train", 300):
         said = {s: rng.choice(toy.SLOTS[s]) if rng.random() < 0.4 else fact for s, fact in row["facts"].items()}
         summary = toy.write_summary(said, rng)
-        feedback = parse_feedback(toy.critique(row, summary))
+        feedback, found = read_reply({"id": "", "prompt": "", "response": summary}, toy.critique(row, summary))
         assert sorted(feedback.good_spans) == sorted(v for s, v in said.items() if v == row["facts"][s])
         assert sorted(feedback.poor_spans) == sorted(v for s, v in said.items() if v != row["facts"][s])
-        found = ground(summary, feedback)
         assert not found.unmatched and not found.ambiguous and len(found.spans) == 7
         for slot, value in said.items():
             assert toy.verdict(slot, value, row["facts"][slot]) in feedback.critique
