@@ -23,6 +23,7 @@ from typing import Callable
 
 from endpoint import InputError
 from offsets import token_offsets
+from parts import trimmed
 from report import feedback_page, labelled, problems, table, words
 from tasks import read_rows
 
@@ -53,10 +54,9 @@ def quartiles(lengths: list[int]) -> list[float]:
 
 def span_length(response: str, tokens: Offsets, span: dict) -> int:
     """How many tokens overlap the span, without the white space at its ends."""
-    text = response[span["start"]:span["end"]]
-    start, end = span["end"] - len(text.lstrip()), span["start"] + len(text.rstrip())
+    start, end = trimmed(response, span["start"], span["end"])
     before_end = bisect_left(tokens, end, key=lambda token: token[0])
-    return before_end - bisect_right(tokens, start, key=lambda token: token[1]) if text.strip() else 0
+    return before_end - bisect_right(tokens, start, key=lambda token: token[1]) if start < end else 0
 
 
 def gold_labels(response: str, spans: list[dict]) -> list[int]:

@@ -81,10 +81,11 @@ def step_spans(text: str, code: bool = False) -> list[tuple[int, int]]:
     if code:
         return statement_spans(text)
     cuts = [(0, 0), *(match.span() for match in re.finditer(_CLAUSE, text)), (len(text), len(text))]
-    return [_trimmed(text, a, b) for (_, a), (b, _) in zip(cuts, cuts[1:]) if text[a:b].strip()]
+    return [trimmed(text, a, b) for (_, a), (b, _) in zip(cuts, cuts[1:]) if text[a:b].strip()]
 
 
-def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """The characters [start, end) without the white space at both ends; start ≥ end where there is nothing else."""
     piece = text[start:end]
     return start + len(piece) - len(piece.lstrip()), end - len(piece) + len(piece.rstrip())
 
@@ -102,7 +103,7 @@ def statement_spans(text: str) -> list[tuple[int, int]]:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):      # as the parser's documentation lists them
-        return [_trimmed(text, at, at + len(line)) for at, line in zip(begins, lines) if line.strip()]
+        return [trimmed(text, at, at + len(line)) for at, line in zip(begins, lines) if line.strip()]
 
     def place(line: int, column: int) -> int:                           # ast counts bytes of UTF-8
         return begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
@@ -115,5 +116,5 @@ def statement_spans(text: str) -> list[tuple[int, int]]:
     for node in (n for n in ast.walk(tree) if isinstance(n, ast.stmt)):
         within = [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
         end = min(map(first, within)) if within else place(node.end_lineno, node.end_col_offset)
-        found.append(_trimmed(text, first(node), end))
+        found.append(trimmed(text, first(node), end))
     return sorted(found)

@@ -23,6 +23,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from endpoint import InputError
+from parts import trimmed
 
 LABELS = {"1": 1, "+1": 1, "good": 1, "positive": 1, "-1": -1, "poor": -1, "negative": -1}
 
@@ -222,10 +223,9 @@ def merge(annotations: list[dict], ground: Callable | None = None) -> list[dict]
         labels = sum((2 * sum(v == sign for v in votes.values()) > len(votes)) * sign for sign in (1, -1))
         response, spans = group[0]["response"], []
         for start, end in pairwise(np.flatnonzero(np.diff(labels, prepend=0, append=0)).tolist()):
-            piece = response[start:end]
-            if labels[start] and piece.strip():
-                spans.append({"start": end - len(piece.lstrip()), "end": start + len(piece.rstrip()),
-                              "label": int(labels[start])})
+            label, (start, end) = int(labels[start]), trimmed(response, start, end)
+            if label and start < end:
+                spans.append({"start": start, "end": end, "label": label})
         said = sorted({(one["annotator"], one["critique"]) for one in group if one["critique"].strip()})
         critique = "\n".join(text if len(votes) == 1 else f"{name}: {' '.join(text.split())}" for name, text in said)
         rows.append(people_row(group[0]["id"], group[0]["prompt"], response, critique, ", ".join(votes), spans))

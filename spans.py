@@ -25,6 +25,7 @@ from collections import Counter
 
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
 from audit import gold_labels, span_accuracy
+from parts import trimmed
 
 SIGNS = {"good": 1, "poor": -1}
 
@@ -61,12 +62,10 @@ def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tup
 
     White space at the ends of a span counts for nothing; a span of nothing else has no pair.
     """
-    def core(span):
-        text = response[span.start:span.end]
-        return span.end - len(text.lstrip()), span.start + len(text.rstrip())
+    golden, said = ([trimmed(response, span.start, span.end) for span in spans] for spans in (gold, predicted))
     found = []
-    for i, (start, end) in enumerate(map(core, gold)):
-        for j, (begin, stop) in enumerate(map(core, predicted)):
+    for i, (start, end) in enumerate(golden):
+        for j, (begin, stop) in enumerate(said):
             if (shared := min(end, stop) - max(start, begin)) > 0:
                 union = max(end, stop) - min(start, begin)
                 found.append((shared / union, shared / max(end - start, stop - begin), i, j))
