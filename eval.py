@@ -326,7 +326,7 @@ def summaries(config: EvalConfig, tested: list[Policy]) -> Outcome:  # Table 2
                  Measure("tokens", {name: [tokens for _, tokens in rows] for name, rows in surprise.items()})]
     human = corpus(perplexity(model, tokenizer, prompts, references), perplexity_of)
     notes.append(f"perplexity of the references: {human:.3f}")
-    return with_judge(config, Outcome(measures, side_by_side(rows, prompts, texts), notes), answered(rows, prompts, texts))
+    return with_judge(config, Outcome(measures, side_by_side(rows, prompts, texts), notes), texts)
 
 
 def fitting(rows: list, prompt: Callable, config: EvalConfig, tested: list[Policy], notes: list[str]) -> tuple[list, list]:
@@ -380,8 +380,7 @@ def reward_models(config: EvalConfig, tested: list[Policy]) -> Outcome:
     known = [key for key in parts(Counter()) if any(figures(total(rows))[key] is not None for rows in counts.values())]
     measures = [Measure(key, {name: [parts(row)[key] for row in rows] for name, rows in counts.items()}) for key in known]
     examples = side_by_side(rows, [row["response"] for row in rows], critiques)
-    replies = {name: [row | {"feedback": text} for row, text in zip(rows, texts)] for name, texts in critiques.items()}
-    return with_judge(config, Outcome(measures, examples, notes), replies, of="feedback")
+    return with_judge(config, Outcome(measures, examples, notes), critiques, rows, "feedback")
 
 
 def marked(row: dict) -> list[Span]:
@@ -461,8 +460,7 @@ def chat(config: EvalConfig, tested: list[Policy]) -> Outcome:
     rows, prompts = fitting(rows, lambda row: row["prompt"], config, tested, notes)
     texts = {policy.name: policy.answer(rows, prompts) for policy in tested}
     lengths = Measure("words", {name: [len(text.split()) for text in found] for name, found in texts.items()})
-    return with_judge(config, Outcome([lengths], side_by_side(rows, prompts, texts), notes),
-                      answered(rows, prompts, texts))
+    return with_judge(config, Outcome([lengths], side_by_side(rows, prompts, texts), notes), texts)
 
 
 def mt_bench(config: EvalConfig, tested: list[Policy]) -> Outcome:
@@ -547,15 +545,13 @@ def counted(name: str, scored: dict[str, list[dict]], key: str, notes: list[str]
     return [Measure(name, {policy: [found[i][key] for i in kept] for policy, found in scored.items()})] if kept else []
 
 
-def answered(rows: list[dict], prompts: list[str], texts: dict[str, list[str]]) -> dict[str, list[dict]]:
-    """By policy, the rows {id, prompt, response} that the judge compares."""
-    return {name: [{"id": row["id"], "prompt": prompt, "response": text}
-                   for row, prompt, text in zip(rows, prompts, found)] for name, found in texts.items()}
+def with_judge(config: EvalConfig, outcome: Outcome, texts: dict[str, list[str]], rows: list[dict] | None = None,
+               of: str = "response") -> Outcome:
+    """Adds what a judge said, where one was named: each policy's rating (--rate), or who wins, where there are two.
 
-
-def with_judge(config: EvalConfig, outcome: Outcome, answers: dict[str, list[dict]], of: str = "response") -> Outcome:
-    """Adds what a judge said, where one was named: each policy's rating (--rate), or who wins, where there are two."""
-    prompts = prompts_of(config)
+    texts: by policy, what is judged; rows: what each is about, else the outcome's examples."""
+    prompts, rows = prompts_of(config), rows or outcome.examples
+    answers = {name: [row | {of: text} for row, text in zip(rows, found)] for name, found in texts.items()}
     if config.judge_model and config.rate:
         rated = {name: judged(config, judges.single_questions(rows, config, prompts), outcome.notes)
                  for name, rows in answers.items()}
