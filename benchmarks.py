@@ -34,7 +34,7 @@ from typing import Iterator
 from tqdm import tqdm
 
 from endpoint import InputError
-from metrics import pass_at_k
+from metrics import pass_at_k, summed_logprobs
 from sandbox import run_python
 
 # ── Reading the published files ─────────────────────────────────────────────────────────────────────────
@@ -363,9 +363,7 @@ def read_arc(path) -> list[dict]:
 
 def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = None, batch_size: int = 16):
     """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row; InputError for one too long."""
-    import torch
-    from logprobs import token_logprobs
-    from model import context_length, head_weight, pad_batch, response_hidden, use_lora
+    from model import context_length
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     bos, asked = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], []
     for row in rows:
@@ -376,17 +374,7 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
                 raise InputError(f"row {row['id']} of ARC: {len(whole)} tokens, {start} of the question, where "
                                  f"the model's context is {context_length(model)}; take the row out")
             asked.append((bos + whole[:start], whole[start:]))
-    found, order = [0.0] * len(asked), sorted(range(len(asked)), key=lambda i: sum(map(len, asked[i])))
-    with torch.inference_mode(), use_lora(model, adapter):
-        for at in tqdm(range(0, len(order), batch_size), desc="ARC"):
-            part = order[at:at + batch_size]
-            batch = pad_batch(*zip(*(asked[i] for i in part)), 0, model.device)
-            targets, mask = batch[2], batch[3].bool()
-            hidden = response_hidden(model, *batch)[mask]                              # [N, H]
-            logprobs = token_logprobs(hidden, head_weight(model), targets[mask]).double()
-            for i, each in zip(part, logprobs.split(mask.sum(1).tolist())):
-                found[i] = each.sum().item()
-    each = iter(found)
+    each = iter(summed_logprobs(model, asked, adapter, batch_size, "ARC"))
     return [[next(each) for _ in row["choices"]] for row in rows]
 
 

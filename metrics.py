@@ -23,6 +23,7 @@ from operator import or_
 from reprlib import repr as shown
 
 import numpy as np
+from tqdm import tqdm
 
 from endpoint import InputError
 
@@ -203,9 +204,7 @@ def perplexity(model, tokenizer, prompts: list[str] | None, texts: list[str], ad
     adapter: a loaded adapter's name, None the bare base. An empty text gives (0.0, 0). Raises InputError where a row
     does not fit the context.
     """
-    import torch
-    from logprobs import token_logprobs
-    from model import context_length, encode_prompt, head_weight, pad_batch, response_hidden, use_lora
+    from model import context_length, encode_prompt
     check_texts(texts=texts, **({} if prompts is None else {"prompts": prompts}))
     targets = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     if prompts is None:
@@ -217,18 +216,26 @@ def perplexity(model, tokenizer, prompts: list[str] | None, texts: list[str], ad
     if max(lengths) > context_length(model):
         raise InputError(f"row {np.argmax(lengths) + 1}: prompt and text are {max(lengths)} tokens, the model's "
                          f"context is {context_length(model)}: shorten or drop the row")
-    order = sorted((i for i, (_, y) in enumerate(pairs) if y), key=lengths.__getitem__)     # like lengths: less padding
-    rows = [(0.0, 0)] * len(texts)
-    with torch.no_grad(), use_lora(model, adapter):
-        weight = head_weight(model)
-        for part in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
-            xs, ys = zip(*(pairs[i] for i in part))
-            *batch, y, mask = pad_batch(xs, ys, tokenizer.pad_token_id or 0, model.device)
-            hidden = response_hidden(model, *batch, y, mask)[mask.bool()]                                       # [N, H]
-            nats = -token_logprobs(hidden, weight, y[mask.bool()]).double().cpu()
-            for i, own in zip(part, nats.split([len(y) for y in ys])):
-                rows[i] = own.sum().item(), len(own)
-    return rows
+    found = summed_logprobs(model, pairs, adapter, batch_size, "perplexity")
+    return [(-nats or 0.0, len(y)) for nats, (_, y) in zip(found, pairs)]
+
+
+def summed_logprobs(model, pairs: list[tuple], adapter: str | None, batch_size: int, said: str) -> list[float]:
+    """log π(y|x) in nats of each pair (x, y) of ids, 0.0 for an empty y; said: what the progress bar is called."""
+    import torch
+    from logprobs import token_logprobs
+    from model import head_weight, pad_batch, response_hidden, use_lora
+    order = sorted((i for i, (_, y) in enumerate(pairs) if y), key=lambda i: sum(map(len, pairs[i])))
+    found = [0.0] * len(pairs)
+    with torch.inference_mode(), use_lora(model, adapter):
+        for at in tqdm(range(0, len(order), batch_size), desc=said, delay=2):
+            part = order[at : at + batch_size]                                  # of like lengths: less padding
+            batch = pad_batch(*zip(*(pairs[i] for i in part)), 0, model.device)
+            y, mask = batch[2], batch[3].bool()
+            logprobs = token_logprobs(response_hidden(model, *batch)[mask], head_weight(model), y[mask]).double()
+            for i, own in zip(part, logprobs.split(mask.sum(1).tolist())):
+                found[i] = own.sum().item()
+    return found
 
 
 def perplexity_of(sums: np.ndarray) -> np.ndarray:
