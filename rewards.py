@@ -54,8 +54,7 @@ def verdicts(model, tokenizer, config, rows, prompts, texts, ids, offsets) -> tu
         found = [mean([judge(z, y, at, config.weighting) for z in critiques[i * draws : (i + 1) * draws]])
                  for i, (y, at) in enumerate(zip(texts, offsets))]
     elif name in SCORED:
-        pay = scalar_rewards if name == "scalar" else step_rewards
-        found, written = pay(model, tokenizer, config, prompts, texts, ids, offsets), 0
+        found, written = score_rewards(model, tokenizer, config, prompts, texts, ids, offsets), 0
     elif name == "none":
         found, written = [Judgement("", [0.0] * len(at), "nobody judges") for at in offsets], 0
     else:
@@ -134,27 +133,17 @@ def step_ends(text: str, offsets, spans) -> list[int | None]:
 
 
 @torch.no_grad()
-def scalar_rewards(model, tokenizer, config, prompts, _texts, ids, _offsets) -> list[Judgement]:
-    """r(x, y) of the adapter "reward" at the last token, 0 before it: PPO of Appendix N."""
-    found = []
-    with use_lora(model, "reward"):
-        for part in chunks(list(zip(prompts, ids)), config.micro_batch_size):
-            scores = sequence_scores(model, tokenizer, [(encode_prompt(tokenizer, x), y) for x, y in part])
-            found += [Judgement("", [0.0] * (len(y) - 1) + [r]) for (_, y), r in zip(part, scores.tolist())]
-    return found
+def score_rewards(model, tokenizer, config, prompts, texts, ids, offsets) -> list[Judgement]:
+    """What the adapter "reward" pays (Appendix N), at the last token of y or of every step, 0 at all others.
 
-
-@torch.no_grad()
-def step_rewards(model, tokenizer, config, prompts, texts, ids, offsets) -> list[Judgement]:
-    """2σ(ℓ) − 1 at the last token of every step: how sure the adapter "reward" is that it is correct, in [−1, 1].
-
-    PRM-PPO of Appendix N. offsets: the characters [start, end) of each token.
+    scalar, for PPO: r(x, y). steps, for PRM-PPO: 2σ(ℓ) − 1, how sure it is that the step is correct, in [−1, 1].
+    offsets: the characters [start, end) of each token.
     """
-    found = []
+    found, steps = [], config.reward == "steps"
     with use_lora(model, "reward"):
         for part in chunks(list(zip(prompts, texts, ids, offsets)), config.micro_batch_size):
             scores, _ = token_scores(model, tokenizer, [(encode_prompt(tokenizer, x), y) for x, _, y, _ in part])
-            for (_, text, y, at), row in zip(part, torch.tanh(scores / 2).tolist()):
-                ends = {*step_ends(text, at, step_spans(text, config.task == "kodcode"))}
+            for (_, text, y, at), row in zip(part, (torch.tanh(scores / 2) if steps else scores).tolist()):
+                ends = step_ends(text, at, step_spans(text, config.task == "kodcode")) if steps else [len(y) - 1]
                 found.append(Judgement("", [row[t] if t in ends else 0.0 for t in range(len(y))]))
     return found

@@ -52,7 +52,7 @@ PLACES = {
     "logprobs.py": {"token_logprobs": "Alg. 4 l.22, 25", "token_kl": "Alg. 4 l.14"},
     "sampling.py": {"generate": "Alg. 4 l.11"},
     "rewards.py": {
-        "verdicts": "Alg. 4 l.12–13", "at_end": "Appendix A", "scalar_rewards": "Appendix N", "step_rewards": "Appendix N"},
+        "verdicts": "Alg. 4 l.12–13", "at_end": "Appendix A", "score_rewards": "Appendix N"},
     "parts.py": {"span_weights": "Table 11", "step_spans": "Appendix N", "statement_spans": "Appendix N"},
     "text2grad.py": {
         "nl_gradient_loss": "Definition 1", "gae": "Alg. 4 l.16", "discounted_returns": "Alg. 4 l.24",
