@@ -140,6 +140,11 @@ class Policy:
         return model, tokenizer
 
     @property
+    def origin(self) -> str:
+        """What files for other tools call it: its adapter, its file of answers, or the base."""
+        return self.given or self.adapter or self.config.model
+
+    @property
     def lora(self) -> str | None:
         """The adapter's name for use_lora."""
         return self.name if self.adapter else None
@@ -473,7 +478,7 @@ def mt_bench(config: EvalConfig, tested: list[Policy]) -> Outcome:
         else:
             found = judges.mt_bench_answers(questions, policy.write, config.by_category)
             path = Path(config.output_dir, f"{policy.name}_answers.jsonl")
-            write_rows(path, judges.model_answers(found, policy.adapter or config.model))
+            write_rows(path, judges.model_answers(found, policy.origin))
             notes.append(f"{path}: answers in FastChat's form")
         texts[policy.name] = ["\n\n".join(found.get(question["question_id"], [])) for question in questions]
         if asked := judged(config, judges.mt_bench_questions(questions, found, config, prompts_of(config), references), notes):
@@ -491,9 +496,8 @@ def alpaca_eval(config: EvalConfig, tested: list[Policy]) -> Outcome:
     reference, notes, scored = named(judges.read_alpaca(config.data), config), [], {}
     prompts, out = [row["prompt"] for row in reference], Path(config.output_dir)
     texts = {policy.name: policy.answer(reference, prompts) for policy in tested}
-    for name, found in texts.items():
-        rows = [base | {"response": text} for base, text in zip(reference, found)]
-        generator = policy_name(tested, name)
+    for name, generator in ((policy.name, policy.origin) for policy in tested):
+        rows = [base | {"response": text} for base, text in zip(reference, texts[name])]
         judges.write_alpaca(out / f"{name}_outputs.json", rows, generator)
         notes.append(f"{out / name}_outputs.json: for alpaca_eval --model_outputs")
         asked = judged(config, judges.pairwise_questions(rows, reference, config, prompts_of(config)), notes)
@@ -506,12 +510,6 @@ def alpaca_eval(config: EvalConfig, tested: list[Policy]) -> Outcome:
                 notes.append(f"{name}: length-controlled win rate {rate['length_controlled_winrate']:.2f} % (standard "
                              f"error {rate['lc_standard_error']:.2f}, {rate['glm']})")
     return Outcome(counted("win rate", scored, "win", notes), side_by_side(reference, prompts, texts), notes)
-
-
-def policy_name(tested: list[Policy], name: str) -> str:
-    """What a policy is called in files for other tools: its adapter, its file of answers, or the base."""
-    policy = next(policy for policy in tested if policy.name == name)
-    return policy.given or policy.adapter or policy.config.model
 
 
 # ── The judge (Figure 3, Appendix E) ────────────────────────────────────────────────────────────────────
