@@ -481,7 +481,7 @@ def mt_bench(config: EvalConfig, tested: list[Policy]) -> Outcome:
             write_rows(path, judges.model_answers(found, policy.origin))
             notes.append(f"{path}: answers in FastChat's form")
         texts[policy.name] = ["\n\n".join(found.get(question["question_id"], [])) for question in questions]
-        if asked := judged(config, judges.mt_bench_questions(questions, found, config, prompts_of(config), references), notes):
+        if asked := judged(config, judges.mt_bench_questions(questions, found, config, references), notes):
             ratings[policy.name] = judges.mt_bench_scores(*asked)
     measures = []
     for key, chosen in [("score", None), ("turn_1", None), ("turn_2", None),
@@ -500,7 +500,7 @@ def alpaca_eval(config: EvalConfig, tested: list[Policy]) -> Outcome:
         rows = [base | {"response": text} for base, text in zip(reference, texts[name])]
         judges.write_alpaca(out / f"{name}_outputs.json", rows, generator)
         notes.append(f"{out / name}_outputs.json: for alpaca_eval --model_outputs")
-        asked = judged(config, judges.pairwise_questions(rows, reference, config, prompts_of(config)), notes)
+        asked = judged(config, judges.pairwise_questions(rows, reference, config), notes)
         if asked:
             scored[name] = judges.pairwise_scores(*asked)
             annotations = judges.alpaca_annotations(rows, reference, scored[name], generator, config.judge_model)
@@ -513,11 +513,6 @@ def alpaca_eval(config: EvalConfig, tested: list[Policy]) -> Outcome:
 
 
 # ── The judge (Figure 3, Appendix E) ────────────────────────────────────────────────────────────────────
-
-def prompts_of(config: EvalConfig):
-    """The user's judge prompts, or None for our own."""
-    return judges.read_prompts(config.judge_prompts) if config.judge_prompts else None
-
 
 def judged(config: EvalConfig, questions: list, notes: list[str]):
     """(questions, verdicts) where a judge was named, else None; --dry_run says what they would cost."""
@@ -548,16 +543,15 @@ def with_judge(config: EvalConfig, outcome: Outcome, texts: dict[str, list[str]]
     """Adds what a judge said, where one was named: each policy's rating (--rate), or who wins, where there are two.
 
     texts: by policy, what is judged; rows: what each is about, else the outcome's examples."""
-    prompts, rows = prompts_of(config), rows or outcome.examples
+    rows = rows or outcome.examples
     answers = {name: [row | {of: text} for row, text in zip(rows, found)] for name, found in texts.items()}
     if config.judge_model and config.rate:
-        rated = {name: judged(config, judges.single_questions(rows, config, prompts), outcome.notes)
+        rated = {name: judged(config, judges.single_questions(rows, config), outcome.notes)
                  for name, rows in answers.items()}
         scores = {name: judges.single_scores(*asked) for name, asked in rated.items() if asked}
         outcome.measures += counted("rating, 1 to 10", scores, "score", outcome.notes)
     elif config.judge_model and len(answers) == 2:
-        asked = judged(config, judges.pairwise_questions(answers["after"], answers["before"], config, prompts, of),
-                       outcome.notes)
+        asked = judged(config, judges.pairwise_questions(answers["after"], answers["before"], config, of), outcome.notes)
         if asked:
             rows = judges.pairwise_scores(*asked)
             n = judges.win_tie_loss(rows)
@@ -606,7 +600,6 @@ def check(config: EvalConfig):
     if config.task != "toy" and config.data is None:
         raise InputError(f"--task {config.task} needs --data, the rows of the benchmark")
     judges.check(config)
-    prompts_of(config)
     if config.difficulty:
         judges.read_difficulty(config.difficulty)
 

@@ -25,6 +25,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
@@ -53,15 +54,21 @@ class JudgeConfig:
     price_out: float | None = flag(None, "USD per million reply tokens")
     max_usd: float | None = flag(None, "stop before the judge has cost more, all runs together; needs prices")
 
+    @cached_property
+    def prompts(self) -> list[Prompt] | None:
+        """The user's judge prompts, or None for our own. Raises InputError as `read_prompts`."""
+        return read_prompts(self.judge_prompts) if self.judge_prompts else None
+
 
 def check(config: JudgeConfig):
-    """Raise InputError for flags that make no sense, before anything is spent."""
+    """Raise InputError for flags that make no sense, and a file of prompts that is none, before anything is spent."""
     for name, least in (("concurrency", 1), ("judge_tokens", 1), ("judge_temperature", 0), ("price_in", 0),
                         ("price_out", 0), ("max_usd", 0), ("requests_per_minute", 0.01)):
         if (value := getattr(config, name)) is not None and not least <= value < float("inf"):
             raise InputError(f"--{name} must be at least {least}, not {value}")
     if config.max_usd is not None and None in (config.price_in, config.price_out):
         raise InputError("--max_usd needs --price_in and --price_out, in USD per million tokens")
+    config.prompts                                             # read now
 
 
 # ── What the judge is told ──────────────────────────────────────────────────────────────────────────────
@@ -298,7 +305,7 @@ def paired(rows_a: list[dict], rows_b: list[dict]) -> list[tuple[dict, dict]]:
     return [(a[name], b[name]) for name in a]
 
 
-def pairwise_questions(rows_a: list[dict], rows_b: list[dict], config: JudgeConfig, prompts: list[Prompt] | None = None,
+def pairwise_questions(rows_a: list[dict], rows_b: list[dict], config: JudgeConfig,
                        of: str = "response") -> list[Question]:
     """Two questions for each row {id, prompt, response}: side a first, then side b first.
 
@@ -306,7 +313,7 @@ def pairwise_questions(rows_a: list[dict], rows_b: list[dict], config: JudgeConf
     and the same response on both sides. Raises InputError where the responses differ, or there is no text to judge.
     """
     kind, side = ("feedback", "feedback") if of == "feedback" else ("pairwise", "answer")
-    prompt, questions = choose_prompt(prompts, kind), []
+    prompt, questions = choose_prompt(config.prompts, kind), []
     for number, (a, b) in enumerate(paired(rows_a, rows_b)):
         shown = {"question": a.get("prompt")} | ({"answer": a.get("response")} if of == "feedback" else {})
         if of == "feedback" and a.get("response") != b.get("response"):
@@ -347,9 +354,9 @@ def _standard_error(values) -> float | None:
     return 100 * float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
-def single_questions(rows: list[dict], config: JudgeConfig, prompts: list[Prompt] | None = None) -> list[Question]:
+def single_questions(rows: list[dict], config: JudgeConfig) -> list[Question]:
     """One question for the rating of each row {id, prompt, response}. Raises InputError where one has no text."""
-    prompt = choose_prompt(prompts, "single")
+    prompt = choose_prompt(config.prompts, "single")
     return [_question(config, prompt, {"question": row.get("prompt"), "answer": row.get("response")}, str(row["id"]),
                       row_id=row["id"]) for row in rows]
 
@@ -422,7 +429,7 @@ def read_model_answers(path) -> dict:
     return found
 
 
-def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig, prompts: list[Prompt] | None = None,
+def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig,
                        references: dict | None = None) -> list[Question]:
     """Two questions for each of MT-Bench's: rate the first answer, and the second in its conversation.
 
@@ -441,7 +448,7 @@ def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig
             values = ({"question": one, "answer": said[0]} if turn == 1 else
                       {"question_1": one, "answer_1": said[0], "question_2": two, "answer_2": said[1]})
             values |= {f"ref_answer_{k + 1}": known[k] for k in range(turn)} if reference else {}
-            prompt = choose_prompt(prompts, "single" if turn == 1 else "turns", reference)
+            prompt = choose_prompt(config.prompts, "single" if turn == 1 else "turns", reference)
             asked.append(_question(config, prompt, values, f"{name}, turn {turn}", row_id=name, turn=turn,
                                    category=q["category"], reference=reference))
     return asked

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -295,7 +296,7 @@ PROMPTS = [
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    return judges.read_prompts(path)
+    return str(path)
 
 
 def test_the_user_s_prompt_is_sent_as_it_stands_whatever_the_answers_hold(config, server, tmp_path, prompts):
@@ -305,12 +306,12 @@ def test_the_user_s_prompt_is_sent_as_it_stands_whatever_the_answers_hold(config
     server.settings.responder = longer
     rows = made_rows(6, 1, 4), made_rows(6, 2)
     wins = [float(len(a["response"]) > len(b["response"])) for a, b in zip(*rows)]
-    assert [row["win"] for row in judge(*rows, config, tmp_path / "j", prompts=prompts)] == wins
+    assert [row["win"] for row in judge(*rows, replace(config, judge_prompts=prompts), tmp_path / "j")] == wins
     body = server.stats()["recent"][-1]
     assert body["messages"][0] == {"role": "system", "content": "Be fair."} and "response_format" not in body
     assert body["messages"][1]["content"].endswith(" {not a field}") and body["temperature"] == 0
     values = {"question": "q {a}", "answer_a": "{answer_b} {", "answer_b": "}}\\2"}
-    assert prompts[0].messages(values)[1]["content"] == PROMPTS[0]["prompt_template"].format(**values)
+    assert judges.read_prompts(prompts)[0].messages(values)[1]["content"] == PROMPTS[0]["prompt_template"].format(**values)
 
 
 def test_prompt_files_of_another_form_are_named(tmp_path, prompts):
@@ -333,7 +334,7 @@ def test_single_answers_are_rated(config, server, tmp_path, prompts, own):
         answer = parts(body)["answer"] if own else body["messages"][-1]["content"].partition(" A ")[2]
         return json.dumps({"reasoning": "", "rating": said[answer]}) if own else f"Rating: [[{said[answer]}]]"
     server.settings.responder = rate
-    questions = judges.single_questions(rows, config, None if own else prompts)
+    questions = judges.single_questions(rows, config if own else replace(config, judge_prompts=prompts))
     scores = judges.single_scores(questions, ask_judge(questions, config, tmp_path / "j"))
     assert [(row["id"], row["score"]) for row in scores] == [(row["id"], said[row["response"]]) for row in rows]
 
@@ -363,7 +364,8 @@ def test_the_second_turn_sees_the_first_answer_at_the_temperature_of_its_categor
 
 def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(config, server, tmp_path, prompts):  # Table 4
     seen, answers = {}, {q["question_id"]: [f"a{q['question_id']}", f"b{q['question_id']} {{answer}}"] for q in BENCH}
-    questions = judges.mt_bench_questions(BENCH, answers, config, prompts, {111: ["two", "four"]})
+    theirs = replace(config, judge_prompts=prompts)
+    questions = judges.mt_bench_questions(BENCH, answers, theirs, {111: ["two", "four"]})
     assert [(q.id, q.about["reference"]) for q in questions] == [
         ("81, turn 1", False), ("81, turn 2", False), ("111, turn 1", True), ("111, turn 2", True),
         ("103, turn 1", True), ("103, turn 2", False), ("95, turn 1", False), ("95, turn 2", False)]
@@ -420,12 +422,12 @@ def test_gzipped_missing_and_broken_files_are_named(tmp_path):
 
 def test_the_published_files_are_read(shared, config):
     data = shared / "data"
-    prompts, bench = judges.read_prompts(data / "mt_bench_judge_prompts.jsonl"), judges.read_mt_bench(
+    config, bench = replace(config, judge_prompts=data / "mt_bench_judge_prompts.jsonl"), judges.read_mt_bench(
         data / "mt_bench_question.jsonl")
     answers = {q["question_id"]: ["{one}", "two }"] for q in bench}
-    questions = judges.mt_bench_questions(bench, answers, config, prompts)
+    questions = judges.mt_bench_questions(bench, answers, config)
     assert len(questions) == 160 and sum(q.about["reference"] for q in questions) == 29 + 26
-    whole = {prompt.name: prompt for prompt in prompts}["single-math-v1-multi-turn"]
+    whole = {prompt.name: prompt for prompt in config.prompts}["single-math-v1-multi-turn"]
     known = next(q for q in bench if q["question_id"] == 111)
     (one, two), (ref_1, ref_2) = known["turns"], known["reference"]
     expected = whole.template.format(question_1=one, question_2=two, ref_answer_1=ref_1, ref_answer_2=ref_2,
@@ -433,7 +435,7 @@ def test_the_published_files_are_read(shared, config):
     asked = next(q for q in questions if q.id == "111, turn 2")
     assert [message["content"] for message in asked.messages] == [whole.system, expected]
     rows = judges.read_alpaca(data / "alpaca_eval_100.jsonl")
-    assert len(pairwise_questions(rows, rows[::-1], config, prompts)) == 200 and rows[99]["id"] == 99
+    assert len(pairwise_questions(rows, rows[::-1], config)) == 200 and rows[99]["id"] == 99
 
 
 # ── AlpacaEval ──────────────────────────────────────────────────────────────────────────────────────────
