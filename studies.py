@@ -102,9 +102,7 @@ def tune(runs: dict[str, Run], plan: Plan, do) -> dict[str, tuple[Run, dict[floa
 def follow(leader: Run, runs: dict[str, Run], plan: Plan, do) -> dict[str, tuple[Run, dict[float, float]]]:
     """Every run with the rate that the leader tunes to: for studies whose arms are many."""
     rate = tune({"": leader}, plan, do)[""][0].learning_rate
-    runs = {name: replace(plan.sized(run), learning_rate=rate) for name, run in runs.items()}
-    do([judge for run in runs.values() if (judge := judge_of(run))])
-    return {name: (run, {}) for name, run in runs.items()}
+    return tune(runs, replace(plan, rates=(rate,), tuning=()), do)
 
 
 def reported(tuned: dict[str, tuple[Run, dict]], plan: Plan, do) -> list[Arm]:
