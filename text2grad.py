@@ -725,13 +725,20 @@ def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path)
 
 
 def prepare(config: Config, device):
-    """The base, its tokenizer, the rows to train on and those to judge by; the reference is loaded."""
+    """The base, its tokenizer, the rows to train on and those to judge by; the reference is loaded.
+
+    Raises InputError where --max_prompt_tokens leaves one of the two without rows.
+    """
     train_rows, eval_rows = split_data(config)
     model, tokenizer = load_model(config.model, config.dtype or ("bfloat16" if device.type == "cuda" else None), device)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     source = config.data or "toy rows"
-    train_rows, eval_rows = (fitting_rows(rows, model, tokenizer, config, source) for rows in (train_rows, eval_rows))
+    fits = {id(row) for row in fitting_rows([*train_rows, *eval_rows], model, tokenizer, config, source)}
+    train_rows, eval_rows = ([row for row in rows if id(row) in fits] for rows in (train_rows, eval_rows))
+    if not train_rows or not eval_rows:
+        raise InputError(f"{source}: no row is left to {'judge by' if train_rows else 'train on'} that has at most "
+                         f"--max_prompt_tokens {config.max_prompt_tokens}; another --seed splits the rows anew")
     if config.reference:
         load_lora(model, config.reference, config.adapter)
     return model, tokenizer, train_rows, eval_rows

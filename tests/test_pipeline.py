@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,13 @@ def test_a_missing_data_file_is_named(tmp_path):
                                                   "toy/base", "--output_dir", tmp_path / "run")
 
 
+def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
+    """Its settings bind nobody; those of a run that has made something do (test_other_settings_…)."""
+    assert "needs --data" in fails("text2grad.py", "--task", "slf5k", "--output_dir", tmp_path / "r")
+    assert "nowhere.jsonl: no such file" in fails("text2grad.py", "--task", "slf5k", "--data", "nowhere.jsonl",
+                                                  "--output_dir", tmp_path / "r")
+
+
 def test_a_missing_field_is_named_with_file_and_line(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a"}\n{"question": "b"}\n')
@@ -244,9 +252,14 @@ def test_a_missing_model_is_named(tmp_path):
 def test_a_prompt_longer_than_the_context_is_named_with_the_remedy(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"id": f"r{i}", "prompt": "word " * (5 + 600 * (i == 3))}) + "\n" for i in range(6)))
-    error = fails("text2grad.py", "--task", "ultrafeedback", "--data", data, "--model", "toy/base", "--max_new_tokens", 16,
-                  "--max_critique_tokens", 32, "--output_dir", tmp_path / "r")
-    assert "r3" in error and "--max_prompt_tokens" in error
+    command = ["text2grad.py", "--task", "ultrafeedback", "--data", data, "--model", "toy/base", "--max_critique_tokens", 32,
+               "--output_dir", tmp_path / "r"]
+    error = fails(*command, "--max_new_tokens", 16)
+    remedy = re.search(r"set (--max_prompt_tokens) (\d+) to keep the 5 rows that fit", error)
+    assert "r3" in error and remedy, error
+    judged_by_r3 = fails(*command, "--max_new_tokens", 16, *remedy.groups())          # the split of seed 0 has no other
+    assert "no row is left to judge by" in judged_by_r3 and "another --seed" in judged_by_r3
+    assert "lower --max_new_tokens" in (hopeless := fails(*command, "--max_new_tokens", 480)) and "to keep" not in hopeless
 
 
 def test_an_adapter_for_another_base_is_refused(finished_run, shared, tmp_path):
