@@ -510,13 +510,17 @@ async def ask_by_batch(questions: Iterable[Question], server: Server, journal: J
                 journal.append_batch(name, collected=True)          # it was never sent
             else:
                 await _collect(name, batch, server, journal, poll)
-        budget.spent, waiting = journal.usd, iter(questions)
-
-        def until_known():                                          # asked directly: they find out what the server takes
-            while not server.known and (question := next(waiting, None)) is not None:
-                yield question
-
-        await ask_all(until_known(), server.ask, journal, 1, budget, worst, tqdm(disable=True))
+        budget.spent = journal.usd
+        waiting, failed = iter(questions), 0
+        while not server.known and (question := next(waiting, None)) is not None:
+            if not await budget.reserve(worst(question)):           # asked directly: finds out what the server takes
+                return
+            reply = await server.ask(question)
+            journal.append(question, reply)
+            await budget.settle(worst(question), journal.usd - budget.spent)
+            failed += reply.reason is not None
+            if failed == MOST_FAILURES_IN_A_ROW:
+                raise InputError(f"the first {failed} replies cannot be used, last {question.id}: {reply.reason}")
         while data := _batch_input(waiting, server, journal, budget, worst):
             name = secrets.token_hex(16)
             journal.append_batch(name)
