@@ -491,7 +491,7 @@ def main():
         phase("evaluate", out / "result.json", out,
               lambda: compare(model, tokenizer, eval_rows, config, out), ranks="all")
     if RANK == 0:
-        print(show_result(json.loads((out / "result.json").read_text()), len(eval_rows)))
+        print(show_result(json.loads((out / "result.json").read_text("utf-8")), len(eval_rows)))
         if config.method in ("ppo", "prm_ppo"):
             print(f"look at {run_report(out)}")
         print(f"\n{time.time() - started:.0f} s in all. In {out}/: policy/ (PEFT format) and what it was made of.\n"

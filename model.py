@@ -3,7 +3,7 @@
 One base model plays every role (policy, critic R_φ, reference); `use_lora` switches between them, so an
 8B model lies in memory once. Read this file when a mechanism is wanted; the paper's method is in
 annotate.py, reward_model.py and text2grad.py. Sampling is in sampling.py, the fused log-probs in logprobs.py,
-checkpoints in checkpoints.py; their names can be had from here, too.
+checkpoints in checkpoints.py; what other scripts need of them can be had from here, too.
 
     model, tokenizer = load_model("toy/base")
     add_lora(model, "policy", r=16, alpha=32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -40,15 +41,25 @@ def open_run(config) -> Path:
     if free < ROOM_MB:
         raise InputError(f"{out}: {free} MB are free on this disk, a run needs {ROOM_MB} MB; use another --output_dir")
     kept, now = out / "config.json", public(asdict(config))
-    begun = kept.exists() and {path.name for path in out.iterdir()} > {kept.name}     # a start that failed leaves it alone
-    if everyone([begun])[0]:                         # as the first rank sees it: it makes the file
+    if everyone([kept.exists()])[0]:                 # as the first rank sees it: it makes the file
         if not config.resume:
             raise InputError(f"{out} holds a run already; choose another --output_dir or leave out --no_resume")
-        if differences := changed(json.loads(kept.read_text()), now):
+        if differences := changed(json.loads(kept.read_text("utf-8")), now):
             raise InputError(f"{out} was made with other settings ({differences}); choose another --output_dir")
     elif RANK == 0:
         write_rows(kept, [now])
     return out
+
+
+@contextmanager
+def forgotten_if_it_fails(out: Path):
+    """Around what comes before anything is made: where it fails, the settings in a new directory bind nobody."""
+    try:
+        yield
+    except BaseException:
+        if RANK == 0 and [path.name for path in out.iterdir()] == ["config.json"]:
+            (out / "config.json").unlink()
+        raise
 
 
 def changed(before: dict, now: dict) -> str:
@@ -81,7 +92,7 @@ def phase(title: str, done: Path, out: Path, work, ranks: str = "first"):
 
 def log(path: Path, row: dict):
     """Append one JSON line that stays, also where the machine stops."""
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())

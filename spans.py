@@ -43,7 +43,7 @@ def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, 
 
     offsets: the characters [start, end) of z's tokens; logprobs: theirs, [T] for T tokens, nats. → (kind, words, probability),
     where kind is "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences alone. Raises ValueError
-    where a quote is written with escapes that JSON does not need.
+    where a readable z has not the form of `Feedback.text`.
     """
     feedback, critique = readable(z), z.split("\n")[0]
     places = [("sentence", *match.span()) for match in re.finditer(r"[^.]+\.", critique)]

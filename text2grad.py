@@ -55,7 +55,7 @@ from parts import WEIGHTINGS
 from ranks import RANK, RANKS, all_sum, everyone, say, start_ranks, together
 from report import (TRACKERS, ReportError, Tracker, colour_tokens, public, run_report, split_text, table, tracker_module)
 from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, chunks, fit, parse_config, summary, timed)
-from runs import changed, log, note_machine, open_run, phase
+from runs import changed, forgotten_if_it_fails, log, note_machine, open_run, phase
 from sandbox import SandboxError
 
 
@@ -371,7 +371,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
             step = dict(zip(step, all_sum(torch.tensor(list(step.values()), device=model.device)).tolist()))
             step["grad_norm"] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm).item()
             if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:      # alike on every rank
-                assert taken or skipped or abs(step["ratio"] - 1) < 0.1, "Alg. 4 l.22: ρ_t = 1 until θ has moved"
+                assert taken or skipped or model.dtype != torch.float32 or abs(step["ratio"] - 1) < 0.1, \
+                    "Alg. 4 l.22: ρ_t = 1 until θ has moved"          # half precision rounds otherwise in other batches
                 optimizer.step()                                                                 # Alg. 4 l.29–30
                 taken.append(step)
                 group["skipped"] = 0                    # in a row; with the optimizer, so that checkpoints hold it
@@ -627,7 +628,7 @@ def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, 
     start = restore(optimizer, kl, out, settings)
     if RANK == 0:
         for path in (out / "metrics.jsonl", out / "samples.jsonl"):    # drop what came after it, and a torn line
-            lines = path.read_text().split("\n")[:-1] if path.exists() else []
+            lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
             write_rows(path, [row for row in map(json.loads, lines) if row["iteration"] <= start])
     tracker = Tracker(config.report_to if RANK == 0 else "none", out, public(asdict(config)), start + 1, warn=say)
     asked: list[int] = []                            # SIGTERM asks for an end after the iteration under way
@@ -686,8 +687,12 @@ def check_config(config: Config):
         raise InputError(f"--reward {config.reward} needs --critic module:function, which judges every rollout")
     if config.reward in rewards.SCORED and not config.reward_model:
         raise InputError(f"--reward {config.reward} needs --reward_model, an adapter that baselines.py has trained")
-    if config.max_usd is not None and None in (config.price_in, config.price_out):
-        raise InputError("--max_usd needs --price_in and --price_out, in USD per million tokens")
+    for name in ("price_in", "price_out", "max_usd"):
+        if (value := getattr(config, name)) is not None and not 0 <= value < math.inf:
+            raise InputError(f"--{name} {value}: it is an amount of USD, at least 0")
+    if config.max_usd is not None and (config.critic or None in (config.price_in, config.price_out)):
+        raise InputError(f"--max_usd bounds what a server's model costs: it needs --price_in and --price_out, in USD per "
+                         f"million tokens, and no --critic ({config.critic})")
     if config.temperature <= 0:
         raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
     if config.report_to != "none":
@@ -719,7 +724,7 @@ def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path)
         save_lora(model, "policy", out / "policy")                                               # Alg. 1 l.19; Alg. 4 l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")
         write_rows(out / "after_samples.jsonl", samples)
-        write_rows(out / "result.json", [{"before": json.loads(before_file.read_text()), "after": after,
+        write_rows(out / "result.json", [{"before": json.loads(before_file.read_text("utf-8")), "after": after,
                                           "seconds_policy": time.time() - started}])
     return summary
 
@@ -756,7 +761,8 @@ def main():
     device = start_ranks(config.rank_timeout)
     check_config(config)
     out, started = open_run(config), time.time()
-    model, tokenizer, train_rows, eval_rows = prepare(config, device)
+    with forgotten_if_it_fails(out):
+        model, tokenizer, train_rows, eval_rows = prepare(config, device)
     say(f"Text2Grad on {config.task}: {config.model}, {len(train_rows)} training prompts, {device}; files in {out}/")
     note_machine(out, device)
     if config.reward_model is None and config.reward in rewards.LEARNT:
@@ -769,7 +775,7 @@ def main():
     phase("phase 3, policy", out / "result.json", out,
           lambda: optimise(model, tokenizer, train_rows, eval_rows, config, out), ranks="all")
     if RANK == 0:
-        print(show_result(json.loads((out / "result.json").read_text()), len(eval_rows)))
+        print(show_result(json.loads((out / "result.json").read_text("utf-8")), len(eval_rows)))
         page = run_report(out)
         adapters = " and ".join(f"{name}/" for name in ("policy", "reward/adapter") if (out / name).exists())
         print(f"\n{time.time() - started:.0f} s in all. Look at {page}. In {out}/: {adapters} (PEFT format), "

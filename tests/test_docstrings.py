@@ -247,7 +247,7 @@ def bases_of(sources) -> dict[str, list[str]]:
 # ── The tests ───────────────────────────────────────────────────────────────────────────────────────────
 
 def test_every_public_docstring_says_shapes_errors_units_and_the_place_in_the_paper():
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+    sources = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in FILES}
     bases = bases_of(sources.values())
     found = [line for file, source in sources.items() for line in failures(file, source, PLACES.get(file, {}), bases)]
     assert not found, f"{len(found)} docstrings to mend:\n" + "\n".join(found)

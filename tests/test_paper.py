@@ -27,7 +27,7 @@ ACTING = {1: {5, 6, 7, 8, 9, 10, 14, 17, 18, 19}, 2: {5, 6, 7, 8, 9, 10, 11, 15,
 
 def table_rows(heading: str) -> list[list[str]]:
     """The cells of every table row under a heading of the README, to the next heading of its kind."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text("utf-8")
     part = text[text.index(f"\n{heading}\n"):]
     part = re.split(r"\n#{1,2} ", part[len(heading) + 2:])[0]
     lines = [line for line in part.splitlines() if line.startswith("|") and not set(line) <= set("|- ")]
@@ -40,10 +40,10 @@ def mapped() -> list[list[str]]:
 
 def pieces(path) -> dict[str, str]:
     """Name → source, comments included, of every function, class and module-level name of a file."""
-    text, found = path.read_text(), {}
+    text, found = path.read_text("utf-8"), {}
     for node in ast.walk(tree := ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found[node.name] = node
+            found.setdefault(node.name, node)              # breadth first: a top-level one comes before a nested one
     for node in tree.body:
         if isinstance(node, ast.Assign):
             found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
@@ -77,7 +77,7 @@ def test_every_row_of_the_map_is_tagged_in_its_code_and_in_its_test():
 def test_no_tag_in_the_code_is_off_the_map():
     known = {row[0] for row in mapped()}
     for path in sorted([*ROOT.glob("*.py"), *(ROOT / "toy").glob("*.py"), *(ROOT / "tests").glob("*.py")]):
-        comments = [token.string[1:].strip() for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        comments = [token.string[1:].strip() for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
                     if token.type == tokenize.COMMENT]
         found = {part.strip() for comment in comments if TAG.match(comment) for part in comment.split(";")}
         assert found <= known, f"{path.name}: {found - known} is not in the README's map"

@@ -299,6 +299,8 @@ def test_a_disk_that_fills_while_feedback_is_written_leaves_no_half_file(tmp_pat
 
 def test_a_flag_with_an_impossible_value_is_refused():
     assert "--kl_estimator k2" in fails("text2grad.py", "--kl_estimator", "k2")
+    assert "--price_out nan" in fails("text2grad.py", "--price_out", "nan")
+    assert "no --critic (toy:critique)" in fails("text2grad.py", "--price_in", 1, "--price_out", 1, "--max_usd", 1)
     assert "--batch_size 0" in fails("text2grad.py", "--batch_size", "0")
 
 
