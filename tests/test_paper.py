@@ -8,6 +8,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def mapped() -> list[list[str]]:
     return [row for row in table_rows("## The paper, line by line") if TAG.fullmatch(row[0])]
 
 
+@cache
 def pieces(path) -> dict[str, str]:
     """Name → source, comments included, of every function, class and module-level name of a file."""
     text, found = path.read_text("utf-8"), {}
