@@ -35,14 +35,14 @@ from typing import Iterable, Iterator
 
 from tqdm import tqdm
 
-import people
+from measures import people
 import report
-from audit import audit_file
+from measures.audit import audit_file
 from endpoint import (BATCH_DISCOUNT, Budget, InputError, Journal, Prices, Question, Reply, Server, ask_all, ask_by_batch,
                       question_key, token_counter)
 from offsets import token_offsets
 from parts import span_weights
-from sandbox import SandboxError, run_python
+from measures.sandbox import SandboxError, run_python
 from tasks import (LABELS, MODES, annotation_messages, examples, flag, get_task, iter_rows, parse_flags,
                    programmatic_annotator, read_rows, read_table, reply_schema, reward_prompt, run, write_rows)
 

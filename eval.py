@@ -33,21 +33,21 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-import benchmarks
-import judges
+from measures import benchmarks
+from measures import judge as judges
 import report
 import toy
 from annotate import (FeedbackError, InputError, Span, feedback_row, flag, get_task, ground, parse_feedback, read_rows,
                       read_table, reward_prompt, run, token_offsets, write_rows)
-from audit import audit, audit_text
+from measures.audit import audit, audit_text
 from endpoint import question_key
-from metrics import (bert_score, bleu_counts, bleu_of, bootstrap, corpus, load_encoder, paired_bootstrap, perplexity,
+from measures.metrics import (bert_score, bleu_counts, bleu_of, bootstrap, corpus, load_encoder, paired_bootstrap, perplexity,
                      perplexity_of, ratio, rouge)
 from model import ModelError, encode_prompt, eos_ids, generate, load_lora, load_model, lora_parameters, use_lora
 from report import words
 from reward_model import chunks, parse_config
-from sandbox import SandboxError
-from spans import SIGNS, compare, figures, parts, readable, span_table, total
+from measures.sandbox import SandboxError
+from measures.spans import SIGNS, compare, figures, parts, readable, span_table, total
 
 
 @dataclass

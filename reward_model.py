@@ -31,7 +31,7 @@ from annotate import (Feedback, FeedbackError, InputError, conflicting_tokens, f
 from model import (ModelError, add_lora, checkpoint_activations, context_length, encode_answer, encode_prompt, eos_ids,
                    generate, head_weight, load_model, lora_parameters, pad_batch, response_hidden, save_lora,
                    token_logprobs, use_lora)
-from spans import compare, figures, readable, total
+from measures.spans import compare, figures, readable, total
 
 ALL_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 

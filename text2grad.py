@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import rewards
+from experiments import designs as rewards
 import toy
 from annotate import (AnnotateConfig, InputError, annotate, flag, get_task, read_rows, reward_prompt, run, token_offsets,
                       write_rows)
@@ -56,7 +56,7 @@ from ranks import RANK, RANKS, all_sum, everyone, say, start_ranks, together
 from report import (TRACKERS, ReportError, Tracker, colour_tokens, public, run_report, split_text, table, tracker_module)
 from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, chunks, fit, parse_config, summary, timed)
 from runs import changed, forgotten_if_it_fails, log, note_machine, open_run, phase
-from sandbox import SandboxError
+from measures.sandbox import SandboxError
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import sandbox
-from sandbox import FOLDER_MB, SandboxError, run_python, sandbox_layers
+from measures import sandbox
+from measures.sandbox import FOLDER_MB, SandboxError, run_python, sandbox_layers
 from test_sandbox import alive
 
 KEY = "sk-a-key-that-nobody-may-see"

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_pipeline import rows_of, run_main
 
-import baselines
-import rewards
+from experiments import baselines
+from experiments import designs as rewards
 import toy
 from annotate import InputError, Span, get_task, read_reply, read_rows, token_offsets, token_rewards, write_rows
-from baselines import (BaselineConfig, bradley_terry_loss, dpo_loss, labelled_loss, labelled_steps, merit, own_pairs,
+from experiments.baselines import (BaselineConfig, bradley_terry_loss, dpo_loss, labelled_loss, labelled_steps, merit, own_pairs,
                        preference_loss, ranking_loss, reference, refinements, sequence_logprobs, step_loss)
 from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
 from parts import OTHERS, WEIGHTINGS, is_content, span_weights, step_spans
-from rewards import sequence_scores, step_ends, token_scores, verdicts
+from experiments.designs import sequence_scores, step_ends, token_scores, verdicts
 from text2grad import Config
 
 close = torch.testing.assert_close

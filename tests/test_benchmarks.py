@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import benchmarks
-from benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute, extract_code, read_arc,
+from measures import benchmarks
+from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute, extract_code, read_arc,
                         read_problems, read_samples)
 from endpoint import InputError
 from model import add_lora, use_lora

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted([*ROOT.glob("*.py"), *(ROOT / "toy").glob("*.py")])
+FILES = sorted([*ROOT.glob("*.py"), *(path for room in ("toy", "measures", "experiments") for path in (ROOT / room).glob("*.py"))])
 
 # What has a unit, by name: parameters, fields of dataclasses, and functions that return it.
 UNITS = {
@@ -51,7 +51,7 @@ PLACES = {
     "model.py": {"response_hidden": "Alg. 4 l.22", "ValueHead": "Alg. 4 l.5"},
     "logprobs.py": {"token_logprobs": "Alg. 4 l.22, 25", "token_kl": "Alg. 4 l.14"},
     "sampling.py": {"generate": "Alg. 4 l.11"},
-    "rewards.py": {
+    "designs.py": {
         "verdicts": "Alg. 4 l.12–13", "at_end": "Appendix A", "score_rewards": "Appendix N"},
     "parts.py": {"span_weights": "Table 11", "step_spans": "Appendix N", "statement_spans": "Appendix N"},
     "text2grad.py": {

@@ -21,7 +21,7 @@ from model import (ValueHead, add_lora, encode_prompt, head_weight, lora_paramet
                    token_logprobs, use_lora)
 from reward_model import (Judgement, RewardConfig, encode_rows, judge, reward_prompt, split_rows, train_reward_model,
                           z_loss)
-from rewards import at_end
+from experiments.designs import at_end
 from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_scores, batch_metrics, batch_prompts,
                        discounted_returns, gae, learning_rate, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
                        value_loss, whiten)

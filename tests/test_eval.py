@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import benchmarks
+from measures import benchmarks
 import eval as evaluation
 import toy
 from annotate import read_rows, write_rows
 from loopback import loopback
-from metrics import bleu, bootstrap, perplexity, rouge
+from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
 from test_pipeline import fails
 

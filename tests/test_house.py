@@ -23,15 +23,17 @@ from conftest import ROOT
 PACKAGES = {"torch", "transformers", "safetensors", "numpy", "openai", "tqdm"}
 MAY_IMPORT = {"toy.build": {"tokenizers"}}      # comes with transformers; only who makes the toy base again needs it
 # Each script imports only what stands before it.
-ORDER = ["report", "sandbox", "parts", "offsets", "endpoint", "logprobs", "checkpoints", "sampling", "model",
-         "people", "ranks", "tasks", "audit", "annotate", "spans", "toy", "toy.build", "metrics", "benchmarks",
-         "judges", "reward_model", "rewards", "eval", "runs", "text2grad", "baselines", "trials", "studies"]
+ORDER = ["report", "measures", "measures.sandbox", "parts", "offsets", "endpoint", "logprobs", "checkpoints",
+         "sampling", "model", "measures.people", "ranks", "tasks", "measures.audit", "annotate", "measures.spans", "toy",
+         "toy.build", "measures.metrics", "measures.benchmarks", "measures.judge", "reward_model", "experiments",
+         "experiments.designs", "eval", "runs", "text2grad", "experiments.baselines", "experiments.trials",
+         "experiments.studies"]
 PASS_ON = {"annotate", "model"}                 # readers import a phase's names from here, wherever they are defined
 FOR_READERS = {                                 # no script needs these; each is there to be called by a reader
-    "metrics.bleu": "corpus BLEU of texts, as sacrebleu has it; eval.py resamples its counts",
+    "measures.metrics.bleu": "corpus BLEU of texts, as sacrebleu has it; eval.py resamples its counts",
     "text2grad.nl_gradient_loss": "Definition 1, which PPO takes the place of in Algorithm 4",
-    "spans.confidences": "how sure R_φ is of each sentence and quote, for notebook 4",
-    "metrics.calibration": "whether it is right as often, for notebook 4",
+    "measures.spans.confidences": "how sure R_φ is of each sentence and quote, for notebook 4",
+    "measures.metrics.calibration": "whether it is right as often, for notebook 4",
 }
 FOR_LIBRARIES = {                               # no script calls these
     "sampling.StaticCache.get_seq_length": "some of transformers' models, such as OPT and Bloom, ask every cache",
@@ -42,10 +44,15 @@ LINES, LINES_OF_THE_METHOD = 800, 2400
 
 # ── Reading the sources ─────────────────────────────────────────────────────────────────────────────────
 
+def rooms(root: Path) -> list[Path]:
+    """The files of the rooms."""
+    return [path for room in ("toy", "measures", "experiments") for path in root.glob(f"{room}/*.py")]
+
+
 def scripts(root: Path) -> dict[str, ast.Module]:
-    """Module name → its tree, of the top-level scripts and toy/."""
+    """Module name → its tree, of the top-level scripts and the rooms."""
     places = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
-              for path in [*root.glob("*.py"), *root.glob("toy/*.py")]}
+              for path in [*root.glob("*.py"), *rooms(root)]}
     return {name: ast.parse(path.read_text("utf-8")) for name, path in places.items()}
 
 
@@ -101,7 +108,7 @@ def loose_ends(root: Path) -> list[str]:
     """Unused imports, variables and parameters, and names that are not there, as ruff finds them; statements that
     nothing reaches. A module of PASS_ON may import what somebody imports from it."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format", "json",
-               "--select", "F,ARG,RUF100", *map(str, [*root.glob("*.py"), *root.glob("toy/*.py")])]
+               "--select", "F,ARG,RUF100", *map(str, [*root.glob("*.py"), *rooms(root)])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     wanted = {place for tree in (scripts(root) | readers(root)).values() for place in imported(tree).values()}
@@ -269,7 +276,7 @@ def test_annotate_and_model_know_nothing_of_each_other():
 
 
 def test_a_reader_gets_through():
-    lines = {path.stem: path.read_text("utf-8").count("\n") for path in [*ROOT.glob("*.py"), *ROOT.glob("toy/*.py")]}
+    lines = {path.stem: path.read_text("utf-8").count("\n") for path in [*ROOT.glob("*.py"), *rooms(ROOT)]}
     assert {name: n for name, n in lines.items() if n > LINES} == {}
     assert sum(lines[name] for name in ("annotate", "model", "reward_model", "text2grad")) <= LINES_OF_THE_METHOD
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import judges
+from measures import judge as judges
 from conftest import ROOT
 from endpoint import InputError
-from judges import JudgeConfig, JudgeError, ask_judge, pairwise_questions, pairwise_scores, win_tie_loss
+from measures.judge import JudgeConfig, JudgeError, ask_judge, pairwise_questions, pairwise_scores, win_tie_loss
 from loopback import loopback as serving
 
 WORDS = "a summary that keeps {what} matters and \\leaves {} out [[B]] the rest {answer_b} % $1".split()
@@ -210,7 +210,7 @@ def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tm
 KILLED = """
 import json, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from judges import *
+from measures.judge import *
 from test_judges import made_rows
 config = JudgeConfig(judge_model="tiny", base_url={url!r}, concurrency=4)
 ask_judge(pairwise_questions(made_rows(40, 1), made_rows(40, 2), config), config, {path!r})
@@ -275,7 +275,7 @@ def test_a_model_that_is_not_there_names_the_judge_s_flag(config, server, tmp_pa
 
 
 def test_the_judge_needs_no_torch():
-    done = subprocess.run([sys.executable, "-c", "import sys, judges; sys.exit('torch' in sys.modules)"], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", "import sys, measures.judge; sys.exit('torch' in sys.modules)"], cwd=ROOT)
     assert done.returncode == 0
 
 

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, Ro
 from transformers import T5Model
 
 from conftest import ROOT
-from metrics import (BERT_SCORE_LAYERS, InputError, bert_score, bleu, bleu_counts, bleu_of, bootstrap, calibration, corpus,
+from measures.metrics import (BERT_SCORE_LAYERS, InputError, bert_score, bleu, bleu_counts, bleu_of, bootstrap, calibration, corpus,
                      load_encoder, paired_bootstrap, pass_at_k, perplexity, perplexity_of, ratio, rouge)
 
 WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … , . , ! ?! (so) [1] "
@@ -355,7 +355,7 @@ def test_paired_bootstrap_is_that_of_the_differences():
 
 
 def test_intervals_need_no_torch():
-    code = "import sys, metrics; assert metrics.bootstrap([1, 2]) and not {'torch', 'transformers'} & {*sys.modules}"
+    code = "import sys; from measures import metrics; assert metrics.bootstrap([1, 2]) and not {'torch', 'transformers'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed: the noteboo
 from notebooks.build import executed, without_chance  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-OURS = {path.stem for path in ROOT.glob("*.py")} | {"toy"}
+OURS = {path.stem for path in ROOT.glob("*.py")} | {"toy", "measures", "experiments"}
 MAY_IMPORT = OURS | {"IPython", "dataclasses", "itertools", "json", "math", "os", "random", "sys", "tokenizers",
                      "torch", "transformers"}
 LIVE = {"4_what_the_critic_learned"}      # they train a model, which is chaotic: each processor gives other numbers

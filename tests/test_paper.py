@@ -20,6 +20,7 @@ from reward_model import REWARD_PRESETS, write_critiques
 from tasks import get_task, reward_prompt
 from text2grad import PRESETS, Config, respond, sample_rollouts
 
+ROOMS = ("toy", "measures", "experiments", "tests")
 TAG = re.compile(r"(Alg\. \d l\.\d+(–\d+)?|Eq\. (§[\d.]+|Appendix A) \S.*|Table \d+|Figure \d+)")
 # The lines of Algorithms 1 to 4 that do something: not those with inputs, outputs, headings, "else" and "end".
 ACTING = {1: {5, 6, 7, 8, 9, 10, 14, 17, 18, 19}, 2: {5, 6, 7, 8, 9, 10, 11, 15, 16, 17, 18, 19, 20, 22, 23, 24, 28},
@@ -64,7 +65,9 @@ def named(cell: str, tests: bool) -> list[tuple[str, str]]:
     found = []
     for module, name in re.findall(r"`(\w+)\.(\w+)`", cell):
         if name != "py" and module.startswith("test_") == tests:
-            source = pieces((ROOT / "tests" if tests else ROOT) / f"{module}.py").get(name)
+            places = ["tests"] if tests else [".", "measures", "experiments"]
+            path = next(ROOT / place / f"{module}.py" for place in places if (ROOT / place / f"{module}.py").exists())
+            source = pieces(path).get(name)
             assert source is not None, f"the README names {module}.{name}, which is gone"
             found.append((f"{module}.{name}", source))
     return found
@@ -78,7 +81,7 @@ def test_every_row_of_the_map_is_tagged_in_its_code_and_in_its_test():
 
 def test_no_tag_in_the_code_is_off_the_map():
     known = {row[0] for row in mapped()}
-    for path in sorted([*ROOT.glob("*.py"), *(ROOT / "toy").glob("*.py"), *(ROOT / "tests").glob("*.py")]):
+    for path in sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]):
         comments = [token.string[1:].strip() for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
                     if token.type == tokenize.COMMENT]
         found = {part.strip() for comment in comments if TAG.match(comment) for part in comment.split(";")}

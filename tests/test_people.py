@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import annotate
-from people import (FORMS, InputError, agreement, cohen_kappa, krippendorff_alpha, merge, people_row, read_argilla,
+from measures.people import (FORMS, InputError, agreement, cohen_kappa, krippendorff_alpha, merge, people_row, read_argilla,
                     read_finegrained, read_label_studio, read_offsets, read_people, read_quotes)
 
 often = settings(max_examples=150, deadline=None, derandomize=True)

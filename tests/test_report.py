@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import annotate
 import report
-from audit import audit, audit_text, gold_labels, quartiles, span_accuracy, span_length, written_replies
+from measures.audit import audit, audit_text, gold_labels, quartiles, span_accuracy, span_length, written_replies
 from report import feedback_page, html_table, labelled, page, problems, words
 
 often = settings(max_examples=150, deadline=None, derandomize=True)

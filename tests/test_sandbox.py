@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import sandbox
-from sandbox import KEPT
+from measures import sandbox
+from measures.sandbox import KEPT
 
 run_python = functools.partial(sandbox.run_python, unsafe=True)    # with the layers that this machine has
 

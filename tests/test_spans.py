@@ -8,9 +8,9 @@ from itertools import permutations
 import pytest
 
 from annotate import Feedback, Span, ground
-from people import read_people
+from measures.people import read_people
 from report import words
-from spans import SIGNS, compare, confidences, figures, overlaps, readable, span_table, total
+from measures.spans import SIGNS, compare, confidences, figures, overlaps, readable, span_table, total
 
 TEXT = "The cat sat on the mat and slept all day long"
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from conftest import ROOT
 
-import studies
+from experiments import studies
 import toy
-import trials
+from experiments import trials
 from annotate import read_reply
 from endpoint import InputError
 from model import add_lora, use_lora
-from studies import Arm, Desk, Plan, StudyConfig, arm_figure
+from experiments.studies import Arm, Desk, Plan, StudyConfig, arm_figure
 from text2grad import nl_gradient_loss, sample_rollouts
-from trials import (Judge, Run, arrival, damaged, interval, judge_of, key, noisy_critique, ordered_pairs, settle,
+from experiments.trials import (Judge, Run, arrival, damaged, interval, judge_of, key, noisy_critique, ordered_pairs, settle,
                     shown_arrival, smooth, true_spans, updates_to)
 
 
@@ -245,7 +245,7 @@ def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts()
 def test_every_committed_page_can_be_judged_and_repeated(number):
     (path,) = (ROOT / "notebooks" / "studies").glob(f"{number}_*.md")
     page = path.read_text()
-    assert f"`python studies.py --study {number}`" in page and "/tmp" not in page
+    assert f"`python -m experiments.studies --study {number}`" in page and "/tmp" not in page
     seeds = rf"Seeds: (\d+, ){{{2 if number in (4, 6, 8) else 4},}}\d+"
     for wanted in (seeds, r"Time: \d+ seconds", r"Machine: .+ cores", r"Date: \d{4}-\d\d-\d\d", r"95 %",
                    r"\d+ rollouts", r"## What was found\n\n.{200,}"):

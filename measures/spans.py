@@ -24,7 +24,7 @@ import re
 from collections import Counter
 
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
-from audit import gold_labels, span_accuracy
+from measures.audit import gold_labels, span_accuracy
 from parts import trimmed
 
 SIGNS = {"good": 1, "poor": -1}

@@ -34,8 +34,8 @@ from typing import Iterator
 from tqdm import tqdm
 
 from endpoint import InputError
-from metrics import pass_at_k, summed_logprobs
-from sandbox import run_python
+from measures.metrics import pass_at_k, summed_logprobs
+from measures.sandbox import run_python
 
 # ── Reading the published files ─────────────────────────────────────────────────────────────────────────
 

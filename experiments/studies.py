@@ -1,8 +1,8 @@
 """Studies on the embedded world, where truth is known: what the paper claims, and what it left open.
 
-    python studies.py --study 1                 # one study: a page with its table and figure in notebooks/studies/
-    python studies.py --study all               # all eight, within an hour on two cores
-    python studies.py --study all --quick       # two seeds and short runs, in minutes: shows that everything works
+    python -m experiments.studies --study 1                 # one study: a page with its table and figure in notebooks/studies/
+    python -m experiments.studies --study all               # all eight, within an hour on two cores
+    python -m experiments.studies --study all --quick       # two seeds and short runs, in minutes: shows that everything works
 
     1 Text2Grad against PPO, PRM-PPO, DPO, SFT, ILF and reflection     5 δ in {−1, 0, 1} against graded δ
     2 reward designs of Table 11 and Appendix I                        6 programmatic against human-like feedback
@@ -33,7 +33,7 @@ from transformers import HfArgumentParser
 from annotate import flag, parse_flags, run as run_command
 from endpoint import InputError
 from report import ticks
-from trials import (HELD_OUT, STEPS, Run, Trajectories, interval, judge_of, plus_minus, settle, shown_arrival, smooth,
+from experiments.trials import (HELD_OUT, STEPS, Run, Trajectories, interval, judge_of, plus_minus, settle, shown_arrival, smooth,
                     workers)
 
 
@@ -261,7 +261,7 @@ def how(number: int, plan: Plan, records: list[dict], quick: bool) -> str:
         f"grid {numbers(plan.rates)} for {_TUNED.get(number, 'every arm')}; seed {numbers(plan.tuning)}; the smallest "
         f"rate within 0.01 of the best on {HELD_OUT} held-out posts that are not the reported ones")
     return "\n".join(f"- {line}" for line in (
-        f"Command: `python studies.py --study {number}{' --quick' * quick}`. Date: {time.strftime('%Y-%m-%d')}. "
+        f"Command: `python -m experiments.studies --study {number}{' --quick' * quick}`. Date: {time.strftime('%Y-%m-%d')}. "
         f"Machine: {machine()}.",
         f"Time: {sum(record['seconds'] for record in records):.0f} seconds, summed over {len(records)} jobs of one "
         f"thread, two at a time; studies share jobs.",
@@ -342,7 +342,7 @@ def noise(number: int, plan: Plan, do, config) -> Path:
     plan = replace(plan, seeds=plan.seeds[:3])
     start = do([Run("base")])[0]["accuracy"]
     kinds, shares = ("flipped", "shifted", "dropped"), (0.1, 0.2, 0.4)
-    clean = replace(TRUE, critic="trials:noisy_critique")
+    clean = replace(TRUE, critic="experiments.trials:noisy_critique")
     runs = {(kind, share): replace(clean, noise=kind, share=share) for kind in kinds for share in shares}
     arms = reported(follow(TRUE, {("none", 0): clean, **runs}, plan, do), plan, do)
     found = {arm.name: arm.accuracy for arm in arms}

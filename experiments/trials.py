@@ -1,6 +1,6 @@
 """One run of a study: a reward model, a policy or a look at trajectories, each in a process, with its record kept.
 
-    from trials import Judge, Run, settle, workers
+    from experiments.trials import Judge, Run, settle, workers
     with workers(2) as pool:
         records = settle([Run(reward="true", updates=15, batch=32, learning_rate=1e-3)], Path("runs/studies"), pool)
 
@@ -34,14 +34,14 @@ from tqdm import tqdm
 
 import toy
 from annotate import Span, ground, read_rows, write_rows
-from audit import gold_labels, span_accuracy
-from baselines import (BaselineConfig, encoded_preferences, fit_scores, policy_settings, preference_loss, preferences,
+from measures.audit import gold_labels, span_accuracy
+from experiments.baselines import (BaselineConfig, encoded_preferences, fit_scores, policy_settings, preference_loss, preferences,
                        reference, refine_prompt, refinements, reflect)
 from endpoint import InputError
 from model import (ValueHead, add_lora, encode_answer, encode_prompt, head_weight, load_lora, load_model,
                    response_hidden, token_logprobs, use_lora)
 from reward_model import fit_adapter, write_critiques, z_loss
-from spans import compare, figures, readable, total
+from measures.spans import compare, figures, readable, total
 from tasks import get_task
 from text2grad import (INPUTS, add_feedback, annotate_phase, batch_prompts, gae, policy_phase, reward_phase,
                        sample_rollouts, whiten)
@@ -84,7 +84,7 @@ class Trajectories:
 
 
 MODES = {"toy:critique_no_cot": "no_cot", "toy:critique_human": "no_cot", "toy:critique_dense": "dense",
-         "toy:critique_steps": "steps", "trials:noisy_critique": "dense"}
+         "toy:critique_steps": "steps", "experiments.trials:noisy_critique": "dense"}
 FITTED = ("sft", "ilf", "dpo", "reflection")               # policies that are fitted to rows
 POSTS, HELD_OUT, STEPS = 3000, 400, 4                      # training posts, held-out posts, optimizer steps per update
 

@@ -1,7 +1,7 @@
 """What Text2Grad is compared with (§4.3, Tables 2 and 3, Appendix N): by LoRA on the same base, from the same rows.
 
-    python baselines.py --method dpo               # on the embedded toy world; --method sft, ilf, reflection, …
-    python baselines.py --method prm_ppo --task kodcode --model MODEL --data rows.jsonl --allow_code_execution
+    python -m experiments.baselines --method dpo               # on the embedded toy world; --method sft, ilf, reflection, …
+    python -m experiments.baselines --method prm_ppo --task kodcode --model MODEL --data rows.jsonl --allow_code_execution
 
     sft           imitate references: −E log π(y*|x)
     ilf           imitate refinements: a critique of y, y rewritten by it, kept where no fault is left, then SFT on it
@@ -45,9 +45,9 @@ from model import (ModelError, context_length, encode_answer, encode_prompt, hea
 from ranks import RANK, say, start_ranks, together
 from report import ReportError, run_report
 from reward_model import REWARD_PRESETS, RewardConfig, chunks, fit_adapter, parse_config, split_rows, write_critiques
-from rewards import sequence_scores, step_ends, token_scores, true_verdict
+from experiments.designs import sequence_scores, step_ends, token_scores, true_verdict
 from runs import note_machine, open_run, phase
-from sandbox import SandboxError, run_python
+from measures.sandbox import SandboxError, run_python
 from tasks import named_function
 from text2grad import (PRESETS, Config, Rollouts, annotate_phase, check_config, evaluate_policy, optimise, prepare,
                        reward_phase, sample, sample_rollouts, show_result)
@@ -495,7 +495,7 @@ def main():
         if config.method in ("ppo", "prm_ppo"):
             print(f"look at {run_report(out)}")
         print(f"\n{time.time() - started:.0f} s in all. In {out}/: policy/ (PEFT format) and what it was made of.\n"
-              f"next: the same rows by another method: python baselines.py --method "
+              f"next: the same rows by another method: python -m experiments.baselines --method "
               f"{METHODS[METHODS.index(config.method) - 1]} --output_dir {out}-other")
     together(dist.destroy_process_group)
 

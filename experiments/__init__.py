@@ -1,0 +1,1 @@
+"""Reward designs, baselines and studies: what the paper compares with. Nothing imports this room."""

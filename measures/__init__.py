@@ -1,0 +1,1 @@
+"""What eval.py reads with: metrics, spans, benchmarks, the judge, the sandbox (§4)."""
