@@ -1,99 +1,101 @@
-"""What the three phases share: one frozen base, named LoRA adapters, the value head, FSDP.
-
-One base model plays every role (policy, critic R_φ, reference); `use_lora` switches between them, so an
-8B model lies in memory once. Read this file when a mechanism is wanted; the paper's method is in
-annotate.py, reward_model.py and text2grad.py. Sampling is in sampling.py, the fused log-probs in logprobs.py,
-checkpoints in checkpoints.py; what other scripts need of them can be had from here, too.
+"""One base for every role: LoRA adapters by hand, value head, ranks, FSDP2, checkpoints.
 
     model, tokenizer = load_model("toy/base")
     add_lora(model, "policy", r=16, alpha=32)
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
 
-Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right),
-H hidden size, V vocabulary, N tokens of a flattened batch, r rank of an adapter.
-Paper: the adapters of Appendix D and the V_ψ of §3.5; it says nothing of how a model is loaded, sharded or switched.
+One frozen base plays policy, critic R_φ and reference; `use_lora` switches between them, so an
+8B model lies in memory once. Under torchrun each process is one rank; alone it is rank 0 of 1.
+B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
-Departure from common practice: adapters are never merged into the base, not even for sampling, because in
-bfloat16 a merged update of the size that PPO makes is rounded away.
+Paper: the adapters of Appendix D, the V_ψ of §3.5; nothing of loading, ranks and files.
+Departure from common practice: adapters are never merged into the base, not even for sampling,
+because in bfloat16 a merged update of the size that PPO makes is rounded away.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
+import shutil
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import ModelError, atomic_directory, load_checkpoint, read_json, save_checkpoint
-from logprobs import head_weight, token_kl, token_logprobs
-from sampling import context_length, generate, pad_batch, positions_of
+from data import InputError
+from sampling import ModelError, head_weight, positions_of
 
 # The prompt of a model that has no chat template of its own (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")     # PEFT's names
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
+# What makes of PEFT's adapters something else than W x + (alpha / r) B A x.
+OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
+               "fan_in_fan_out", "lora_bias")
 
 
-# ── Loading and prompts ─────────────────────────────────────────────────────────────────────────────────
+# ── Loading and prompts
 
 def load_model(path, dtype=None, device=None):  # Table 5
-    """Load a causal LM and its tokenizer from a directory or a Hugging Face hub id; every weight is frozen.
+    """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
 
-    dtype: a torch dtype or its name. None keeps the checkpoint's own, except half precision on a CPU, which
-    becomes float32 (CPU kernels for bfloat16 are slow). device: None takes CUDA where there is one.
-    Only safetensors are read, never pickles. Raises ModelError where the model cannot be found, or where its
-    head is not the plain product `hidden @ weight.T` that `token_logprobs` scores.
+    dtype: a torch dtype or its name; None keeps the checkpoint's own, but on a CPU, whose
+    bfloat16 kernels are slow, takes float32. Raises ModelError where there is no such model, or
+    where its head is not the product `hidden @ weight.T` that is scored.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)     # lengths are checked here, by row
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", use_safetensors=True)
-    except (OSError, ValueError) as error:
+        # Lengths are checked by row, and not by the tokenizer.
+        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
+        options = {"dtype": dtype or "auto", "use_safetensors": True}
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"cannot load a model from {path}: {reason} (--model takes a directory in Hugging "
-                         f"Face format or a hub id)") from error
+        raise ModelError(f"cannot load a model from {path}: {reason} (--model takes a hub id "
+                         f"or a directory in Hugging Face format)") from error
     if dtype is None and device.type == "cpu":
         model.float()
     model.requires_grad_(False).eval().to(device)
-    _assert_plain_head(model, path)
+    _check_plain_head(model, path)
     return model, tokenizer
 
 
 @torch.no_grad()
-def _assert_plain_head(model, path):
-    """Soft-capped, scaled or biased logits would be sampled and scored by different formulas."""
-    ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]      # 0 may be a blank padding row
-    logits, plain = model(ids).logits, model.base_model(ids).last_hidden_state @ head_weight(model).T
+def _check_plain_head(model, path):
+    """Soft-capped, scaled or biased logits would be drawn and scored by different formulas."""
+    # From id 1 on: 0 may be a blank padding row.
+    ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
+    plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
     changed = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
                if getattr(model.config, key, None) not in (None, 1)]
-    if changed or not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
-        raise ModelError(f"{path}: this architecture changes its logits after the head (a bias, a scale or a "
-                         f"soft cap); the fused log-probs here need a plain head, as Llama, Mistral and Qwen have")
+    if changed or not torch.allclose(plain, model(ids).logits, rtol=1e-2, atol=1e-2):
+        raise ModelError(f"{path}: this architecture changes its logits after the head (by a "
+                         f"bias, a scale or a soft cap); Llama, Mistral and Qwen do not")
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
-    """One user turn, or a conversation as chat messages that ends with one, as token ids, ready for the model's answer.
-
-    Uses the tokenizer's own chat template where it has one, else PLAIN_TEMPLATE for every turn, after the tokenizer's BOS.
-    """
+    """A user turn, or chat messages that end with one, as ids, ready for the model's answer."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template:
+    if tokenizer.chat_template:                                   # which writes its own BOS
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids      # the template wrote its own BOS
+        return tokenizer(text, add_special_tokens=False).input_ids
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     plain = {"user": PLAIN_TEMPLATE, "system": "{prompt}\n\n", "assistant": "{prompt}\n\n"}
     text = "".join(plain[turn["role"]].replace("{prompt}", turn["content"]) for turn in turns)
@@ -106,194 +108,187 @@ def encode_answer(tokenizer, text: str) -> list[int]:
 
 
 def eos_ids(tokenizer, model=None) -> list[int]:
-    """Every id that ends an answer: the tokenizer's EOS, then the generation config's. ModelError where none does."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """Every id that ends an answer: the tokenizer's EOS, then the generation config's."""
     more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    for extra in more if isinstance(more, list) else [more]:
-        if extra is not None and extra not in ids:
-            ids.append(extra)
+    ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    ids = [token for token in dict.fromkeys(ids) if token is not None]
     if not ids:
         raise ModelError("the tokenizer has no EOS token, so an answer could never end")
     return ids
 
 
-# ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x ─────────────────────────────────────────────
+# ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with any number of named low-rank updates, A [r, in] and B [out, r], at most one active."""
+    """A frozen linear layer with named low-rank updates, of which at most one is active."""
 
     def __init__(self, base_layer: nn.Linear):
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()     # A [r, in], B [out, r]
-        self.scaling: dict[str, float] = {}
-        self.dropout: dict[str, float] = {}
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()   # [r, in], [out, r]
+        self.scaling, self.dropout = {}, {}                                 # alpha / r, share
         self.active: str | None = None
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
-        """A uniform as nn.Linear draws it, B zero: the new adapter changes nothing until it is trained."""
+        """A uniform as nn.Linear draws it, B zero: it changes nothing until it is trained."""
         weight = self.base_layer.weight
-        A = torch.empty(r, weight.shape[1], dtype=torch.float32, device=weight.device)
-        self.lora_A[name] = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
-        self.lora_B[name] = nn.Parameter(torch.zeros(weight.shape[0], r, dtype=torch.float32, device=weight.device))
+        like = {"dtype": torch.float32, "device": weight.device}
+        A = nn.init.kaiming_uniform_(torch.empty(r, weight.shape[1], **like), a=math.sqrt(5))
+        self.lora_A[name] = nn.Parameter(A)
+        self.lora_B[name] = nn.Parameter(torch.zeros(weight.shape[0], r, **like))
         self.scaling[name], self.dropout[name] = alpha / r, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out], in the dtype of the base layer; the update itself is float32."""
+        """[..., in] → [..., out] in the base layer's dtype; the update is made in float32."""
         y = self.base_layer(x)
         if self.active not in self.lora_A:
             return y
         A, B = self.lora_A[self.active], self.lora_B[self.active]
         if self.training and self.dropout[self.active]:
             x = F.dropout(x, self.dropout[self.active])
-        x = x.to(A.dtype)
-        return y + (F.linear(F.linear(x, A), B) * self.scaling[self.active]).to(y.dtype)
+        low = F.linear(x.to(A.dtype), A) * self.scaling[self.active]             # [..., r]
+        return y + F.linear(low, B).to(y.dtype)
 
 
-def _lora_layers(model) -> dict[str, LoRALinear]:
-    return {path: m for path, m in model.named_modules() if isinstance(m, LoRALinear)}
+def _lora_layers(model, name: str | None = None) -> dict[str, LoRALinear]:
+    """Path → layer, of all or of those that have the adapter `name`."""
+    return {path: layer for path, layer in model.named_modules()
+            if isinstance(layer, LoRALinear) and (name is None or name in layer.lora_A)}
+
+
+def _linear_layers(model) -> dict[str, nn.Linear]:
+    """Path → linear layer, wrapped or not, of all that an adapter may change."""
+    return {path.removesuffix(".base_layer"): layer for path, layer in model.named_modules()
+            if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
 
 
 def _wrap(model, path: str) -> LoRALinear:
     """The LoRALinear at `path`, put around the nn.Linear that stands there if need be."""
-    parent, _, child = path.rpartition(".")
-    layer = getattr(model.get_submodule(parent), child)
-    if isinstance(layer, LoRALinear):
-        return layer
-    if not isinstance(layer, nn.Linear):
-        raise ModelError(f"LoRA needs a linear layer, but {path} is a {type(layer).__name__}")
-    setattr(model.get_submodule(parent), child, LoRALinear(layer).train(layer.training))
-    return model.get_submodule(path)
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.Linear):
+        layer = LoRALinear(layer).train(layer.training)
+        model.set_submodule(path, layer)
+    return layer
+
+
+def _check_name(model, name: str, loaded: bool):
+    if bool(_lora_layers(model, name)) != loaded:
+        raise ModelError(f"{'no' if loaded else 'already an'} adapter named {name!r} is loaded")
 
 
 def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 0.0,
-             target_modules=("q_proj", "v_proj")):
-    """Give every linear layer whose last name is in `target_modules` a new adapter; returns its parameters.
-
-    It stays inactive until `use_lora`. Raises ModelError where a target is not in the model or the name is taken.
-    """
-    layers = _lora_layers(model)
-    if any(name in layer.lora_A for layer in layers.values()):
-        raise ModelError(f"an adapter named {name!r} is loaded already")
-    linear = [p for p, m in model.named_modules()
-              if isinstance(m, nn.Linear) and m is not model.get_output_embeddings() and not p.endswith(".base_layer")]
-    paths = [p for p in sorted({*linear, *layers}) if p.rpartition(".")[2] in target_modules]
-    absent = set(target_modules) - {p.rpartition(".")[2] for p in paths}
-    if absent:
-        raise ModelError(f"no linear layer is named {', '.join(sorted(absent))}; this model has "
-                         f"{', '.join(sorted({p.rpartition('.')[2] for p in {*linear, *layers}}))}")
-    for path in paths:
-        _wrap(model, path).add(name, r, alpha, dropout)
+             target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
+    """Give every linear layer whose last name is a target a new adapter; its parameters."""
+    _check_name(model, name, loaded=False)
+    names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
+    known = set(names.values())
+    if absent := set(target_modules) - known:
+        raise ModelError(f"no linear layer is named {', '.join(sorted(absent))}; this model "
+                         f"has {', '.join(sorted(known))}")
+    for path, last in names.items():
+        if last in target_modules:
+            _wrap(model, path).add(name, r, alpha, dropout)
     return lora_parameters(model, name)
 
 
 @contextmanager
 def use_lora(model, name: str | None):
-    """Inside, the model runs with this adapter alone; None is the bare base. Raises ModelError for one not loaded."""
-    layers = _lora_layers(model)
-    if name is not None and not any(name in layer.lora_A for layer in layers.values()):
-        raise ModelError(f"no adapter named {name!r} is loaded")
-    before = {path: layer.active for path, layer in layers.items()}
-    for layer in layers.values():
+    """Inside, the model runs with this adapter alone; None is the bare base."""
+    if name is not None:
+        _check_name(model, name, loaded=True)
+    layers = _lora_layers(model).values()
+    before = [layer.active for layer in layers]
+    for layer in layers:
         layer.active = name
     try:
         yield model
     finally:
-        for path, layer in layers.items():
-            layer.active = before[path]
+        for layer, active in zip(layers, before):
+            layer.active = active
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:
-    """The trainable tensors of one adapter, A [r, in] and B [out, r] of each layer, in a fixed order."""
-    return [p for _, layer in sorted(_lora_layers(model).items()) if name in layer.lora_A
-            for p in (layer.lora_A[name], layer.lora_B[name])]
+    """The tensors of one adapter, A [r, in] and B [out, r] of each layer, in a fixed order."""
+    layers = sorted(_lora_layers(model, name).items())
+    return [x[name] for _, layer in layers for x in (layer.lora_A, layer.lora_B)]
 
 
 def fingerprint(model) -> str:
-    """A hash that tells one base from another: shapes, and the corners of two weights in bfloat16.
-
-    bfloat16, so that the same base has the same name in whatever precision it was loaded.
-    """
+    """A hash of shapes and bfloat16 corners: one base has one, in whatever precision."""
     if isinstance(model.get_input_embeddings().weight, DTensor):
-        return model.fingerprint_when_whole          # `shard` noted it, so that one rank can save without the others
+        return model.fingerprint_when_whole     # by `shard`, so that one rank can save alone
     weights = [model.get_input_embeddings().weight, head_weight(model)]
-    digest = hashlib.sha256(json.dumps([list(w.shape) for w in weights] + [model.config.num_hidden_layers]).encode())
+    shapes = [list(w.shape) for w in weights] + [model.config.num_hidden_layers]
+    digest = hashlib.sha256(json.dumps(shapes).encode())
     for weight in weights:
-        corner = weight.detach()[:: max(1, len(weight) // 64), :64].to(torch.bfloat16).float().cpu()
-        digest.update(corner.contiguous().numpy().tobytes())
+        corner = weight.detach()[:: max(1, len(weight) // 64), :64]
+        corner = corner.to(torch.bfloat16).float().cpu().contiguous()
+        digest.update(corner.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, whole or not at all. Raises ModelError where none of that name is loaded."""
-    layers = {path: layer for path, layer in _lora_layers(model).items() if name in layer.lora_A}
-    if not layers:
-        raise ModelError(f"no adapter named {name!r} is loaded")
-    first = next(iter(layers.values()))
-    r = first.lora_A[name].shape[0]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r, "lora_alpha": first.scaling[name] * r,
-              "lora_dropout": first.dropout[name], "bias": "none", "inference_mode": True, "fan_in_fan_out": False,
+    """Write one adapter in PEFT's format, whole or not at all."""
+    _check_name(model, name, loaded=True)
+    layers, tensors = _lora_layers(model, name), {}
+    for path, layer in layers.items():
+        for side, x in (("A", layer.lora_A[name]), ("B", layer.lora_B[name])):
+            key = f"base_model.model.{path}.lora_{side}.weight"
+            tensors[key] = x.detach().cpu().contiguous()
+    r = len(layer.lora_A[name])
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
+              "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
+              "bias": "none", "inference_mode": True, "fan_in_fan_out": False,
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": model.config._name_or_path}
-    tensors = {f"base_model.model.{path}.lora_{side}.weight": getattr(layer, f"lora_{side}")[name].detach().cpu()
-               for path, layer in layers.items() for side in "AB"}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     with atomic_directory(directory) as temporary:
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
-        save_file({key: t.contiguous() for key, t in tensors.items()}, temporary / ADAPTER_FILES[1],
-                  metadata={"format": "pt", "base_fingerprint": fingerprint(model)})
+        save_file(tensors, temporary / ADAPTER_FILES[1], metadata)
 
 
-def load_lora(model, name: str, directory):
+def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format under a name of ours; returns its parameters.
 
-    Raises ModelError where a file is missing, where the adapter uses what is not built here (DoRA, rsLoRA, …),
-    or where it was made for another base.
+    Raises ModelError where a file is lost or damaged, or where the adapter is of another kind
+    (DoRA, rsLoRA, …) or for another base; the model then stays as it was.
     """
-    directory = Path(directory)
-    if lora_parameters(model, name):
-        raise ModelError(f"an adapter named {name!r} is loaded already")
-    for file in ADAPTER_FILES:
-        if not (directory / file).is_file():
-            raise ModelError(f"{directory} holds no {file}, so it is not an adapter in PEFT's format")
-    config = read_json(directory / ADAPTER_FILES[0])
-    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
-                "lora_bias"):
-        if config.get(key):
-            raise ModelError(f"{directory}: the adapter sets {key}, which is not supported here")
-    with safe_open(directory / ADAPTER_FILES[1], "pt") as file:
-        made_for = (file.metadata() or {}).get("base_fingerprint")
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
-    if made_for not in (None, fingerprint(model)):
-        raise ModelError(f"{directory}: this adapter was made for another base "
-                         f"({config.get('base_model_name_or_path')}), not for {model.config._name_or_path}")
-    paths = sorted({key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors})
-    strange = tensors.keys() ^ {f"base_model.model.{path}.lora_{side}.weight" for path in paths for side in "AB"}
-    if strange:
-        raise ModelError(f"{directory}: {min(strange)} is not half of a LoRA pair on a linear layer")
-    for path in paths:
-        _check_fits(model, path, [tensors[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB"], directory)
-    for path in paths:
-        layer = _wrap(model, path)
-        r = len(tensors[f"base_model.model.{path}.lora_A.weight"])
-        layer.add(name, r, config["lora_alpha"] * r / config["r"], config.get("lora_dropout", 0.0))
-        for side in "AB":
-            getattr(layer, f"lora_{side}")[name].data.copy_(tensors[f"base_model.model.{path}.lora_{side}.weight"])
+    _check_name(model, name, loaded=False)
+    config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
+    for file in (config_path, path):
+        if not file.is_file():
+            raise ModelError(f"{directory} holds no {file.name}, which PEFT's adapters have")
+    config = read_json(config_path)
+    if kinds := [key for key in OTHER_KINDS if config.get(key)]:
+        raise ModelError(f"{directory}: the adapter sets {kinds[0]}, not supported here")
+    tensors, metadata = read_tensors(path)
+    ours, base = fingerprint(model), config.get("base_model_name_or_path")
+    if metadata.get("base_fingerprint", ours) != ours:
+        raise ModelError(f"{directory}: this adapter was made for another base ({base}), not "
+                         f"for {model.config._name_or_path}")
+    pairs = {}                                        # path of the layer → its A and B
+    for key, x in tensors.items():
+        layer, _, side = key.removeprefix("base_model.model.").partition(".lora_")
+        pairs.setdefault(layer, {})[side.removesuffix(".weight")] = x
+    here = {layer: list(x.weight.shape) for layer, x in _linear_layers(model).items()}
+    for layer, pair in pairs.items():
+        whole = pair.keys() == {"A", "B"}
+        there = [*pair["B"].shape[:1], *pair["A"].shape[1:]] if whole else "no LoRA pair"
+        if here.get(layer) != there:
+            raise ModelError(f"{directory}: made for another base: {layer} is "
+                             f"{here.get(layer, 'absent')} here and {there} in the adapter")
+    for layer, pair in pairs.items():
+        lora, r = _wrap(model, layer), len(pair["A"])
+        lora.add(name, r, config["lora_alpha"] * r / config["r"], config.get("lora_dropout", 0))
+        lora.lora_A[name].data.copy_(pair["A"])
+        lora.lora_B[name].data.copy_(pair["B"])
     return lora_parameters(model, name)
 
 
-def _check_fits(model, path: str, pair: list[Tensor], directory: Path):
-    try:
-        layer = model.get_submodule(path)
-    except AttributeError as error:
-        raise ModelError(f"{directory}: made for another base: this model has no layer {path}") from error
-    weight = (layer.base_layer if isinstance(layer, LoRALinear) else layer).weight
-    if (pair[1].shape[0], pair[0].shape[1]) != tuple(weight.shape):
-        raise ModelError(f"{directory}: made for another base: {path} is {list(weight.shape)} here and "
-                         f"{[pair[1].shape[0], pair[0].shape[1]]} in the adapter")
-
+# ── Forward passes
 
 class ValueHead(nn.Module):
-    """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): a linear unit on the policy's last hidden state; zero at the start, so V = 0."""
+    """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): linear in the policy's last hidden state, 0 at first."""
 
     def __init__(self, hidden_size: int, device=None):
         super().__init__()
@@ -306,33 +301,35 @@ class ValueHead(nn.Module):
         return self.linear(hidden.float()).squeeze(-1)
 
 
-# ── Forward passes ────────────────────────────────────────────────────────────────────────
-
-def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
-    """The hidden states that predict the response: position t has seen x and y_<t (Alg. 4 l.22, 24).
+def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tensor,
+                    mask: Tensor) -> Tensor:
+    """The states that predict the response: h_t has seen x and y_<t (Alg. 4 l.22, 24).
 
     prompts, prompt_mask: [B, P]; responses, mask: [B, T] → [B, T, H]
     """
-    P, T = prompts.shape[1], responses.shape[1]
     attention = torch.cat([prompt_mask, mask], dim=1)
-    hidden = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,
-                              position_ids=positions_of(attention), use_cache=False).last_hidden_state
-    return hidden[:, P - 1 : P + T - 1]
+    assert attention[:, prompts.shape[1] - 1].all(), "Alg. 4 l.22: y_1 follows the last of x"
+    out = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,
+                           position_ids=positions_of(attention), use_cache=False)
+    hidden = out.last_hidden_state[:, prompts.shape[1] - 1 : -1]
+    assert hidden.shape[:2] == responses.shape, "Alg. 4 l.22: one h_t for each y_t"
+    return hidden
 
 
-# ── Less memory: recomputed activations, and a base spread over the ranks (FSDP2) ──────────────────────
+# ── Less memory: recomputed activations, and a base spread over the ranks (FSDP2)
 
 def decoder_blocks(model) -> list[nn.Module]:
     """The repeated layers of the base, in order."""
     n = model.config.num_hidden_layers
-    return list(next(m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n))
+    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
+    return list(next(blocks for blocks in lists if len(blocks) == n))
 
 
 def checkpoint_activations(model):
-    """From now on a block keeps only its input for the backward pass, which runs the block once more.
+    """From now on a block keeps only its input for the backward pass, which runs it once more.
 
-    transformers' `gradient_checkpointing_enable` acts in training mode alone, and in the second run the adapter must be
-    active that was so in the first, though `use_lora` has been left.
+    transformers' `gradient_checkpointing_enable` acts in training mode alone, and in the second
+    run the adapter must be active that was so in the first, though `use_lora` has been left.
     """
     for block in decoder_blocks(model):
         if not isinstance(block.forward, partial):
@@ -342,45 +339,45 @@ def checkpoint_activations(model):
 def _recomputed(block, forward, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    name = next((layer.active for layer in _lora_layers(block).values() if layer.active in layer.lora_A), None)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), use_lora(block, name)),
-                      **kwargs)
+    name = next((layer.active for layer in _lora_layers(block).values()
+                 if layer.active in layer.lora_A), None)
+    return checkpoint(forward, *args, use_reentrant=False,
+                      context_fn=lambda: (nullcontext(), use_lora(block, name)), **kwargs)
 
 
-def shard(model, mesh=None):
-    """Spread the frozen base over the ranks of `mesh` (all of them by default) with FSDP2; returns the model.
+def shard(model):
+    """Spread the frozen base over all ranks with FSDP2; returns the model.
 
-    Units that are gathered and freed together: the embeddings, every block, the head, and what is left (the last
-    norm) with the base. Adapters, loaded before or after, are ignored by FSDP and stay whole on every rank, in
-    float32: they are small, an FSDP unit must be of one dtype, and so any one rank saves them whole, for any number
-    of ranks. The caller sums their gradients over the ranks. For more weights than one card holds, load on the CPU
-    (`load_model(path, dtype, "cpu")`) and give a CUDA mesh: a unit at a time is moved.
+    Units that are gathered and freed together: the embeddings, every block, the head, and the
+    rest with the base. Adapters, loaded before or after, stay whole on every rank, in float32:
+    an FSDP unit must be of one dtype, and so any one rank saves them whole. The caller sums
+    their gradients over the ranks.
     """
-    mesh = mesh or init_device_mesh(model.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     model.fingerprint_when_whole = fingerprint(model)
-    adapters = {p for layer in _lora_layers(model).values() for p in (*layer.lora_A.values(), *layer.lora_B.values())}
-    for p in adapters:
-        p.data = p.data.to(mesh.device_type)         # FSDP moves only what it manages
+    adapters = {p for layer in _lora_layers(model).values()
+                for p in (*layer.lora_A.values(), *layer.lora_B.values())}
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embeddings.weight
-    for unit in (embeddings, *decoder_blocks(model), model.base_model, *([] if tied else [head])):
+    units = [embeddings, *decoder_blocks(model), model.base_model]
+    for unit in units if tied else [*units, head]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
     if tied:
         head.weight = embeddings.weight              # the sharded one
     model.sharded_with_tied_head = tied
-    with torch.no_grad():                            # FSDP learns from the first pass who the roots are
-        hidden = model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    with torch.no_grad():                            # FSDP learns from the first pass its roots
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
         if not tied:
-            head(hidden.last_hidden_state)
+            head(hidden)
     return model
 
 
 @contextmanager
 def gathered(model):
-    """Inside, a sharded model is whole on every rank: gathered once, freed at the end. Else nothing happens.
+    """Inside, a sharded model is whole on every rank, and no rank waits for another.
 
-    For sampling, where the parameters would otherwise be gathered for every token. No rank has to wait for another
-    inside, so each may sample as many tokens as its own rows need; they meet again when the block is left.
+    For sampling, where the parameters would otherwise be gathered for every token.
     """
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for unit in units:
@@ -392,3 +389,199 @@ def gathered(model):
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
+
+
+# ── Ranks: the processes that torchrun starts, one per GPU
+
+RANK = int(os.environ.get("RANK", 0))                # as torchrun sets them
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+HOSTS = None                                         # the processors, where `everyone` meets
+
+
+def start_ranks(minutes: float) -> torch.device:
+    """Join the other ranks, if any; this one's device. minutes: how long ranks wait."""
+    global HOSTS
+    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(local)
+    if RANKS > 1:
+        wait = timedelta(minutes=minutes)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=wait)
+        HOSTS = dist.new_group(backend="gloo", timeout=wait)
+    return torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+def together(collective, *args, **options):
+    """What all ranks do at once, where there are several. InputError where one is gone or late.
+
+    On CUDA for `everyone` alone: a sum over NCCL that waits too long ends the process itself.
+    """
+    try:
+        return collective(*args, **options) if RANKS > 1 else None
+    except RuntimeError as error:
+        raise InputError(f"rank {RANK} lost another rank, or waited --rank_timeout for it "
+                         f"({error}); the first error says why, and the same command goes on "
+                         f"from the last checkpoint") from error
+
+
+def everyone(share: list) -> list:
+    """The lists of all ranks as one; it undoes rows[RANK::RANKS], by which they are dealt."""
+    shares = [share] * RANKS
+    together(dist.all_gather_object, shares, share, group=HOSTS)
+    rows = [None] * sum(map(len, shares))
+    for rank, part in enumerate(shares):
+        rows[rank::RANKS] = part
+    return rows
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum of a tensor of any shape over all ranks, in place where there are several."""
+    together(dist.all_reduce, x)
+    return x
+
+
+def say(text: str):
+    """Print from the first rank only, past any progress bar."""
+    if RANK == 0:
+        tqdm.write(text)
+
+
+# ── Files that are whole or absent; nothing that is loaded can run code
+
+@contextmanager
+def atomic_directory(directory):
+    """Write into a temporary neighbour, which becomes `directory` when it is on the disk."""
+    directory = Path(directory)
+    new, old = (directory.with_name(f".{directory.name}.{kind}-{os.getpid()}")
+                for kind in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            _sync(path)
+        if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)   # of a killed run with this process id
+            directory.rename(old)
+        new.rename(directory)
+        _sync(directory.parent)                      # the new name, too, survives a power cut
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _sync(path: Path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. Raises ModelError where it is damaged."""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} is no JSON object ({error}); the file is damaged") from error
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name → tensor of any shape, metadata) of a safetensors file, or ModelError."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged ({error})") from error
+
+
+def _checksum(path: Path, state: dict) -> str:
+    """sha256 of a file and a state."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(state).encode())
+    return digest.hexdigest()
+
+
+def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
+    """Write tensors of any shape and a JSON state to one directory, whole or not at all."""
+    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    with atomic_directory(directory) as temporary:
+        path = temporary / "tensors.safetensors"
+        save_file(plain, path)
+        checked = {**state, "sha256": _checksum(path, state)}
+        (temporary / "state.json").write_text(json.dumps(checked))
+
+
+def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
+    """(tensors of any shape, state), or ModelError where a file is lost or one bit damaged."""
+    path, state_path = (Path(directory) / x for x in ("tensors.safetensors", "state.json"))
+    for file in (path, state_path):
+        if not file.is_file():
+            raise ModelError(f"{directory}: the checkpoint has no {file.name}")
+    tensors, state = read_tensors(path)[0], read_json(state_path)
+    if state.pop("sha256", None) != _checksum(path, state):
+        raise ModelError(f"{path} is damaged: its sha256 is not the one in state.json")
+    return tensors, state
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run directory, oldest first."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in run.glob("checkpoint-*")}
+    return sorted((p for p, n in numbers.items() if n.isdigit()), key=lambda p: int(numbers[p]))
+
+
+def keep_checkpoint(run: Path, tensors: dict[str, Tensor], state: dict, keep: int):
+    """Write checkpoint-N, N = state["iteration"]; once it is whole, keep only the newest.
+
+    tensors: any shape. Raises ModelError where the disk does not take it.
+    """
+    path, good = run / f"checkpoint-{state['iteration']}", [None, *checkpoints(run)][-1]
+    try:
+        save_checkpoint(path, tensors, state)
+    except (OSError, SafetensorError) as error:
+        need = sum(x.nbytes for x in tensors.values()) / 1e6
+        raise ModelError(f"{path} could not be written ({error}): it needs {need:.1f} MB; "
+                         f"the same command goes on from {good}") from error
+    killed = run.glob(".checkpoint-*")
+    for old in (*checkpoints(run)[:-keep], *killed):
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(run: Path, warn=print) -> tuple[Path | None, dict[str, Tensor], dict]:
+    """(path, tensors of any shape, state) of the newest that is whole; warns of the others."""
+    for path in reversed(checkpoints(run)):
+        try:
+            return path, *load_checkpoint(path)
+        except (ModelError, OSError) as error:
+            warn(f"warning: passed over {path} ({error}); going on from the one before, if any")
+    return None, {}, {}
+
+
+def optimizer_tensors(optimizer) -> dict[str, Tensor]:
+    """Every parameter, of any shape, of the first group and its moments, for a checkpoint."""
+    return {f"{i}.{name}": x for i, p in enumerate(optimizer.param_groups[0]["params"])
+            for name, x in {"parameter": p.data, **optimizer.state[p]}.items()}
+
+
+def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
+    """Put back what `optimizer_tensors` gave; parameters and moments keep any shape."""
+    for key, x in tensors.items():
+        i, name = key.split(".")
+        p = optimizer.param_groups[0]["params"][int(i)]
+        if name == "parameter":
+            p.data.copy_(x)
+        else:
+            optimizer.state[p][name] = x.to(p.device)
+
+
+def lock_directory(directory: Path):
+    """A directory has one writer: the lock lasts as long as the file that is returned."""
+    file = open(directory / ".lock", "a")
+    try:
+        if RANK == 0:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{directory}: another process is writing to it; wait for it, or "
+                         f"choose another directory") from error
+    return file

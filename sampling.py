@@ -1,32 +1,47 @@
-"""y ~ π(·|x): batched sampling with a static key-value cache and, on CUDA, a captured step (Alg. 4 l.11).
+"""One distribution π(·|x): drawn from, with a key-value cache, and scored, by fused log-probs.
 
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
+    logprobs = token_logprobs(hidden, head_weight(model), targets, temperature=0.6)
 
-π is sampled with no top-k, top-p or repetition penalty, so that the distribution which is scored is the one that was
-sampled. B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), V vocabulary, H hidden size.
-Paper: Alg. 4 l.11 and l.12; it says nothing of how a token is drawn.
+What is drawn is what is scored: softmax(h Wᵀ / T), with no top-k, top-p or repetition penalty.
+B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), N tokens
+of a flat batch, H hidden size, V vocabulary.
 
-Departure from common practice: a uniform number per row and step decides the token (where the distribution function
-passes it), so a text depends neither on its neighbours in the batch nor on the number of ranks.
+Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25); not how they are
+made. Departure from common practice: one uniform number per row and step decides the token, so
+a text depends neither on its neighbours in the batch nor on the number of ranks.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from checkpoints import ModelError
-from logprobs import head_logits, head_weight, round_up
+from data import InputError
 
-PREFILL_TOKENS = 1 << 16            # prompt tokens that run through the model together
+PREFILL_TOKENS = 1 << 16   # prompt tokens that run through the model together
+ROWS = 1024                # rows scored together: enough for matrix products at full speed
+LOGITS = 1 << 24           # logits at once where entropy is computed: 64 MiB
 
 
-# ── Prompts and responses as tensors ───────────────────────────────────────────────────────────────────
+class ModelError(InputError):
+    """A model, adapter, checkpoint or prompt that cannot be used; names it and the remedy."""
+
+
+# ── Prompts and responses as tensors
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
 
 def context_length(model) -> int:
     """How many tokens the model can attend to: prompt and response together."""
@@ -34,43 +49,170 @@ def context_length(model) -> int:
 
 
 def check_context(model, prompt_ids: list[list[int]], max_new_tokens: int):
-    """Raises ModelError where a prompt and max_new_tokens more tokens would not fit the model's context."""
-    longest, limit = max(map(len, prompt_ids)), context_length(model)
+    """Raises ModelError where a prompt and its answer would not fit the model's context."""
+    lengths = [len(prompt) for prompt in prompt_ids]
+    longest, limit = max(lengths), context_length(model)
     if longest + max_new_tokens > limit:
-        raise ModelError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of "
-                         f"{limit}: shorten or drop that row (prompt {[len(p) for p in prompt_ids].index(longest)} "
-                         f"of the batch), or lower --max_new_tokens or --max_critique_tokens")
+        raise ModelError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
+            f"context of {limit}: shorten or drop that row (prompt {lengths.index(longest)} of "
+            f"the batch), or lower --max_new_tokens or --max_critique_tokens")
 
 
-def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int, device=None, multiple: int = 1):
-    """Prompts padded on the left to a multiple, responses on the right: [B,P], [B,P], [B,T], [B,T] (ids, masks)."""
+def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int,
+              device=None, multiple: int = 1):
+    """Prompts padded left to a multiple, responses right: ids, mask [B, P], ids, mask [B, T]"""
     P, T = round_up(max(map(len, prompt_ids)), multiple), max(map(len, response_ids), default=0)
-    prompts = torch.tensor([[pad] * (P - len(p)) + p for p in prompt_ids], device=device)
-    prompt_mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
-    responses = torch.tensor([r + [pad] * (T - len(r)) for r in response_ids], device=device)
-    mask = torch.tensor([[1] * len(r) + [0] * (T - len(r)) for r in response_ids], device=device)
-    return prompts, prompt_mask, responses, mask
+    prompts = [[pad] * (P - len(x)) + x for x in prompt_ids]
+    prompt_mask = [[0] * (P - len(x)) + [1] * len(x) for x in prompt_ids]
+    responses = [y + [pad] * (T - len(y)) for y in response_ids]
+    mask = [[1] * len(y) + [0] * (T - len(y)) for y in response_ids]
+    batch = prompts, prompt_mask, responses, mask
+    return tuple(torch.tensor(x, device=device) for x in batch)
 
 
 def positions_of(attention: Tensor) -> Tensor:
-    """[B, columns] of 0 and 1 → each token's position, counted from the first that is no padding."""
+    """[B, columns] of 0 and 1 → each token's position, from the first that is no padding."""
     return (attention.cumsum(dim=1) - 1).clamp(min=0)
 
 
-# ── Sampling ───────────────────────────────────────────────────────────────────────────────────────────
+# ── The head: z = h Wᵀ / T
+
+def head_weight(model) -> Tensor:
+    """The language-model head, [V, H]; a sharded model's is gathered, and lives while held."""
+    # Of a tied head only the embeddings know when they are whole.
+    tied = getattr(model, "sharded_with_tied_head", False)
+    layer = model.get_input_embeddings() if tied else model.get_output_embeddings()
+    weight = layer.weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A new tensor a @ b in float32 (float64 stays), with no float32 copy of a or b."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    product = a @ b                                  # a CPU rounds it to half precision first
+    return product if product.dtype == torch.float64 else product.float()
+
+
+def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """What is drawn from and what is scored: [N, H], [V, H] → [N, V], float32."""
+    logits = _product(hidden, weight.T)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+# ── Scoring: log π(y) and entropy without the [N, V] tensor of logits
+
+def _tiles(rows: int, weight: Tensor) -> list[slice]:
+    """Parts of the vocabulary, a quarter at most, for a float32 tensor [rows, part].
+
+    16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA, or an eighth of what is
+    free there. In steps of 128 that suit the matrix units.
+    """
+    budget = 1 << 24
+    if weight.is_cuda:
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        free += torch.cuda.memory_reserved(weight.device)
+        free -= torch.cuda.memory_allocated(weight.device)
+        budget = min(1 << 27, free // 8)
+    width = min(budget // (4 * max(rows, 1)), math.ceil(len(weight) / 4))
+    width = round_up(max(width, 1), 128)
+    return [slice(i, i + width) for i in range(0, len(weight), width)]
+
+
+class _FusedLogProbs(torch.autograd.Function):
+    """log p(y) in one pass over the vocabulary, with its gradient in `hidden`.
+
+    With V = 128,256 the logits of 8,192 tokens are 4 GB in float32, and log_softmax holds
+    several such tensors; here the vocabulary goes by in tiles. z = h Wᵀ / T, p = softmax(z):
+
+        log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
+
+    The gradient needs nothing from upstream, so it is made in the forward pass, where p is at
+    hand, and backward only scales it: it needs no head, which FSDP has freed by then.
+    Exponentials are relative to the largest logit so far; what is summed already shrinks where
+    a later tile holds a larger one (the online softmax of FlashAttention).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature):
+        """[rows, H], [V, H], [rows, 1] → log p(y) [rows]."""
+        wide, wanted = torch.promote_types(hidden.dtype, torch.float32), ctx.needs_input_grad[0]
+        total = z_y = hidden.new_zeros(len(hidden), 1, dtype=wide)       # Σ e, and z of y
+        peak = total - torch.inf                                         # the largest z so far
+        pull = torch.zeros_like(hidden, dtype=wide) if wanted else None  # Σ e W
+        for tile in _tiles(len(hidden), weight):
+            w = weight[tile]
+            z = head_logits(hidden, w, temperature)                          # [rows, tile]
+            former, peak = peak, torch.maximum(peak, z.amax(1, keepdim=True))
+            shrink = (former - peak).exp()
+            here = (targets >= tile.start) & (targets < tile.stop)
+            column = (targets - tile.start).clamp(0, len(w) - 1)
+            z_y = torch.where(here, z.gather(1, column), z_y)
+            e = z.sub_(peak).exp_()     # in place: memory traffic is half the work
+            total = total * shrink + e.sum(1, keepdim=True)
+            if wanted:
+                pull.mul_(shrink).add_(_product(e.to(w.dtype), w))
+        logprobs = z_y - peak - total.log()
+        assert not (logprobs > 1e-3 * (1 + peak.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
+        if wanted:
+            gradient = (weight[targets[:, 0]] - pull / total) / temperature
+            ctx.save_for_backward(gradient.to(hidden.dtype))
+        return logprobs.squeeze(1).float()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        """The kept gradient, scaled: [rows] → [rows, H]."""
+        gradient, = ctx.saved_tensors
+        return gradient * upstream[:, None].to(gradient.dtype), None, None, None
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0):
+    """log π(y_i | x, y_<i) of N sampled tokens (§3.5, Alg. 4 l.22), with no [N, V] tensor.
+
+    hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32, with its
+    gradient in `hidden` alone.
+    """
+    assert hidden.ndim == weight.ndim == 2 and targets.shape == hidden.shape[:1], \
+        "§3.5: log π(y_i) takes one h_i and one y_i for each token: [N, H], [V, H], [N]"
+    assert not (weight.requires_grad and torch.is_grad_enabled()), "the head is frozen here"
+    parts = zip(hidden.split(ROWS), targets.split(ROWS))
+    return torch.cat([_FusedLogProbs.apply(h, weight, y[:, None], temperature)
+                      for h, y in parts])
+
+
+def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    """H(π(·|x, y_<i)) at N positions (Alg. 4 l.25): [N, H], [V, H] → [N] in nats.
+
+    Some rows of logits at a time, made again in the backward pass.
+    """
+    def entropy(h):
+        wide = torch.promote_types(h.dtype, torch.float32)
+        logp = ((h @ weight.T).to(wide) / temperature).log_softmax(-1)
+        return -(logp.exp() * logp).sum(-1).float()
+
+    rows = max(1, LOGITS // len(weight))
+    whole = torch.cat([checkpoint(entropy, h, use_reentrant=False) for h in hidden.split(rows)])
+    assert not ((whole < -1e-3) | (whole > math.log(len(weight)) + 1e-3)).any(), \
+        "Alg. 4 l.25: 0 ≤ H(π) ≤ log V"
+    return whole
+
+
+# ── The key-value cache
 
 @dataclass
 class StaticCache:
-    """Keys and values of every layer in tensors that are allocated once, [B, heads, columns, head size]."""
+    """Keys and values of all layers, allocated once: [B, heads, columns, head size] each."""
     columns: int
     at: Tensor | None = None            # the columns that the keys of this pass take
     width: int = 0                      # the number of columns that are read
     layers: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
-        """Attention calls this, as on transformers' own caches: new keys and values in → all that it reads, out."""
+        """Attention calls this, as on transformers' own caches: new ones in → all it reads."""
         if layer not in self.layers:
-            self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (keys, values)]
+            self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3])
+                                  for x in (keys, values)]
         for kept, new in zip(self.layers[layer], (keys, values)):
             kept.index_copy_(2, self.at, new)
         return tuple(kept[:, :, : self.width] for kept in self.layers[layer])
@@ -81,174 +223,176 @@ class StaticCache:
 
 
 def _masks(config, mask: Tensor, at: Tensor):
-    """[B, 1, queries, columns] as each kind of layer needs it: a sliding window also hides what lies too far back."""
+    """[B, 1, queries, columns] → what each kind of layer needs; a window hides the far past."""
     window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{config._name_or_path}: {', '.join(sorted(kinds))} cannot be sampled from here, only full "
-                         f"attention and sliding windows")
-    if kinds == {"full_attention"}:
-        return mask
-    near = mask.masked_fill(torch.arange(mask.shape[-1], device=mask.device) <= at[:, None] - window, -torch.inf)
-    return near if len(kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
+    kinds = set(getattr(config, "layer_types", None)
+                or ["sliding_attention" if window else "full_attention"])
+    if strange := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{config._name_or_path}: {', '.join(sorted(strange))} cannot be "
+                         f"sampled from here, only full attention and sliding windows")
+    masks = {"full_attention": mask}
+    if "sliding_attention" in kinds:
+        far = torch.arange(mask.shape[-1], device=mask.device) <= at[:, None] - window
+        masks["sliding_attention"] = mask.masked_fill(far, -torch.inf)
+    return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 
-def _last_hidden(model, cache: StaticCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-    """One pass over the columns `cache.at`; the hidden state of the last of them, [B, H]."""
-    return model.base_model(ids, attention_mask=_masks(model.config, mask, cache.at), position_ids=positions,
-                            past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-
-
-def _prefill(model, cache: StaticCache, ids: Tensor, attention: Tensor, seen: Tensor) -> Tensor:
-    """Fill the cache with the prompts, some columns at a time; returns the last hidden states, [B, H]."""
-    P, part, positions = ids.shape[1], max(1, PREFILL_TOKENS // len(ids)), positions_of(attention)
-    for start in range(0, P, part):
-        cache.width = min(start + part, P)
-        cache.at = torch.arange(start, cache.width, device=ids.device)
-        columns = torch.arange(cache.width, device=ids.device)
-        mask = seen[..., : cache.width].masked_fill(columns > cache.at[:, None], -torch.inf)
-        mask = mask.masked_fill(columns == cache.at[:, None], 0)        # padding sees itself: a row of −∞ would be NaN
-        now = slice(start, cache.width)
-        hidden = _last_hidden(model, cache, ids[:, now], mask, positions[:, now])
-    cache.at = cache.at[-1:].clone()
-    return hidden
-
+# ── Drawing: y_t ~ π(·|x, y_<t)
 
 def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """The token at which the distribution function passes u, the likeliest at T = 0: [B, V], [B, 1] → [B, 1]."""
+    """Where the distribution function passes u; at T = 0 the likeliest. [B, V] → [B, 1]"""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
+    at = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
+    return at.clamp(max=logits.shape[1] - 1)
 
 
-def _capture(step, changed: list[Tensor]):
-    """`step` as a CUDA graph, whose thousand kernels are launched as one.
+class Decoder:
+    """The rows that still decode, and all that their next token depends on.
 
-    It runs once beforehand, beside the main stream as CUDA asks, to set up libraries; what it `changed` is put back.
+    `step` changes tensors in place and asks the host for nothing, so a CUDA graph can hold it,
+    until `keep` makes other tensors of them.
     """
-    before, side = [x.clone() for x in changed], torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    for x, old in zip(changed, before):
-        x.copy_(old)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+
+    def __init__(self, model, temperature: float, prompts, attention, uniforms, columns: int):
+        self.model, self.temperature, self.cache = model, temperature, StaticCache(columns)
+        self.weight = head_weight(model)                             # [V, H]
+        self.rows = torch.arange(len(prompts), device=prompts.device)    # in the batch, [B]
+        self.done = torch.zeros_like(self.rows, dtype=torch.bool)    # an EOS was drawn, [B]
+        self.ids = prompts[:, -1:].clone()                           # the last token, [B, 1]
+        self.positions = attention.sum(1, keepdim=True) - 1          # its position, [B, 1]
+        self.uniforms = uniforms[:, :1].clone()                      # decides the next, [B, 1]
+        # Added to attention's scores, [B, 1, 1, columns]: 0 is seen, −∞ is not.
+        seen = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
+        self.seen = torch.zeros_like(seen, dtype=model.dtype).masked_fill(seen == 0, -torch.inf)
+
+    def last_hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """One pass over the columns `cache.at`: the hidden state of the last one, [B, H]."""
+        masks = _masks(self.model.config, mask, self.cache.at)
+        out = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
+                                    past_key_values=self.cache, use_cache=True)
+        return out.last_hidden_state[:, -1]
+
+    def prefill(self, prompts: Tensor, attention: Tensor):
+        """Fill the cache with the prompts, [B, P], and draw the first token."""
+        cache, positions, (B, P) = self.cache, positions_of(attention), prompts.shape
+        part = max(1, PREFILL_TOKENS // B)
+        columns = torch.arange(P, device=prompts.device)
+        for start in range(0, P, part):
+            cache.width = min(start + part, P)
+            now, before = slice(start, cache.width), columns[: cache.width]
+            cache.at = columns[now]
+            mask = self.seen[..., : cache.width]
+            mask = mask.masked_fill(before > cache.at[:, None], -torch.inf)
+            # Padding sees itself: a row of −∞ alone would be NaN.
+            mask = mask.masked_fill(before == cache.at[:, None], 0)
+            hidden = self.last_hidden(prompts[:, now], mask, positions[:, now])
+        cache.at = cache.at[-1:].clone()
+        self.draw(hidden)
+
+    def draw(self, hidden: Tensor):
+        """The next token of each row, after the hidden states [B, H]."""
+        logits = head_logits(hidden, self.weight, self.temperature or 1.0)           # [B, V]
+        self.ids.copy_(_draw(logits, self.uniforms, self.temperature))
+
+    def step(self):
+        """Run the last token through the model, one column on, and draw the next."""
+        self.cache.at.add_(1)
+        self.positions.add_(1)
+        self.seen.index_fill_(3, self.cache.at, 0)
+        seen = self.seen[..., : self.cache.width]
+        self.draw(self.last_hidden(self.ids, seen, self.positions))
+
+    def captured_step(self):
+        """`step` as a CUDA graph: its thousand kernels are launched as one."""
+        # Once beforehand, on a stream of its own, to set up libraries; changes are undone.
+        changed = self.cache.at, self.positions, self.ids
+        before, side = [x.clone() for x in changed], torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        for x, old in zip(changed, before):
+            x.copy_(old)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+    def keep(self, alive: Tensor):
+        """Only these of the rows, [B], go on."""
+        for name in ("rows", "done", "seen", "positions", "ids", "uniforms"):
+            setattr(self, name, getattr(self, name)[alive])
+        for kept in self.cache.layers.values():
+            kept[:] = [x[alive] for x in kept]
 
 
 @torch.no_grad()
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
-             eos_token_id=None, pad_token_id=None, generator=None, return_logprobs: bool = False,
-             uniforms: Tensor | None = None, cuda_graph: bool = True, stats: dict | None = None):
-    """Sample one answer of at most max_new_tokens tokens per prompt; rows end at an EOS, which is kept (Alg. 4 l.11).
+             eos_token_id=None, pad_token_id=None, generator=None,
+             uniforms: Tensor | None = None, cuda_graph: bool = True) -> list[list[int]]:
+    """Draw one answer per prompt, of at most max_new_tokens tokens, its EOS kept (Alg. 4 l.11).
 
-    temperature 0 is greedy; otherwise the samples are from softmax(logits / temperature), the very distribution
-    that `token_logprobs` scores: no top-k, top-p, beams or penalties. eos_token_id: an id, a list of ids or None.
-    uniforms [B, max_new_tokens] in [0, 1) decide the samples, each row's its own, whatever batch it is in; without
-    them they are drawn from `generator`. Returns B lists of ids; with return_logprobs also B lists of their log-probs.
-    Rows that have ended leave once a quarter of the batch is idle, on CUDA once half of it is. `stats`, a dict, is
-    filled by `_speed`. cuda_graph=False is for a model whose forward pass looks at the host, and for finding faults;
-    a sharded model is never captured. Raises ModelError where a prompt is empty or does not fit the context.
+    temperature 0 is greedy; else the draws are from softmax(logits / temperature), as scored
+    by `token_logprobs`. eos_token_id: an id, a list of ids or None. uniforms, [B, T] in [0, 1),
+    decide the draws; without them `generator` does. cuda_graph=False is for a model whose
+    forward pass looks at the host, and for finding faults. Raises ModelError for a bad prompt.
     """
     if not prompt_ids or max_new_tokens < 1:
-        return ([], []) if return_logprobs else []
+        return []
     if min(map(len, prompt_ids)) == 0:
         raise ModelError("a prompt has no tokens; there is nothing to condition on")
     check_context(model, prompt_ids, max_new_tokens)
+    shape, device = (len(prompt_ids), max_new_tokens), model.device
     if uniforms is None:
-        uniforms = torch.rand(len(prompt_ids), max_new_tokens, generator=generator,
-                              device=generator.device if generator else model.device)
-    eos = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
-    ids, scores, lengths = _generate(model, prompt_ids, max_new_tokens, temperature, eos, pad_token_id or 0,
-                                     uniforms.to(model.device), return_logprobs, cuda_graph, stats)
-    tokens, logprobs = ([row[:n] for row, n in zip(x.tolist(), lengths.tolist())] for x in (ids, scores))
-    return (tokens, logprobs) if return_logprobs else tokens
+        uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
+    assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
+    eos = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    eos = [token for token in eos if token is not None]
+    bucket = 64 if device.type == "cuda" else 1          # graphs ask for few different shapes
+    prompts, attention, *_ = pad_batch(prompt_ids, [], pad_token_id or 0, device, bucket)
+    columns, uniforms = round_up(prompts.shape[1] + max_new_tokens, bucket), uniforms.to(device)
+    decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
+    decoder.prefill(prompts, attention)
+    tokens, lengths = _decode(decoder, uniforms, eos, cuda_graph)
+    answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
+    assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
+        "Alg. 4 l.11: y has a token, and an EOS at its end alone"
+    return answers
 
 
-def _generate(model, prompt_ids, T, temperature, eos, pad, uniforms, scored, cuda_graph, stats):
-    """`generate` on tensors: ids [B, T], log-probs [B, T], lengths [B].
+def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], cuda_graph: bool):
+    """All tokens after the first draw: ids [B, T], lengths [B].
 
-    On CUDA shapes come in buckets and the host looks only every 16 tokens who has ended: until then it runs ahead of
-    the device. The step is captured again when the batch has halved or the cache is read 256 columns further.
+    Rows that have ended leave once a quarter of them is idle. On CUDA once half is, and the
+    host looks every 16 tokens, for it runs ahead of the device; there a step is captured again
+    when rows have left, or the cache is read 256 columns further.
     """
-    cuda, device = model.device.type == "cuda", model.device
-    bucket, further, every, idle = (64, 256, 16, 0.5) if cuda else (1, 1, 1, 0.25)
-    graph = cuda_graph and cuda and not any(isinstance(m, FSDPModule) for m in model.modules())
-    prompts, attention, _, _ = pad_batch(prompt_ids, [[] for _ in prompt_ids], pad, device, bucket)
-    (B, P), ends = prompts.shape, torch.tensor(eos, dtype=torch.long, device=device)
-    cache, weight = StaticCache(round_up(P + T, bucket)), head_weight(model)
-    tokens, logprobs = prompts.new_zeros(B, T), uniforms.new_zeros(B, T, dtype=torch.float32)
-    rows, lengths = torch.arange(B, device=device), prompts.new_zeros(B)
-    done, u, positions = lengths.bool(), uniforms[:, :1].clone(), attention.sum(1, keepdim=True) - 1
-    ids, scores = prompts[:, -1:].clone(), logprobs[:, :1].clone()
-    seen = torch.full((B, 1, 1, cache.columns), -torch.inf, dtype=model.dtype, device=device)   # 0: attention looks
-    seen[:, 0, 0, :P].masked_fill_(attention.bool(), 0)
-
-    def sample(hidden):
-        logits = head_logits(hidden, weight, temperature or 1.0)                                 # [B, V]
-        ids.copy_(_draw(logits, u, temperature))
-        if scored:
-            scores.copy_(logits.gather(1, ids) - logits.logsumexp(1, keepdim=True))
-
-    def decode():                   # is captured: it changes tensors in place and asks the host for nothing
-        cache.at.add_(1), positions.add_(1), seen.index_fill_(3, cache.at, 0)
-        sample(_last_hidden(model, cache, ids, seen[..., : cache.width], positions))
-
-    sample(_prefill(model, cache, prompts, attention, seen))
-    start, step = _clock(device) if stats is not None else 0, None
+    model, cache, (B, T) = decoder.model, decoder.cache, uniforms.shape
+    cuda, P = model.device.type == "cuda", cache.width
+    further, every, most_busy = (256, 16, 0.5) if cuda else (1, 1, 0.75)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    capture = cuda and cuda_graph and not sharded
+    ends = torch.tensor(eos, dtype=torch.long, device=model.device)
+    tokens, lengths = ends.new_zeros(B, T), ends.new_zeros(B)
+    step = None
     for t in range(T):
-        if t:
+        if t > 0:
             width = min(cache.columns, round_up(P + t, further))
             if step is None or width != cache.width:
                 cache.width = width
-                step = _capture(decode, [cache.at, positions, ids]) if graph else decode
-                start = _clock(device) if stats is not None and t == 1 else start      # the first capture is no decoding
-            u.copy_(uniforms[rows, t : t + 1])
+                step = decoder.captured_step() if capture else decoder.step
+            decoder.uniforms.copy_(uniforms[decoder.rows, t : t + 1])
             step()
-        tokens[rows, t], logprobs[rows, t] = ids[:, 0], scores[:, 0]
-        lengths[rows] += ~done
-        done |= torch.isin(ids[:, 0], ends)
+        tokens[decoder.rows, t] = decoder.ids[:, 0]
+        lengths[decoder.rows] += ~decoder.done
+        decoder.done |= torch.isin(decoder.ids[:, 0], ends)
         if eos and (t + 1) % every == 0 and t + 1 < T:
-            alive = (~done).nonzero().squeeze(1)                        # the one place where the host waits
+            alive = (~decoder.done).nonzero().squeeze(1)      # here alone the host waits
             if len(alive) == 0:
                 break
-            if len(alive) <= (1 - idle) * len(rows):
-                rows, done, u, positions, ids, scores, seen = (x[alive] for x in
-                                                               (rows, done, u, positions, ids, scores, seen))
-                for kept in cache.layers.values():
-                    kept[:] = [x[alive] for x in kept]
+            if len(alive) <= most_busy * len(decoder.rows):
+                decoder.keep(alive)
                 step = None
-    if stats is not None:
-        stats.update(_speed(model, int(lengths.sum()) - B, t, _clock(device) - start))
-    return tokens, logprobs, lengths
-
-
-def _clock(device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)                      # what was launched must also have happened
-    return time.perf_counter()
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes that memory reads and writes in a second, measured by copying 256 MiB."""
-    source, times, n = torch.zeros(1 << 28, dtype=torch.uint8, device=device), [], 20 if device.type == "cuda" else 1
-    target = torch.empty_like(source)
-    for _ in range(3):
-        start = _clock(device)
-        for _ in range(n):                           # so that launching them counts for nothing
-            target.copy_(source)
-        times.append((_clock(device) - start) / n)
-    return 2 * source.nbytes / min(times)
-
-
-def _speed(model, tokens: int, steps: int, seconds: float) -> dict[str, float]:
-    """Speed after each row's first token, and the share of the memory bandwidth that reading the weights takes."""
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    read = sum(p.nbytes for p in model.parameters()) - (0 if embeddings is head else embeddings.nbytes)
-    bandwidth = copy_bandwidth(model.device)
-    return {"tokens": tokens, "steps": steps, "seconds": seconds, "tokens_per_second": tokens / seconds,
-            "bytes_per_step": read, "copy_bandwidth": bandwidth, "bandwidth_share": read * steps / seconds / bandwidth}
+    return tokens, lengths

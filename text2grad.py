@@ -1,790 +1,732 @@
-"""Text2Grad: reinforcement learning from natural-language feedback (arXiv 2505.22338), Algorithms 1 and 4.
+"""Text2Grad: reinforcement learning from natural-language feedback (arXiv 2505.22338).
 
-    python text2grad.py                      # all three phases on the embedded toy world, minutes on a laptop
-    torchrun --nproc_per_node 8 text2grad.py --task slf5k --model meta-llama/Llama-3.1-8B-Instruct --data slf5k.jsonl \
-             --batch_size 96 --minibatch_size 96
+    python text2grad.py                              # all three phases on the toy world
+    torchrun --nproc_per_node 8 text2grad.py --task slf5k --data slf5k.jsonl \\
+             --model meta-llama/Llama-3.1-8B-Instruct --batch_size 96 --minibatch_size 96
 
-Phase 1 (annotate.py) turns responses of the base model into critiques with quoted spans, phase 2 (reward_model.py)
-teaches R_φ to write them, and phase 3, here, is the policy gradient of what R_φ writes:
+    y ~ π_θ(·|x)   z' ~ R_φ(·|x, y)   δ' from the spans of z'   r_t = δ'_t + r_t^KL   GAE   PPO
 
-    y ~ π_θ(·|x)   z' ~ R_φ(·|x, y)   δ' from the spans of z'   r_t = δ'_t + r_t^KL   A_t by GAE   clipped PPO
+Read `train` first: it is Algorithm 4, line by line; everything above it is one of its steps.
+`main` is Algorithm 1. The same command goes on where a run was stopped.
 
-Everything lands in runs/NAME. Phases that are done are reused; a phase 3 that was stopped goes on from its checkpoint.
+Departures. Slips of the paper, read by their evident meaning: the loss is −L_CLIP − β H; GAE
+sums to T − t with V = 0 after the last token; δ_t is `delta`, and the other δ_t is `td_error`.
+As in the release, not in the paper: A_t is whitened over the batch, the value loss is halved
+and clipped, θ and ψ share one AdamW. Our own: R_φ writes z' greedily; r_t^KL is of the sampled
+token (the release's exact KL_t is, as a reward, a baseline and penalises nothing).
 
-Departures from the paper. Slips, read by their evident meaning: the loss is −L_CLIP − β H (with the printed signs a
-maximised objective would punish entropy); GAE sums to T − t with V = 0 after the last token (to T − t − 1 it would drop
-the last TD error); `delta` is the pseudo-reward δ_t and `td_error` the other δ_t. Choices, as in the release: A_t is
-whitened over the batch, the value loss is halved and clipped, and θ and ψ share one AdamW and one gradient clip. Our
-own: R_φ writes z' greedily.
-
-Ranks share the work, not the batch: each samples, judges and trains on its share of the rows, and all hold the whole.
-Every draw is a function of (seed, iteration) and the row's place in the batch, so there is no generator whose state a
-checkpoint must keep: a run that is resumed, or spread over another number of ranks, draws the same.
-
-Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), N tokens of a flat batch.
-Paper: §3.5 and Algorithms 1 and 4; it says nothing of ranks, checkpoints and flags.
+Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
+flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
+on rows [RANK::RANKS], all hold the whole, and every draw depends on (seed, iteration, row).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import random
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments import designs as rewards
-import toy
-from annotate import (AnnotateConfig, InputError, annotate, flag, get_task, read_rows, reward_prompt, run, token_offsets,
-                      write_rows)
-from checkpoints import checkpoints, keep_checkpoint, newest_checkpoint
-from model import (ModelError, ValueHead, add_lora, checkpoint_activations, context_length, encode_prompt, eos_ids,
-                   fingerprint, gathered, generate, head_weight, load_lora, load_model, lora_parameters, pad_batch,
-                   response_hidden, save_lora, shard, token_kl, token_logprobs, use_lora)
-from parts import WEIGHTINGS
-from ranks import RANK, RANKS, all_sum, everyone, say, start_ranks, together
-from report import (TRACKERS, ReportError, Tracker, colour_tokens, public, run_report, split_text, table, tracker_module)
-from reward_model import (REWARD_PRESETS, Judgement, RewardConfig, chunks, fit, parse_config, summary, timed)
-from runs import changed, forgotten_if_it_fails, log, note_machine, open_run, phase
-from measures.sandbox import SandboxError
+from annotate import AnnotateConfig, annotate, check_annotator, token_offsets
+from data import (InputError, append_row, chunks, flag, get_task, load_object, parse_flags,
+                  read_rows, reward_prompt, run_script, write_rows)
+from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations,
+                   encode_prompt, eos_ids, everyone, gathered, keep_checkpoint,
+                   load_lora, load_model, lock_directory, lora_parameters, newest_checkpoint,
+                   optimizer_tensors, response_hidden, restore_optimizer, save_lora, say, shard,
+                   start_ranks, together, use_lora)
+from report import batch_metrics, colour_tokens, run_report, sample_row, table
+from reward_model import (Judgement, RewardConfig, fit, judge, reward_preset, summary,
+                          write_critiques)
+from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
+                      token_logprobs)
 
 
 @dataclass
 class Config:
-    """Defaults are the toy world's; --task sets the paper's values (Table 10, as its release has them).
-
-    max_new_tokens, max_prompt_tokens and max_critique_tokens are in tokens, rank_timeout in minutes, kl_target in nats.
-    """
-    task: str = flag("toy", "toy, slf5k, ultrafeedback or kodcode; sets the preset")
-    model: str = flag("toy/base", "base model: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
-    adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
-    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
+    """Defaults are the toy world's; --task sets the paper's values (Table 10)."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
+    model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str | None = flag(None, "rows to train on, JSON lines; the toy world makes its own")
-    output_dir: str = flag("runs/toy", "run directory: config, metrics, samples, adapters")
+    output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
+    annotator_model: str = flag("gpt-4o", "annotator on an OpenAI-compatible server")
+    critic: str | None = flag("toy:critique", "annotator module:function instead of a server")
+    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
+    iterations: int = flag(50, "of Algorithm 4's outer loop", least=1)
+    learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", least=0)
     seed: int = flag(0, "of everything that is drawn")
-    resume: bool = flag(True, "reuse what the run directory holds; --no_resume wants it empty")
-    dtype: str | None = flag(None, "of the frozen base; none: bfloat16 on CUDA, float32 on a CPU")
-    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2); else each holds a copy")
-    activation_checkpointing: bool = flag(False, "compute activations again in backward: less memory, more time")
-    rank_timeout: float = flag(30.0, "minutes that ranks wait for one another before the run ends")
-    # Phase 1
-    annotator_model: str = flag("gpt-4o", "annotator on the server (paper: gpt-4o)")
-    base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
-    critic: str | None = flag("toy:critique", "a function module:function instead of a server")
-    mode: str = flag("cot", "how the annotator works: cot, no_cot, dense, steps (paper: cot)")
-    allow_code_execution: bool = flag(False, "kodcode: run the code of every response with the row's tests")
-    unsafe_sandbox: bool = flag(False, "run it also where a layer of the sandbox cannot be put up")
-    concurrency: int = flag(8, "annotation requests under way at once")
-    price_in: float | None = flag(None, "USD per million prompt tokens of the annotator")
-    price_out: float | None = flag(None, "USD per million reply tokens of the annotator")
-    max_usd: float | None = flag(None, "USD that annotation may cost, all runs together; needs prices")
-    annotated_rows: int = flag(3000, "rows for phases 1 and 2 at most (paper: 5000 to 10000)")
-    # Phase 3: rollouts and rewards
-    iterations: int = flag(50, "of Algorithm 4's outer loop")
-    batch_size: int = flag(64, "rollouts per iteration, all ranks together (paper: 12, 8 per GPU)")
-    rollout_batch_size: int = flag(256, "texts that a rank decodes at once; changes memory, not numbers")
-    temperature: float = flag(1.0, "of the policy, in sampling and in scoring (paper: .6)")
-    max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)")
-    max_prompt_tokens: int = flag(0, "leave out and count longer prompts; 0: a longer one is an error")
-    max_critique_tokens: int = flag(128, "longest critique of R_φ (paper: 500, 768)")
-    reward: str = flag("critique", "design: critique (paper), graded, end, true, true_end, scalar, steps (rewards.py)")
-    critique_samples: int = flag(4, "with --reward graded: critiques per rollout, whose δ are averaged")
-    weighting: str = flag("uniform", "δ in a span: uniform (paper), linear_decay, importance, importance_code")
-    kl_coef: float = flag(0.1, "first KL coefficient (paper: .2, .07, .05)")
-    kl_target: float = flag(6.0, "nats per response the adaptive KL aims at (paper: 6, 1, 3); 0: fixed")
-    kl_horizon: int = flag(10000, "rollouts over which it adapts (paper: 10000)")
-    kl_estimator: str = flag("full", "full: exact over the vocabulary, no noise; k1: log π − log π_ref")
-    gamma: float = flag(1.0, "discount γ (paper: 1)")
-    lam: float = flag(0.95, "GAE λ (paper: .95)")
-    # Phase 3: the update
-    ppo_epochs: int = flag(4, "passes over each batch (paper: 4)")
-    minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks together")
-    micro_batch_size: int = flag(64, "rollouts per forward pass; changes memory, not numbers")
-    learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)")
-    schedule: str = flag("linear", "to zero: linear (paper, SLF5K) or cosine (the others)")
-    max_grad_norm: float = flag(1.0, "gradient clip")
-    max_skipped: int = flag(5, "end the run after so many harmful optimizer steps in a row were skipped")
-    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)")
-    value_clip: float = flag(0.2, "of the value's move from its old value (paper: .2)")
-    value_coef: float = flag(0.1, "of the value loss (paper: .1)")
-    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release, δ is dense enough")
-    value_target: str = flag("gae", "gae: A + V, less noise, as the release; return: Alg. 4 l.24")
-    value_grad_to_policy: bool = flag(False, "let the value loss shape the policy's adapter too (the release does)")
-    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)")
-    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)")
+    adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
+    base_url: str | None = flag(None, "the annotator's server; none: OPENAI_BASE_URL")
+    mode: str = flag("cot", "how it works: cot (paper), no_cot, align, or module:NAME")
+    annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
+    price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
+    price_out: float | None = flag(None, "USD per million reply tokens", least=0)
+    max_usd: float | None = flag(None, "USD that annotation may cost; needs prices", least=0)
+    allow_code_execution: bool = flag(False, "kodcode: run the responses with the rows' tests")
+    batch_size: int = flag(64, "rollouts per iteration, all ranks (paper: 12, 64)", least=1)
+    temperature: float = flag(1.0, "of π, sampled and scored (paper: .6)", least=0.01)
+    max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
+    max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)", least=1)
+    max_critique_tokens: int = flag(128, "longest critique of R_φ (paper: 500, 768)", least=1)
+    kl_coef: float = flag(0.1, "first KL coefficient β (paper: .2, .07, .05)", least=0)
+    kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays", least=0)
+    gamma: float = flag(1.0, "discount γ (paper: 1)", least=0)
+    lam: float = flag(0.95, "GAE λ (paper: .95)", least=0)
+    ppo_epochs: int = flag(4, "passes over each batch (paper: 4)", least=1)
+    minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
+    schedule: str = flag("linear", "to zero (paper: linear, cosine)", ("linear", "cosine"))
+    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)", least=0)
+    value_clip: float = flag(0.2, "of the value's move from its old value (paper: .2)", least=0)
+    value_coef: float = flag(0.1, "of the value loss (paper: .1)", least=0)
+    value_target: str = flag("gae", "A + V; return: Alg. 4 l.24", ("gae", "return"))
+    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release", least=0)
+    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)", least=1)
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)", least=0)
     lora_targets: str = flag("q_proj,v_proj", "layers that get the adapter")
-    # Looking and keeping
-    eval_rows: int = flag(200, "held-out prompts for the table before and after")
-    show_every: int = flag(10, "iterations between sampled responses in the terminal")
-    save_every: int = flag(20, "iterations between checkpoints")
-    keep_checkpoints: int = flag(2, "how many of them stay, the newest")
-    report_to: str = flag("none", "also send metrics to wandb, trackio or tensorboard, where installed")
+    eval_rows: int = flag(200, "held-out prompts of the table before and after", least=1)
+    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU")
+    micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
+    rollout_batch_size: int = flag(256, "texts that a rank decodes at once", least=1)
+    activation_checkpointing: bool = flag(False, "less memory, more time in the update")
+    rank_timeout: float = flag(30.0, "minutes that ranks wait for one another", least=0.01)
+    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
+    save_every: int = flag(20, "iterations between checkpoints", least=1)
+    wandb: str | None = flag(None, "also send the metrics to this project of wandb")
+
+    GROUPS = {"task": "start here", "adapter": "phases 1 and 2", "dtype": "the machine",
+              "batch_size": "rollouts and rewards", "ppo_epochs": "the update"}
 
     @property
     def reference(self) -> str | None:
-        """The adapter of π_ref: the frozen SFT adapter where there is one, else the bare base."""
+        """The adapter of π_ref: the frozen SFT adapter, or None for the bare base."""
         return "reference" if self.adapter else None
 
 
-_PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6, annotated_rows=10000,
-              iterations=1000, batch_size=64, rollout_batch_size=64, minibatch_size=64, micro_batch_size=1,
-              learning_rate=1e-6, schedule="cosine", max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, eval_rows=64)
+PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6,
+             annotated_rows=10000, iterations=1000, rollout_batch_size=64, micro_batch_size=1,
+             learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
+             max_new_tokens=512, max_critique_tokens=768)
 PRESETS = {  # Table 10
     "toy": {},
-    "slf5k": {**_PAPER, "output_dir": "runs/slf5k", "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
-              "kl_coef": 0.2, "kl_target": 6.0, "max_new_tokens": 89, "max_critique_tokens": 500,
-              "annotated_rows": 5000},
-    "ultrafeedback": {**_PAPER, "output_dir": "runs/ultrafeedback", "max_new_tokens": 512},
-    "kodcode": {**_PAPER, "output_dir": "runs/kodcode", "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
+    "slf5k": {**PAPER, "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
+              "kl_coef": 0.2, "kl_target": 6.0, "max_new_tokens": 89,
+              "max_critique_tokens": 500, "annotated_rows": 5000},
+    "ultrafeedback": PAPER,
+    "kodcode": {**PAPER, "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
                 "kl_target": 1.0},
 }
+# What a run may change when it goes on: neither weights nor texts depend on it.
+FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
+        "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout", "save_every",
+        "wandb"}
+ANNOTATOR = {"annotator_model", "critic", "mode", "annotated_rows", "allow_code_execution"}
+PHASE_1 = ANNOTATOR | {"task", "model", "adapter", "data", "seed", "temperature", "dtype",
+                       "max_prompt_tokens", "max_new_tokens", "max_critique_tokens"}
 
 
-# ── The equations ───────────────────────────────────────────────────────────────────────────────────────
+def preset(task: str) -> dict:
+    """The defaults of a task: its own, on top of the paper's common ones."""
+    if task in PRESETS:
+        return {"output_dir": f"runs/{task}", **PRESETS[task]}
+    own = get_task(task)
+    return {**PAPER, "output_dir": f"runs/{own.name}", **own.policy}
+
+
+# ── The equations
 
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
-    """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t) (Definition 1), averaged over the batch.
+    """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t), the batch's mean.
 
-    logprobs (nats), delta, mask: [B, T] → scalar. To be read and tested: Algorithm 4 puts A_t in the place of δ_t.
+    Definition 1 (§3.1), §3.5. [B, T] each → scalar. Algorithm 4 has A_t in the place of δ_t.
     """
-    assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t and one log π per token"
-    return -(delta * logprobs * mask).sum() / len(logprobs)                    # Eq. §3.1 Definition 1; Eq. §3.5 g_NL
+    assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
+    return -(delta * logprobs * mask).sum() / len(logprobs)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t = Σ_{l=0}^{T−t} (γλ)^l td_error_{t+l},  td_error_t = r_t + γ V(y_<t+1) − V(y_<t)  (§3.5, Appendix A).
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float):
+    """A_t = Σ_l (γλ)^l td_error_{t+l},  td_error_t = r_t + γ V_{t+1} − V_t   (§3.5, App. A)
 
-    rewards, values, mask: [B, T], right-padded → (advantages, returns = A + V), both 0 where mask is 0, not whitened.
-    V after the last token is 0. λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
+    [B, T] each → (advantages, returns = A + V), 0 in the padding. V after the last token is 0;
+    λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
     """
-    assert rewards.shape == values.shape == mask.shape, "Eq. §3.5 GAE: r_t, V and the mask are [B, T]"
+    assert rewards.shape == values.shape == mask.shape, "§3.5 GAE: one r_t and V per token"
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        td_error = rewards[:, t] + gamma * next_value - values[:, t]           # Alg. 4 l.15–16; Eq. §3.5 GAE
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]            # l.15–16
         next_advantage = (td_error + gamma * lam * next_advantage) * mask[:, t]
-        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = next_advantage
     return advantages, (advantages + values) * mask
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Σ_{k=t}^{T} γ^{k−t} r_k, the value target of Alg. 4 l.24: GAE with λ = 1 and no values. [B, T] → [B, T]"""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
-
-
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the masked entries; 0 where mask is 0. Any shape. As the release; not in the paper."""
-    wide, count = x.double(), mask.sum()                  # float32 would leave the mean's rounding over a tiny spread
+    """Mean 0, variance 1 over the mask, 0 in padding: [B, T] → [B, T]. As the release does."""
+    wide, count = x.double(), mask.sum()    # float32 would leave rounding over a tiny spread
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
-    return ((wide - mean) * torch.rsqrt(variance + 1e-8) * mask).to(x.dtype)
+    white = (wide - mean) * torch.rsqrt(variance + 1e-8) * mask
+    assert not (white.sum() / count).abs() > 1e-6, "whitened advantages have mean 0"
+    return white.to(x.dtype)
 
 
-def ppo_loss(logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor, clip: float,
-             count=None) -> Tensor:
-    """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)  (§3.5, Alg. 4 l.22–23, 27).
+def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) -> Tensor:
+    """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)   (§3.5)
 
-    Log-probs in nats. Any shape → scalar. count: tokens to average over, where this is a part of a batch the whole's;
-    default mask.sum().
+    Any shape → scalar (Alg. 4 l.21–23, 27). count: tokens to average over; default mask.sum().
     """
-    ratio = torch.exp((logprobs - logprobs_old) * mask)                                      # Alg. 4 l.21–22
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)  # Alg. 4 l.23; Eq. §3.5 PPO
+    assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
+    ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
+    # l.23
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     return -(gain * mask).sum() / (mask.sum() if count is None else count)
 
 
-def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float, count=None) -> Tensor:
-    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)] (Alg. 4 l.24, 28; the release clips). Any shape → scalar."""
+def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Tensor:
+    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)]   (Alg. 4 l.24, 28; the release clips)
+
+    Any shape → scalar; count as in `ppo_loss`.
+    """
+    assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
+    # l.24
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
-    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)                 # Alg. 4 l.24
+    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
+
+
+KL_HORIZON = 10_000                       # rollouts over which β adapts (Table 10)
 
 
 @dataclass
 class AdaptiveKL:
-    """The coefficient β of the KL penalty, steered to a target (Ziegler et al. 2019, §2.2; Appendix D.2 has targets).
-
-    target: nats per response; 0 keeps β fixed. horizon: rollouts over which it adapts.
-    """
+    """β of the KL penalty, steered to `target` nats per response (Ziegler et al. 2019, 2.2)."""
     beta: float
-    target: float
-    horizon: int
+    target: float                         # 0: β stays
+    horizon: int = KL_HORIZON
 
     def update(self, kl: float, n: int):
-        """kl: mean nats per response in the last batch; n: its rollouts. β moves by at most 20 % · n / horizon."""
-        if self.target:
+        """kl: mean nats per response in the last batch; n: its rollouts."""
+        if self.target and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.beta *= 1 + error * n / self.horizon
+        assert self.beta >= 0, "Alg. 4 l.14: the KL term is a penalty"
 
 
-# ── Rollouts (Algorithm 4, l.8–18) ─────────────────────────────────────────────────────────────────────
-
-MAX_RATIO = 10                                                             # mean ρ_t over which a step is skipped
-INPUTS = ("prompt_ids", "prompt_mask", "response_ids", "mask")             # what a forward pass takes
-
+# ── A batch of rollouts (Alg. 4 l.8–18)
 
 @dataclass
 class Rollouts:
-    """ℬ, one batch on its way through Alg. 4 l.8–18. mask is 1 on sampled tokens, EOS included.
-
-    Tensors are [B, T], right-padded, where no other shape stands beside them; log-probs, entropy and KL are in nats.
-    offsets: the characters [start, end) of its text that each token wrote.
-    """
+    """ℬ. Tensors are [B, T], right-padded, unless said otherwise; log-probs are in nats."""
+    rows: list[dict]
     prompts: list[str]
     texts: list[str]
-    offsets: list[list[tuple[int, int]]]
-    prompt_ids: Tensor                  # [B, P], left-padded
-    prompt_mask: Tensor                 # [B, P]
-    response_ids: Tensor                # [B, T]
-    mask: Tensor                        # [B, T]
+    offsets: list[list[tuple[int, int]]]  # the characters of its text that each token wrote
+    prompt_ids: Tensor                    # x, [B, P], left-padded
+    prompt_mask: Tensor                   # [B, P]
+    response_ids: Tensor                  # y
+    mask: Tensor                          # 1 on sampled tokens, EOS included
     feedback: list[Judgement] = field(default_factory=list)
-    delta: Tensor | None = None         # δ'_t
-    logprobs_old: Tensor | None = None  # log π_θold(y_t)
-    entropy: Tensor | None = None       # H(π_θold(·|x, y_<t))
-    kl: Tensor | None = None            # KL_t(π ‖ π_ref)
-    values: Tensor | None = None        # V_ψ(x, y_<t)
-    rewards: Tensor | None = None       # r_t = δ'_t + r_t^KL
-    advantages: Tensor | None = None    # A_t, whitened
-    returns: Tensor | None = None       # value targets
-    rows: list[dict] = field(default_factory=list)     # as the data has them
+    delta: Tensor | None = None           # δ'_t
+    logprobs_old: Tensor | None = None    # log π_θold(y_t)
+    entropy: Tensor | None = None         # H(π_θold(·|x, y_<t))
+    logprobs_ref: Tensor | None = None    # log π_ref(y_t)
+    values: Tensor | None = None          # V_ψ(x, y_<t)
+    rewards: Tensor | None = None         # r_t = δ'_t + r_t^KL
+    advantages: Tensor | None = None      # A_t, whitened
+    returns: Tensor | None = None         # what V is fitted to
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
-        """The tensors of some rows, [B, P] and [B, T] without the columns that are padding in all of them."""
-        P, T = int(self.prompt_mask[index].sum(1).max()), int(self.mask[index].sum(1).max())
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T] for name, x in tensors.items()}
+        """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them."""
+        P, T = (int(m[index].sum(1).max()) for m in (self.prompt_mask, self.mask))
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T]
+                for name, x in tensors.items() if isinstance(x, Tensor)}
+
+    def by_length(self, index) -> list[int]:
+        """Rows by response length, so that a micro-batch holds little padding."""
+        lengths = self.mask.sum(1).tolist()
+        return sorted(index, key=lengths.__getitem__)
 
 
-def sample(model, tokenizer, prompt_ids, config: Config, adapter: str | None, uniforms: Tensor) -> list[list[int]]:
-    """y ~ π(·|x) (Alg. 4 l.11) as ids; uniforms [B, max_new_tokens] in [0, 1): from which each token is drawn."""
-    parts = zip(chunks(prompt_ids, config.rollout_batch_size), chunks(uniforms, config.rollout_batch_size))
-    with use_lora(model, adapter):
-        return [y for x, u in parts for y in generate(model, x, config.max_new_tokens, config.temperature,
-                                                      eos_ids(tokenizer, model), tokenizer.pad_token_id, uniforms=u)]
-
-
-def sample_rollouts(model, tokenizer, rows: list[dict], config: Config, adapter: str | None, generator) -> Rollouts:
-    """y ~ π_θold(·|x) for every row (Alg. 4 l.9–11). The sampled ids are kept as they are; texts are for the critic."""
+def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) -> Rollouts:
+    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The ids are kept; texts are for the critic."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
-    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    uniforms = torch.rand(len(prompts), config.max_new_tokens, generator=generator)
-    ids = everyone(sample(model, tokenizer, prompt_ids[RANK::RANKS], config, adapter, uniforms[RANK::RANKS]))  # Alg. 4 l.11
+    prompt_ids, ids = [encode_prompt(tokenizer, prompt) for prompt in prompts], []
+    uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
+    ends, pad = eos_ids(tokenizer, model), tokenizer.pad_token_id
+    with use_lora(model, adapter):
+        for part in chunks(range(RANK, len(rows), RANKS), config.rollout_batch_size):
+            x, u = [prompt_ids[i] for i in part], uniforms[list(part)]
+            ids += generate(model, x, config.max_new_tokens, config.temperature, ends, pad,
+                            uniforms=u)                                                  # l.11
+    ids = everyone(ids)
+    assert all(y[-1] in ends or len(y) == config.max_new_tokens for y in ids), \
+        "Alg. 4 l.11: y ends with its EOS, or is cut off"
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
-    assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: every sampled y_t has its characters in y"
-    padded = pad_batch(prompt_ids, ids, tokenizer.pad_token_id or 0, model.device)
-    return Rollouts(prompts, list(texts), list(offsets), *padded, rows=rows)                 # Alg. 4 l.8
+    assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: each y_t has its characters"
+    padded = pad_batch(prompt_ids, ids, pad or 0, model.device)
+    return Rollouts(rows, prompts, list(texts), list(offsets), *padded)                  # l.8
 
 
-def add_feedback(rollouts: Rollouts, model, tokenizer, config: Config) -> int:
-    """z' ~ R_φ(·|x, y), parsed to δ' (Alg. 4 l.12–13), or another design; returns the tokens that R_φ wrote for it."""
-    verdicts, written = [], 0
-    ids = [y[m.bool()].tolist() for y, m in zip(rollouts.response_ids, rollouts.mask)]
-    shares = list(zip(rollouts.rows, rollouts.prompts, rollouts.texts, ids, rollouts.offsets))[RANK::RANKS]
-    for part in chunks(shares, config.rollout_batch_size):
-        judged, n = rewards.verdicts(model, tokenizer, config, *zip(*part))
-        verdicts, written = verdicts + judged, written + n
-    rollouts.feedback = everyone(verdicts)
-    rollouts.delta = torch.zeros(rollouts.mask.shape, device=model.device)
-    for row, (verdict, n) in enumerate(zip(rollouts.feedback, rollouts.mask.sum(1).tolist())):
-        assert len(verdict.delta) == n, "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
-        rollouts.delta[row, :n] = torch.tensor(verdict.delta)
-    return sum(everyone([written]))
+def critique(rollouts: Rollouts, model, tokenizer, config: Config) -> list[Judgement]:
+    """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
+
+    `train` and `evaluate` take any function like this one; experiments/designs.py has others.
+    """
+    judged = []
+    for part in chunks(range(RANK, len(rollouts.rows), RANKS), config.rollout_batch_size):
+        texts = [rollouts.texts[i] for i in part]
+        prompts = [rollouts.prompts[i] for i in part]
+        written = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens)
+        judged += [judge(z, y, rollouts.offsets[i]) for z, y, i in zip(written, texts, part)]
+    return judged
+
+
+def add_feedback(rollouts: Rollouts, judged: list[Judgement]):
+    """δ' of every rank's judgements as one tensor (Alg. 4 l.13)."""
+    rollouts.feedback = everyone(judged)
+    rollouts.delta = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
+    assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
+    for row, found in enumerate(rollouts.feedback):
+        n = int(rollouts.mask[row].sum())
+        assert len(found.delta) == n, "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
+        rollouts.delta[row, :n] = torch.tensor(found.delta)
+    assert not (rollouts.delta * (1 - rollouts.mask)).any(), "Alg. 4 l.13: no δ' on padding"
 
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
-    """log π_θold, V_ψ, entropy and KL_t(π ‖ π_ref), [B, T], by training's forward pass (for Alg. 4 l.14, 16, 22).
-
-    No weights are copied for π_θold (l.7): these log-probs are all that the update needs of it.
-    """
-    weight, scores = head_weight(model), torch.zeros(4, *rollouts.mask.shape, device=model.device)
-    for index in chunks(by_length(rollouts.mask)[RANK::RANKS], config.micro_batch_size):
+    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), by training's own forward pass."""
+    weight = head_weight(model)
+    scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
+    order = rollouts.by_length(range(len(rollouts.rows)))
+    for index in chunks(order[RANK::RANKS], config.micro_batch_size):
         part = rollouts.part(index)
+        hidden, targets = forward(model, part, "policy")
+        reference, _ = forward(model, part, config.reference)
+        # l.7: no weights are copied for π_θold, its log-probs are all that the update needs
+        logprobs = token_logprobs(hidden, weight, targets, config.temperature)
+        entropy = token_entropy(hidden, weight, config.temperature)
+        logprobs_ref = token_logprobs(reference, weight, targets, config.temperature)
         at = part["mask"].bool()
-        T, targets = at.shape[1], part["response_ids"][at]
-        inputs = [part[k] for k in INPUTS]
-        with use_lora(model, "policy"):
-            hidden = response_hidden(model, *inputs)[at]                                   # [N, H]
-        with use_lora(model, config.reference):
-            ref_hidden = response_hidden(model, *inputs)[at]
-        logprobs, entropy = token_logprobs(hidden, weight, targets, config.temperature, with_entropy=True)  # Alg. 4 l.7
-        kl = token_kl(hidden, ref_hidden, weight, config.temperature) if config.kl_estimator == "full" else \
-            logprobs - token_logprobs(ref_hidden, weight, targets, config.temperature)
         full = torch.zeros(4, *at.shape, device=model.device)
-        full[:, at] = torch.stack([logprobs, entropy, kl, value_head(hidden)])
-        scores[:, index, :T] = full
-    rollouts.logprobs_old, rollouts.entropy, rollouts.kl, rollouts.values = all_sum(scores)    # 0 in others' rows
-    # Written so that NaN passes: such a step is skipped, counted and named by ppo_update.
-    assert not rollouts.logprobs_old.max() > 1e-3, "Alg. 4 l.22: log π_θold(y_t) of a probability"
-    assert config.kl_estimator == "k1" or not rollouts.kl.min() < -1e-2, "Alg. 4 l.14: KL(π ‖ π_ref) ≥ 0"
+        full[:, at] = torch.stack([logprobs, entropy, logprobs_ref, value_head(hidden)])
+        scores[:, index, : at.shape[1]] = full
+    (rollouts.logprobs_old, rollouts.entropy,
+     rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
+    # Written so that NaN passes: `ppo_update` skips, counts and names such a step.
+    assert not rollouts.logprobs_old.max() > 1e-3, "Alg. 4 l.22: log π_θold of a probability"
+    assert not rollouts.logprobs_ref.max() > 1e-3, "Alg. 4 l.14: log π_ref of a probability"
+    assert not rollouts.entropy.min() < -1e-2, "Alg. 4 l.25: H ≥ 0"
+
+
+def forward(model, part: dict[str, Tensor], adapter: str | None) -> tuple[Tensor, Tensor]:
+    """The hidden state that predicts each sampled token, and that token: [N, H], [N]."""
+    inputs = [part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")]
+    at = part["mask"].bool()
+    with use_lora(model, adapter):
+        return response_hidden(model, *inputs)[at], part["response_ids"][at]
 
 
 def add_advantages(rollouts: Rollouts, beta: float, config: Config):
-    """r_t = δ'_t − β KL_t, then A_t by GAE, whitened, and the value targets (Alg. 4 l.14–16, 24)."""
-    rollouts.rewards = (rollouts.delta - beta * rollouts.kl) * rollouts.mask       # Alg. 4 l.14; Eq. §3.5 total reward
-    rollouts.advantages, rollouts.returns = gae(rollouts.rewards, rollouts.values, rollouts.mask,    # Alg. 4 l.17
-                                                config.gamma, config.lam)
-    if config.value_target == "return":
-        rollouts.returns = discounted_returns(rollouts.rewards, rollouts.mask, config.gamma)     # Alg. 4 l.24
-    last = rollouts.mask.sum(1, keepdim=True).long() - 1                                        # [B, 1]
-    assert torch.allclose(rollouts.advantages.gather(1, last), (rollouts.rewards - rollouts.values).gather(1, last),
-                          atol=1e-5, equal_nan=True), "Eq. §3.5 GAE: V = 0 after the last token, so A_T = r_T − V(y_<T)"
-    rollouts.advantages = whiten(rollouts.advantages, rollouts.mask)      # not in the paper: the scale of δ drops out
-    mean = (rollouts.advantages * rollouts.mask).sum() / rollouts.mask.sum()
-    assert not abs(mean) > 1e-3, f"whitened advantages have mean 0 over the mask, not {mean}"
+    """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
 
-
-def by_length(mask: Tensor) -> list[int]:
-    """Rows ordered by response length, so that a micro-batch holds little padding. mask: [B, T]"""
-    return sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
-
-
-# ── The update (Algorithm 4, l.19–32) ──────────────────────────────────────────────────────────────────
-
-def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng: random.Random) -> dict[str, float]:
-    """Alg. 4 l.19–32: ppo_epochs passes over the batch in shuffled minibatches; returns means over the optimizer steps.
-
-    A minibatch is dealt to the ranks and split into micro-batches, every one normalised by the token count of the whole
-    minibatch, so neither the split nor the number of ranks changes the update. A step that would do harm is skipped and
-    counted; raises InputError after --max_skipped in a row.
+    r_t^KL = −β (log π(y_t) − log π_ref(y_t)), whose policy gradient is −β ∇KL. The exact KL_t
+    would be no penalty: it depends on y_<t alone, so for y_t it is a baseline.
     """
-    group, taken, skipped = optimizer.param_groups[0], [], 0
-    for _ in range(config.ppo_epochs):                                                           # Alg. 4 l.19
-        for rows in chunks(rng.sample(range(len(rollouts.mask)), len(rollouts.mask)), config.minibatch_size):  # Alg. 4 l.20
-            step: dict[str, float] = {}
-            rows = [rows[i] for i in by_length(rollouts.mask[rows])]
-            for index in chunks(rows[RANK::RANKS], config.micro_batch_size):
-                loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config, rollouts.mask[rows].sum())
+    mask = rollouts.mask
+    kl = rollouts.logprobs_old - rollouts.logprobs_ref
+    rollouts.rewards = (rollouts.delta - beta * kl) * mask                               # l.14
+    assert not (rollouts.rewards * (1 - mask)).any(), "Alg. 4 l.14: no r_t on padding"
+    rewards, values = rollouts.rewards, rollouts.values
+    advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
+    if config.value_target == "return":                # l.24: Σ_k γ^{k−t} r_k, λ = 1 and V = 0
+        rollouts.returns = gae(rewards, torch.zeros_like(values), mask, config.gamma, 1.0)[0]
+    last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
+    for name, x, y in (("§3.5 GAE, V = 0 after y: A_T = r_T − V", advantages, rewards - values),
+                       ("Alg. 4 l.24: R_T = r_T", rollouts.returns, rewards)):
+        ends = x.gather(1, last), y.gather(1, last)
+        assert torch.allclose(*ends, atol=1e-5, equal_nan=True), name
+    rollouts.advantages = whiten(advantages, mask)
+
+
+# ── The update (Alg. 4 l.19–32)
+
+MAX_GRAD_NORM = 1.0
+MAX_RATIO = 10          # of a minibatch's mean ρ_t; a step over it would do harm and is skipped
+
+
+def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng) -> dict:
+    """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
+
+    Micro-batches and ranks are normalised by the token count of the whole minibatch, so neither
+    changes the update. A harmful step is skipped and counted; InputError where all are.
+    """
+    parameters, taken, skipped = optimizer.param_groups[0]["params"], [], 0
+    for _ in range(config.ppo_epochs):                                                # l.19
+        order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
+        for minibatch in chunks(order, config.minibatch_size):                        # l.20
+            minibatch = rollouts.by_length(minibatch)
+            count, parts = rollouts.mask[minibatch].sum(), []
+            for index in chunks(minibatch[RANK::RANKS], config.micro_batch_size):
+                loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config,
+                                             count)
                 loss.backward()
-                step = {key: step.get(key, 0.0) + value for key, value in stats.items()}
-            for p in group["params"]:
+                parts.append(torch.stack(list(stats.values())))
+            for p in parameters:
                 all_sum(p.grad)
-            step = dict(zip(step, all_sum(torch.tensor(list(step.values()), device=model.device)).tolist()))
-            step["grad_norm"] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm).item()
-            if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:      # alike on every rank
-                assert taken or skipped or model.dtype != torch.float32 or abs(step["ratio"] - 1) < 0.1, \
-                    "Alg. 4 l.22: ρ_t = 1 until θ has moved"          # half precision rounds otherwise in other batches
-                optimizer.step()                                                                 # Alg. 4 l.29–30
+            step = dict(zip(stats, all_sum(sum(parts)).tolist()))
+            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+            step["grad_norm"] = norm.item()
+            if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:
+                moved = taken or skipped or model.dtype != torch.float32
+                assert moved or abs(step["ratio"] - 1) < 0.1, "Alg. 4 l.22: ρ = 1 until θ moves"
+                optimizer.step()                                                   # l.29–30
                 taken.append(step)
-                group["skipped"] = 0                    # in a row; with the optimizer, so that checkpoints hold it
             else:
-                skipped, group["skipped"] = skipped + 1, group.get("skipped", 0) + 1
+                skipped += 1
             optimizer.zero_grad()
-            if group["skipped"] >= config.max_skipped:
-                raise InputError(f"{group['skipped']} optimizer steps in a row were skipped, not finite or of a mean "
-                                 f"ratio over {MAX_RATIO}; the last: {step}. Lower --learning_rate; last good checkpoint: "
-                                 f"{[None, *checkpoints(Path(config.output_dir))][-1]}")
-    means = {key: sum(s[key] for s in taken) / len(taken) if taken else None for key in step}
+    if not taken:
+        raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
+                         f"{MAX_RATIO}: {step}; lower --learning_rate")
+    means = {key: sum(step[key] for step in taken) / len(taken) for key in step}
     return means | {"skipped_steps": skipped}
 
 
-def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count) -> tuple[Tensor, dict]:
-    """−L_CLIP − β H + c L_VF of some rollouts (Alg. 4 l.21–28), each a sum over their tokens divided by `count`.
-
-    part: tensors [B, P] or [B, T] → (the loss, a scalar; what to log).
-    """
+def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count):
+    """−L_CLIP − β H + c L_VF (Alg. 4 l.21–28): (scalar, what to log), sums / count."""
     at = part["mask"].bool()
-    old = {k: part[k][at] for k in ("response_ids", "logprobs_old", "advantages", "values", "returns", "mask")}  # [N]
-    with use_lora(model, "policy"):
-        hidden = response_hidden(model, *(part[k] for k in INPUTS))[at]                                     # [N, H]
-    out = token_logprobs(hidden, head_weight(model), old["response_ids"], config.temperature, config.entropy_coef > 0)
-    logprobs, entropy = out if config.entropy_coef > 0 else (out, None)
-    values = value_head(hidden if config.value_grad_to_policy else hidden.detach())
-    policy = ppo_loss(logprobs, old["logprobs_old"], old["advantages"], old["mask"], config.clip, count)
-    value = value_loss(values, old["values"], old["returns"], old["mask"], config.value_clip, count)    # Alg. 4 l.28
+    hidden, targets = forward(model, part, "policy")
+    weight = head_weight(model)
+    logprobs = token_logprobs(hidden, weight, targets, config.temperature)
+    values = value_head(hidden.detach())          # its errors do not move the policy
+    names = "logprobs_old", "advantages", "values", "returns", "mask"
+    logprobs_old, advantages, values_old, returns, mask = (part[name][at] for name in names)
+    policy = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
+    value = value_loss(values, values_old, returns, mask, config.value_clip, count)      # l.28
     loss = policy + config.value_coef * value
-    if entropy is not None:
-        loss = loss - config.entropy_coef * entropy.sum() / count            # Alg. 4 l.25; Alg. 4 l.27; Eq. §3.5 PPO
+    if config.entropy_coef:
+        entropy = token_entropy(hidden, weight, config.temperature)                      # l.25
+        loss = loss - config.entropy_coef * entropy.sum() / count                        # l.27
     with torch.no_grad():
-        log_ratio = logprobs - old["logprobs_old"]
+        log_ratio = logprobs - logprobs_old
         ratio = log_ratio.exp()
-        stats = {"policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
-                 "policy_kl": (ratio - 1 - log_ratio).sum() / count,           # KL(π_old ‖ π), k3: never negative
-                 "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
-                 "value_clip_fraction": ((values - old["values"]).abs() > config.value_clip).sum() / count}
-    return loss, {k: v.item() for k, v in stats.items()}
+        stats = {
+            "policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
+            "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # KL(π_old ‖ π), k3: ≥ 0
+            "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
+        }
+    return loss, {key: x.detach() for key, x in stats.items()}
 
 
-# ── Phases 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────
+# ── Algorithm 4
 
-def split_data(config: Config) -> tuple[list[dict], list[dict]]:
-    """(rows to train on, rows to judge by), disjoint (§4.1). Raises InputError where --data is missing or too short."""
-    task = get_task(config.task)
-    if config.data is None:
-        if config.task != "toy":
-            raise InputError(f"--task {config.task} needs --data rows.jsonl")
-        return toy.rows("train", config.annotated_rows, config.seed), toy.rows("eval", config.eval_rows)
-    rows = read_rows(config.data, task.needs)
-    if len(rows) < 2:
-        raise InputError(f"{config.data}: at least two rows are needed, one to train on and one to judge by")
-    order = random.Random(config.seed).sample(rows, len(rows))
-    held_out = min(config.eval_rows, max(1, len(rows) // 10))
-    return order[held_out:], order[:held_out]
+def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
+    """Algorithm 4: the adapter "policy" learns from what `critic` says of its rollouts.
 
-
-def fitting_rows(rows: list[dict], model, tokenizer, config: Config, source: str) -> list[dict]:
-    """Rows whose prompt, response and critique fit the model; longer than --max_prompt_tokens are left out and counted.
-
-    Raises InputError where none is left, or where a row would exceed the context.
+    Writes policy/, value_head.safetensors, metrics, samples and checkpoints to `out`, and goes
+    on from the newest checkpoint there.
     """
-    task = get_task(config.task)
-    lengths = [len(encode_prompt(tokenizer, task.policy_prompt(row))) for row in rows]
-    kept = [(row, n) for row, n in zip(rows, lengths) if n <= (config.max_prompt_tokens or n)]
-    if not kept:
-        raise InputError(f"{source}: every prompt is longer than --max_prompt_tokens {config.max_prompt_tokens}")
-    if len(kept) < len(rows):
-        say(f"{source}: left out {len(rows) - len(kept)} of {len(rows)} rows, over {config.max_prompt_tokens} tokens")
-    rows, lengths = map(list, zip(*kept))
-    # R_φ reads the prompt and the response, and writes z: the longest sequence of the run.
-    more = len(encode_prompt(tokenizer, reward_prompt("", ""))) + config.max_new_tokens + config.max_critique_tokens
-    limit, worst = context_length(model), lengths.index(max(lengths))
-    if lengths[worst] + more > limit:
-        fitting = sum(n <= limit - more for n in lengths)
-        remedy = f"set --max_prompt_tokens {limit - more} to keep the {fitting} rows that fit, or lower" if fitting else "lower"
-        raise InputError(f"{source}, row {rows[worst].get('id', worst + 1)}: a prompt of {lengths[worst]} tokens, with its "
-                         f"response and critique up to {lengths[worst] + more}, exceeds the context of {config.model} "
-                         f"({limit}); {remedy} --max_new_tokens or --max_critique_tokens")
-    return rows
+    value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
+    optimizer = torch.optim.AdamW(
+        [*lora_parameters(model, "policy"), *value_head.parameters()],
+        weight_decay=0.0, fused=model.device.type == "cuda")
+    kl, task = AdaptiveKL(config.kl_coef, config.kl_target), get_task(config.task)
+    start = resume(optimizer, kl, out)
+    bar = tqdm(range(start, config.iterations), "policy", initial=start,
+               total=config.iterations, disable=RANK > 0)
+    for iteration in bar:                                                              # l.6
+        seed, clock = config.seed * 1_000_003 + iteration, [time.time()]
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        optimizer.param_groups[0]["lr"] = learning_rate(config, iteration)
+        with gathered(model):
+            drawn = batch_rows(rows, config, iteration)                             # l.9–10
+            batch = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
+            clock.append(time.time())
+            add_feedback(batch, critic(batch, model, tokenizer, config))           # l.12–13
+            clock.append(time.time())
+            add_scores(batch, model, value_head, config)                               # l.7
+            add_advantages(batch, kl.beta, config)                                 # l.14–17
+            clock.append(time.time())
+        stats = ppo_update(batch, model, value_head, optimizer, config, rng)       # l.19–32
+        clock.append(time.time())
+        metrics = {"iteration": iteration + 1, "kl_coef": kl.beta, **batch_metrics(batch, task),
+                   **stats}
+        phases = "rollout", "critique", "score", "update"
+        # Table 13
+        metrics |= {f"seconds_{k}": b - a for k, a, b in zip(phases, clock, clock[1:])}
+        kl.update(metrics["kl"], config.batch_size)
+        if RANK == 0:
+            bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
+            record(metrics, sample_row(batch, iteration % len(batch.rows)), config, out)
+            save(optimizer, kl, config, iteration + 1, out)
+    if RANK == 0:
+        save_lora(model, "policy", out / "policy")                                    # l.33
+        save_file(value_head.state_dict(), out / "value_head.safetensors")
 
 
-def respond(model, tokenizer, rows: list[dict], config: Config) -> list[dict]:
-    """Alg. 1 l.6: π_ref answers rows that bring no response; empty ones go. Raises InputError where none is left."""
-    task, out = get_task(config.task), []
-    mute = [row for row in rows if "response" not in row and not task.responses(row)]
-    brought = [row for row in rows if "response" in row or task.responses(row)]
-    generator = torch.Generator().manual_seed(config.seed)
-    for part in tqdm(chunks(mute, 256), desc="respond", disable=not mute):
-        ids = sample(model, tokenizer, [encode_prompt(tokenizer, task.policy_prompt(row)) for row in part], config,
-                     config.reference, torch.rand(len(part), config.max_new_tokens, generator=generator))
-        texts = [token_offsets(tokenizer, y)[0] for y in ids]
-        out += [row | {"response": text} for row, text in zip(part, texts) if text.strip()]      # Alg. 1 l.6
-    if len(out) < len(mute):
-        say(f"left out {len(mute) - len(out)} of {len(mute)} sampled responses that are empty")
-    if not brought and not out:
-        raise InputError("every sampled response is empty: this model does not answer the prompts")
-    return brought + out
-
-
-def annotate_phase(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
-    """Phase 1 (Alg. 1 l.4–11): responses, critiques, spans → feedback.jsonl."""
-    answered = out / "responses.jsonl"
-    if not answered.exists():
-        write_rows(answered, respond(model, tokenizer, rows[: config.annotated_rows], config))
-    shared = ("task", "critic", "annotator_model", "base_url", "mode", "concurrency", "allow_code_execution",
-              "unsafe_sandbox", "price_in", "price_out", "max_usd")
-    return annotate(AnnotateConfig(data=str(answered), output=str(out / "feedback.jsonl"),
-                                   **{name: getattr(config, name) for name in shared}))
-
-
-def reward_phase(model, tokenizer, config: Config, out: Path) -> str:
-    """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter. It keeps the preset of the task."""
-    preset = {**REWARD_PRESETS[config.task], "max_critique_tokens": config.max_critique_tokens}
-    metrics = fit(model, tokenizer, RewardConfig(**{                                             # Alg. 1 l.14
-        **preset, "task": config.task, "model": config.model, "data": str(out / "feedback.jsonl"),
-        "output_dir": str(out / "reward"), "seed": config.seed, "micro_batch_size": config.micro_batch_size}))
-    if metrics.get("unparseable", 0) > 0.5:
-        say(f"warning: of R_φ's critiques of held-out rows {metrics['unparseable']:.0%} cannot be read; δ is 0 there, and "
-            f"phase 3 learns nothing from them. More rows or epochs may help: train it alone with reward_model.py")
-    return summary(metrics)
-
-
-# ── Phase 3 ─────────────────────────────────────────────────────────────────────────────────────────────
-
-def evaluate_policy(model, tokenizer, rows: list[dict], config: Config, adapter: str | None,
-                    sampler=sample_rollouts) -> tuple[dict, list[dict]]:
-    """Held-out rows: a sampled response each, judged as --reward says; in the toy world also by facts. (means, samples)"""
-    generator, scores, samples = torch.Generator().manual_seed(config.seed), [], []
-    for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
-        rollouts = sampler(model, tokenizer, part, config, adapter, generator)
-        add_feedback(rollouts, model, tokenizer, config)
-        samples += [{"id": row.get("id"), **sample_row(rollouts, i)} for i, row in enumerate(part)]
-        for row, text, verdict in zip(part, rollouts.texts, rollouts.feedback):
-            delta, n = verdict.delta, max(1, len(verdict.delta))
-            scores.append({"fact accuracy": toy.fact_accuracy(row, text)} if config.task == "toy" else {})
-            if config.reward != "none":
-                scores[-1] |= {f"mean δ per token, by {rewards.JUDGES[config.reward]}": sum(delta) / n,
-                               "tokens in good spans": sum(d > 0 for d in delta) / n,
-                               "tokens in poor spans": sum(d < 0 for d in delta) / n,
-                               "unparseable critiques": float(bool(verdict.reason))}
-            scores[-1]["response tokens"] = float(len(delta))
-    return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}, samples
-
-
-def batch_prompts(prompts: list, config: Config, iteration: int) -> list:
-    """The prompts (or rows) of one iteration: a walk through shuffled passes over all of them, a function of the seed."""
-    places = range(iteration * config.batch_size, (iteration + 1) * config.batch_size)
-    passes = {place // len(prompts) for place in places}
-    order = {e: random.Random(f"{config.seed}-{e}").sample(prompts, len(prompts)) for e in passes}
-    return [order[place // len(prompts)][place % len(prompts)] for place in places]              # Alg. 4 l.9–10
+def batch_rows(rows: list, config: Config, iteration: int) -> list:
+    """The rows of one iteration: a walk through shuffled passes over all, by the seed alone."""
+    first = iteration * config.batch_size
+    places = range(first, first + config.batch_size)
+    passes = {place // len(rows) for place in places}
+    order = {e: random.Random(f"{config.seed}-{e}").sample(rows, len(rows)) for e in passes}
+    return [order[place // len(rows)][place % len(rows)] for place in places]
 
 
 def learning_rate(config: Config, iteration: int) -> float:
     """Linear or cosine decay to zero over the run (Appendix D.2)."""
     left = 1 - iteration / config.iterations
-    return config.learning_rate * (left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+    cosine = 0.5 * (1 - math.cos(math.pi * left))
+    return config.learning_rate * (left if config.schedule == "linear" else cosine)
 
 
-def batch_metrics(rollouts: Rollouts, written: int) -> dict[str, float]:
-    """What one batch looked like: shares, nats of KL per response, … written: the tokens of all its critiques."""
-    at, rows, judged = rollouts.mask.bool(), len(rollouts.mask), rollouts.feedback
-    tensors = (rollouts.delta, rollouts.returns, rollouts.values, rollouts.kl, rollouts.entropy)
-    delta, returns, values, kl, entropy = (x[at].double() for x in tensors)
-    means = {"delta": delta, "labelled": delta != 0, "good": delta > 0, "poor": delta < 0, "entropy": entropy}
-    quotes = max(1, sum(v.quotes for v in judged))
-    variance, unexplained = (x.var(correction=0).item() for x in (returns, returns - values))
-    return {**{name: x.double().mean().item() for name, x in means.items()}, "kl": kl.sum().item() / rows,
-            "tokens": len(delta), "response_tokens": len(delta) / rows, "critique_tokens": written / rows,
-            "explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
-            "unparseable": sum(bool(v.reason) for v in judged) / rows,
-            "unmatched": sum(v.unmatched for v in judged) / quotes,
-            "ambiguous": sum(v.ambiguous for v in judged) / quotes,
-            "conflicting_tokens": sum(v.conflicts for v in judged)}
+def record(metrics: dict, sample: dict, config: Config, out: Path):
+    """One line in metrics.jsonl and one in samples.jsonl; every tenth sample is shown."""
+    append_row(out / "metrics.jsonl", metrics)
+    append_row(out / "samples.jsonl", {"iteration": metrics["iteration"], **sample})
+    if config.wandb:
+        wandb = importlib.import_module("wandb")
+        if wandb.run is None:
+            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
+        wandb.log(metrics, step=metrics["iteration"])
+    if metrics["iteration"] % 10 == 1:
+        say(f"{metrics['iteration']:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
 
 
-def one_iteration(model, tokenizer, value_head, optimizer, kl: AdaptiveKL, rows, config: Config, iteration: int):
-    """Alg. 4 l.7–32, once; draws depend on (seed, iteration) alone. kl: β, moved by the batch's nats per response."""
-    seed, seconds = config.seed * 1_000_003 + iteration, {}
-    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    optimizer.param_groups[0]["lr"] = learning_rate(config, iteration)
-    drawn = batch_prompts(rows, config, iteration)
-    with gathered(model):                                   # a sharded base is put together once, not for every token
-        with timed("rollout", seconds, "--rollout_batch_size or --max_new_tokens"):
-            rollouts = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
-        with timed("critique", seconds, "--rollout_batch_size or --max_critique_tokens"):
-            written = add_feedback(rollouts, model, tokenizer, config)
-        with timed("score", seconds, "--micro_batch_size, or set --shard"):
-            add_scores(rollouts, model, value_head, config)
-            add_advantages(rollouts, kl.beta, config)
-    with timed("update", seconds, "--micro_batch_size, or set --activation_checkpointing or --shard"):
-        stats = ppo_update(rollouts, model, value_head, optimizer, config, rng)
-    metrics = {"iteration": iteration + 1, **batch_metrics(rollouts, written), **stats, "kl_coef": kl.beta,
-               "learning_rate": learning_rate(config, iteration)} | {f"seconds_{k}": s for k, s in seconds.items()}
-    if config.task == "toy":                                # the truth, which no reward design looks at
-        metrics["fact_accuracy"] = sum(map(toy.fact_accuracy, drawn, rollouts.texts)) / len(drawn)
-    kl.update(metrics["kl"], config.batch_size)
-    metrics["tokens_per_second"] = (metrics["tokens"] + written) / sum(seconds.values())
-    return rollouts, metrics
+# ── Checkpoints: all that the next iteration depends on
+
+def save(optimizer, kl: AdaptiveKL, config: Config, done: int, out: Path):
+    """Every --save_every iterations: adapter, value head and AdamW's moments, whole or not."""
+    if done % config.save_every == 0 or done == config.iterations:
+        state = {"iteration": done, "kl_coef": kl.beta, "ranks": RANKS}
+        keep_checkpoint(out, optimizer_tensors(optimizer), state, keep=2)
 
 
-def sample_row(rollouts: Rollouts, row: int) -> dict:
-    """One rollout for people to look at: every token with its δ and, where there are any, its (whitened) A_t."""
-    verdict, text, offsets = rollouts.feedback[row], rollouts.texts[row], rollouts.offsets[row]
-    found = {} if rollouts.advantages is None else {
-        "advantage": [round(a, 4) for a in rollouts.advantages[row, : len(offsets)].tolist()]}
-    return {"prompt": rollouts.prompts[row], "response": text, "critique": verdict.critique,
-            "unreadable": verdict.reason, "tokens": split_text(text, offsets), "delta": verdict.delta, **found}
-
-
-# ── Checkpoints: all that the next iteration depends on ────────────────────────────────────────────────
-
-def training_state(optimizer) -> dict[str, Tensor]:
-    """What the next iteration depends on, any shape: adapter and value head in a fixed order, and AdamW's of each."""
-    return {f"{i}.{name}": tensor for i, p in enumerate(optimizer.param_groups[0]["params"])
-            for name, tensor in {"parameter": p.data, **optimizer.state[p]}.items()}
-
-
-def restore(optimizer, kl: AdaptiveKL, out: Path, settings: dict) -> int:
-    """Go back to the newest checkpoint, if there is one; returns the number of iterations done.
-
-    kl takes up its β (its target is in nats per response). Raises InputError where the checkpoint was made with other
-    settings, on another base or for another LoRA shape, or where the ranks see different ones.
-    """
+def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
+    """Go back to the newest checkpoint → the iterations done. Later lines are dropped."""
     path, tensors, state = newest_checkpoint(out, warn=say)
-    if len(set(everyone([path]))) > 1:
-        raise InputError(f"{out}: the ranks see different checkpoints; it must lie on a disk that all nodes share")
-    if path is None:
-        return 0
-    if differences := changed(state.get("settings", {}), settings):
-        raise InputError(f"{path} was made with other settings ({differences}); choose another --output_dir")
-    if state["ranks"] != RANKS:
-        say(f"{path} was made on {state['ranks']} ranks, this run has {RANKS}: sums are taken in another order, so the "
-            f"run is not bit-exact from here on")
-    for name, tensor in tensors.items():
-        i, key = name.split(".")
-        p = optimizer.param_groups[0]["params"][int(i)]
-        if key == "parameter":
-            p.data.copy_(tensor)
-        else:
-            optimizer.state[p][key] = tensor.to(p.device)
-    kl.beta, optimizer.param_groups[0]["skipped"] = state["kl_coef"], state["skipped"]
-    say(f"phase 3: resumed after iteration {state['iteration']} from {path}")
-    return state["iteration"]
+    if len(set(everyone([str(path)]))) > 1:
+        raise InputError(f"{out}: the ranks see different checkpoints; all nodes must share it")
+    if path:
+        say(f"phase 3: resumed after iteration {state['iteration']} from {path}")
+    if state.get("ranks", RANKS) != RANKS:
+        say(f"not bit-exact from here on: {state['ranks']} ranks summed in another order")
+    restore_optimizer(optimizer, tensors)
+    kl.beta, start = state.get("kl_coef", kl.beta), state.get("iteration", 0)
+    for file in (out / "metrics.jsonl", out / "samples.jsonl"):
+        if RANK == 0 and file.exists():
+            whole = map(json.loads, file.read_text("utf-8").split("\n")[:-1])  # no torn line
+            write_rows(file, [row for row in whole if row["iteration"] <= start])
+    return start
 
 
-def policy_phase(model, tokenizer, rows: list[dict], config: Config, out: Path, value_head, settings: dict) -> str:
-    """Phase 3 (Alg. 1 l.18, Alg. 4 l.6–33): train the adapter "policy" and the value head."""
-    optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()],
-                                  lr=config.learning_rate, weight_decay=0.0, fused=model.device.type == "cuda")
-    kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-    start = restore(optimizer, kl, out, settings)
-    if RANK == 0:
-        for path in (out / "metrics.jsonl", out / "samples.jsonl"):    # drop what came after it, and a torn line
-            lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-            write_rows(path, [row for row in map(json.loads, lines) if row["iteration"] <= start])
-    tracker = Tracker(config.report_to if RANK == 0 else "none", out, public(asdict(config)), start + 1, warn=say)
-    asked: list[int] = []                            # SIGTERM asks for an end after the iteration under way
-    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    bar = tqdm(range(start, config.iterations), desc="policy", initial=start, total=config.iterations,
-               disable=RANK > 0)
-    for iteration in bar:                                                                        # Alg. 4 l.6
-        rollouts, metrics = one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, iteration)
-        done, stop = iteration + 1, any(everyone([bool(asked)]))
-        if RANK == 0:
-            bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}", poor=f"{metrics['poor']:.1%}")
-            sample = {"iteration": done, **sample_row(rollouts, iteration % len(rollouts.texts))}
-            log(out / "metrics.jsonl", metrics)
-            tracker.log(metrics)
-            log(out / "samples.jsonl", sample)
-            if iteration % config.show_every == 0 or done == config.iterations:
-                say(f"{done:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
-            if done % config.save_every == 0 or done == config.iterations or stop:
-                keep_checkpoint(out, training_state(optimizer), {
-                    "iteration": done, "kl_coef": kl.beta, "skipped": optimizer.param_groups[0]["skipped"],
-                    "ranks": RANKS, "settings": settings}, config.keep_checkpoints)
-        if stop:
-            if RANK == 0:
-                run_report(out)
-            tracker.finish()
-            say(f"stopped by SIGTERM: checkpoint-{done} is saved in {out}, and the same command goes on from it")
-            sys.exit(0)
-    tracker.finish()
-    signal.signal(signal.SIGTERM, before)
-    return f"{config.iterations} iterations of {config.batch_size} rollouts"
+# ── Algorithm 1: annotate, train R_φ, optimise the policy
 
-
-# ── Command line ────────────────────────────────────────────────────────────────────────────────────────
-
-_CHOICES = {"kl_estimator": ("full", "k1"), "schedule": ("linear", "cosine"), "value_target": ("gae", "return"),
-            "weighting": WEIGHTINGS, "dtype": (None, "bfloat16", "float16", "float32"),
-            "report_to": TRACKERS, "reward": tuple(rewards.JUDGES)}
-
-
-def check_config(config: Config):
-    """Raises InputError for a flag whose value cannot be used."""
-    for name, allowed in _CHOICES.items():
-        if getattr(config, name) not in allowed:
-            raise InputError(f"--{name} {getattr(config, name)}: it is one of {', '.join(allowed)}")
-    for name in ("batch_size", "minibatch_size"):
-        if getattr(config, name) % RANKS or getattr(config, name) < 1:
-            raise InputError(f"--{name} {getattr(config, name)} must be a positive multiple of the {RANKS} ranks")
-    for name in ("iterations", "micro_batch_size", "max_new_tokens", "max_critique_tokens", "ppo_epochs", "eval_rows",
-                 "annotated_rows", "show_every", "save_every", "keep_checkpoints", "max_skipped", "rollout_batch_size",
-                 "critique_samples"):
-        if getattr(config, name) < 1:
-            raise InputError(f"--{name} {getattr(config, name)}: it must be at least 1")
+def check(config: Config, out: Path, learnt: bool):
+    """Look at every path, critic and key before anything is sampled or spent."""
+    if config.batch_size % RANKS or config.minibatch_size % RANKS:
+        raise InputError(f"--batch_size and --minibatch_size must be multiples of {RANKS}")
     if config.shard and RANKS == 1:
-        raise InputError("--shard spreads the base over ranks, and this is one alone: use torchrun --nproc_per_node N")
-    if config.reward.startswith("true") and not config.critic:
-        raise InputError(f"--reward {config.reward} needs --critic module:function, which judges every rollout")
-    if config.reward in rewards.SCORED and not config.reward_model:
-        raise InputError(f"--reward {config.reward} needs --reward_model, an adapter that baselines.py has trained")
-    for name in ("price_in", "price_out", "max_usd"):
-        if (value := getattr(config, name)) is not None and not 0 <= value < math.inf:
-            raise InputError(f"--{name} {value}: it is an amount of USD, at least 0")
-    if config.max_usd is not None and (config.critic or None in (config.price_in, config.price_out)):
-        raise InputError(f"--max_usd bounds what a server's model costs: it needs --price_in and --price_out, in USD per "
-                         f"million tokens, and no --critic ({config.critic})")
-    if config.temperature <= 0:
-        raise InputError(f"--temperature {config.temperature}: it must be above 0, rollouts are sampled")
-    if config.report_to != "none":
-        tracker_module(config.report_to)
+        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
+    if config.data is None and get_task(config.task).rows is None:
+        raise InputError(f"--task {config.task} needs --data rows.jsonl")
+    if config.wandb:
+        load_object("--wandb", "wandb:init")
+    if learnt and config.reward_model is None:
+        check_annotator(annotator(config, out))
 
 
-def optimise(model, tokenizer, train_rows, eval_rows, config: Config, out: Path):
-    """Phase 3 (Alg. 1 l.16–19) between two evaluations; writes policy/, value_head.safetensors and result.json."""
-    before_file = out / "before.json"
-    if not everyone([before_file.exists()])[0]:
-        before, samples = evaluate_policy(model, tokenizer, eval_rows, config, config.reference)
-        if RANK == 0:
-            write_rows(out / "before_samples.jsonl", samples)
-            write_rows(before_file, [before])              # last: its presence says that both are there
-    torch.manual_seed(config.seed)
-    if config.adapter:
-        load_lora(model, "policy", config.adapter)
-    else:
-        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, config.lora_targets.split(","))
-    value_head = ValueHead(model.config.hidden_size, model.device)                               # Alg. 1 l.17; Alg. 4 l.5
-    shapes = [list(p.shape) for p in lora_parameters(model, "policy")]
-    settings, started = {"base": fingerprint(model), "lora_shapes": shapes, **public(asdict(config))}, time.time()
+def bind(config: Config, out: Path):
+    """Keep the settings; raise InputError where others made what lies in the directory."""
+    kept, bound, now = out / "config.json", set(), asdict(config)
+    if (out / "responses.jsonl").exists():
+        bound |= PHASE_1
+    if (out / "result.json").exists() or any(out.glob("checkpoint-*")):
+        bound |= now.keys() - FREE - ANNOTATOR
+    before = read_rows(kept)[0] if kept.exists() else now
+    changed = [f"{name} was {before.get(name)}, is {now[name]}" for name in sorted(bound)
+               if before.get(name) != now[name]]
+    if changed:
+        raise InputError(f"{out} was made with other settings ({'; '.join(changed)}); choose "
+                         f"another --output_dir")
+    if RANK == 0:
+        write_rows(kept, [now])
+
+
+def split_rows(config: Config) -> tuple[list[dict], list[dict]]:
+    """(rows to train on, rows to judge by), disjoint (§4.1)."""
+    task = get_task(config.task)
+    if config.data is None:
+        rows = task.rows("train", config.annotated_rows, config.seed)
+        return rows, task.rows("eval", config.eval_rows, 0)
+    rows = read_rows(config.data, task.needs)
+    order = random.Random(config.seed).sample(rows, len(rows))
+    held_out = min(config.eval_rows, max(1, len(rows) // 10))
+    return order[held_out:], order[:held_out]
+
+
+def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
+    """The rows whose prompt, response and critique fit the context; the others are counted."""
+    more = len(encode_prompt(tokenizer, reward_prompt("", "")))
+    most = context_length(model) - more - config.max_new_tokens - config.max_critique_tokens
+    most = min(most, config.max_prompt_tokens or most)
+    prompt = get_task(config.task).policy_prompt
+    kept = [row for row in rows if len(encode_prompt(tokenizer, prompt(row))) <= most]
+    if len(kept) < len(rows):
+        say(f"{config.data or config.task}: left out {len(rows) - len(kept)} of {len(rows)} "
+            f"rows, whose prompts have over {most} tokens")
+    if not kept:
+        raise InputError(f"{config.data}: no row is left to train on or to judge by; lower "
+                         f"--max_new_tokens or raise --max_prompt_tokens")
+    return kept
+
+
+def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
+    """Alg. 1 l.6: π_ref answers the rows that bring no response → responses.jsonl."""
+    if everyone([(out / "responses.jsonl").exists()])[0]:
+        return
+    task, generator = get_task(config.task), torch.Generator().manual_seed(config.seed)
+    answered = [row for row in rows if "response" in row or task.responses(row)]
+    mute = [row for row in rows if not ("response" in row or task.responses(row))]
+    for part in tqdm(chunks(mute, 256), "respond", disable=not mute or RANK > 0):
+        batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
+        pairs = zip(part, batch.texts)
+        answered += [row | {"response": y} for row, y in pairs if y.strip()]             # l.6
+    if len(answered) < len(rows):
+        say(f"left out {len(rows) - len(answered)} sampled responses that are empty")
+    if not answered:
+        raise InputError("every response is empty: this model does not answer the prompts")
+    if RANK == 0:
+        write_rows(out / "responses.jsonl", answered)
+
+
+def annotator(config: Config, out: Path) -> AnnotateConfig:
+    """Phase 1's settings (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
+    names = ("task", "critic", "annotator_model", "base_url", "mode", "allow_code_execution",
+             "price_in", "price_out", "max_usd")
+    return AnnotateConfig(data=str(out / "responses.jsonl"), output=str(out / "feedback.jsonl"),
+                          **{name: getattr(config, name) for name in names})
+
+
+def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
+    """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter."""
+    names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
+    settings = reward_preset(config.task) | {name: getattr(config, name) for name in names}
+    files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
+    return summary(fit(model, tokenizer, RewardConfig(**settings | files)))              # l.14
+
+
+def phase(name: str, result: str, out: Path, work):
+    """Do phase 1 or 2 on the first rank, unless its result is there; a line in phases.jsonl."""
+    if everyone([(out / result).exists()])[0]:
+        return say(f"{name}: reused {out / result}")
+    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
+    if RANK == 0:
+        started, said = time.time(), work()
+        row = {"phase": name, "seconds": time.time() - started, "summary": said}
+        append_row(out / "phases.jsonl", row)
+        say(f"{name}: {said} ({row['seconds']:.0f} s)")
+    together(dist.barrier, patient)                # the others may wait hours for annotations
+
+
+def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
+    """Held-out rows, a sampled response each, judged by the critic: (means, samples)."""
+    generator, truths = torch.Generator().manual_seed(config.seed), get_task(config.task).truth
+    scores, samples = [], []
+    for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
+        batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
+        add_feedback(batch, critic(batch, model, tokenizer, config))
+        samples += [{"id": row.get("id"), **sample_row(batch, i)} for i, row in enumerate(part)]
+        for row, text, found in zip(part, batch.texts, batch.feedback):
+            n = max(1, len(found.delta))
+            scores.append({name: truth(row, text) for name, truth in truths.items()} | {
+                "mean δ per token": sum(found.delta) / n,
+                "tokens in good spans": sum(d > 0 for d in found.delta) / n,
+                "tokens in poor spans": sum(d < 0 for d in found.delta) / n,
+                "unparseable critiques": float(bool(found.reason)),
+                "response tokens": float(len(found.delta))})
+    means = {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+    return means, samples
+
+
+def optimise(model, tokenizer, rows, held_out, config: Config, out: Path, critic=critique):
+    """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
+    if everyone([(out / "result.json").exists()])[0]:
+        return
+    before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
+    if RANK == 0:
+        write_rows(out / "before_samples.jsonl", samples)
     if config.shard:
         shard(model)
-    summary = policy_phase(model, tokenizer, train_rows, config, out, value_head, settings)      # Alg. 1 l.18
+    train(model, tokenizer, rows, config, out, critic)                                  # l.18
     with gathered(model):
-        after, samples = evaluate_policy(model, tokenizer, eval_rows, config, "policy")
+        after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
-        save_lora(model, "policy", out / "policy")                                               # Alg. 1 l.19; Alg. 4 l.33
-        save_file(value_head.state_dict(), out / "value_head.safetensors")
         write_rows(out / "after_samples.jsonl", samples)
-        write_rows(out / "result.json", [{"before": json.loads(before_file.read_text("utf-8")), "after": after,
-                                          "seconds_policy": time.time() - started}])
-    return summary
+        write_rows(out / "result.json", [{"before": before, "after": after}])
 
 
-def prepare(config: Config, device):
-    """The base, its tokenizer, the rows to train on and those to judge by; the reference is loaded.
-
-    Raises InputError where --max_prompt_tokens leaves one of the two without rows.
-    """
-    train_rows, eval_rows = split_data(config)
-    model, tokenizer = load_model(config.model, config.dtype or ("bfloat16" if device.type == "cuda" else None), device)
+def main(argv=None, critic=critique, learnt=True):
+    """Algorithm 1. learnt: whether the critic asks R_φ, which phases 1 and 2 then make."""
+    config = parse_flags(Config, sys.argv[1:] if argv is None else argv, __doc__, preset)
+    out, started = Path(config.output_dir), time.time()
+    check(config, out, learnt)
+    device = start_ranks(config.rank_timeout)
+    rows, held_out = split_rows(config)
+    dtype = config.dtype or ("bfloat16" if device.type == "cuda" else None)
+    model, tokenizer = load_model(config.model, dtype, device)
+    rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
+    if config.reward_model:
+        load_lora(model, "reward", config.reward_model)
+    if config.adapter:
+        load_lora(model, "reference", config.adapter)
+        load_lora(model, "policy", config.adapter)
+    else:
+        torch.manual_seed(config.seed)
+        targets = config.lora_targets.split(",")
+        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, targets)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    source = config.data or "toy rows"
-    fits = {id(row) for row in fitting_rows([*train_rows, *eval_rows], model, tokenizer, config, source)}
-    train_rows, eval_rows = ([row for row in rows if id(row) in fits] for rows in (train_rows, eval_rows))
-    if not train_rows or not eval_rows:
-        raise InputError(f"{source}: no row is left to {'judge by' if train_rows else 'train on'} that has at most "
-                         f"--max_prompt_tokens {config.max_prompt_tokens}; another --seed splits the rows anew")
-    if config.reference:
-        load_lora(model, config.reference, config.adapter)
-    return model, tokenizer, train_rows, eval_rows
-
-
-def show_result(result: dict, n: int) -> str:
-    """The table before and after."""
-    return table([f"{n} held-out prompts", "before", "after"],
-                 [[key, value, result["after"][key]] for key, value in result["before"].items()])
-
-
-def main():
-    """Algorithm 1: annotate, train R_φ, optimise the policy."""
-    config = parse_config(Config, PRESETS, sys.argv[1:], __doc__)
-    device = start_ranks(config.rank_timeout)
-    check_config(config)
-    out, started = open_run(config), time.time()
-    with forgotten_if_it_fails(out):
-        model, tokenizer, train_rows, eval_rows = prepare(config, device)
-    say(f"Text2Grad on {config.task}: {config.model}, {len(train_rows)} training prompts, {device}; files in {out}/")
-    note_machine(out, device)
-    if config.reward_model is None and config.reward in rewards.LEARNT:
-        phase("phase 1, annotate", out / "feedback.jsonl", out,
-              lambda: annotate_phase(model, tokenizer, train_rows, config, out))
-        phase("phase 2, reward model", out / "reward" / "metrics.json", out,
-              lambda: reward_phase(model, tokenizer, config, out))
-    if not lora_parameters(model, "reward") and config.reward in rewards.LEARNT + rewards.SCORED:     # who need an R_φ
-        load_lora(model, "reward", config.reward_model or out / "reward" / "adapter")
-    phase("phase 3, policy", out / "result.json", out,
-          lambda: optimise(model, tokenizer, train_rows, eval_rows, config, out), ranks="all")
+    out.mkdir(parents=True, exist_ok=True)
+    _lock = lock_directory(out)                               # held until the process ends
+    bind(config, out)
+    say(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, {device}; "
+        f"files in {out}/")
+    if config.reward_model is None and learnt:
+        respond(model, tokenizer, rows[: config.annotated_rows], config, out)         # l.4–6
+        phase("phase 1, annotate", "feedback.jsonl", out,
+              lambda: annotate(annotator(config, out)))                               # l.7–11
+        phase("phase 2, reward model", "reward/metrics.json", out,
+              lambda: fit_reward(model, tokenizer, config, out))                     # l.13–14
+        if not lora_parameters(model, "reward"):                # made by an earlier start
+            load_lora(model, "reward", out / "reward" / "adapter")
+    try:
+        optimise(model, tokenizer, rows, held_out, config, out, critic)              # l.16–19
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
+                         f"--rollout_batch_size (texts), or set --activation_checkpointing or "
+                         f"--shard; the same command goes on") from error
     if RANK == 0:
-        print(show_result(json.loads((out / "result.json").read_text("utf-8")), len(eval_rows)))
-        page = run_report(out)
-        adapters = " and ".join(f"{name}/" for name in ("policy", "reward/adapter") if (out / name).exists())
-        print(f"\n{time.time() - started:.0f} s in all. Look at {page}. In {out}/: {adapters} (PEFT format), "
-              f"metrics.jsonl, samples.jsonl.\n"
-              f"next: the same command with --seed {config.seed + 1} --output_dir {out}-seed{config.seed + 1}, or your own "
-              f"rows and model:\n"
-              f"      python text2grad.py --task slf5k --model MODEL --data rows.jsonl --annotator_model gpt-4o")
+        result = read_rows(out / "result.json")[0]
+        lines = [[key, x, result["after"][key]] for key, x in result["before"].items()]
+        print(table([f"{len(held_out)} held-out prompts", "before", "after"], lines))
+        print(f"\n{time.time() - started:.0f} s in all. Look at {run_report(out)}. In {out}/: "
+              f"policy/ (PEFT format), metrics.jsonl, samples.jsonl.\n"
+              f"next: python eval.py --model {config.model} --adapter {out}/policy")
     together(dist.destroy_process_group)
 
 
 if __name__ == "__main__":
-    run(main, "text2grad", (ModelError, ReportError, SafetensorError, SandboxError, torch.OutOfMemoryError))
+    run_script(main, "text2grad")

@@ -17,24 +17,20 @@ except that the tokenizer's BOS stands first.
 from __future__ import annotations
 
 import ast
-import gzip
 import inspect
-import json
 import marshal
 import math
 import re
 import textwrap
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Iterator
 
 from tqdm import tqdm
 
-from endpoint import InputError
-from measures.metrics import pass_at_k, summed_logprobs
+from data import InputError, iter_rows
+from measures.metrics import answer_logprobs, pass_at_k
 from measures.sandbox import run_python
 
 # ── Reading the published files ─────────────────────────────────────────────────────────────────────────
@@ -63,21 +59,8 @@ class Problem:
 
 def _rows(path) -> Iterator[tuple[str, dict]]:
     """(place, row) of JSON lines or of one JSON array, gzipped or not, whatever the name says."""
-    place, data, empty = str(path), Path(path).read_bytes(), True
-    try:
-        text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig")
-        array = text.lstrip().startswith("[")
-        for number, part in enumerate(json.loads(text) if array else text.split("\n"), 1):
-            if array or part.strip():
-                place, empty = f"{path}, {'row' if array else 'line'} {number}", False
-                row = part if array else json.loads(part)
-                if not isinstance(row, dict):
-                    raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
-                yield place, row
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{place}: neither JSON in UTF-8 nor that in gzip ({error}); fetch the file again") from error
-    if empty:
-        raise InputError(f"{path}: the file holds no rows")
+    for number, row in enumerate(iter_rows(path), 1):
+        yield f"{path}, row {number}", row
 
 
 def _check_fields(place: str, row: dict, fields: dict, form: str):
@@ -363,7 +346,7 @@ def read_arc(path) -> list[dict]:
 
 def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = None, batch_size: int = 16):
     """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row; InputError for one too long."""
-    from model import context_length
+    from sampling import context_length
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     bos, asked = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], []
     for row in rows:
@@ -374,8 +357,8 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
                 raise InputError(f"row {row['id']} of ARC: {len(whole)} tokens, {start} of the question, where "
                                  f"the model's context is {context_length(model)}; take the row out")
             asked.append((bos + whole[:start], whole[start:]))
-    each = iter(summed_logprobs(model, asked, adapter, batch_size, "ARC"))
-    return [[next(each) for _ in row["choices"]] for row in rows]
+    each = iter(answer_logprobs(model, asked, adapter, batch_size, "ARC"))
+    return [[sum(next(each)) for _ in row["choices"]] for row in rows]
 
 
 def arc_scores(model, tokenizer, rows: list[dict], adapter: str | None = None,

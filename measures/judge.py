@@ -12,28 +12,27 @@ Questions are built, asked and read apart, so one journal serves them all and a 
 Prompts are our own, in the manner of Appendix E, or the user's in FastChat's form (judge_prompts.jsonl).
 
 Departures: Appendix E shuffles the order of the two; here both orders are asked, and disagreement is a tie. A reply
-with no verdict, or several that differ, is asked once more and then counted as unreadable; FastChat takes the first.
+with no verdict, or several that differ, is counted as unreadable and asked again by the next run; FastChat takes the first.
 AlpacaEval's leaderboard has a judge prompt of its own: for its scale, run alpaca_eval on what `write_alpaca` writes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import json
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
 import numpy as np
-from tqdm import tqdm
 
-from endpoint import Budget, InputError, Journal, Prices, Question, Reply, Server, ask_all, question_key
-from tasks import fenced, flag, read_table
+import annotate
+from annotate import Journal, Question, Server, ask, check_asking, fenced, missing, question_key, schema_of
+from data import InputError, flag, read_rows
 
 
 class JudgeError(ValueError):
@@ -46,13 +45,12 @@ class JudgeConfig:
     judge_model: str = flag("gpt-4o", "model that judges, on the server (paper: gpt-4o)")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "judge prompts in FastChat's form, JSON lines; else our own")
-    judge_temperature: float = flag(0.0, "temperature of the judge")
-    judge_tokens: int = flag(2048, "longest reply of the judge, in tokens")
-    concurrency: int = flag(8, "requests under way at once")
-    requests_per_minute: float | None = flag(None, "at most so many requests a minute")
-    price_in: float | None = flag(None, "USD per million prompt tokens")
-    price_out: float | None = flag(None, "USD per million reply tokens")
-    max_usd: float | None = flag(None, "stop before the judge has cost more, all runs together; needs prices")
+    judge_temperature: float = flag(0.0, "temperature of the judge", least=0)
+    judge_tokens: int = flag(2048, "longest reply of the judge, in tokens", least=1)
+    concurrency: int = flag(8, "requests under way at once", least=1)
+    price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
+    price_out: float | None = flag(None, "USD per million reply tokens", least=0)
+    max_usd: float | None = flag(None, "stop before the judge has cost more, all runs together; needs prices", least=0)
 
     @cached_property
     def prompts(self) -> list[Prompt] | None:
@@ -60,14 +58,13 @@ class JudgeConfig:
         return read_prompts(self.judge_prompts) if self.judge_prompts else None
 
 
+def _journal(path, config: JudgeConfig) -> Journal:
+    return Journal(path, config.price_in, config.price_out, config.max_usd)
+
+
 def check(config: JudgeConfig):
-    """Raise InputError for flags that make no sense, and a file of prompts that is none, before anything is spent."""
-    for name, least in (("concurrency", 1), ("judge_tokens", 1), ("judge_temperature", 0), ("price_in", 0),
-                        ("price_out", 0), ("max_usd", 0), ("requests_per_minute", 0.01)):
-        if (value := getattr(config, name)) is not None and not least <= value < float("inf"):
-            raise InputError(f"--{name} must be at least {least}, not {value}")
-    if config.max_usd is not None and None in (config.price_in, config.price_out):
-        raise InputError("--max_usd needs --price_in and --price_out, in USD per million tokens")
+    """Raise InputError for a budget without prices, and a file of prompts that is none, before anything is spent."""
+    check_asking(config.price_in, config.price_out, config.max_usd)
     config.prompts                                             # read now
 
 
@@ -91,8 +88,7 @@ _FORMS = {      # form of a verdict → what the judge is asked for
     "[[A]]": "the final verdict alone: [[A]], [[B]], or [[C]] for a tie",
     "[[rating]]": "the rating alone, from 1 to 10, in this form: [[5]]",
 }
-_VALUES = {"winner": {"type": "string", "enum": ["A", "B", "tie"]},
-           "rating": {"type": "integer", "enum": list(range(1, 11))}}
+_VALUES = {"winner": "A|B|tie", "rating": 5}
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
@@ -126,6 +122,17 @@ class Prompt:
         return [{"role": role, "content": text} for role, text in (("system", system), ("user", user)) if text]
 
 
+def read_table(path, **kinds) -> list[dict]:
+    """Rows with fields of these types. Raises InputError with file, row and field."""
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        for name, kind in kinds.items():
+            if not isinstance(row.get(name), kind) or row[name] == []:
+                raise InputError(f"{path}, row {number}: field {name!r} is {str(row.get(name))[:40]!r}; rows of this "
+                                 f"file have {', '.join(kinds)}")
+    return rows
+
+
 def read_prompts(path) -> list[Prompt]:
     """The user's judge prompts, in FastChat's form. Raises InputError with row and field for another."""
     rows = read_table(path, name=str, prompt_template=str, output_format=str)
@@ -155,12 +162,10 @@ def choose_prompt(prompts: list[Prompt] | None, kind: str, reference: bool = Fal
 def _question(config: JudgeConfig, prompt: Prompt, values: dict, name: str, **about) -> Question:
     if lost := [field for field, text in values.items() if not isinstance(text, str)]:
         raise InputError(f"row {name}: there is no text to judge as {lost[0]} (prompt, response or feedback)")
-    schema = {"type": "object", "properties": {"reasoning": {"type": "string"}, prompt.form: _VALUES[prompt.form]},
-              "required": ["reasoning", prompt.form], "additionalProperties": False} if prompt.form in _VALUES else {}
+    schema = schema_of({"reasoning": "…", prompt.form: _VALUES[prompt.form]}) if prompt.form in _VALUES else {}
     messages = prompt.messages(values)
     key = question_key("judge", config.judge_model, config.judge_temperature, prompt.form, messages)
-    return Question(key, name, messages, schema, {"form": prompt.form, **about},
-                    f"judge {config.judge_model} {prompt.name}")
+    return Question(key, name, messages, schema, {"form": prompt.form, **about})
 
 
 # ── What the judge says ─────────────────────────────────────────────────────────────────────────────────
@@ -197,95 +202,39 @@ def _json_values(text: str, name: str) -> list:
     return found
 
 
-def _checked(question: Question, reply: Reply) -> Reply:
-    """The reply, with the reason why it is no verdict, if it is none."""
+def review(question: Question, text: str) -> str | None:
+    """Why a reply holds no verdict, or None."""
     try:
-        if reply.reason is None:
-            read_verdict(question.about["form"], reply.text)
-        return reply
+        read_verdict(question.about["form"], text)
     except JudgeError as error:
-        return replace(reply, reason=str(error))
+        return str(error)
+    return None
 
 
 # ── Asking ──────────────────────────────────────────────────────────────────────────────────────────────
 
-def _missing(questions: list[Question], journal: Journal) -> list[Question]:
-    """What is to be asked, each once; what failed in earlier runs comes last, since it may never succeed."""
-    todo = {question.key: question for question in questions if question.key not in journal}.values()
-    return sorted(todo, key=lambda question: bytes.fromhex(question.key) in journal.failed)
-
-
 def forecast(questions: list[Question], config: JudgeConfig, path) -> str:
     """How many questions the journal at `path` leaves to ask, and what they will cost, in a line; asks nothing."""
-    check(config)
-    with Journal(path, Prices(config.price_in, config.price_out)) as journal:
-        todo, prompt, reply = _missing(questions, journal), 0.0, 0.0
-        for question in todo:
-            seen = journal.measured.get(question.kind, Counter())
-            known = seen["replies"] >= 10
-            prompt += question.characters * (seen["prompt_tokens"] / seen["characters"] if known else 0.25)
-            reply += seen["completion_tokens"] / seen["replies"] if known else 250
-        usd = journal.prices.usd(prompt, reply)
-        cost = "USD unknown: set --price_in and --price_out" if usd is None else f"${usd:.{2 if usd >= 1 else 4}f}"
-        return (f"{len(questions)} questions, {len(todo)} to ask of {config.judge_model}: {prompt:,.0f} prompt + "
-                f"{reply:,.0f} reply tokens (as 10 replies measured it, else 4 characters each, 250 a reply), {cost}")
-
-
-async def _ask_twice(server: Server, question: Question, journal: Journal) -> Reply:
-    """Ask, and where the reply holds no verdict, ask once more for it; the bill is that of both."""
-    reply = await server.ask(question)
-    first = _checked(question, reply)
-    if first.reason is None or reply.reason is not None:
-        return first
-    again = replace(question, messages=question.messages + [
-        {"role": "assistant", "content": reply.text},
-        {"role": "user", "content": f"This holds no clear verdict. Reply with {_FORMS[question.about['form']]}"}])
-    try:
-        second = _checked(question, await server.ask(again))
-    except InputError:
-        journal.append(question, first)                        # paid for, whatever has become of the server
-        raise
-    usage = first.usage and second.usage and {name: n + second.usage[name] for name, n in first.usage.items()}
-    return replace(second if second.reason is None else first, usage=usage or first.usage)
-
-
-async def _ask_missing(todo: list[Question], config: JudgeConfig, journal: Journal) -> bool:
-    """Ask; returns whether the budget ended it."""
-    budget, tokens = Budget(config.max_usd, journal.usd), config.judge_tokens
-
-    def worst(question: Question) -> float:              # no tokenizer makes more tokens than bytes; two calls at most
-        sent = json.dumps([question.messages, question.schema], ensure_ascii=False)
-        prompt = len(sent.encode("utf-8", "surrogatepass"))
-        return journal.prices.usd(2 * prompt + 4 * tokens, 2 * tokens) or 0.0
-
-    server = Server(config.judge_model, config.base_url, config.judge_temperature, tokens, config.requests_per_minute,
-                    model_flag="--judge_model")
-    with tqdm(total=len(todo), desc="judge") as progress:
-        async with server:
-            await ask_all(todo, lambda question: _ask_twice(server, question, journal), journal, config.concurrency,
-                          budget, worst, progress)
-    return budget.stopped
+    with _journal(path, config) as journal:
+        todo = missing(questions, journal)
+        return f"{len(questions)} questions, {annotate.forecast(todo, journal, 250)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> dict[str, dict]:
     """Ask what the journal at `path` does not hold → key of each question → {verdict, reason, reply, usd}.
 
     verdict: see `read_verdict`, or None with the reason why there is none; such a question is asked again by the next
-    run, and no other is. Raises InputError where the budget ends the run, after 25 unusable replies in a row, or where
-    no request can succeed; the same call goes on from what is done.
+    run, and no other is. Raises InputError as `annotate.ask`; the same call goes on from what is done.
     """
     check(config)
-    with Journal(path, Prices(config.price_in, config.price_out)) as journal:
-        todo, found = _missing(questions, journal), {}
-        if todo and asyncio.run(_ask_missing(todo, config, journal)):
-            raise InputError(f"--max_usd {config.max_usd:g} reached at ${journal.usd:.4f}, with "
-                             f"{len(_missing(todo, journal))} questions left; raise it to go on. Replies are in {path}")
-        for question in questions:
-            record, form = journal.read(question.key), question.about["form"]
-            verdict = read_verdict(form, record["reply"]) if record["reason"] is None else None
-            found[question.key] = {"verdict": verdict, "reason": record["reason"], "reply": record["reply"],
-                                   "usd": journal.cost(record)}
-        return found
+    server = Server(config.judge_model, config.base_url, config.judge_temperature, config.judge_tokens)
+    with _journal(path, config) as journal:
+        records, found = ask(questions, journal, server, review, config.concurrency), {}
+    for question in questions:
+        record, form = records[question.key], question.about["form"]
+        verdict = None if record["reason"] else read_verdict(form, record["reply"])
+        found[question.key] = {"verdict": verdict, **{name: record[name] for name in ("reason", "reply", "usd")}}
+    return found
 
 
 # ── Pairs and ratings ───────────────────────────────────────────────────────────────────────────────────

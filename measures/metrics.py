@@ -25,7 +25,7 @@ from reprlib import repr as shown
 import numpy as np
 from tqdm import tqdm
 
-from endpoint import InputError
+from data import InputError, chunks
 
 # The layer that bert-score's authors found to agree best with people (their WMT16 tuning); no other has a default.
 BERT_SCORE_LAYERS = {"roberta-large": 17, "roberta-base": 10, "bert-base-uncased": 9, "bert-large-uncased": 18,
@@ -204,7 +204,8 @@ def perplexity(model, tokenizer, prompts: list[str] | None, texts: list[str], ad
     adapter: a loaded adapter's name, None the bare base. An empty text gives (0.0, 0). Raises InputError where a row
     does not fit the context.
     """
-    from model import context_length, encode_prompt
+    from model import encode_prompt
+    from sampling import context_length
     check_texts(texts=texts, **({} if prompts is None else {"prompts": prompts}))
     targets = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     if prompts is None:
@@ -216,25 +217,31 @@ def perplexity(model, tokenizer, prompts: list[str] | None, texts: list[str], ad
     if max(lengths) > context_length(model):
         raise InputError(f"row {np.argmax(lengths) + 1}: prompt and text are {max(lengths)} tokens, the model's "
                          f"context is {context_length(model)}: shorten or drop the row")
-    found = summed_logprobs(model, pairs, adapter, batch_size, "perplexity")
-    return [(-nats or 0.0, len(y)) for nats, (_, y) in zip(found, pairs)]
+    found = answer_logprobs(model, pairs, adapter, batch_size, "perplexity")
+    return [(-sum(logprobs) or 0.0, len(logprobs)) for logprobs in found]
 
 
-def summed_logprobs(model, pairs: list[tuple], adapter: str | None, batch_size: int, said: str) -> list[float]:
-    """log π(y|x) in nats of each pair (x, y) of ids, 0.0 for an empty y; said: what the progress bar is called."""
+def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch_size: int = 8,
+                    said: str = "score") -> list[list[float]]:
+    """log π(y_t | x, y_<t) in nats of every token of each pair (x, y) of ids, [T] for T tokens.
+
+    adapter: a loaded adapter's name, None the bare base. said: the name of the progress bar.
+    """
     import torch
-    from logprobs import token_logprobs
-    from model import head_weight, pad_batch, response_hidden, use_lora
-    order = sorted((i for i, (_, y) in enumerate(pairs) if y), key=lambda i: sum(map(len, pairs[i])))
-    found = [0.0] * len(pairs)
+    from model import response_hidden, use_lora
+    from sampling import head_weight, pad_batch, token_logprobs
+    order = sorted((i for i, (_, y) in enumerate(pairs) if y),
+                   key=lambda i: sum(map(len, pairs[i])))
+    found: list[list[float]] = [[] for _ in pairs]
     with torch.inference_mode(), use_lora(model, adapter):
         for at in tqdm(range(0, len(order), batch_size), desc=said, delay=2):
             part = order[at : at + batch_size]                                  # of like lengths: less padding
             batch = pad_batch(*zip(*(pairs[i] for i in part)), 0, model.device)
             y, mask = batch[2], batch[3].bool()
-            logprobs = token_logprobs(response_hidden(model, *batch)[mask], head_weight(model), y[mask]).double()
+            hidden = response_hidden(model, *batch)[mask]                       # [N, H]
+            logprobs = token_logprobs(hidden, head_weight(model), y[mask])
             for i, own in zip(part, logprobs.split(mask.sum(1).tolist())):
-                found[i] = own.sum().item()
+                found[i] = own.tolist()
     return found
 
 
@@ -311,7 +318,12 @@ def bootstrap(rows, figure=ratio, n: int = 10_000, seed: int = 0, level: float =
     counts, rng = _counts(rows), np.random.default_rng(seed)
     if (N := len(counts)) < 2:
         return None
-    sums = np.stack([np.bincount(rng.integers(N, size=N), minlength=N) @ counts for _ in range(n)])             # [n, K]
+    sums = []
+    for draws in chunks(range(n), max(1, 100_000 // N)):                # as many as memory is for
+        drawn = rng.integers(N, size=(len(draws), N)) + N * np.arange(len(draws))[:, None]
+        times = np.bincount(drawn.ravel(), minlength=drawn.size)        # how often each row
+        sums.append(times.reshape(-1, N) @ counts)
+    sums = np.concatenate(sums)                                         # [n, K]
     figures = _figure(figure, sums)
     defined = figures[~np.isnan(figures)]
     if len(defined) < level * n:

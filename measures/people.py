@@ -1,9 +1,10 @@
-"""What people said about responses, brought into one form, merged over annotators, and how far they agree (§3.3).
+"""What people said about responses, in one form, merged over annotators (§3.3, Table 11).
 
-    annotations = read_people(rows)                             # JSON objects; annotate.py reads the file
+    python -m measures.people export.json --output feedback.jsonl    # and how far they agree
+    annotations = read_people(rows)                                  # from Python
     feedback, agreed = merge(annotations), agreement(annotations)
 
-Paper: the human feedback of §3.3 and Table 11; it says nothing of how people are merged. Shapes: [units, annotators].
+Paper: the human feedback of §3.3 and Table 11; it says nothing of how people are merged.
 
 Read are spans with character offsets, quote lists, FineGrainedRLHF rows and the exports of Label Studio and Argilla.
 An annotation, what one person said of one response, has the fields of a feedback row (`people_row`). The paper has one
@@ -12,8 +13,11 @@ annotator, a model. People disagree, and what they disagree on must get 0, not t
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from collections import Counter
+from dataclasses import asdict
 from functools import wraps
 from itertools import accumulate, pairwise
 from reprlib import repr as shown
@@ -22,13 +26,14 @@ from typing import Callable, Iterator
 
 import numpy as np
 
-from endpoint import InputError
-from parts import trimmed
+from annotate import Feedback, Grounding, Span, feedback_row, ground, quoted
+from data import InputError, get_task, read_rows, run_script, write_rows
+from measures.audit import check_paths, feedback_page, trimmed
 
 LABELS = {"1": 1, "+1": 1, "good": 1, "positive": 1, "-1": -1, "poor": -1, "negative": -1}
 
 
-# ── From a plain row to an annotation: every value is checked here ──────────────────────────────────────
+# ── From a plain row to an annotation: every value is checked here
 
 def people_row(id: str, prompt: str, response: str, critique: str, annotator: str, spans: list[dict]) -> dict:
     """A feedback row; good_spans and poor_spans are what its spans [{start, end, label}] cut out of the response."""
@@ -87,7 +92,7 @@ def _reader(plain: Callable[[dict], Iterator[dict]]) -> Callable[[list[dict]], l
     return read
 
 
-# ── Readers, one for each form: rows → annotations; all raise InputError ────────────────────────────────
+# ── Readers, one for each form: rows → annotations; all raise InputError
 
 @_reader
 def read_offsets(row):
@@ -194,7 +199,7 @@ def read_people(rows: list[dict]) -> list[dict]:
                      "; or ".join(f"{', '.join(fields)} ({reader.__name__})" for reader, fields in FORMS.items()))
 
 
-# ── Several annotators: votes, the merged row, agreement ────────────────────────────────────────────────
+# ── Several annotators: votes, the merged row, agreement
 
 def _votes(annotations: list[dict], ground: Callable | None) -> list[tuple[list[dict], dict[str, np.ndarray]]]:
     """Of each (id, prompt, response), in order of first appearance: its annotations, and by the annotator's name the
@@ -269,3 +274,71 @@ def agreement(annotations: list[dict], ground: Callable | None = None) -> dict:
     return {"annotators": len({said["annotator"] for said in annotations}), "responses": len(groups),
             "shared": len(shared), "characters": labels.shape[1], "alpha": krippendorff_alpha(labels.T),
             "kappa": cohen_kappa(*labels) if teams == 1 and len(labels) == 2 else None}
+
+
+# ── An export of people's feedback
+
+def people_file(path: str, output: str, task: str = "slf5k", html: str | None = None) -> str:
+    """An export → rows of feedback in `output`, a row for each response; says what it holds.
+
+    Raises InputError with the file where it cannot be read or nobody has finished an annotation.
+    """
+    get_task(task)
+    try:
+        annotations = read_people(read_rows(path))
+    except InputError as error:
+        raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+    if not annotations:
+        raise InputError(f"{path}: nobody has finished an annotation in it")
+    placed: dict[str, dict] = {}                        # response → what was quoted → where it stands
+
+    def place(response: str, good: list[str], poor: list[str]) -> list[dict]:
+        known, quotes = placed.setdefault(response, {}), (tuple(good), tuple(poor))
+        if quotes not in known:
+            known[quotes] = ground(response, Feedback("", list(good), list(poor)))
+        return [asdict(span) for span in known[quotes].spans]
+
+    agreed, rows = agreement(annotations, place), []
+    voices = {tuple(said[key] for key in ("id", "prompt", "response", "annotator"))
+              for said in annotations}
+    team = Counter(voice[:3] for voice in voices)
+    for row in merge(annotations, place):
+        spans = [Span(**span) for span in row["spans"]]
+        found = placed.get(row["response"], {}).values()
+        unmatched = [quote for one in found for quote in one.unmatched]
+        grounding = Grounding(spans, unmatched, sum(one.ambiguous for one in found))
+        people = team[row["id"], row["prompt"], row["response"]]
+        feedback = quoted(row["response"], row["critique"], spans)
+        rows.append(feedback_row(task, row, feedback, grounding,
+                                 f"{people} people" if people > 1 else "a person"))
+    write_rows(output, rows)
+    if html:
+        feedback_page(html, output, rows)
+    said = [f"{output}: {len(rows)} responses",
+            f"{sum(len(row['unmatched']) for row in rows)} quotes not found",
+            f"{sum(row['ambiguous'] for row in rows)} ambiguous"]
+    if agreed["shared"]:
+        alpha, kappa = ("–" if agreed[key] is None else f"{agreed[key]:.3f}"
+                        for key in ("alpha", "kappa"))
+        said.append(f"{agreed['shared']} annotated by several, over whose {agreed['characters']} "
+                    f"characters Krippendorff's alpha is {alpha}, Cohen's kappa {kappa}")
+    if mute := sum(not row["critique"].strip() for row in rows):
+        said.append(f"{mute} have no critique, which reward_model.py needs")
+    return "; ".join(said)
+
+
+def main():
+    """Read what people marked."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("export", help="of Label Studio or Argilla, or rows with spans or quotes")
+    parser.add_argument("--output", required=True, help="rows of feedback are written there")
+    parser.add_argument("--task", default="slf5k", help="named in the rows (default: slf5k)")
+    parser.add_argument("--html", help="write a page of the rows there")
+    args = parser.parse_args()
+    check_paths([args.export], [args.output, args.html])
+    print(people_file(args.export, args.output, args.task, args.html))
+    print(f"next: python reward_model.py --task {args.task} --data {args.output} --model MODEL")
+
+
+if __name__ == "__main__":
+    run_script(main, "people")

@@ -24,8 +24,8 @@ import re
 from collections import Counter
 
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
-from measures.audit import gold_labels, span_accuracy
-from parts import trimmed
+from measures.audit import gold_labels, span_accuracy, trimmed
+from reward_model import count_tokens
 
 SIGNS = {"good": 1, "poor": -1}
 
@@ -39,11 +39,13 @@ def readable(critique: str) -> Feedback | None:
 
 
 def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, float]]:
-    """The sentences of z's critique and its quotes, each with the probability that R_φ gave to just these words.
+    """The sentences of z's critique and its quotes, each with the probability that R_φ gave to
+    just these words.
 
-    offsets: the characters [start, end) of z's tokens; logprobs: theirs, [T] for T tokens, nats. → (kind, words, probability),
-    where kind is "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences alone. Raises ValueError
-    where a readable z has not the form of `Feedback.text`.
+    offsets: the characters [start, end) of z's tokens; logprobs: theirs, [T] in nats, such as
+    `metrics.answer_logprobs` finds of what was written. → (kind, words, probability), where
+    kind is "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences
+    alone. Raises ValueError where a readable z has not the form of `Feedback.text`.
     """
     feedback, critique = readable(z), z.split("\n")[0]
     places = [("sentence", *match.span()) for match in re.finditer(r"[^.]+\.", critique)]
@@ -53,8 +55,11 @@ def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, 
             at = z.index(written := json.dumps(quote, ensure_ascii=False)[1:-1], at + 1)
             places.append((kind, at, at + len(written)))
             at += len(written)
-    return [(kind, z[start:end].strip(" ."), math.exp(sum(p for p, (a, b) in zip(logprobs, offsets) if a < end and start < b)))
-            for kind, start, end in places]
+    found = []
+    for kind, start, end in places:
+        inside = (p for p, (a, b) in zip(logprobs, offsets) if a < end and start < b)
+        found.append((kind, z[start:end].strip(" ."), math.exp(sum(inside))))
+    return found
 
 
 def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tuple[float, float]]:
@@ -86,8 +91,10 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None,
     said = feedback or Feedback("", [], [])
     found = ground(response, said)
     truth, labels = (token_rewards(response, offsets, spans) for spans in (gold, found.spans))
-    counts = Counter(rows=1, unparseable=int(feedback is None), quotes=len(said.good_spans + said.poor_spans),
-                     unmatched=len(found.unmatched), ambiguous=found.ambiguous)
+    counts = count_tokens(truth, labels)
+    counts.update(rows=1, unparseable=int(feedback is None),
+                  quotes=len(said.good_spans + said.poor_spans),
+                  unmatched=len(found.unmatched), ambiguous=found.ambiguous)
     characters = gold_labels(response, [vars(span) for span in gold])
     for name, sign in SIGNS.items():
         marked, placed = ([span for span in spans if span.label == sign] for spans in (gold, found.spans))
@@ -95,16 +102,14 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None,
         right = [span_accuracy(response, vars(span), characters) or 0.0 for span in placed]
         exact = sum(either == 1 for either, _ in pairs)
         counts.update({
-            f"{name} tokens hit": sum(t == l == sign for t, l in zip(truth, labels)),
-            f"{name} tokens marked": truth.count(sign), f"{name} tokens predicted": labels.count(sign),
             f"{name} spans marked": len(marked),
             f"{name} spans predicted": len(said.good_spans if sign > 0 else said.poor_spans),
             f"{name} exact": exact, f"{name} partial": len(pairs) - exact,
             f"{name} near": sum(longer >= 0.9 for _, longer in pairs),
             f"{name} overlap": sum(either for either, _ in pairs),
             f"{name} agreed": sum(share > 0.5 for share in right)})
-    hit, either = (sum(counts[f"{name} tokens {what}"] for name in signs for what in kinds)
-                   for kinds in (("hit",), ("marked", "predicted")))
+    hit = sum(counts[f"{name} hit"] for name in signs)
+    either = sum(counts[f"{name} marked"] + counts[f"{name} predicted"] for name in signs)
     counts["f1 of rows"] = 0.0 if feedback is None else 2 * hit / either if either else 1.0
     return counts
 
@@ -122,7 +127,7 @@ def parts(counts: Counter) -> dict[str, tuple[float, float]]:
     out = {"row_f1": (counts["f1 of rows"], counts["rows"]), "unparseable": (counts["unparseable"], counts["rows"]),
            "unmatched": (counts["unmatched"], counts["quotes"]), "ambiguous": (counts["ambiguous"], counts["quotes"])}
     for name in SIGNS:
-        hit, marked, predicted = (counts[f"{name} tokens {what}"] for what in ("hit", "marked", "predicted"))
+        hit, marked, predicted = (counts[f"{name} {what}"] for what in ("hit", "marked", "predicted"))
         exact, partial, quotes = (counts[f"{name} {what}"] for what in ("exact", "partial", "spans predicted"))
         out |= {f"{name}_precision": (hit, predicted), f"{name}_recall": (hit, marked),                       # Table 1
                 f"{name}_f1": (2 * hit, marked + predicted),

@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 def write_data(path: Path, rows: int):
     """Toy summaries with errors, as SLF5K rows."""
     import toy
-    from tasks import write_rows
+    from data import write_rows
     rng = random.Random(0)
     write_rows(path, ({"id": row["id"], "post": row["post"], "response": toy.write_summary(row["facts"], rng, 0.3)}
                       for row in toy.rows("train", rows)))
@@ -38,7 +38,8 @@ def write_data(path: Path, rows: int):
 async def bare(url: str, data: str, concurrency: int):
     """The peer: the client, a shared iterator, nothing else."""
     import openai
-    from tasks import annotation_messages, examples, get_task, iter_rows
+    from annotate import annotation_messages
+    from data import examples, get_task, iter_rows
     task = get_task("slf5k")
     waiting = examples(task, iter_rows(data))
 
@@ -53,7 +54,8 @@ async def bare(url: str, data: str, concurrency: int):
 def side(name: str, url: str, data: str, output: str, concurrency: int) -> dict:
     """Run one side in this process → {seconds, peak_mb, said}."""
     import openai  # noqa: F401  before the clock starts
-    from annotate import AnnotateConfig, InputError, annotate
+    from annotate import AnnotateConfig, annotate
+    from data import InputError
     start, said = time.perf_counter(), ""
     if name == "bare":
         asyncio.run(bare(url, data, concurrency))

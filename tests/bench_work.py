@@ -16,6 +16,7 @@ import os
 import random
 import re
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import nullcontext
@@ -107,7 +108,7 @@ def logprob_inputs(options: dict):
 
 def build_logprobs(side: str, options: dict):
     """Log-probs of N targets and the gradient in the hidden states; the head is frozen, as under LoRA."""
-    from model import token_logprobs
+    from sampling import token_logprobs
     hidden, weight, targets = logprob_inputs(options)
 
     def naive(hidden, weight, targets):
@@ -124,7 +125,7 @@ def build_logprobs(side: str, options: dict):
 
 def build_decode(side: str, options: dict):
     """Sample exactly `new` tokens for every prompt, at temperature 1 and with no other rule; returns how many."""
-    from model import generate, pad_batch
+    from sampling import generate, pad_batch
     model, new, device = options["loaded"], options["new"], options["device"]
     prompts = sequences(options["batch"], *options["prompts"], model.config.vocab_size, seed=1)
     if side == "copy":              # read and written, so half as many bytes are copied as decoding must read
@@ -169,9 +170,10 @@ def prepare_ppo(options: dict):
 
 
 def build_ppo(side: str, options: dict):
-    """What PPOTrainer.step does, by text2grad.py: old log-probs, values and KL, advantages, and the PPO epochs."""
+    """What PPOTrainer.step does, by text2grad.py: old log-probs of both policies and values, advantages, and the PPO epochs."""
     import text2grad as t2g
-    from model import ValueHead, load_lora, lora_parameters, pad_batch
+    from model import ValueHead, load_lora, lora_parameters
+    from sampling import pad_batch
     work = Path(options["work"])
     batch = json.loads((work / "batch.json").read_text())
     model = base_model(options | {"model": work / "base"})
@@ -181,13 +183,14 @@ def build_ppo(side: str, options: dict):
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0)
     rows = len(batch["prompts"])
     config = t2g.Config(batch_size=rows, minibatch_size=rows, micro_batch_size=options["micro"],
-                        ppo_epochs=options["epochs"], kl_estimator="full")
+                        ppo_epochs=options["epochs"])
     padded = pad_batch(batch["prompts"], batch["responses"], 0, model.device)
     delta = torch.zeros(padded[3].shape, device=model.device)
     delta[torch.arange(rows), padded[3].sum(1) - 1] = torch.tensor(batch["scores"], device=model.device)
 
     def step() -> float:
-        rollouts = t2g.Rollouts([""] * rows, [""] * rows, [[]] * rows, *padded, delta=delta)
+        rollouts = t2g.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
+                                delta=delta)
         t2g.add_scores(rollouts, model, value_head, config)
         t2g.add_advantages(rollouts, 0.2, config)
         t2g.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
@@ -281,7 +284,7 @@ def build_trl_logprobs(side: str, options: dict):
 def iteration_worker(options: dict) -> dict:
     """One iteration of Algorithm 4 on random weights, after one that warms up: seconds per phase and peak bytes."""
     import text2grad as t2g
-    from model import ValueHead, add_lora, checkpoint_activations, lora_parameters
+    from model import add_lora, checkpoint_activations
     shape, device = SHAPES[options["shape"]], options["device"]
     if device != "cpu":                                  # a 40 GB card, whatever this one holds
         torch.cuda.set_per_process_memory_fraction(min(1.0, 40e9 / torch.cuda.mem_get_info()[1]))
@@ -291,22 +294,25 @@ def iteration_worker(options: dict) -> dict:
         add_lora(model, name, 16, 32)
     if options.get("checkpointed"):
         checkpoint_activations(model)
-    value_head = ValueHead(shape.H, model.device)
     config = t2g.Config(task="ultrafeedback", batch_size=options["batch"], minibatch_size=options["batch"],
                         max_new_tokens=options["new"], max_critique_tokens=options["new"], ppo_epochs=4,
-                        micro_batch_size=options["micro"], iterations=10, learning_rate=1e-5)
-    trained = [*lora_parameters(model, "policy"), *value_head.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0)
+                        micro_batch_size=options["micro"], iterations=1, learning_rate=1e-5)
     rows = [{"prompt": " ".join(f"t{i}" for i in ids)}
             for ids in sequences(options["batch"], options["new"], options["new"], shape.V, 1)]
-    kl, found = t2g.AdaptiveKL(0.1, 6.0, 10000), {}
-    once = lambda i: t2g.one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, i)[1]
-    once(0)
-    peak = peak_bytes(lambda: found.update(once(1)), device)
+    found = one_iteration(model, tokenizer, rows, config, t2g.critique)
+    peak = peak_bytes(lambda: found.update(one_iteration(model, tokenizer, rows, config, t2g.critique)), device)
     held = torch.cuda.memory_allocated() if device != "cpu" else sum(p.nbytes for p in model.parameters())
     return {"weights": sum(p.nbytes for p in model.parameters()),
             "seconds": {k.removeprefix("seconds_"): v for k, v in found.items() if k.startswith("seconds_")},
-            "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": found["response_tokens"] + found["critique_tokens"]}
+            "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": 2 * options["new"]}
+
+
+def one_iteration(model, tokenizer, rows, config, critic) -> dict:
+    """Algorithm 4 from l.5 to l.33 with one iteration; its metrics."""
+    import text2grad as t2g
+    with tempfile.TemporaryDirectory() as out:
+        t2g.train(model, tokenizer, rows, config, Path(out), critic)
+        return json.loads((Path(out) / "metrics.jsonl").read_text())
 
 
 def asserts_worker(options: dict) -> dict:
@@ -335,23 +341,22 @@ def asserts_worker(options: dict) -> dict:
     sys.path_importer_cache.clear()
     import text2grad as t2g
     import toy
-    from model import ValueHead, add_lora, load_model, lora_parameters
+    from experiments.designs import true_critic
+    from model import add_lora, load_model
     model, tokenizer = load_model(toy.BASE, device=options["device"])
     add_lora(model, "policy", 16, 32)
-    value_head, config = ValueHead(model.config.hidden_size, model.device), t2g.Config(reward="true")
-    optimizer = torch.optim.AdamW([*lora_parameters(model, "policy"), *value_head.parameters()], lr=1e-4)
-    kl, rows = t2g.AdaptiveKL(0.1, 6.0, 10000), toy.rows("train", 64)
-    t2g.one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, 0)
+    rows, config = toy.rows("train", 64), t2g.Config(iterations=1)
+    one_iteration(model, tokenizer, rows, config, true_critic)
     spent.clear()
-    whole = seconds(lambda: t2g.one_iteration(model, tokenizer, value_head, optimizer, kl, rows, config, 1),
-                    options["device"])
+    whole = seconds(lambda: one_iteration(model, tokenizer, rows, config, true_critic), options["device"])
     return {"asserts": sum(spent), "whole": whole, "number": len(spent) // 2}
 
 
 def fsdp_worker(options: dict) -> dict:
     """On every rank of torchrun: parameter bytes before and after sharding, and all-gathers in two rollouts."""
     import torch.distributed as dist
-    from model import add_lora, gathered, generate, shard
+    from model import add_lora, gathered, shard
+    from sampling import generate
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -415,7 +420,8 @@ def speed_worker(options: dict) -> dict:
     runs: [[shape, rows that decode], …]. The shapes take turns, so that a busy machine slows all of them; the least of
     five turns counts. Returns {"step": […], "train": […]} in the order of the runs.
     """
-    from model import add_lora, generate, head_weight, token_logprobs, use_lora
+    from model import add_lora, use_lora
+    from sampling import generate, head_weight, token_logprobs
     device, works = options["device"], []
 
     def train(model, ids):

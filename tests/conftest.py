@@ -1,5 +1,6 @@
 """Paths and small models that the tests share. `../shared` is optional: what needs it skips, visibly, without it."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -9,6 +10,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
+
+
+def fails(script: str, *flags) -> str:
+    """The one line with which a script's main refuses its flags, run in this process."""
+    from data import InputError
+    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        with pytest.raises((InputError, SystemExit)) as caught:
+            main()
+    said = str(caught.value)
+    assert len(said) > 3 and "\n" not in said          # an exit status is no message
+    return said
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,15 @@
 """An OpenAI-compatible server that answers at once, late, wrongly or never, and counts what it is asked.
 
-    python tests/loopback.py --delay 0.2 --faults mix            # prints its URL, runs until it is killed
+    python tests/loopback.py '{"delay": 0.2}'                    # prints its URL, runs until it is killed
     with loopback(faults={"429": 0.1}) as server: ...            # in a thread; process=True: in a process of its own
 
-Chat completions, models, files and batches; the standard library only. Whether a call fails is a function of the
+Chat completions; the standard library only. Whether a call fails is a function of the
 seed, the prompt and how often that prompt was asked, so a run meets the same faults in any order of arrival.
 GET /stats says what was asked and billed. `tokens` is the rule of the bill, so that every bill can be recomputed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import importlib
@@ -24,8 +23,7 @@ import time
 import urllib.request
 from collections import Counter, deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from email.utils import formatdate
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Callable
 
@@ -39,7 +37,7 @@ class Settings:
     seed: int = 0                       # of the faults
     faults: dict = field(default_factory=dict)      # kind → share of the calls; the kinds are those of `Server._fault`
     plan: list = field(default_factory=list)        # kinds for the first calls in order of arrival, "ok" for none
-    retry_after: str = "0.05"           # of a 429: seconds, "date:2" for a date in 2 s, "ms:50" for retry-after-ms, ""
+    retry_after: str = "0.05"           # of a 429, in seconds
     hang: float = 600.0                 # seconds that "timeout" keeps the connection open before it closes it
     structured: str = "json_schema"     # "json_schema", "json_object" or "none": 400 beyond that; "ignored": takes all
     vague: bool = False                 # whether that 400 hides which parameter it is about
@@ -49,8 +47,6 @@ class Settings:
     models: list = field(default_factory=list)      # else 404; empty: every name
     context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
     counting: str = "quarters"          # of `tokens`
-    batch_seconds: float = 0.0          # until a batch ends
-    batch_expires: int = -1             # a batch expires after that many lines; −1: it completes
     responder: object = None            # function (request body) → reply text, or its name as module:function
 
 
@@ -116,23 +112,17 @@ def failed(status: int, message: str, code=None, param=None, kind="invalid_reque
     return Answer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, **more)
 
 
-def _retry_after(value: str) -> tuple[str, ...]:
-    if value.startswith("date:"):
-        return (f"Retry-After: {formatdate(time.time() + float(value[5:]), usegmt=True)}",)
-    return (f"retry-after-ms: {value[3:]}",) if value.startswith("ms:") else (f"Retry-After: {value}",) if value else ()
-
-
 class Server:
-    """Settings, what was asked so far, and the files and batches held for the Batch API."""
+    """Settings, and what was asked so far."""
 
     def __init__(self, settings: Settings):
-        self.settings, self.files, self.batches = settings, {}, {}
+        self.settings = settings
         self.calls, self.billed, self.now, self.most = 0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0
         self.statuses, self.faults, self.asked, self.answered = Counter(), Counter(), Counter(), Counter()
         self.arrivals, self.recent = [], deque(maxlen=5)
 
     def stats(self) -> dict:
-        """Calls are chat completions, those in batches too; answered: a 200 for which the client was still there."""
+        """Calls are chat completions; answered: a 200 for which the client was still there."""
         return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults, "asked": self.asked,
                 "answered": self.answered, "under_way": self.now, "max_concurrent": self.most,
                 "arrivals": self.arrivals, "recent": list(self.recent), **self.billed}
@@ -196,7 +186,7 @@ class Server:
 
     def _fault(self, kind: str, body: dict) -> Answer | None:
         """The answer that goes wrong in the way of that kind, or None where nothing does."""
-        retry = _retry_after(self.settings.retry_after)
+        retry = (f"Retry-After: {self.settings.retry_after}",)
         text = self._reply(body) if kind == "truncated" else ""
         return {
             "": lambda: None,
@@ -244,100 +234,15 @@ class Server:
             usage = answer.body.get("usage", {}) if isinstance(answer.body, dict) else {}
             self.billed.update({name: usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")})
 
-    # Files and batches
-
-    def put_file(self, content: bytes, name: str, purpose: str) -> dict:
-        """Hold a file; returns its description."""
-        identity = f"file-{len(self.files) + 1}"
-        self.files[identity] = ({"id": identity, "object": "file", "bytes": len(content), "filename": name,
-                                 "created_at": int(time.time()), "purpose": purpose, "status": "processed"}, content)
-        return self.files[identity][0]
-
-    def new_batch(self, body: dict) -> Answer:
-        """POST /v1/batches."""
-        source = body.get("input_file_id")
-        if source not in self.files:
-            return failed(400, f"No such File object: {source}", param="input_file_id")
-        identity, now = f"batch_{len(self.batches) + 1}", time.time()
-        self.batches[identity] = {
-            "id": identity, "object": "batch", "endpoint": body.get("endpoint"), "errors": None,
-            "input_file_id": source, "completion_window": body.get("completion_window"), "status": "validating",
-            "output_file_id": None, "error_file_id": None, "created_at": int(now), "expires_at": int(now) + 86_400,
-            "metadata": body.get("metadata"), "request_counts": {"total": 0, "completed": 0, "failed": 0}, "_at": now}
-        return Answer(200, self.shown(self.batches[identity]))
-
-    def shown(self, batch: dict) -> dict:
-        """A batch as clients see it."""
-        return {name: value for name, value in batch.items() if name != "_at"}
-
-    def advance(self, batch: dict) -> dict:
-        """Bring a batch to where it is by now: validating, in_progress after a quarter of its time, then its end."""
-        passed, whole = time.time() - batch["_at"], self.settings.batch_seconds
-        lines = self.files[batch["input_file_id"]][1].splitlines()
-        if batch["status"] == "validating" and passed >= whole / 4:
-            problems = self._problems(batch, lines)
-            batch["status"] = "failed" if problems else "in_progress"
-            batch["errors"] = {"object": "list", "data": problems} if problems else None
-            batch["request_counts"]["total"] = 0 if problems else len(lines)
-        if batch["status"] == "in_progress" and passed >= whole:
-            most = self.settings.batch_expires
-            self._end(batch, lines, len(lines) if most < 0 else most, "completed" if most < 0 else "expired")
-        elif batch["status"] == "cancelling":
-            self._end(batch, lines, int(len(lines) * min(passed / whole, 1)) if whole else 0, "cancelled")
-        return self.shown(batch)
-
-    def _problems(self, batch: dict, lines: list[bytes]) -> list[dict]:
-        problems, seen = [], set()
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                name, body = row["custom_id"], row["body"]
-                right = row["method"] == "POST" and row["url"] == batch["endpoint"] and body["messages"]
-            except (ValueError, KeyError, TypeError):
-                name, body, right = None, {}, False
-            code = ("invalid_request" if not right else "duplicate_custom_id" if name in seen else "model_not_found"
-                    if self.settings.models and body.get("model") not in self.settings.models else "")
-            seen.add(name)
-            if code:
-                problems.append({"code": code, "line": number, "message": f"line {number}: {code}", "param": None})
-        return problems or ([] if lines else [{"code": "empty_file", "line": None, "message": "The batch input file is "
-                                               "empty.", "param": None}])
-
-    def _end(self, batch: dict, lines: list[bytes], most: int, status: str):
-        """Answer the first lines; the others are not executed. Results come in another order than the requests."""
-        good, bad = [], []
-        for number, line in enumerate(lines):
-            row = json.loads(line)
-            entry = {"id": f"batch_req_{number + 1}", "custom_id": row["custom_id"], "response": None, "error": None}
-            if number < most:
-                answer = self.chat(row["body"])
-                if answer.status is None:
-                    answer = failed(500, "The request timed out.", kind="server_error")
-                self.given(row["body"], answer)
-                body = answer.body if isinstance(answer.body, dict) else answer.body.decode()
-                entry["response"] = {"status_code": answer.status, "request_id": f"req_{self.calls}", "body": body}
-                (good if answer.status == 200 else bad).append(entry)
-            else:
-                entry["error"] = {"code": f"batch_{status}", "message": "This request was not executed."}
-                bad.append(entry)
-        batch["status"], batch[f"{status}_at"] = status, int(time.time())
-        batch["request_counts"] = {"total": len(lines), "completed": len(good), "failed": len(bad)}
-        for field_name, entries in (("output_file_id", good), ("error_file_id", bad)):
-            if entries:
-                content = "".join(json.dumps(entry) + "\n" for entry in reversed(entries)).encode()
-                batch[field_name] = self.put_file(content, f"{batch['id']}.jsonl", "batch_output")["id"]
-
     # Routes
 
-    def route(self, method: str, path: str, query: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
+    def route(self, method: str, path: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
         """The answer to a request, and the body of a chat completion, which is billed when the answer is given."""
         if path == "/stats":
             return Answer(200, self.stats()), None
         key = re.search(rb"(?i)\r\nauthorization: *bearer ([^\r]*)", head)
         if self.settings.key and (not key or key[1].decode("latin-1").strip() != self.settings.key):
             return failed(401, "Incorrect API key provided.", "invalid_api_key"), None
-        if (method, path) == ("POST", "/v1/files"):
-            return self._upload(head, content), None
         try:
             body = json.loads(content) if content else {}
         except ValueError:
@@ -346,46 +251,7 @@ class Server:
             if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
                 return failed(400, "Missing required parameter: 'messages'.", param="messages"), None
             return self.chat(body), body
-        return self._held(method, path.split("/")[2:], query, body), None
-
-    def _upload(self, head: bytes, content: bytes) -> Answer:
-        boundary = re.search(rb'(?i)boundary="?([^"\r;]+)', head)
-        parts = {}
-        for part in content.split(b"--" + boundary[1])[1:-1] if boundary else []:
-            about, _, value = part.partition(b"\r\n\r\n")
-            name, filename = (re.search(rb'[; ]' + key + rb'="([^"]*)"', about) for key in (b"name", b"filename"))
-            parts[name[1].decode()] = (value[:-2], filename[1].decode() if filename else "")
-        if "file" not in parts or "purpose" not in parts:
-            return failed(400, "Missing required parameter: 'file' or 'purpose'.", param="file")
-        return Answer(200, self.put_file(*parts["file"], parts["purpose"][0].decode()))
-
-    def _held(self, method: str, path: list[str], query: str, body: dict) -> Answer:
-        match [method, *path]:
-            case ["GET", "models"]:
-                names = [{"id": name, "object": "model"} for name in self.settings.models]
-                return Answer(200, {"object": "list", "data": names})
-            case ["GET", "files", name] if name in self.files:
-                return Answer(200, self.files[name][0])
-            case ["GET", "files", name, "content"] if name in self.files:
-                return Answer(200, self.files[name][1])
-            case ["DELETE", "files", name] if name in self.files:
-                del self.files[name]
-                return Answer(200, {"id": name, "object": "file", "deleted": True})
-            case ["POST", "batches"]:
-                return self.new_batch(body)
-            case ["GET", "batches"]:
-                asked = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
-                names, most = list(reversed(self.batches)), int(asked.get("limit", 20))
-                names = names[names.index(asked["after"]) + 1 :] if asked.get("after") in names else names
-                return Answer(200, {"object": "list", "has_more": len(names) > most,
-                                    "data": [self.advance(self.batches[name]) for name in names[:most]]})
-            case ["GET", "batches", name] if name in self.batches:
-                return Answer(200, self.advance(self.batches[name]))
-            case ["POST", "batches", name, "cancel"] if name in self.batches:
-                if self.advance(self.batches[name])["status"] in ("validating", "in_progress"):
-                    self.batches[name]["status"] = "cancelling"
-                return Answer(200, self.shown(self.batches[name]))
-        return failed(404, f"Unknown request: {method} /v1/{'/'.join(path)}")
+        return failed(404, f"Unknown request: {method} {path}"), None
 
     # HTTP/1.1
 
@@ -397,8 +263,8 @@ class Server:
                 method, target, _ = head[: head.index(b"\r\n")].decode("latin-1").split(" ", 2)
                 length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
                 content = await reader.readexactly(int(length[1])) if length else b""
-                path, _, query = target.partition("?")
-                answer, chat = self.route(method, path.rstrip("/"), query, head, content)
+                path = target.partition("?")[0]
+                answer, chat = self.route(method, path.rstrip("/"), head, content)
                 await self._give(reader, writer, answer, chat)
                 if answer.status is None or re.search(rb"(?i)\r\nconnection: *close", head):
                     break
@@ -462,8 +328,8 @@ def loopback(process: bool = False, **settings):
 
 @contextmanager
 def _in_process(settings: dict):
-    options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
-    with subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, __file__, json.dumps(settings)], stdout=subprocess.PIPE,
+                          text=True) as child:
         try:
             yield Running(child.stdout.readline().strip())
         finally:
@@ -497,31 +363,10 @@ def _in_thread(settings: dict):
         loop.close()
 
 
-def _faults(text: str) -> dict:
-    if text == "mix":
-        return MIX
-    return json.loads(text) if text.startswith("{") else {
-        kind: float(share) for kind, _, share in (pair.partition("=") for pair in text.split(",") if pair)}
-
-
 def main():
-    """Run until killed; the first line printed is the base URL."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    kinds = {"float": float, "int": int, "str": str, "dict": _faults, "object": str, "bool": json.loads,
-             "list": lambda text: json.loads(text) if text.startswith("[") else text.split(",")}
-    for item in fields(Settings):
-        parser.add_argument(f"--{item.name}", type=kinds[item.type], default=argparse.SUPPRESS)
-    options = vars(parser.parse_args())
-    port = options.pop("port")
-
-    async def forever():
-        await Server(Settings(**options)).serve(port, lambda url: print(url, flush=True), asyncio.Event())
-
-    try:
-        asyncio.run(forever())
-    except KeyboardInterrupt:
-        pass
+    """Run with the settings of the first argument, in JSON, until killed; prints the base URL."""
+    server = Server(Settings(**json.loads(sys.argv[1])))
+    asyncio.run(server.serve(0, lambda url: print(url, flush=True), asyncio.Event()))
 
 
 if __name__ == "__main__":

@@ -5,27 +5,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
-import annotate
-import endpoint
 import loopback
-from annotate import AnnotateConfig, InputError, read_rows, write_rows
+from annotate import AnnotateConfig, annotate, check_annotator, main, read_completion
 from conftest import ROOT
-from endpoint import Journal, Prices
+from data import InputError, parse_flags, read_rows, run_script, write_rows
 from loopback import MIX, critique
 from loopback import loopback as serving
 
@@ -74,7 +71,7 @@ class Work:
         if rows is not None:
             self.rows = rows
             self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return annotate.annotate(self.config(**options))
+        return annotate(self.config(**options))
 
     def fails(self, message: str, rows=None, **options) -> str:
         with pytest.raises(InputError, match=message) as caught:
@@ -110,8 +107,8 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     assert said["calls"] == 150 + sum(said["faults"][kind] for kind in ("429", "500", "timeout")) <= 1.25 * 150
     assert len({record["key"] for record in kept}) == len(kept) == 150
     assert line.startswith(f"{len(lost)} responses") and str(work.journal) in line and "\n" not in line
-    assert {r["reply"][:11] for r in lost if r["finish_reason"] == "stop"} == {"I am sorry,"}
-    assert all(r["reply"] and "cut off" in r["reason"] for r in lost if r["finish_reason"] == "length")
+    assert Counter(record["reply"][:11] for record in lost)["I am sorry,"] == said["faults"]["garbage"]
+    assert sum("cut off" in record["reason"] for record in lost) == said["faults"]["truncated"]
     assert not work.output.exists()
 
     work.server.settings.faults = {"garbage": 1.0}
@@ -124,7 +121,7 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
 
 
 @pytest.mark.parametrize("kind, reason, text", [
-    ("refusal", "refused", "I'm sorry, I can't help with that."), ("filter", "content filter", ""),
+    ("refusal", "refused", "I'm sorry, I can't help with that."), ("filter", "content_filter", ""),
     ("truncated", "cut off after 1200 tokens", '{"reasoning'), ("empty", "no chat completion", '"choices": []'),
     ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
     ("invalid", "no chat completion", '"chatcmpl-1"')])
@@ -213,12 +210,22 @@ def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
     assert Counter(record["key"] for record in work.kept()).most_common(1)[0][1] == 1, "bought twice"
 
 
-def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work):
+def run_command(work, monkeypatch, **options):
+    """The command in this process."""
+    monkeypatch.setattr(sys, "argv", command(work, **options)[1:])
+    run_script(main, "annotate")
+
+
+def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work, monkeypatch, capsys):
     work.server.settings.plan = ["ok", "garbage"]
     write_rows(work.data, made_rows(3))
-    done = subprocess.run(command(work), capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if line and "%|" not in line]
-    assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("annotate: 1 responses have no feedback")
+    with pytest.raises(SystemExit) as ended:
+        run_command(work, monkeypatch)
+    assert re.fullmatch(r"annotate: 1 responses have no feedback.*", ended.value.code)
+    run_command(work, monkeypatch)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and str(work.output) in said[2]
+    assert said[3] == f"next: python reward_model.py --task ultrafeedback --data {work.output} --model MODEL"
 
 
 def test_a_torn_last_line_is_cut_off_and_only_its_row_is_asked_again(work, capsys):
@@ -236,8 +243,7 @@ def test_a_torn_last_line_is_cut_off_and_only_its_row_is_asked_again(work, capsy
 @pytest.mark.parametrize("damage", [lambda line: b"\xff\x00" + line[2:], lambda line: line[: len(line) // 2],
                                     lambda line: b"", lambda line: b"[" * 100_000, lambda line: b"7",
                                     lambda line: line.replace(b'"reply"', b'"rfply"'),
-                                    lambda line: line.replace(b'"reason": null', b'"reason": nul'),
-                                    lambda line: line.replace(b'"key": "', b'"key": "z')])
+                                    lambda line: line.replace(b'"reason": null', b'"reason": nul')])
 def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
     work.run(made_rows(4), concurrency=1)
     lines, final = work.journal.read_bytes().split(b"\n"), work.output.read_bytes()
@@ -308,89 +314,48 @@ def test_a_first_row_that_is_too_long_does_not_spoil_the_form_for_the_others(tmp
 
 # ── Manners ─────────────────────────────────────────────────────────────────────────────────────────────
 
-@pytest.mark.parametrize("retry_after, seconds, limit", [
-    ("0.8", 0.8, None), ("ms:800", 0.8, None), ("date:2", 1.0, None), ("0.8", 0.8, 1200)])
-def test_no_request_starts_while_the_server_asks_to_wait(work, retry_after, seconds, limit):
-    """Nor do all that waited start at once after it, where there is a rate to keep (20 a second)."""
-    work.server.settings.plan, work.server.settings.retry_after = ["ok"] + ["429"] * 3, retry_after
-    work.server.settings.delay = 0.1                          # so that no answer comes between the refusals
-    work.run(made_rows(30), concurrency=8, requests_per_minute=limit)
-    arrivals = sorted(work.server.stats()["arrivals"])
-    third = arrivals[3]                           # now it is the account's limit, not one request's bad luck
-    assert sum(third < at < third + seconds for at in arrivals) <= 8, "at most those sent before the client could know"
-    after = [at for at in arrivals if at >= third + seconds]
-    assert len(after) >= 20 and (not limit or sum(at < after[0] + 0.2 for at in after) <= 7)
-
-
-def test_those_that_waited_for_a_pause_do_not_all_start_in_one_instant():
-    """Retries with jitter: 40 requests after a pause of 0.3 s."""
-    pace, starts = endpoint.Pace(None, None), []
-
-    async def request():
-        await pace.wait(0)
-        starts.append(time.monotonic() - begin)
-
-    async def all_of_them():
-        await asyncio.gather(*(request() for _ in range(40)))
-
-    begin = time.monotonic()
-    for _ in range(endpoint.REFUSALS):
-        pace.heard(SimpleNamespace(status_code=429, headers={"retry-after": "0.3"}, is_closed=False))
-    asyncio.run(all_of_them())
-    assert min(starts) >= 0.3 and max(starts) - min(starts) > 0.02
-
-
-@pytest.mark.parametrize("headers, seconds", [
-    ({}, 0), ({"retry-after": "7"}, 7), ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
-    ({"retry-after": "soon"}, 0), ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0), ({"retry-after-ms": "x"}, 0)])
-def test_what_retry_after_says_in_seconds(headers, seconds):
-    assert endpoint.retry_after(headers) == seconds
-
-
-def test_requests_and_tokens_per_minute_are_kept(work):
-    work.server.settings.retry_after = ""
-    for options in ({"requests_per_minute": 1200}, {"tokens_per_minute": 600_000}):
-        begin, asked = len(work.server.stats()["arrivals"]), work.server.stats()["prompt_tokens"]
-        work.run([row | {"prompt": f"{options} {row['prompt']}"} for row in made_rows(20)], concurrency=20, **options)
-        said = work.server.stats()
-        took = max(said["arrivals"][begin:]) - min(said["arrivals"][begin:])
-        least = 19 * 60 / 1200 if "requests_per_minute" in options else (
-            (said["prompt_tokens"] - asked) * 19 / 20 * 60 / 600_000)
-        assert 0.7 * least < took, options
-        assert least > 0.5
-
-
-@pytest.mark.parametrize("settings, message, kept", [
-    ({"plan": ["ok"] * 3 + ["quota"] * 99}, "exceeded your current quota.*run again later", 3),
-    ({"plan": ["ok"] * 3 + ["429"] * 99, "retry_after": "3600"}, "asks to wait 3600 s.*again later", 3),
-    ({"key": "another"}, "Incorrect API key.*check OPENAI_API_KEY", 0),
-    ({"models": ["another"]}, "`tiny` does not exist.*--annotator_model", 0)])
-def test_a_server_that_can_serve_nobody_is_one_line_and_nothing_is_lost(work, settings, message, kept):
+@pytest.mark.parametrize("settings, message", [
+    ({"plan": ["quota"] * 99}, "exceeded your current quota"), ({"plan": ["500"] * 99}, "500.*had an error"),
+    ({"key": "another"}, "Incorrect API key.*check OPENAI_API_KEY"),
+    ({"models": ["another"]}, "`tiny` does not exist.*--annotator_model")])
+def test_a_server_that_can_serve_nobody_is_one_line(work, settings, message):
     for name, value in settings.items():
         setattr(work.server.settings, name, value)
-    line = work.fails(message, made_rows(20), concurrency=3)
+    line = work.fails(message, made_rows(20), concurrency=3, retries=1)
     assert "\n" not in line and work.server.url in line and "sk-loopback" not in line
-    assert work.calls() <= kept + 6, "it is no use to ask again"
-    assert sum(record["reason"] is None for record in work.kept()) == kept
-    work.server.settings.plan, work.server.settings.key, work.server.settings.models = [], "", []
-    before = work.calls()
+    assert work.calls() <= 3 * (1 + 1) and not work.kept(), "three at once, of one retry each"
+
+
+def test_a_server_that_gives_up_later_ends_the_run_and_nothing_is_lost(work):
+    """One kind of refusal: the account is empty; 25 rows tell."""
+    work.server.settings.plan = ["ok"] * 3 + ["quota"] * 99
+    line = work.fails("25 replies in a row.*exceeded your current quota", made_rows(60), concurrency=3, retries=0)
+    assert "\n" not in line and work.calls() <= 3 + 25 + 3
+    assert sum(record["reason"] is None for record in work.kept()) == 3
+    work.server.settings.plan, before = [], work.calls()
     work.run()
-    assert work.calls() - before == 20 - kept and len(work.written()) == 20
+    assert work.calls() - before == 57 and len(work.written()) == 60
 
 
 def test_replies_under_way_are_kept_when_another_request_ends_the_run(work):
-    """They are on the bill."""
-    work.server.settings.plan, work.server.settings.delay = ["ok"] * 4 + ["quota"], 0.3
-    work.fails("quota", made_rows(40), concurrency=4, retries=0)
+    """They are on the bill: the 25th refusal comes while others are still asked."""
+    work.server.settings.plan, work.server.settings.delay = ["ok"] * 4 + ["quota"] * 25, 0.3
+    work.fails("quota", made_rows(60), concurrency=4, retries=0)
     said = work.server.stats()
     assert said["statuses"]["200"] == sum(record["reason"] is None for record in work.kept()) >= 4
 
 
 def test_a_server_that_is_down_or_a_missing_key_is_one_line(work, monkeypatch):
-    line = work.fails("cannot be reached.*is the server up", made_rows(3), base_url="http://127.0.0.1:9/v1", retries=0)
-    assert "127.0.0.1:9" in line and "\n" not in line
+    url = "http://bob:secret@127.0.0.1:9/v1"
+    line = work.fails("no answer: Connection error.*--base_url", made_rows(3), base_url=url, retries=0)
+    assert "127.0.0.1:9" in line and "\n" not in line and "secret" not in line
     monkeypatch.delenv("OPENAI_API_KEY")
     work.fails("OPENAI_API_KEY is not set")
+    with pytest.raises(InputError, match="OPENAI_API_KEY is not set"):
+        check_annotator(work.config())
+    check_annotator(work.config(critic="toy:critique"))
+    with pytest.raises(InputError, match="--critic"):
+        check_annotator(work.config(critic="toy:nothing"))
     assert work.calls() == 0 and not work.kept()
 
 
@@ -420,7 +385,6 @@ def test_usage_and_cost_are_the_servers_own(work):
     said, kept = work.server.stats(), work.kept()
     for name in ("prompt_tokens", "completion_tokens"):
         assert sum(record["usage"][name] for record in kept) == said[name]
-        assert f"{said[name]:,}" in line
     assert sum(record["usd"] for record in kept) == pytest.approx(bill(work.server), rel=1e-12)
     assert float(line.rpartition("$")[2]) == pytest.approx(bill(work.server), abs=1e-4)
     for row in work.written():
@@ -455,18 +419,14 @@ def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, cou
 
 
 def test_a_request_that_raises_frees_those_that_wait_for_the_budget(work):
-    """The command ends; `timeout` is only there so that a hang fails."""
+    """Else this hangs."""
     work.server.settings.plan, work.server.settings.delay = ["ok"] * 3 + ["quota"] * 99, 0.05
-    write_rows(work.data, made_rows(30))
-    done = subprocess.run(command(work, concurrency=8, max_usd=0.05, **PRICES), capture_output=True, text=True,
-                          timeout=60)
-    assert done.returncode == 1 and "exceeded your current quota" in done.stderr
-    assert sum(record["usage"]["prompt_tokens"] for record in work.kept() if record["usage"]) == (
+    work.fails("exceeded your current quota", made_rows(40), concurrency=8, max_usd=0.1, retries=0, **PRICES)
+    assert sum(record["usage"]["prompt_tokens"] for record in work.kept()) == (
         work.server.stats()["prompt_tokens"])
 
 
-def test_a_budget_needs_prices_and_a_server_that_counts(work, monkeypatch):
-    work.fails("--max_usd needs --price_in", made_rows(3), max_usd=1)
+def test_without_the_servers_count_the_worst_case_is_booked(work, monkeypatch):
     whole = loopback.Server._completion
 
     def uncounted(*args, **kwargs):
@@ -475,10 +435,11 @@ def test_a_budget_needs_prices_and_a_server_that_counts(work, monkeypatch):
         return answer
 
     monkeypatch.setattr(loopback.Server, "_completion", uncounted)
-    work.fails("no usage", max_usd=1, concurrency=1, **PRICES)
-    assert work.calls() == 1 == len(work.kept())
-    work.run()
-    assert all(row["usage"] is None and row["usd"] is None for row in work.written())
+    work.fails("--max_usd 0.05 reached", made_rows(30), max_usd=0.05, concurrency=4, **PRICES)
+    kept = work.kept()
+    assert 1 < work.calls() == len(kept) < 30
+    assert all(record["usage"]["completion_tokens"] == 1200 for record in kept)
+    assert bill(work.server) < 0.04 < sum(record["usd"] for record in kept) <= 0.05
 
 
 @pytest.mark.parametrize("counting", ["quarters", "pieces"])
@@ -491,7 +452,7 @@ def test_the_forecast_after_a_pilot_is_within_10_percent_of_the_bill(tmp_path, c
     with serving(counting=counting, responder=wordy) as server:
         work, rows = Work(tmp_path, server), made_rows(300, longest=150)
         monkeypatch.delenv("OPENAI_API_KEY")
-        assert "--limit 50 measures" in work.run(rows, dry_run=True, **PRICES)
+        assert "ten replies measure it" in work.run(rows, dry_run=True, **PRICES)
         assert work.calls() == 0
         monkeypatch.setenv("OPENAI_API_KEY", "any")
         work.run(limit=50, **PRICES)
@@ -533,194 +494,10 @@ def test_nothing_is_asked_again_without_need_or_leave(work, reply, unmatched):
 
 def test_a_paid_reply_is_kept_where_the_second_request_fails(work):
     work.server.settings.responder, work.server.settings.plan = (lambda body: BAD), ["ok", "quota"]
-    work.fails("exceeded your current quota", [{"id": "a", "prompt": "p", "response": "This is the end."}],
-               unmatched="reask", **PRICES)
-    record, = work.kept()
-    assert record["reply"] == BAD and record["usd"] == pytest.approx(bill(work.server))
-
-
-def test_usage_of_two_requests_is_added_where_a_server_counts_nothing_for_replies(work, monkeypatch):
-    whole = loopback.Server._completion
-
-    def uncounted(*args, **kwargs):
-        answer = whole(*args, **kwargs)
-        answer.body["usage"]["completion_tokens"] = 0
-        return answer
-
-    monkeypatch.setattr(loopback.Server, "_completion", uncounted)
-    work.server.settings.responder = lambda body: BAD
-    work.run([{"id": "a", "prompt": "p", "response": "This is the end."}], unmatched="reask", **PRICES)
-    assert work.written()[0]["usage"] == {"prompt_tokens": work.server.stats()["prompt_tokens"], "completion_tokens": 0}
-
-
-# ── The Batch API ───────────────────────────────────────────────────────────────────────────────────────
-
-BATCH = {"batch": True, "batch_poll": 0.02, **PRICES}
-
-
-@pytest.fixture()
-def batching(work):
-    work.server.settings.batch_seconds = 0.1
-    work.rows = made_rows(12)
-    work.run(work.rows, limit=1, **PRICES)                    # what the server takes is known from a row asked directly
-    return work
-
-
-def killed(*args, **kwargs):
-    raise KeyboardInterrupt
-
-
-def test_a_batch_costs_half_and_brings_every_row(batching):
-    direct = read_rows(batching.output)[0]["usd"]
-    line = batching.run(**BATCH)
-    rows, said = batching.written(), batching.server.stats()
-    assert said["calls"] == 12
-    shares = Counter(round(row["usd"] / usd(row["usage"]), 6) for row in rows)
-    assert shares[0.5] >= 10 and shares[0.5] + shares[1.0] == 12
-    assert sum(row["usage"]["prompt_tokens"] for row in rows) == said["prompt_tokens"]
-    assert f"{said['prompt_tokens']:,} prompt + {said['completion_tokens']:,} reply tokens" in line
-    assert batching.run(**BATCH) and batching.calls() == 12 and direct == rows[0]["usd"]
-
-
-def test_a_batch_is_collected_by_another_process_if_the_first_is_killed_after_sending(batching, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(endpoint, "_collect", killed)
-        batching.run(**BATCH)
-    batching.fails("batch")                                    # without --batch every row would be bought again
-    batching.run(**BATCH)
-    assert batching.calls() == 12 and len(batching.written()) == 12
-
-
-def test_a_batch_is_found_if_the_process_was_killed_before_it_could_note_its_name(batching, monkeypatch):
-    whole = Journal.append_batch
-
-    def dies(journal, digest, batch=None, collected=False):
-        return killed() if batch else whole(journal, digest, batch, collected)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "append_batch", dies)
-        batching.run(**BATCH)
-    batching.run(**BATCH)
-    assert batching.calls() == 12 and len(batching.written()) == 12
-
-
-def test_a_batch_that_never_reached_the_server_is_sent_again(batching, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(InputError):
-        patch.setattr(loopback.Server, "new_batch", lambda self, body: loopback.failed(400, "No room."))
-        batching.run(**BATCH)
-    batching.run(**BATCH)
-    assert batching.calls() == 12 and len(batching.written()) == 12
-
-
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_process_killed_while_it_collects_books_no_reply_twice(batching, monkeypatch, after):
-    whole, n = Journal.append, []
-
-    def dies(journal, question, reply):
-        n.append(question)
-        return killed() if reply.discount < 1 and len(n) > after + 3 else whole(journal, question, reply)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "append", dies)
-        batching.run(**BATCH)
-    line = batching.run(**BATCH)
-    assert batching.calls() == 12 and len(batching.written()) == 12
-    kept = [record for record in batching.kept() if "key" in record]
-    assert len(kept) == len({record["key"] for record in kept}) == 12
-    assert sum(record["usd"] for record in kept) == pytest.approx(float(line.rpartition("$")[2]), abs=1e-4)
-
-
-def test_a_batch_of_the_same_rows_is_not_taken_for_an_earlier_one(batching, monkeypatch):
-    """All of its replies were garbage, so the same content is sent again; killed before the server had it."""
-    batching.server.settings.faults = {"garbage": 1.0}
-    batching.fails("11 responses", **BATCH)
-    batching.server.settings.faults, whole = {}, Journal.append_batch
-
-    def dies(journal, *args, **kwargs):
-        whole(journal, *args, **kwargs)
-        killed()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "append_batch", dies)
-        batching.run(**BATCH)
-    batching.run(**BATCH)
-    counted = sum(record["usage"]["prompt_tokens"] for record in batching.kept() if record.get("usage"))
-    assert len(batching.written()) == 12 and counted == batching.server.stats()["prompt_tokens"]
-
-
-def test_an_expired_batch_gives_what_it_has_and_the_rest_is_asked_by_the_next_run(batching):
-    batching.server.settings.batch_expires = 4
-    line = batching.fails("responses have no feedback.*expired", **BATCH)
-    have = 12 - int(line.split()[0])
-    assert have >= 5
-    batching.server.settings.batch_expires = -1
-    batching.run(**BATCH)
-    assert batching.calls() == 12 and len(batching.written()) == 12
-
-
-def test_failed_and_garbage_lines_of_a_batch_are_recorded_failures(batching):
-    batching.server.settings.faults, batching.server.settings.seed = {"500": 0.2, "garbage": 0.2, "truncated": 0.2}, 2
-    line = batching.fails("responses have no feedback", **BATCH)
-    bad = {record["key"] for record in batching.kept() if record.get("reason")}
-    kinds = batching.server.stats()["faults"]
-    assert all(kinds.get(kind) for kind in ("500", "garbage", "truncated")), "choose another seed"
-    for reason in ("500", "no JSON object", "cut off"):
-        assert reason in line, line
-    batching.server.settings.faults, before = {}, batching.calls()
-    batching.run(**BATCH)
-    assert batching.calls() - before == int(line.split()[0]) == len(bad) and len(batching.written()) == 12
-    counted = sum(record["usage"]["prompt_tokens"] for record in batching.kept() if record.get("usage"))
-    assert counted == batching.server.stats()["prompt_tokens"]
-
-
-def test_a_batch_that_is_refused_and_a_server_without_batches_are_one_line(batching, monkeypatch):
-    def changes(body):
-        batching.server.settings.models = ["another"]
-        return critique(body)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loopback.Server, "_upload", lambda *args: loopback.failed(404, "Not Found"))
-        patch.setattr(loopback.Server, "_held", lambda *args: loopback.failed(404, "Not Found"))
-        line = batching.fails("batch.*404.*--batch", **BATCH)
-        assert batching.server.url in line and "\n" not in line
-    batching.server.settings.responder = changes
-    batching.fails("refused the batch.*model_not_found", **BATCH)
-    batching.server.settings.models, batching.server.settings.responder = [], None
-    batching.run(**BATCH)
-    assert len(batching.written()) == 12
-
-
-def test_a_batch_keeps_the_budget(batching):
-    """Also where the batch of a killed process is still to be collected."""
-    whole = 12 * read_rows(batching.output)[0]["usd"]
-    for share in (0.1, 0.4, 1.0):
-        try:
-            batching.run(max_usd=share * whole, **BATCH)
-        except InputError as error:
-            assert "--max_usd" in str(error)
-        billed = sum(record["usd"] for record in batching.kept() if "key" in record)
-        assert billed <= share * whole + read_rows(batching.output)[0]["usd"]
-    batching.run(max_usd=9, **BATCH)
-    assert batching.calls() == 12
-
-
-def test_lines_of_a_batch_may_hold_any_line_separator(work):
-    """U+2028 and others stand bare in JSON; only \\n ends a line."""
-    body = {"choices": [{"message": {"content": GOOD.replace("It ends", "It\u2028ends\x85")}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 5, "completion_tokens": 7}}
-    line = json.dumps({"custom_id": "ab" * 16, "response": {"status_code": 200, "body": body}}, ensure_ascii=False)
-
-    async def get(name):
-        return SimpleNamespace(text=line + "\n", content=line.encode() + b"\n")
-
-    async def retrieve(name):
-        return SimpleNamespace(status="completed", output_file_id="file-1", error_file_id=None, request_counts=None)
-
-    server = endpoint.Server("tiny", "http://127.0.0.1:9/v1")
-    server.client = SimpleNamespace(files=SimpleNamespace(content=get), batches=SimpleNamespace(retrieve=retrieve))
-    with Journal(work.folder / "j", Prices(1, 1)) as journal:
-        asyncio.run(endpoint._collect("0" * 64, "batch_1", server, journal, 0.01))
-        assert "It\u2028ends\x85" in journal.read("ab" * 16)["reply"] and journal.usd == pytest.approx(6e-6)
+    work.run([{"id": "a", "prompt": "p", "response": "This is the end."}], unmatched="reask", retries=0, **PRICES)
+    first, second = work.kept()
+    assert first["reply"] == BAD and "quota" in second["reason"] and second["usd"] == 0
+    assert work.written()[0]["usd"] == first["usd"] == pytest.approx(bill(work.server))
 
 
 # ── A function instead of a server ──────────────────────────────────────────────────────────────────────
@@ -767,50 +544,49 @@ def test_half_characters_harm_only_their_row_with_a_critic_too(critic):
     critic.module.judge = lambda row, response: '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}' \
         if row["id"] == "row-4" else GOOD
     critic.fails("4 responses", rows)
-    critic.run(skip_failed=True, html=str(critic.folder / "page.html"))
+    critic.run(skip_failed=True)
     assert [row["id"] for row in read_rows(critic.output)] == ["row-0"]
 
 
-def test_the_toy_critic_runs_from_the_command_line(work):
+def test_the_toy_critic_annotates_what_it_made(work):
     import toy
     work.rows = [{**row, "response": row["reference"]} for row in toy.rows("train", 3)]
     write_rows(work.data, work.rows)
-    flags = ["--task", "toy", "--data", work.data, "--output", work.output, "--critic", "toy:critique"]
-    done = subprocess.run([sys.executable, ROOT / "annotate.py", *map(str, flags)], capture_output=True, text=True)
-    assert done.returncode == 0 and str(work.output) in done.stdout and "next: python reward_model.py" in done.stdout
+    annotate(AnnotateConfig(task="toy", data=str(work.data), output=str(work.output), critic="toy:critique"))
     rows = read_rows(work.output)
     assert [row["id"] for row in rows] == [row["id"] for row in work.rows]
     assert all(len(row["spans"]) == 7 and row["annotator"] == "toy:critique" for row in rows)
 
 
-def test_memory_does_not_grow_with_the_rows(critic):
-    """Peak with 100 and with 800 rows of 10 KB: their difference is less than a tenth of the rows' size."""
-    peaks, critic.module.judge = [], lambda row, response: '{"critique": "c", "good_spans": [], "poor_spans": []}'
-    for n in (100, 800):
-        rows = [{"id": f"row-{i}", "prompt": f"{i}" + "p" * 5000, "response": f"{i} " + "r" * 5000} for i in range(n)]
-        critic.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        size = critic.data.stat().st_size
-        del rows
-        tracemalloc.start()
-        annotate.annotate(critic.config())
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        critic.journal.unlink()
-    print(f"peaks {peaks[0] / 1e6:.2f} and {peaks[1] / 1e6:.2f} MB, rows of {size / 1e6:.1f} MB")
-    assert peaks[1] - peaks[0] < 0.1 * 7 / 8 * size
-
-
 # ── Flags ───────────────────────────────────────────────────────────────────────────────────────────────
 
 @pytest.mark.parametrize("flags, message", [
-    ({"mode": "cots"}, "--mode must be one of.*no_cot"), ({"unmatched": "guess"}, "--unmatched"),
-    ({"limit": 0}, "--limit"), ({"limit": -1}, "--limit"), ({"concurrency": 0}, "--concurrency"),
-    ({"retries": -1}, "--retries"),
-    ({"max_usd": 1.0}, "--max_usd needs"), ({"batch": True, "unmatched": "reask"}, "--batch"),
-    ({"batch": True, "critic": "toy:critique"}, "--batch")])
+    (["--mode", "cots"], "--mode must be one of.*no_cot"), (["--unmatched", "guess"], "--unmatched"),
+    (["--limit", "0"], "--limit"), (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
+    (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"), (["--max_usd", "1"], "--max_usd needs")])
 def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, flags, message):
-    work.fails(message, made_rows(2), **flags)
+    write_rows(work.data, made_rows(2))
+    flags = ["--task", "ultrafeedback", "--data", str(work.data), "--output", str(work.output),
+             "--base_url", work.server.url, *flags]
+    with pytest.raises(InputError, match=message):
+        annotate(parse_flags(AnnotateConfig, flags, "Ask."))
     assert work.calls() == 0 and not work.kept()
+
+
+@pytest.mark.parametrize("change, text, reason, counted", [
+    ({}, "Fine.", None, True), ({"usage": None}, "Fine.", None, False),
+    ({"usage": {"total_tokens": 9}}, "Fine.", None, False),
+    ({"usage": {"prompt_tokens": 5, "completion_tokens": None}}, "Fine.", None, False),
+    ({"choices": [{"message": {"content": [{"type": "text", "text": "Fi"}, {"type": "x"}, {"text": "ne."}]}}]},
+     "Fine.", None, True),
+    ({"choices": [{"message": {"content": 7}}]}, "", "no chat completion", True),
+    ({"choices": None}, "", "no chat completion", True)])
+def test_completions_of_other_servers_are_read(change, text, reason, counted):
+    usage = {"prompt_tokens": 5, "completion_tokens": 7}
+    body = {"choices": [{"message": {"content": "Fine."}, "finish_reason": "stop"}], "usage": usage} | change
+    reply = read_completion(json.dumps(body), 9)
+    assert reply.usage == (usage if counted else None) and text in reply.text
+    assert reason in reply.reason if reason else reply.reason is None
 
 
 # ── Leaving early, and coming back with other flags ─────────────────────────────────────────────────────
@@ -827,6 +603,17 @@ def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
     assert work.calls() == 60 == len(work.written())
 
 
+def test_a_second_ctrl_c_does_not_wait(work):
+    """The server hangs for ten minutes; what is under way then is not kept."""
+    work.server.settings.delay = 600
+    timers = [threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)) for wait in (1.2, 1.8)]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.run(made_rows(20))
+    assert 0 < work.calls() <= 8 and not work.kept()
+
+
 def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
     work.run(made_rows(20))
     said = work.server.stats()
@@ -839,12 +626,12 @@ def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
 
 def test_a_forecast_is_measured_on_replies_of_its_own_mode(work):
     work.run(made_rows(12))
-    assert "as 12 replies measured it" in work.run(made_rows(20), dry_run=True)
-    assert "replies assumed at 1500 tokens" in work.run(dry_run=True, mode="dense")
+    assert "as earlier replies measured it" in work.run(made_rows(20), dry_run=True)
+    assert "replies assumed at 80 tokens" in work.run(
+        [row | {"critique": "c"} for row in work.rows], dry_run=True, mode="align")
 
 
-@pytest.mark.parametrize("same", [("data", "output"), ("people", "output"), ("audit", "html"), ("output", "html")])
-def test_no_file_is_written_over_another(tmp_path, same):
-    paths = {"data": str(tmp_path / "rows.jsonl")} | {name: str(tmp_path / "x" / ".." / "one.jsonl") for name in same}
+def test_the_output_is_not_written_over_the_data(tmp_path):
+    one = tmp_path / "x" / ".." / "one.jsonl"
     with pytest.raises(InputError, match="are one file"):
-        annotate.check_files(AnnotateConfig(**paths))
+        annotate(AnnotateConfig(data=str(tmp_path / "one.jsonl"), output=str(one), dry_run=True))

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute, extract_code, read_arc,
                         read_problems, read_samples)
-from endpoint import InputError
+from data import InputError, write_rows
 from model import add_lora, use_lora
-from tasks import write_rows
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
         'def grow(x: int) -> int:\n    """One more."""\n')
@@ -73,22 +72,21 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
 
 
 @pytest.mark.parametrize("text, words", [
-    (b"", ["no rows"]), (b"\n \n", ["no rows"]), (b"[]", ["no rows"]), (b"{", ["line 1", "JSON"]), (b"[{]", ["JSON"]),
-    (b"3", ["line 1", "object"]), (b'[{"a": 1}, 3]', ["row 1", "field", "'a'"]), (b"\xff\xfe", ["UTF-8"]),
-    (gzip.compress(b"{}")[:-4], ["gzip"]), (b"\x1f\x8bnothing", ["gzip"]), (gzip.compress(b"{"), ["line 1", "JSON"]),
+    (b"[]", ["no rows"]), (gzip.compress(b"{"), ["line 1", "JSON"]),
+    (b'[{"a": 1}, 3]', ["row 1", "field", "'a'"]), (b"\x1f\x8bnothing", ["gzip"]),
     (b'{"id": "a", "question": {}, "answerKey": "A"}', ["field 'task_id' is missing"]),
-    *((json.dumps({k: v for k, v in row.items() if k != name}).encode(), ["line 1", f"field '{name}' is missing"])
-      for row in (HUMANEVAL, PLUS, MBPP, SANITIZED) for name in row
-      if name in ("test", "entry_point", "plus_input", "atol", "code", "test_list")),
+    *((json.dumps({k: v for k, v in row.items() if k != name}).encode(),
+       ["row 1", f"field '{name}' is missing"])
+      for row, name in ((HUMANEVAL, "test"), (PLUS, "plus_input"), (PLUS, "atol"), (MBPP, "code"),
+                        (SANITIZED, "test_list"))),
     (json.dumps(HUMANEVAL | {"prompt": ""}).encode(), ["'prompt' holds ''"]),
     (json.dumps(PLUS | {"base_input": []}).encode(), ["'base_input' holds '[]'"]),
     (json.dumps(PLUS | {"atol": "0"}).encode(), ["'atol' holds '0'"]),
-    (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["line 1", "asserts call nothing"]),
-    (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["line 1", "SyntaxError"]),
-    (json.dumps(MBPP | {"test_list": [1]}).encode(), ["line 1", "TypeError"]),
-    (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["line 1", "TypeError"]),
-    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["line 2", "has come before"]),
-    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(MBPP).encode(), ["line 2", "a row of HumanEval"]),
+    (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "asserts call nothing"]),
+    (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["row 1", "SyntaxError"]),
+    (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["row 1", "TypeError"]),
+    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["row 2", "has come before"]),
+    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(MBPP).encode(), ["row 2", "a row of HumanEval"]),
 ])
 def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(text)
@@ -134,16 +132,13 @@ RIGHT = "def grow(x):\n" + BODY
     ("1. Do it:\n   ```python\n   def grow(x):\n       return x + 1\n   ```", "", "1."),
     ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n```python\ndef grow(x):\n    return more(x)\n```",
      "ONE = 1", "and"),
-    ("```python\ndef grow(x):\n    return more(x)\n```\nwith\n```python\ndef more(x):\n    return x + 1\n```", "more",
-     "with"),
     (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}assert grow(1) == 7\nprint(grow(1))\n"
      "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    ("from what I see, this is it:\n" + RIGHT, "", "see"),
     (BODY, "def grow(x: int)", "#"), (BODY.lstrip(), "def grow(x: int)", "#"),                       # the body alone
     (f"{BODY}\n\ndef other():\n    return 3\n\nprint(grow(2))\n", "One more.", "other"),
-    (f"```python\n{BODY}```", "def grow", "`"), ("```\nreturn x + 1\n```", "def grow", "`"),
+    ("```\nreturn x + 1\n```", "def grow", "`"),
     ("    return half(2 * x) + 1", "def half", "List"),
     ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "math"),    # the prompt's
     ("grow = lambda x: x + 1", "lambda", "def grow"),
@@ -160,27 +155,25 @@ def test_the_program_is_found_and_nothing_but_what_it_needs(response, kept, left
     assert [names["grow"](x) for x in (1, 5)] == [2, 6] and kept in code and left not in code, code
 
 
-@pytest.mark.parametrize("response", ["", "I cannot do that.", "```\n```", "def grow(x", "\0", "(" * 5000,
-                                      "grow " * 5000])
-def test_no_code_is_an_empty_program_and_a_failed_sample(response, tmp_path):
-    found = problem(tmp_path)
-    assert extract_code(response, found) == ""
-    [row] = run([found], "")
-    assert (row["base"], row["plus"], row["status"]) == (False, None, "error")
+@pytest.mark.parametrize("response", [
+    "", "I cannot do that.", "```\n```", "def grow(x", "\0", "(" * 5000, "grow " * 5000])
+def test_no_code_is_an_empty_program(response, tmp_path):
+    assert extract_code(response, problem(tmp_path)) == ""
 
 
-@pytest.mark.parametrize("answer", ["def other(x):\n    return x + 1", "print('grow')", "def grow():\n    return 2",
-                                    "return"])
+@pytest.mark.parametrize("answer", ["def other(x):\n    return x + 1", "print('grow')",
+                                    "def grow():\n    return 2", "return"])
 def test_code_that_is_not_the_function_fails(answer, tmp_path):
-    found = problem(tmp_path)
-    assert not run([found], extract_code(f"```python\n{answer}\n```", found))[0]["base"]
-    assert extract_code(f"```python\n{answer}\n```", problem(tmp_path, MBPP)) == (answer + "\n") * ("grow(" in answer)
+    found, said = problem(tmp_path), f"```python\n{answer}\n```"
+    assert not run([found], extract_code(said, found))[0]["base"]
+    kept = (answer + "\n") * ("grow(" in answer)
+    assert extract_code(said, problem(tmp_path, MBPP)) == kept
 
 
 def test_an_answer_that_was_cut_off_keeps_what_can_be_read(tmp_path):
-    code = extract_code(f"```python\n{RIGHT}\n\ndef other(x):\n    '''never", problem(tmp_path))
+    said = f"```python\n{RIGHT}\n\ndef other(x):\n    '''never"
+    code = extract_code(said, problem(tmp_path))
     assert code.endswith(RIGHT) and "other" not in code
-    assert extract_code("```python\nimport os\ndef grow(x):\n    return x + (y +\n```", problem(tmp_path, MBPP)) == ""
 
 
 def test_what_the_asserts_of_mbpp_use_is_kept(tmp_path):
@@ -294,16 +287,20 @@ def test_samples_go_through_a_file_and_completions_go_on_from_the_prompt(tmp_pat
             read_samples(write(tmp_path / "bad.jsonl", bad), problems)
 
 
-@pytest.mark.parametrize("name, count", [("HumanEval.jsonl.gz", 164), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164),
-                                         ("mbpp_first50.jsonl", 50)])
-def test_published_solutions_pass_and_empty_bodies_do_not(name, count, shared):  # Table 3
+@pytest.mark.parametrize("name, count, every", [
+    ("HumanEval.jsonl.gz", 164, 3), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164, 4),
+    ("mbpp_first50.jsonl", 50, 1)])
+def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, shared):  # Table 3
     problems = read_problems(shared / "data" / name)
-    rows = run(problems, *(extract_code(f"So:\n```python\n{p.solution}\n```\n", p) for p in problems))
-    assert len(rows) == count and [row for row in rows if not row["base"] or row["plus"] is False] == []
+    assert len(problems) == count
+    some = problems[::every]
+    rows = run(some, *(extract_code(f"So:\n```python\n{p.solution}\n```\n", p) for p in some))
+    assert [row for row in rows if not row["base"] or row["plus"] is False] == []
     assert {row["plus"] for row in rows} == {True if "Plus" in name else None}
-    if "Plus" not in name:
-        rows = run(problems, *(p.head + "    pass\n" if p.head else f"def {p.entry_point}(*_): pass" for p in problems))
-        assert len(rows) == count and not any(row["base"] or row["plus"] for row in rows)
+    some = problems[::8]
+    rows = run(some, *(p.head + "    pass\n" if p.head else f"def {p.entry_point}(*_): pass"
+                       for p in some))
+    assert len(rows) == len(some) and not any(row["base"] or row["plus"] for row in rows)
 
 
 def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
@@ -352,7 +349,7 @@ def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
 def test_arc_rows_of_another_form_are_named(row, words, tmp_path):
     with pytest.raises(InputError) as caught:
         read_arc(write(tmp_path / "bad", arc_row(), row))
-    assert "line 3" in str(caught.value) and words in str(caught.value)
+    assert "row 2" in str(caught.value) and words in str(caught.value)
 
 
 def plainly(model, tokenizer, question, choice):
@@ -366,36 +363,36 @@ def plainly(model, tokenizer, question, choice):
     return sum(logprobs[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
 
 
-def test_log_likelihoods_are_those_of_a_plain_forward_of_each_row(toy_model, tmp_path):
-    model, tokenizer = toy_model
-    rows = read_arc(write(tmp_path / "a", arc_row(), arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE"),
-                          arc_row(question={"stem": "Is it? " * 9, "choices": arc_row()["question"]["choices"]})))
-    add_lora(model, "trained", r=4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    found = {}
-    for adapter in (None, "trained"):
-        found[adapter] = choice_logprobs(model, tokenizer, rows, adapter=adapter, batch_size=3)
-        with use_lora(model, adapter):
-            plain = [[plainly(model, tokenizer, row["question"], choice) for choice in row["choices"]] for row in rows]
-        assert list(map(len, plain)) == [3, 5, 3]
-        assert np.abs(np.concatenate(found[adapter]) - np.concatenate(plain)).max() <= 1e-4
-    assert np.abs(np.concatenate(found[None]) - np.concatenate(found["trained"])).max() > 0.1
+def assert_plain(model, tokenizer, rows, adapter=None):
+    """Log-likelihoods and scores of a batch are those of a plain forward of each choice."""
+    with use_lora(model, adapter):
+        plain = [[plainly(model, tokenizer, row["question"], choice) for choice in row["choices"]]
+                 for row in rows]
+    found = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
+    assert list(map(len, found)) == list(map(len, plain))
+    assert np.abs(np.concatenate(found) - np.concatenate(plain)).max() <= 1e-4
+    scores = arc_scores(model, tokenizer, rows, adapter, batch_size=7)
+    for row, score, values in zip(rows, scores, plain):
+        normed = np.array(values) / [len(choice) for choice in row["choices"]]
+        assert score == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
+                         "accuracy_norm": float(np.argmax(normed) == row["answer"])}
+    return np.concatenate(plain)
+
+
+def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
+    five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
+    long = arc_row(question=arc_row()["question"] | {"stem": "Is it? " * 9})
+    rows = read_arc(write(tmp_path / "a", arc_row(), five, long))
+    for tensor in add_lora(toy_model[0], "trained", r=4):
+        torch.nn.init.normal_(tensor, std=0.3)
+    base, trained = (assert_plain(*toy_model, rows, adapter) for adapter in (None, "trained"))
+    assert np.abs(base - trained).max() > 0.1
 
 
 def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table 4
-    model, tokenizer = stories
     rows = read_arc(shared / "data" / "arc_challenge_dev.jsonl")
     assert len(rows) == 294 and {len(row["choices"]) for row in rows} == {3, 4}
-    rows = [row for row in rows if len(row["choices"]) == 3] + rows[:20]
-    plain = [[plainly(model, tokenizer, row["question"], choice) for choice in row["choices"]] for row in rows]
-    found = choice_logprobs(model, tokenizer, rows)
-    assert np.abs(np.concatenate(found) - np.concatenate(plain)).max() <= 1e-4
-    for row, scores, values in zip(rows, arc_scores(model, tokenizer, rows, batch_size=7), plain):
-        normed = np.array(values) / [len(choice) for choice in row["choices"]]
-        assert scores == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
-                          "accuracy_norm": float(np.argmax(normed) == row["answer"])}
+    assert_plain(*stories, [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7])
 
 
 @pytest.mark.parametrize("answer, expected", [(0, (0.0, 1.0)), (1, (1.0, 0.0)), (2, (0.0, 0.0))])

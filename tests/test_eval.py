@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from measures import benchmarks
 import eval as evaluation
 import toy
-from annotate import read_rows, write_rows
+from conftest import ROOT, fails
+from data import read_rows, write_rows
 from loopback import loopback
+from measures import benchmarks, people
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
-from test_pipeline import fails
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(monkeypatch, capsys, *flags) -> tuple[dict, str]:
@@ -154,18 +153,16 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path
 
 
 def test_r_phi_on_real_rows_writes_its_own_critiques(stories_flags, shared, tmp_path, monkeypatch, capsys):
-    import annotate
-    people = tmp_path / "people.jsonl"
-    monkeypatch.setattr(sys, "argv", ["annotate", "--people", str(shared / "data" / "finegrained_qa_human_spans.jsonl"),
-                                      "--task", "ultrafeedback", "--output", str(people)])
-    annotate.main()
-    short = [row for row in read_rows(people) if len(row["prompt"] + row["response"]) < 700][:3]
-    if not short:
-        short = [row | {"prompt": row["prompt"][:200]} for row in read_rows(people)
-                 if len(row["response"]) < 400][:3]
-    write_rows(people, short)
-    result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", people, *stories_flags, "--output_dir",
-                    tmp_path / "out")
+    marked = tmp_path / "people.jsonl"
+    monkeypatch.setattr(sys, "argv", [
+        "people", str(shared / "data" / "finegrained_qa_human_spans.jsonl"),
+        "--task", "ultrafeedback", "--output", str(marked)])
+    people.main()
+    short = [row | {"prompt": row["prompt"][:200]} for row in read_rows(marked)
+             if len(row["response"]) < 400][:3]
+    write_rows(marked, short)
+    result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", marked, *stories_flags,
+                    "--output_dir", tmp_path / "out")
     assert figure(result, "unparseable")["after"] == {"value": 1.0, "low": 1.0, "high": 1.0, "rows": len(short)}
 
 
@@ -285,9 +282,9 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, monkeypa
     (tmp_path / "twice.json").write_text(json.dumps([*answers, answers[0]]))
     assert "row 5: needed are an id of its own" in fails("eval.py", "--responses", tmp_path / "twice.json", "--limit", "4",
                                                          "--output_dir", tmp_path / "b")
-    monkeypatch.setattr(toy, "rows", lambda split, n, seed=0: rows[:3])
-    with pytest.raises(evaluation.InputError, match="4 answers to 3 rows; leave out what belongs to no row, such as toy-eval-0-3"):
-        run(monkeypatch, capsys, "--responses", tmp_path / "array.json", "--output_dir", tmp_path / "c")
+    monkeypatch.setattr(toy, "TASK", replace(toy.TASK, rows=lambda split, n, seed: rows[:3]))
+    assert "4 answers to 3 rows; leave out what belongs to no row, such as toy-eval-0-3" in fails(
+        "eval.py", "--responses", tmp_path / "array.json", "--output_dir", tmp_path / "c")
 
 
 def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, monkeypatch, capsys):
@@ -316,28 +313,40 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--k", "1,x"), "--k 1,x: needed are whole numbers"), (("--batch_size", "0"), "--batch_size 0: it must be at least 1"),
-    (("--limit", "-2"), "--limit -2"), (("--temperature", "-1"), "--temperature -1"), (("--dtype", "fp99"), "--dtype fp99"),
-    (("--k", "5"), "at least as many --samples_per_row"), (("--task", "arc", "--responses", "f"), "--responses does nothing"),
-    (("--task", "code", "--samples_per_row", "2", "--data", "d"), "would be one sample, many times over"),
-    (("--task", "reward_model", "--rate", "--data", "d"), "--rate does nothing for --task reward_model"),
-    (("--judge_prompts", "nowhere"), "nowhere: no such file"), (("--adapter", "nowhere"), "there is no adapter"),
-    (("--task", "poetry"), "no task 'poetry'"), (("--task", "arc"), "needs --data")])
-def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["eval", "--output_dir", str(tmp_path / "out"), *flags])
+    (("--k", "1,x"), "--k 1,x: needed are whole numbers"),
+    (("--batch_size", "0"), "--batch_size: 0 must be at least 1"),
+    (("--limit", "-2"), "--limit: -2"), (("--temperature", "nan"), "--temperature: nan"),
+    (("--dtype", "fp99"), "--dtype: invalid choice: 'fp99'"),
+    (("--k", "5"), "at least as many --samples_per_row"),
+    (("--task", "arc", "--responses", "f"), "--responses does nothing"),
+    (("--task", "code", "--samples_per_row", "2", "--data", "d"), "one sample, many times over"),
+    (("--task", "reward_model", "--rate", "--data", "d"), "--rate does nothing for --task"),
+    (("--max_usd", "1"), "--price_in"), (("--judge_prompts", "nowhere"), "nowhere: no such file"),
+    (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
+    (("--task", "poetry"), "--task: invalid choice: 'poetry'")])
+def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch,
+                                                                       tmp_path):
     monkeypatch.setattr(evaluation, "load_model", None)
-    with pytest.raises(evaluation.InputError, match=re.escape(said)):
-        evaluation.main()
+    assert said in fails("eval.py", "--output_dir", tmp_path / "out", *flags)
+    assert not (tmp_path / "out" / "answers.jsonl").exists()
 
 
-def test_bad_input_is_one_line_that_says_what_to_do(shared, tmp_path):
-    data, out = shared / "data", ("--output_dir", tmp_path / "out")
-    told = fails("eval.py", "--task", "code", "--data", data / "arc_challenge_dev.jsonl", *out)
-    assert "arc_challenge_dev.jsonl" in told
+def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
+    out = ("--output_dir", tmp_path / "out")
     write_rows(tmp_path / "few.jsonl", [{"id": "toy-eval-0-0", "response": "x"}])
     told = fails("eval.py", "--responses", tmp_path / "few.jsonl", "--limit", "2", *out)
     assert "no answer to 1 of 2 rows, first toy-eval-0-1" in told
-    write_rows(tmp_path / "spans.jsonl", [{"id": "1", "prompt": "p", "response": "r", "spans": [{"start": 0, "end": 9, "label": 1}]}])
+    spans = {"id": "1", "prompt": "p", "response": "r", "spans": [{"start": 0, "end": 9, "label": 1}]}
+    write_rows(tmp_path / "spans.jsonl", [spans])
     told = fails("eval.py", "--task", "reward_model", "--data", tmp_path / "spans.jsonl", *out)
     assert "row 1: " in told and "is no span" in told
+    told = fails("eval.py", "--task", "code", "--data", tmp_path / "spans.jsonl", *out)
+    assert "spans.jsonl, row 1: field" in told
+
+
+def test_none_names_the_base_alone(tmp_path, monkeypatch, capsys):
+    """A text flag that may be empty takes "none"; the toy's preset names an adapter."""
+    result, printed = run(monkeypatch, capsys, "--adapter", "none", "--limit", "2",
+                          "--max_new_tokens", "3", "--output_dir", tmp_path)
+    assert result["config"]["adapter"] is None and "difference" not in printed
+    assert set(figure(result, "fact accuracy")) == {"measure", "base"}

@@ -196,7 +196,7 @@ def check(seed: int) -> Counter:
     check_quotes(reply, feedback)
     check_spans(response, feedback, grounding)
     check_delta(words, grounding, judgement.delta)
-    return Counter(read=1, good=sum(d > 0 for d in judgement.delta), poor=sum(d < 0 for d in judgement.delta),
+    return Counter(read=1, good=judgement.delta.count(1), poor=judgement.delta.count(-1),
                    unmatched=len(grounding.unmatched), ambiguous=grounding.ambiguous)
 
 
@@ -225,16 +225,17 @@ def test_the_other_kinds_of_reply_raise_nothing_else():
     def one(seed):
         rng = random.Random(seed)
         response = a_response(rng)
-        words, mode = response.split(), rng.choice(["dense", "steps"])
+        words, mode = response.split(), rng.choice(["DENSE", "STEPS"])
         value = ({"textual_feedback": "c", "labels": [{"word": w, "label": rng.choice(["good", "poor", "neutral"])}
-                                                      for w in words]} if mode == "dense" else
+                                                      for w in words]} if mode == "DENSE" else
                  {"steps": [{"step": " ".join(words[i : i + 2]), "reason": "r", "correct": i % 4 == 0}
                             for i in range(0, len(words), 2)]})
         original = reply = json.dumps(value)
         for _ in range(rng.choice([0, 1, 2])):
             reply = mutated(rng, reply, original)
         try:
-            feedback, grounding = read_reply({"id": "1", "prompt": "p", "response": response}, reply, mode)
+            feedback, grounding = read_reply({"id": "1", "prompt": "p", "response": response}, reply,
+                                            f"experiments.modes:{mode}")
         except FeedbackError:
             return Counter(refused=1)
         for span in grounding.spans:

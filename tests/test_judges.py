@@ -17,7 +17,7 @@ import pytest
 
 from measures import judge as judges
 from conftest import ROOT
-from endpoint import InputError
+from data import InputError, parse_flags
 from measures.judge import JudgeConfig, JudgeError, ask_judge, pairwise_questions, pairwise_scores, win_tie_loss
 from loopback import loopback as serving
 
@@ -158,32 +158,22 @@ def test_replies_without_a_clear_verdict_are_not_guessed(form, text, reason):
         judges.read_verdict(form, text)
 
 
-def test_a_judge_that_answers_prose_is_asked_once_more_then_counted_and_named(config, server, tmp_path):
+def test_a_judge_that_answers_prose_is_counted_named_and_asked_again_by_the_next_run(config, server, tmp_path):
     server.settings.responder = says("The first one is far better, clearly.")
     scores = judge(made_rows(5, 1), made_rows(5, 2), config, tmp_path / "j")
     assert {(row["win"], row["reason"]) for row in scores} == {(None, "no verdict in the reply")}
     table = win_tie_loss(scores)
     assert (table["unreadable"], table["n"], table["win"] + table["tie"] + table["loss"]) == (5, 5, 0)
-    assert table["win_rate"] is None and server.stats()["calls"] == 20
+    assert table["win_rate"] is None and server.stats()["calls"] == 10
     server.settings.responder = shorter                       # the next run asks for these again
     assert win_tie_loss(judge(made_rows(5, 1), made_rows(5, 2), config, tmp_path / "j"))["unreadable"] == 0
-
-
-def test_prose_that_gives_way_to_a_verdict_when_asked_again_counts_and_both_calls_are_billed(config, server, tmp_path):
-    server.settings.responder = lambda body: shorter(body) if len(body["messages"]) == 4 else "Hard to say."
-    config.price_in = config.price_out = 1.0
-    questions = pairwise_questions(made_rows(4, 1), made_rows(4, 2), config)
-    found, said = ask_judge(questions, config, tmp_path / "j"), server.stats()
-    assert all(answer["verdict"] and answer["reason"] is None for answer in found.values()) and said["calls"] == 16
-    assert sum(answer["usd"] for answer in found.values()) == pytest.approx(
-        (said["prompt_tokens"] + said["completion_tokens"]) / 1e6)
 
 
 def test_25_replies_in_prose_end_the_run(config, server, tmp_path):
     server.settings.responder = says("No.")
     with pytest.raises(InputError, match="25 replies in a row.*no verdict"):
         judge(made_rows(40, 1), made_rows(40, 2), config, tmp_path / "j")
-    assert server.stats()["calls"] < 2 * (25 + 8) + 2
+    assert server.stats()["calls"] < 25 + 8
 
 
 def test_one_row_that_fails_is_a_reason_and_the_others_are_unharmed(config, server, tmp_path):
@@ -209,17 +199,17 @@ def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tm
 
 KILLED = """
 import json, sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+sys.path.insert(0, {root!r})
 from measures.judge import *
-from test_judges import made_rows
 config = JudgeConfig(judge_model="tiny", base_url={url!r}, concurrency=4)
-ask_judge(pairwise_questions(made_rows(40, 1), made_rows(40, 2), config), config, {path!r})
+ask_judge(pairwise_questions(*json.load(open({rows!r})), config), config, {path!r})
 """
 
 
 def test_a_run_that_is_killed_goes_on_and_asks_nothing_twice_but_what_was_under_way(config, server, tmp_path):
-    server.settings.delay, path = 0.02, str(tmp_path / "j")
-    code = KILLED.format(root=str(ROOT), url=server.url, path=path)
+    server.settings.delay, path, rows = 0.02, str(tmp_path / "j"), tmp_path / "rows.json"
+    rows.write_text(json.dumps([made_rows(40, 1), made_rows(40, 2)]))
+    code = KILLED.format(root=str(ROOT), url=server.url, path=path, rows=str(rows))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     while server.stats()["calls"] < 30 and process.poll() is None:
         time.sleep(0.01)
@@ -231,19 +221,15 @@ def test_a_run_that_is_killed_goes_on_and_asks_nothing_twice_but_what_was_under_
     assert 80 <= server.stats()["calls"] <= 80 + 4
 
 
-def test_a_forecast_asks_nothing_and_is_near_the_bill(config, server, tmp_path):
+def test_a_forecast_asks_nothing_and_knows_what_is_left(config, server, tmp_path):
     config.price_in, config.price_out = 2.5, 10.0
     questions = pairwise_questions(made_rows(40, 1), made_rows(40, 2), config)
     line = judges.forecast(questions, config, tmp_path / "j")
-    assert line.startswith("80 questions, 80 to ask of tiny") and "$" in line and server.stats()["calls"] == 0
+    assert line.startswith("80 questions, 80 to ask: about") and "$" in line
+    assert server.stats()["calls"] == 0
     ask_judge(questions[:20], config, tmp_path / "j")
-    line = judges.forecast(questions, config, tmp_path / "j")
-    guess, before = float(line.rpartition("$")[2]), server.stats()
-    found, said = ask_judge(questions, config, tmp_path / "j"), server.stats()
-    usd = sum(price * (said[name] - before[name]) / 1e6
-              for name, price in (("prompt_tokens", 2.5), ("completion_tokens", 10)))
-    assert "60 to ask" in line and guess == pytest.approx(usd, rel=0.05)
-    assert len(found) == 80
+    assert "60 to ask" in judges.forecast(questions, config, tmp_path / "j")
+    assert len(ask_judge(questions, config, tmp_path / "j")) == 80
     assert "USD unknown" in judges.forecast(questions, JudgeConfig(judge_model="x"), tmp_path / "j")
 
 
@@ -260,17 +246,17 @@ def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server,
     assert server.stats()["calls"] == 80
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"max_usd": 1.0}, "--max_usd needs --price_in"), ({"concurrency": 0}, "--concurrency"),
-    ({"judge_temperature": math.inf}, "--judge_temperature"), ({"judge_tokens": 0}, "--judge_tokens")])
-def test_flags_that_make_no_sense_are_refused(options, message, tmp_path):
+@pytest.mark.parametrize("flags, message", [
+    (["--max_usd", "1"], "--max_usd needs --price_in"), (["--concurrency", "0"], "--concurrency"),
+    (["--judge_temperature", "inf"], "--judge_temperature"), (["--judge_tokens", "0"], "--judge_tokens")])
+def test_flags_that_make_no_sense_are_refused(flags, message, tmp_path):
     with pytest.raises(InputError, match=message):
-        ask_judge([], JudgeConfig(**options), tmp_path / "j")
+        ask_judge([], parse_flags(JudgeConfig, flags, "Judge."), tmp_path / "j")
 
 
-def test_a_model_that_is_not_there_names_the_judge_s_flag(config, server, tmp_path):
+def test_a_model_that_is_not_there_is_one_line(config, server, tmp_path):
     server.settings.models = ["other"]
-    with pytest.raises(InputError, match="does not exist.*--judge_model"):
+    with pytest.raises(InputError, match="'tiny'.*does not exist.*the model"):
         judge(made_rows(2, 1), made_rows(2, 2), config, tmp_path / "j")
 
 
@@ -411,8 +397,9 @@ def test_question_files_of_another_schema_are_named(tmp_path, row, message):
 
 def test_gzipped_missing_and_broken_files_are_named(tmp_path):
     path = tmp_path / "q.jsonl"
-    for data, message in ((gzip.compress(b"{}\n"), "gzipped.*gunzip"), (b'[{"a": 1}', "not a JSON array"),
-                          (b"[1]", "row 1: field 'instruction'"), (b"\xff\n", "not JSON in UTF-8"), (b"", "no rows")):
+    for data, message in ((gzip.compress(b"{}\n"), "row 1: field 'instruction'"),
+                          (gzip.compress(b"{}" * 99)[:-9], "gzipped file is damaged"), (b'[{"a": 1}', "not JSON"),
+                          (b"[1]", "row 1: expected a JSON object"), (b"\xff\n", "not JSON in UTF-8"), (b"", "no rows")):
         path.write_bytes(data)
         with pytest.raises(InputError, match=f"q.jsonl.*{message}"):
             judges.read_alpaca(path)

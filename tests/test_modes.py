@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import annotate
-from annotate import AnnotateConfig, FeedbackError, InputError, Span, read_reply, read_rows, write_rows
-from endpoint import Question, Server
-from tasks import LABELS, MODES, TASKS, annotation_messages, get_task, reply_schema
+from annotate import (AnnotateConfig, FeedbackError, Span, annotate, annotation_messages, get_mode,
+                      read_reply, schema_of)
+from data import TASKS, InputError, get_task, read_rows, write_rows
+from experiments.modes import LABELS
+from loopback import loopback
+from measures import sandbox
 
 often = settings(max_examples=100, deadline=None, derandomize=True)
 TASK = get_task("ultrafeedback")
+DENSE, STEPS = "experiments.modes:DENSE", "experiments.modes:STEPS"
+MODES = ("cot", "no_cot", "align", DENSE, STEPS)
 
 
 def example(response="The cat sat. A dog ran.", **more) -> dict:
@@ -64,7 +68,7 @@ def test_no_text_closes_its_fence(prompt, response, said, copies, mode):
         other |= {"response": response + rendered[1]["content"] + rendered[0]["content"]}
     messages = annotation_messages(TASK, other, mode)
     sections = {"request": prompt, "response": other["response"], "tests": said}
-    sections |= {"critique": said} if mode == "align" else {"reference": said} if mode == "steps" else {}
+    sections |= {"critique": said} if mode == "align" else {"reference": said} if mode == STEPS else {}
     assert fenced(messages) == sections
     harmless = annotation_messages(TASK, example(critique="c"), mode)
     unmarked = [said[0]["content"].replace(mark_of(said), "…") for said in (messages, harmless)]
@@ -81,8 +85,8 @@ def test_the_mark_of_another_row_is_another():
 # ── Prompts and forms ───────────────────────────────────────────────────────────────────────────────────
 
 KEYS = {"cot": ["reasoning", "textual_feedback", "good_spans", "poor_spans"],
-        "no_cot": ["textual_feedback", "good_spans", "poor_spans"], "dense": ["textual_feedback", "labels"],
-        "align": ["good_spans", "poor_spans"], "steps": ["steps"]}
+        "no_cot": ["textual_feedback", "good_spans", "poor_spans"], DENSE: ["textual_feedback", "labels"],
+        "align": ["good_spans", "poor_spans"], STEPS: ["steps"]}
 
 
 def objects(schema: dict):
@@ -95,7 +99,7 @@ def objects(schema: dict):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
     """What a strict server demands: every key required, no other allowed, in every object."""
-    schema = reply_schema(mode)
+    schema = schema_of(get_mode(mode).form)
     assert list(schema["properties"]) == KEYS[mode] and schema["type"] == "object"
     for one in objects(schema):
         assert one["required"] == list(one["properties"]) and one["additionalProperties"] is False
@@ -117,9 +121,17 @@ def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name,
     assert ("reasoning" in system.lower()) == (mode == "cot")
     asked = [system.find(f"{step}: ") for step in ("Reasoning", "Critique", "Spans")]           # l.7, 8 and 9 of Algorithm 2
     assert (-1 < asked[0] < asked[1] < asked[2]) == (mode == "cot")
-    assert ("A person's words." in user) == (mode == "align") and ("A good answer." in user) == (mode == "steps")
+    assert ("A person's words." in user) == (mode == "align") and ("A good answer." in user) == (mode == STEPS)
     assert "2 of 3 tests passed." in user and TASKS[name].judge in system
-    assert ("enum" in json.dumps(reply_schema(mode))) == (mode == "dense")
+    assert ("enum" in json.dumps(schema_of(get_mode(mode).form))) == (mode == DENSE)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("cots", "must be one of cot, no_cot, align.*'cots'"), ("dense", "experiments.modes:DENSE"),
+    ("experiments.modes:NONE", "cannot import"), ("experiments.modes:LABELS", "a dict, not")])
+def test_a_mode_that_there_is_not_is_refused(name, said):
+    with pytest.raises(InputError, match=f"--mode.*{said}"):
+        get_mode(name)
 
 
 # ── Dense labels: Table 11, 12 ──────────────────────────────────────────────────────────────────────────
@@ -134,7 +146,7 @@ def dense(words, labels, critique="Said.") -> dict:
                           st.sampled_from(list(LABELS))), min_size=1, max_size=12))
 def test_dense_labels_give_each_character_of_a_word_its_label(parts):
     response = "".join(word + space for word, space, _ in parts)
-    feedback, grounding = read("dense", dense(response.split(), [label for _, _, label in parts]), response)
+    feedback, grounding = read(DENSE, dense(response.split(), [label for _, _, label in parts]), response)
     expected = [LABELS[label] for word, _, label in parts for _ in word]
     delta = [0] * len(response)
     for span in grounding.spans:
@@ -157,10 +169,10 @@ def test_dense_labels_give_each_character_of_a_word_its_label(parts):
     (lambda v: v.pop("textual_feedback"), "no critique"), (lambda v: v.update(textual_feedback=3), "not a string")])
 def test_dense_labels_that_are_not_the_words_of_the_response_are_refused(change, reason):
     value = dense("The cat sat. A dog ran.".split(), ["good"] * 6)
-    assert read("dense", value)[1].spans == [Span(0, 23, 1)]
+    assert read(DENSE, value)[1].spans == [Span(0, 23, 1)]
     change(value)
     with pytest.raises(FeedbackError, match=reason):
-        read("dense", value)
+        read(DENSE, value)
 
 
 # ── Steps: Appendix N ───────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +183,7 @@ def steps(*triples) -> dict:
 
 def test_steps_are_labelled_in_order_and_repeated_ones_one_after_another():
     response = "x = 1\nx += 1\nprint(x)\nx += 1\n"
-    feedback, grounding = read("steps", steps(("x = 1", True, "a"), ("x += 1", True, "b"), ("print(x)", False, "c"),
+    feedback, grounding = read(STEPS, steps(("x = 1", True, "a"), ("x += 1", True, "b"), ("print(x)", False, "c"),
                                               ("x += 1", False, "d")), response)
     assert grounding.spans == [Span(0, 5, 1), Span(6, 12, 1), Span(13, 21, -1), Span(22, 28, -1)]
     assert not grounding.unmatched and feedback.good_spans == ["x = 1", "x += 1"]
@@ -180,7 +192,7 @@ def test_steps_are_labelled_in_order_and_repeated_ones_one_after_another():
 
 
 def test_a_step_that_is_not_there_or_out_of_order_gives_no_span():
-    _, grounding = read("steps", steps(("A  dog ran.", True, ""), ("The cat sat.", True, ""),
+    _, grounding = read(STEPS, steps(("A  dog ran.", True, ""), ("The cat sat.", True, ""),
                                        ("A bird", False, ""), ("  ", False, "")))
     assert grounding.spans == [Span(13, 23, 1)], "white space does not matter, order does"
     assert grounding.unmatched == ["The cat sat.", "A bird", "  "]
@@ -189,7 +201,7 @@ def test_a_step_that_is_not_there_or_out_of_order_gives_no_span():
 def test_after_a_lost_step_no_place_is_guessed():
     """The paraphrased first line leaves two places for the second step, one of them inside the first line."""
     response = "x = 12\ny = f(x)\nx = 1\n"
-    _, grounding = read("steps", steps(("x := 12", True, ""), ("x = 1", False, ""), ("y = f(x)", True, "")), response)
+    _, grounding = read(STEPS, steps(("x := 12", True, ""), ("x = 1", False, ""), ("y = f(x)", True, "")), response)
     assert grounding.spans == [Span(7, 15, 1)] and grounding.unmatched == ["x := 12"] and grounding.ambiguous == 1
 
 
@@ -200,7 +212,7 @@ def test_after_a_lost_step_no_place_is_guessed():
     (steps(("\ud83d", True, "")), "surrogate")])
 def test_what_is_no_list_of_steps_is_refused(value, reason):
     with pytest.raises(FeedbackError, match=reason):
-        read("steps", value)
+        read(STEPS, value)
 
 
 # ── Align: a person's critique, the model's spans ───────────────────────────────────────────────────────
@@ -220,24 +232,24 @@ def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     write_rows(tmp_path / "rows.jsonl", [{"id": "a", "prompt": "p", "response": "r", "critique": WORDS},
                                          {"id": "b", "prompt": "p", "response": "r", "critique": critique}])
     with pytest.raises(InputError, match="row b.*'critique' or 'feedback'"):
-        annotate.annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), mode="align",
+        annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), mode="align",
                                          output=str(tmp_path / "f.jsonl"), critic="toy:critique"))
 
 
 @pytest.mark.parametrize("mode, reply", [
     ("cot", {"reasoning": "r", "critique": "c", "good_spans": ["cat"], "poor_spans": []}),
     ("no_cot", {"critique": "c", "good_spans": ["cat"], "poor_spans": []}),
-    ("dense", dense("The cat sat. A dog ran.".split(), ["neutral", "good", *["neutral"] * 4])),
-    ("align", {"good_spans": ["cat"], "poor_spans": []}), ("steps", steps(("cat", True, "r")))])
+    (DENSE, dense("The cat sat. A dog ran.".split(), ["neutral", "good", *["neutral"] * 4])),
+    ("align", {"good_spans": ["cat"], "poor_spans": []}), (STEPS, steps(("cat", True, "r")))])
 def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply):  # Alg. 2 l.28
     critic = SimpleNamespace(judge=lambda row, response: json.dumps(reply))
     monkeypatch.setitem(sys.modules, "critic_of_the_test", critic)
     write_rows(tmp_path / "rows.jsonl", [example() | {"feedback": WORDS}])
-    annotate.annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), mode=mode,
+    annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), mode=mode,
                                      output=str(tmp_path / "f.jsonl"), critic="critic_of_the_test:judge"))
     row, = read_rows(tmp_path / "f.jsonl")
     assert row["spans"] == [{"start": 4, "end": 7, "label": 1}] and row["words"] == {"all": 6, "good": 1, "poor": 0}
-    assert row["good_spans"] == ["cat"] and row["critique"] == {"align": WORDS, "steps": "Correct: cat (r)"}.get(
+    assert row["good_spans"] == ["cat"] and row["critique"] == {"align": WORDS, STEPS: "Correct: cat (r)"}.get(
         mode, reply.get("critique", "Said."))
 
 
@@ -248,25 +260,27 @@ CODE = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2", "res
 
 @pytest.fixture()
 def kodcode(tmp_path, monkeypatch):
-    """Annotates kodcode rows with a stub in the place of the sandbox and of the server."""
-    world = SimpleNamespace(ran=[], result=SimpleNamespace(passed=False, status="failed", stderr="x" * 5000 + "1 != 2"),
-                            asked=[])
-    monkeypatch.setattr(annotate, "run_python", lambda code, tests, **_: world.ran.append((code, tests)) or world.result)
-
-    async def ask(server, question: Question):
-        world.asked.append(question.messages[1]["content"])
-        return annotate.Reply('{"critique": "c", "good_spans": ["return x"], "poor_spans": []}')
-
-    monkeypatch.setattr(Server, "ask", ask)
+    """Annotates kodcode rows with a stub in the place of the sandbox, and a server that counts."""
+    world = SimpleNamespace(ran=[], asked=[], result=SimpleNamespace(
+        passed=False, status="failed", stderr="x" * 5000 + "1 != 2"))
+    monkeypatch.setattr(sandbox, "run_python",
+                        lambda code, tests, **_: world.ran.append((code, tests)) or world.result)
     monkeypatch.setenv("OPENAI_API_KEY", "any")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    def answer(body):
+        world.asked.append(body["messages"][1]["content"])
+        return '{"critique": "c", "good_spans": ["return x"], "poor_spans": []}'
 
     def run(rows, **options):
         write_rows(tmp_path / "rows.jsonl", rows)
-        return annotate.annotate(AnnotateConfig(task="kodcode", data=str(tmp_path / "rows.jsonl"),
-                                                output=str(tmp_path / "f.jsonl"), **options))
+        return annotate(AnnotateConfig(
+            task="kodcode", data=str(tmp_path / "rows.jsonl"), base_url=server.url,
+            output=str(tmp_path / "f.jsonl"), **options))
 
     world.run = run
-    return world
+    with loopback(responder=answer) as server:
+        yield world
 
 
 def test_the_outcome_of_the_tests_stands_in_the_prompt_and_is_found_out_once(kodcode):

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import sys
 from collections import Counter
 from itertools import permutations
 
@@ -12,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import annotate
-from measures.people import (FORMS, InputError, agreement, cohen_kappa, krippendorff_alpha, merge, people_row, read_argilla,
-                    read_finegrained, read_label_studio, read_offsets, read_people, read_quotes)
+from data import read_rows
+from measures import people
+from measures.people import (FORMS, InputError, agreement, krippendorff_alpha, merge,
+                             people_row, read_argilla, read_finegrained, read_label_studio,
+                             read_offsets, read_people)
 
 often = settings(max_examples=150, deadline=None, derandomize=True)
 RESPONSE = "The plot is right, but Bob is called Rob."
@@ -57,7 +61,7 @@ def finegrained_row(**fields):
 QUOTES_ROW = {"prompt": "p", "response": RESPONSE, "feedback": "c", "good_spans": ["plot"], "poor_spans": ["Bob"]}
 
 
-# ── Readers ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Readers
 
 def test_the_same_feedback_is_the_same_annotation_in_every_form():
     spans = [{"start": 4, "end": 8, "label": "good"}, {"start": 23, "end": 26, "label": "Poor"}]
@@ -81,11 +85,8 @@ def test_several_annotators_of_a_task_or_record_are_several_annotations():
     assert [(a["annotator"], a["critique"], len(a["spans"])) for a in both] == [("1", "a", 1), ("2", "b", 0)]
     spans = {"marks": [{"value": [span(4, 8, 1)], "user_id": "x"}, {"value": [], "user_id": "y"}]}
     assert [(a["annotator"], len(a["spans"])) for a in read_argilla([record(spans)])] == [("x", 1), ("y", 0)]
-
-
-def test_rows_without_an_id_belong_together_and_without_a_name_are_different_people():
     rows = [{"prompt": p, "response": RESPONSE, "spans": [span(4, 8, 1)]} for p in ("a", "b", "a")]
-    read = read_offsets(rows)
+    read = read_offsets(rows)                          # without an id, without a name: of different people
     assert [a["id"] for a in read] == ["1", "2", "1"] and len({a["annotator"] for a in read}) == 3
     assert agreement(read)["shared"] == 1
 
@@ -121,9 +122,6 @@ def test_a_finegrained_error_is_a_poor_span_that_the_critique_explains():
         '"Rob" is marked as Dull: "no news"', 'The answer leaves out what was asked for: "Song Song is loud."']
     assert read["prompt"] == ("Answer the question from the passages.\n\nRob\nRob is a bird. He sings.\n\nSong\n"
                               "Song is loud.\n\nQuestion: Who is it?")
-
-
-def test_a_finegrained_row_without_errors_has_no_spans_and_says_so():
     read, = read_finegrained([finegrained_row(feedback={"errors": [], "missing-info": []})])
     assert read["spans"] == [] and read["critique"] == "No part of the answer is marked as wrong."
 
@@ -140,11 +138,10 @@ def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared):
     assert sum(len(row["feedback"]["errors"]) for row in rows) == 265
 
 
-# ── Bad input ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Bad input
 
-@pytest.mark.parametrize("bad", [
-    {"start": -1}, {"start": 8}, {"end": len(RESPONSE) + 1}, {"end": 4}, {"start": "4"}, {"end": 8.0}, {"end": None},
-    {"start": True}, {"label": 0}, {"label": True}, {"label": "great"}, {"label": None}, {"label": ["good"]}])
+@pytest.mark.parametrize("bad", [{"start": -1}, {"start": 8}, {"end": len(RESPONSE) + 1}, {"end": 8.0},
+                                 {"start": True}, {"label": 0}, {"label": "great"}, {"label": ["good"]}])
 def test_a_span_that_cannot_be_is_named_with_row_place_value_and_remedy(bad):
     rows = [offsets_row([span(0, 3, 1)]), offsets_row([span(0, 3, 1), {**span(4, 8, 1), **bad}], id="r2")]
     (name, value), = bad.items()
@@ -162,19 +159,6 @@ def test_a_field_that_cannot_be_is_named_with_its_row(change, said):
     with pytest.raises(InputError, match="^row 2 ") as caught:
         read_offsets([offsets_row(), {**offsets_row(), **change}])
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("change", [
-    {"good_spans": "plot"}, {"poor_spans": [3]}, {"poor_spans": [" "]}, {"good_spans": None}])
-def test_quotes_must_be_lists_of_texts(change):
-    with pytest.raises(InputError, match="row 1 .*spans|row 1 .*read_quotes"):
-        read_quotes([{**QUOTES_ROW, **change}])
-
-
-def test_label_studio_spans_that_are_not_of_plain_text_are_refused():
-    html = {"type": "hypertextlabels", "value": {"start": "/p[1]", "end": "/p[1]", "hypertextlabels": ["good"]}}
-    with pytest.raises(InputError, match="row 1 .*<Labels> on the response's <Text>"):
-        read_label_studio([{**task(), "annotations": [{"completed_by": 1, "result": [html]}]}])
 
 
 @pytest.mark.parametrize("rows", [[], [{}], [{"text": "a"}], ["a"], [{"data": {}}]])
@@ -215,7 +199,7 @@ def test_a_row_with_any_part_replaced_or_lost_is_read_or_refused_never_a_crash(r
                 assert all(0 <= s["start"] < s["end"] <= len(row_["response"]) for s in row_["spans"])
 
 
-# ── Merging ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Merging
 
 @st.composite
 def annotated(draw, people=5):
@@ -270,36 +254,15 @@ def test_the_order_of_annotators_never_matters(annotations):
     assert all(row == rows[0] for row in rows)
 
 
-@often
-@given(annotated(people=1))
-def test_one_annotator_merges_to_itself_but_for_overlaps_and_marks_both_ways(annotations):
-    row, = merge(annotations)
-    (own,) = votes(annotations).values()
-    assert [g for g, c in zip(labelled(row), row["response"]) if not c.isspace()] == \
-           [v for v, c in zip(own, row["response"]) if not c.isspace()]
-    assert merge(read_people([row])) == [row]
-
-
-def test_ties_and_minorities_give_0_and_three_of_five_are_enough():
-    one = lambda who, *spans: people_row("1", "p", "abcdef", "", who, list(spans))
-    tie = merge([one("x", span(0, 3, 1)), one("y", span(2, 5, 1))])
-    assert tie[0]["spans"] == [span(2, 3, 1)]
-    five = [one(who, span(0, 2, 1), span(4, 6, -1)) for who in "vwx"] + [one(who, span(1, 5, -1)) for who in "yz"]
-    assert merge(five)[0]["spans"] == [span(0, 2, 1), span(4, 6, -1)]
-
-
-def test_the_merged_critique_names_each_annotator_on_a_line_and_one_alone_is_kept_as_it_is():
+def test_the_merged_row_names_each_annotator_and_one_alone_is_kept_as_it_is():
     rows = [offsets_row([], "It is\nRob.", annotator="bert"), offsets_row([], "Fine."), offsets_row(annotator="cy")]
     merged, = merge(read_offsets(rows))
     assert merged["critique"] == "anna: Fine.\nbert: It is Rob." and merged["annotator"] == "anna, bert, cy"
     assert merge(read_offsets(rows[:1]))[0]["critique"] == "It is\nRob."
-
-
-def test_rows_are_grouped_by_id_prompt_and_response_in_order_of_first_appearance():
     rows = [offsets_row(id=i, prompt=p, annotator=who) for i, p, who in
             [("2", "a", "x"), ("1", "a", "x"), ("2", "a", "y"), ("2", "b", "y")]]
-    assert [(r["id"], r["prompt"], r["annotator"]) for r in merge(read_offsets(rows))] == \
-           [("2", "a", "x, y"), ("1", "a", "x"), ("2", "b", "y")]
+    assert [(r["id"], r["prompt"], r["annotator"]) for r in merge(read_offsets(rows))] == [
+        ("2", "a", "x, y"), ("1", "a", "x"), ("2", "b", "y")]      # in order of first appearance
 
 
 def test_quotes_are_found_by_the_function_that_is_passed_and_vote_like_spans():
@@ -315,7 +278,7 @@ def test_quotes_are_found_by_the_function_that_is_passed_and_vote_like_spans():
         merge(quoted)
 
 
-# ── Agreement ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Agreement
 
 def close(value):
     return None if value is None else pytest.approx(value, abs=1e-12)
@@ -339,14 +302,6 @@ def kappa_by_matrix(a, b) -> float | None:
     return (matrix.trace() - chance) / (1 - chance) if chance < 1 - 1e-12 else None
 
 
-@often
-@given(st.integers(1, 5).flatmap(lambda m: st.lists(st.lists(
-    st.sampled_from([None, 0, 1, -1]), min_size=m, max_size=m), max_size=12)))
-def test_alpha_is_one_minus_observed_over_expected_disagreement_of_pairs(units):
-    expected = alpha_by_pairs(units)
-    assert krippendorff_alpha(units or np.zeros((0, 2))) == close(expected)
-
-
 @pytest.mark.parametrize("coders, alpha", [
     (["0100000010", "1110010000"], 0.095), (["aabbdcccedda", "babbbccceddd"], 0.692),
     (["123321412...", "1233224125.3", ".3332342251.", "12332441251."], 0.743),
@@ -355,22 +310,6 @@ def test_alpha_of_published_examples(coders, alpha):
     """Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), A to C; and the example of three coders."""
     units = [[None if v == "." else int(v, 16) for v in unit] for unit in zip(*coders, strict=True)]
     assert krippendorff_alpha(units) == pytest.approx(alpha, abs=5e-4)
-
-
-@often
-@given(st.lists(st.tuples(st.sampled_from([0, 1, -1]), st.sampled_from([0, 1, -1])), min_size=1, max_size=20))
-def test_kappa_is_that_of_the_confusion_matrix(pairs):
-    a, b = [x for x, _ in pairs], [y for _, y in pairs]
-    expected = kappa_by_matrix(a, b)
-    assert cohen_kappa(a, b) == close(expected)
-
-
-@pytest.mark.parametrize("both, first, second, neither, kappa", [
-    (20, 5, 10, 15, 0.4), (45, 15, 25, 15, 0.1304), (25, 35, 5, 35, 0.2593)])
-def test_kappa_of_published_examples(both, first, second, neither, kappa):
-    a = [1] * (both + first) + [0] * (second + neither)
-    b = [1] * both + [0] * first + [1] * second + [0] * neither
-    assert cohen_kappa(a, b) == pytest.approx(kappa, abs=5e-5)
 
 
 @often
@@ -393,10 +332,55 @@ def test_agreement_pools_the_visible_characters_of_responses_with_two_annotators
         "shared": sum(len(votes(group)) > 1 for group in groups), "alpha": close(alpha), "kappa": close(kappa)}
 
 
-def test_agreement_is_none_where_nobody_shares_a_response_or_nothing_varies():
-    rows = [offsets_row(), offsets_row(annotator="bert")]
-    assert agreement(read_offsets(rows[:1]))["alpha"] is None
-    unvaried = agreement(read_offsets(rows))
-    assert unvaried["shared"] == 1 and unvaried["characters"] == len(RESPONSE.replace(" ", ""))
-    assert unvaried["alpha"] is None and unvaried["kappa"] is None
-    assert agreement([])["alpha"] is None and cohen_kappa([], []) is None
+# ── The script
+
+def run(monkeypatch, capsys, *flags) -> str:
+    monkeypatch.setattr(sys, "argv", ["people", *map(str, flags)])
+    people.main()
+    return capsys.readouterr().out
+
+
+def test_an_export_becomes_rows_of_feedback_that_training_reads(tmp_path, monkeypatch, capsys):
+    """A Label Studio export, a JSON array, of two who agree on one of two spans."""
+    one, two = [(4, 8, "plot", "good"), (23, 26, "Bob", "poor")], [(4, 8, "plot", "good")]
+    export, output, html = (tmp_path / name for name in ("e.json", "f.jsonl", "p.html"))
+    export.write_text(json.dumps([task((1, False, "It is Rob.", one), (2, False, "", two))], indent=1))
+    said = run(monkeypatch, capsys, export, "--output", output, "--html", html)
+    row, = read_rows(output)
+    assert row["spans"] == [span(4, 8, 1)] and row["good_spans"] == ["plot"]
+    assert (row["id"], row["prompt"], row["response"]) == ("7", "Sum up.", RESPONSE)
+    assert (row["critique"], row["annotator"]) == ("1: It is Rob.", "2 people")
+    assert (row["task"], row["unmatched"], row["ambiguous"]) == ("slf5k", [], 0)
+    labels = [[0] * 33 for _ in "ab"]                       # of the 33 characters of the response
+    for who in labels:
+        who[3:7] = [1] * 4
+    labels[0][18:21] = [-1] * 3
+    kappa = kappa_by_matrix(*labels)
+    assert "1 annotated by several, over whose 33 characters" in said
+    assert f"alpha is {alpha_by_pairs(zip(*labels)):.3f}, Cohen's kappa {kappa:.3f}" in said
+    assert '<mark class="good">plot</mark>' in html.read_text()
+
+
+def test_quotes_of_people_are_found_and_those_lost_are_counted(tmp_path, monkeypatch, capsys):
+    export, output = tmp_path / "e.jsonl", tmp_path / "f.jsonl"
+    rows = [{**QUOTES_ROW, "poor_spans": ["Bob", "gone"], "good_spans": ["plot", "i"]},
+            {**QUOTES_ROW, "prompt": "q", "feedback": ""}]
+    export.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = run(monkeypatch, capsys, export, "--output", output, "--task", "ultrafeedback")
+    first, _ = read_rows(output)
+    assert first["spans"] == [span(4, 8, 1), span(23, 26, -1)] and first["unmatched"] == ["gone"]
+    assert first["annotator"] == "a person" and first["task"] == "ultrafeedback"
+    assert "2 responses; " in said and "1 have no critique" in said
+
+
+@pytest.mark.parametrize("text, output, message", [
+    ('[{"text": "a"}]', "f.jsonl", "e.json: row 1 has the fields text"),
+    (json.dumps([task()]), "f.jsonl", "e.json: nobody has finished"),
+    ("{", "f.jsonl", "e.json, line 1: not JSON"), ("[]", "e.json", "would be overwritten")])
+def test_what_cannot_be_read_is_named_and_nothing_is_written(
+        tmp_path, monkeypatch, capsys, text, output, message):
+    (tmp_path / "e.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        run(monkeypatch, capsys, tmp_path / "e.json", "--output", tmp_path / output)
+    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
+    assert (tmp_path / "e.json").read_text() == text

@@ -1,7 +1,6 @@
 """The sandbox: right code passes, wrong code does not, and nothing that code does passes it or outlives it."""
 
 import functools
-import gzip
 import json
 import os
 import sys
@@ -151,9 +150,8 @@ def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
 # ── What code does to get away ─────────────────────────────────────────────────────────────────────────
 
 @pytest.mark.parametrize("code", [
-    "import os\nos._exit(0)", "import sys\nsys.exit(0)", "raise SystemExit(0)", "quit()", "raise KeyboardInterrupt",
-    "import os\nprint('passed')\nos._exit(0)", "import os\nos.closerange(3, 100)",
-    "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'passed')\n    except OSError:\n        pass",
+    "quit()", "raise KeyboardInterrupt", "import os\nprint('passed')\nos._exit(0)",
+    "import os\nos.closerange(3, 100)",
     "def f():\n    import os\n    os._exit(0)", "def f():\n    raise SystemExit(0)"])
 def test_leaving_early_and_writing_everywhere_is_no_pass(code):
     assert status(code + "\n", "assert f() == 1" if "def f" in code else "assert True") in ("error", "killed")
@@ -250,13 +248,3 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
     assert len(trials) == 87
     assert [status == "passed" for status in found] == [trial["test_result"] == "Pass" for trial in trials]
-
-
-def test_humaneval_solutions_pass_and_empty_ones_do_not(shared):
-    with gzip.open(shared / "data" / "HumanEval.jsonl.gz", "rt") as lines:
-        rows = [json.loads(line) for line in lines][::8]
-    tests = [f"{row['test']}\ncheck({row['entry_point']})\n" for row in rows]
-    right = [row["prompt"] + row["canonical_solution"] for row in rows]
-    assert statuses(list(zip(right, tests, strict=True))) == ["passed"] * 21
-    empty = [row["prompt"] + "    pass\n" for row in rows]
-    assert "passed" not in statuses(list(zip(empty, tests, strict=True)))

@@ -1,4 +1,4 @@
-"""A base spread over two ranks (FSDP2, gloo) against the same base on one: numbers, memory, all-gathers, files."""
+"""A base spread over two ranks (FSDP2, gloo) against one: numbers, memory, gathers, files."""
 
 import socket
 
@@ -11,14 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model import (add_lora, checkpoint_activations, fingerprint, gathered, generate, head_weight, load_lora, load_model,
-                   lora_parameters, pad_batch, response_hidden, save_lora, shard, token_logprobs, use_lora)
+from model import (add_lora, checkpoint_activations, fingerprint, gathered, load_lora,
+                   load_model, lora_parameters, response_hidden, save_lora, shard, use_lora)
+from sampling import generate, head_weight, pad_batch, token_logprobs
 
-PROMPTS = [[5, 9, 33], [7], [101, 12, 13, 14, 15, 16, 17], [200, 201], [3, 4, 5, 6], [44, 45, 46]]
+PROMPTS = [[5, 9, 33], [7], [101, 12, 13, 14, 15, 16], [200, 201], [3, 4, 5, 6], [44, 45, 46]]
 RESPONSES = [[8, 8, 9], [10, 11, 12, 13, 14], [15], [30, 31], [50, 60, 70, 80], [90, 91]]
 
 
-# ── What a rank does ────────────────────────────────────────────────────────────────────────────────────
+# ── What a rank does
 
 def prepared(path, dtype=None):
     """The base at `path` with a policy adapter whose weights are not zero."""
@@ -30,13 +31,15 @@ def prepared(path, dtype=None):
 
 
 def trained(model, rows, total):
-    """Hidden states, log-probs and adapter gradients of the mean log-prob of some rows, `total` tokens in all."""
-    ids, prompt_mask, out, mask = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows], 0)
+    """Hidden states, log-probs, adapter gradients of their sum over `total`, for some rows."""
+    batch = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows], 0)
+    at = batch[3].bool()
     with use_lora(model, "policy"):
-        hidden = response_hidden(model, ids, prompt_mask, out, mask)[mask.bool()]
-    logprobs = token_logprobs(hidden, head_weight(model), out[mask.bool()])
+        hidden = response_hidden(model, *batch)[at]
+    logprobs = token_logprobs(hidden, head_weight(model), batch[2][at])
     (logprobs.sum() / total).backward()
-    return hidden.detach(), logprobs.detach(), [p.grad for p in lora_parameters(model, "policy")]
+    gradients = [p.grad for p in lora_parameters(model, "policy")]
+    return hidden.detach(), logprobs.detach(), gradients
 
 
 def sampled(model, tokens=12):
@@ -66,25 +69,24 @@ def gathers(model, tokens):
     return seen.count
 
 
-def whole_bytes(model):
-    return sum(p.nbytes for p in model.parameters())
-
-
 def local_bytes(model):
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    """Of the parameters, as far as they lie on this rank."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(p.nbytes for p in local)
 
 
 def on_a_rank(rank, port, path, directory, checkpointed):
     """Everything that the tests look at, saved to `directory` by each rank."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=2)
     torch.set_num_threads(1)
     model = prepared(path)
-    before = whole_bytes(model), fingerprint(model)
+    before = local_bytes(model), fingerprint(model)
     shard(model)
     if checkpointed:
         checkpoint_activations(model)
     ids = sampled(model)
-    counts = [gathers(model, n) for n in (20, 100)]
+    counts = [gathers(model, n) for n in (8, 24)]
     with Gathers() as each_pass:
         response_hidden(model, *pad_batch(PROMPTS, RESPONSES, 0))
     resting = local_bytes(model)
@@ -93,11 +95,11 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     for gradient in gradients:
         dist.all_reduce(gradient)
     assert local_bytes(model) == resting, "what was gathered must be freed"
-    if rank == 1:                                           # one rank alone can save: no collective is in it
+    if rank == 1:                        # one rank alone can save: no collective is in it
         save_lora(model, "policy", directory / "adapter")
-    torch.save({"hidden": hidden, "logprobs": logprobs, "gradients": gradients, "ids": ids, "counts": counts,
-                "each_pass": each_pass.count,
-                "share": resting / before[0], "fingerprint": fingerprint(model) == before[1]}, directory / f"{rank}.pt")
+    torch.save({"hidden": hidden, "logprobs": logprobs, "gradients": gradients, "ids": ids,
+                "counts": counts, "each_pass": each_pass.count, "share": resting / before[0],
+                "fingerprint": fingerprint(model) == before[1]}, directory / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -112,21 +114,22 @@ def two_ranks(path, directory, checkpointed=False):
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def runs(request, tmp_path_factory):
-    """(path of the base, directory, what two ranks made) for a tied base and for one with a head of its own."""
+    """(path of the base, directory, what two ranks made), for a tied head and for one's own."""
     path, directory = ROOT / "toy" / "base", tmp_path_factory.mktemp(request.param)
     if request.param == "untied":
         torch.manual_seed(3)
         model, tokenizer = load_model(path, device="cpu")
-        config = LlamaConfig(**{**model.config.to_dict(), "tie_word_embeddings": False, "num_key_value_heads": 2})
-        LlamaForCausalLM(config).save_pretrained(directory / "base"), tokenizer.save_pretrained(directory / "base")
-        path = directory / "base"
+        config = {**model.config.to_dict(), "tie_word_embeddings": False}
+        config["num_key_value_heads"], path = 2, directory / "base"
+        LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(path)
+        tokenizer.save_pretrained(path)
     return path, directory, two_ranks(path, directory, checkpointed=request.param == "untied")
 
 
-# ── Tests ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Tests
 
 def test_two_ranks_make_the_numbers_of_one(runs):
-    """Hidden states and log-probs of each rank's rows, and the summed gradients of the adapter."""
+    """Hidden states and log-probs of each rank's rows; the summed gradients of the adapter."""
     path, _, ranks = runs
     for found, rows in zip(ranks, ([0, 2, 4], [1, 3, 5])):
         hidden, logprobs, _ = trained(prepared(path), rows, 1)
@@ -152,7 +155,7 @@ def test_a_rank_holds_half(runs):
 
 
 def test_all_gathers_do_not_grow_with_the_tokens(runs):
-    """As many for 100 tokens as for 20, about as many as one pass makes that is not in `gathered`."""
+    """As many for 24 tokens as for 8, about those of one pass that is not in `gathered`."""
     for found in runs[2]:
         assert found["each_pass"] >= 5, "embeddings, three blocks and the rest"
         assert found["counts"][0] == found["counts"][1] <= found["each_pass"] + 2

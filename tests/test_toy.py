@@ -7,10 +7,11 @@ import torch
 from conftest import ROOT
 
 import toy
-from annotate import Feedback, parse_feedback, read_reply, reward_prompt
-from model import encode_answer, encode_prompt, generate
+from annotate import Feedback, parse_feedback, read_reply
+from data import get_task, reward_prompt
+from model import encode_answer, encode_prompt
 from report import colour_tokens, split_text, table
-from tasks import TASKS
+from sampling import generate
 
 
 def key(row):
@@ -77,7 +78,7 @@ def test_the_committed_base_is_small_and_gets_a_third_of_the_facts_wrong(toy_mod
     assert sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir()) <= 3 * 1024 * 1024
     model, tokenizer = toy_model
     rows = toy.rows("eval", 200)
-    ids = generate(model, [encode_prompt(tokenizer, TASKS["toy"].policy_prompt(row)) for row in rows], 48, 1.0,
+    ids = generate(model, [encode_prompt(tokenizer, get_task("toy").policy_prompt(row)) for row in rows], 48, 1.0,
                    tokenizer.eos_token_id, generator=torch.Generator().manual_seed(0))
     texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
     assert 0.60 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75
@@ -89,7 +90,7 @@ def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
     rng = random.Random(2)
     for row in toy.rows("train", 200):
         summary = toy.write_summary(row["facts"], rng, 1.0)
-        x = encode_prompt(tokenizer, reward_prompt(TASKS["toy"].policy_prompt(row), summary))
+        x = encode_prompt(tokenizer, reward_prompt(get_task("toy").policy_prompt(row), summary))
         z = encode_answer(tokenizer, toy.critique(row, summary))
         assert len(z) <= 160 and len(x) + len(z) <= 300 and len(encode_answer(tokenizer, summary)) <= 48
 

@@ -1,22 +1,20 @@
-"""The embedded world: posts with seven facts, one-sentence summaries, a critic that knows the facts.
+"""The embedded world: posts with seven facts, one-sentence summaries, a critic that knows them.
 
-It plays SLF5K (paper §4.3) in miniature, so that all of Text2Grad runs on a laptop in minutes. A post
-states seven facts in the first person. The base model (toy/base, rebuilt by `python -m toy.build`)
-summarises it in one sentence and gets about a third of the facts wrong, as real models do. `critique` is
-the programmatic annotator: it checks the summary fact by fact in plain English and then quotes the good
-and the poor spans (Algorithm 2, with chain of thought).
+It plays SLF5K (§4.3) in miniature, so that all of Text2Grad runs on a laptop in minutes. A post
+states seven facts in the first person. The base model (toy/base, rebuilt by `python -m
+toy.build`) summarises it in one sentence and gets about a third of the facts wrong. `critique`
+is the programmatic annotator: it checks the summary fact by fact in plain English and then
+quotes the good and the poor spans (Algorithm 2, with chain of thought).
 
 Paper: SLF5K, §4.1 and §4.3; it has no such world.
 
-What is simplified: every fact comes from a short list of phrases, and no phrase occurs inside another,
-so the critic can find each of them exactly. The critic replies in text, as an LLM would, and only
-`annotate.parse_feedback` and `annotate.ground` read it.
+Simplified: every fact comes from a short list of phrases, and no phrase occurs inside another,
+so the critic can find each of them exactly. It replies in text, as an LLM would, and only
+`annotate.parse_feedback` and `annotate.ground` read it. Other annotators of the same truth
+stand in experiments/designs.py.
 
-`critique_no_cot`, `critique_dense`, `critique_steps` and `critique_human` are other annotators of the same
-truth, for the comparisons of Tables 1 and 11 and Appendix N: `--critic toy:critique_dense --mode dense`.
-
-Splits are disjoint in their facts, not only in their seeds: a hash of the seven facts says to which
-split a post belongs, so no post of `eval` can ever be trained on, whatever the seed.
+Splits are disjoint in their facts, not only in their seeds: a hash of the seven facts says to
+which split a post belongs, so no post of `eval` can ever be trained on, whatever the seed.
 """
 
 from __future__ import annotations
@@ -27,31 +25,37 @@ import re
 import zlib
 from pathlib import Path
 
-from parts import step_spans
+from data import Task
 
 BASE = Path(__file__).parent / "base"          # the committed checkpoint
 
 SLOTS = {
     "job": ["nurse", "teacher", "lawyer", "farmer", "driver", "baker", "dentist", "chef"],
     "city": ["Leeds", "York", "Paris", "Boston", "Dublin", "Oslo", "Berlin", "Tokyo"],
-    "person": ["sister", "brother", "boss", "cousin", "landlord", "roommate", "coach", "tenant"],
+    "person": ["sister", "brother", "boss", "cousin", "landlord", "roommate", "coach",
+               "tenant"],
     "thing": ["bike", "phone", "laptop", "guitar", "camera", "piano", "sofa", "canoe"],
     "month": ["January", "March", "April", "June", "July", "August", "October", "December"],
-    "feeling": ["angry", "sad", "worried", "confused", "scared", "jealous", "ashamed", "lonely"],
+    "feeling": ["angry", "sad", "worried", "confused", "scared", "jealous", "ashamed",
+                "lonely"],
     "plan": ["sue", "quit", "leave", "pray", "apologise", "complain", "forgive", "travel"],
 }
 
 _INTRO = ["I am a {job} from {city}.", "I live in {city} and work as a {job}.",
           "Throwaway because people in {city} know me, I am a {job} there."]
-_EVENT = ["My {person} took my {thing} in {month}.", "So in {month} my {person} walked off with my {thing}.",
+_EVENT = ["My {person} took my {thing} in {month}.",
+          "So in {month} my {person} walked off with my {thing}.",
           "My {thing} is gone because my {person} took it in {month}."]
 _FEELING = ["I feel so {feeling}.", "Now I am {feeling} all day.", "It made me {feeling}."]
 _PLAN = ["I want to {plan}.", "I may {plan}.", "My plan is to {plan}."]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
            "Thanks for reading.", "We used to get along."]
-_SUMMARY = ["A {job} from {city} is {feeling} because the {person} took the {thing} in {month} and wants to {plan}.",
-            "The {person} took the {thing} of a {job} from {city} in {month}, who is {feeling} and wants to {plan}.",
-            "One {feeling} {job} from {city} wants to {plan} because the {person} took the {thing} in {month}."]
+_SUMMARY = ["A {job} from {city} is {feeling} because the {person} took the {thing} in {month} and "
+            "wants to {plan}.",
+            "The {person} took the {thing} of a {job} from {city} in {month}, who is {feeling} and "
+            "wants to {plan}.",
+            "One {feeling} {job} from {city} wants to {plan} because the {person} took the {thing} "
+            "in {month}."]
 
 _BUCKETS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}   # of 16
 SPLITS = tuple(_BUCKETS)
@@ -74,9 +78,11 @@ def write_post(facts: dict[str, str], rng: random.Random) -> str:
 
 
 def write_summary(facts: dict[str, str], rng: random.Random, error_rate: float = 0.0) -> str:
-    """One sentence with the seven facts, each replaced by a wrong one with probability `error_rate`."""
-    said = {slot: rng.choice([v for v in SLOTS[slot] if v != fact]) if rng.random() < error_rate else fact
-            for slot, fact in facts.items()}
+    """One sentence with the seven facts, each a wrong one with probability `error_rate`."""
+    said = dict(facts)
+    for slot, fact in facts.items():
+        if rng.random() < error_rate:
+            said[slot] = rng.choice([value for value in SLOTS[slot] if value != fact])
     return rng.choice(_SUMMARY).format(**said)
 
 
@@ -91,8 +97,8 @@ def rows(split: str, n: int, seed: int = 0) -> list[dict]:
     while len(out) < n:
         facts = {slot: rng.choice(values) for slot, values in SLOTS.items()}
         if split_of(facts) == split:
-            out.append({"id": f"toy-{split}-{seed}-{len(out)}", "post": write_post(facts, rng), "facts": facts,
-                        "reference": write_summary(facts, rng)})
+            out.append({"id": f"toy-{split}-{seed}-{len(out)}", "post": write_post(facts, rng),
+                        "facts": facts, "reference": write_summary(facts, rng)})
     return out
 
 
@@ -109,20 +115,20 @@ def said_facts(response: str) -> list[tuple[int, str, str]]:
 
 
 def fact_accuracy(row: dict, response: str) -> float:
-    """Share of the seven facts that the summary states, and states once and without a contradiction."""
+    """Share of the seven facts that the summary states once and without a contradiction."""
     said: dict[str, list[str]] = {slot: [] for slot in SLOTS}
     for _, slot, value in said_facts(response):
         said[slot].append(value)
     return sum(said[slot] == [fact] for slot, fact in row["facts"].items()) / len(SLOTS)
 
 
-# ── Annotators ──────────────────────────────────────────────────────────────────────────────────────────
+# ── The annotator
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
-    """(position, slot, phrase, what the critic says of it, whether it is right) of every fact phrase, in reading order.
+    """(position, slot, phrase, what the critic says of it, whether it is right) of each phrase.
 
-    A phrase that repeats a slot already spoken of is wrong: saying a fact twice earns nothing. Raises ValueError for an
-    empty response.
+    In reading order. A phrase that repeats a slot is wrong: saying a fact twice earns nothing.
+    Raises ValueError for an empty response.
     """
     if not response.strip():
         raise ValueError("toy critic: the response is empty, there is nothing to judge")
@@ -138,76 +144,33 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
 def missing(row: dict, response: str) -> list[str]:
     """A sentence for every fact of which the response says nothing."""
     said = {slot for _, slot, _ in said_facts(response)}
-    return [f"The {slot} {fact} is missing." for slot, fact in row["facts"].items() if slot not in said]
-
-
-def _reply(sentences: list[str], good: list[str], poor: list[str]) -> str:
-    return " ".join(sentences) + "\n" + json.dumps({"good_spans": good, "poor_spans": poor})
+    return [f"The {slot} {fact} is missing."
+            for slot, fact in row["facts"].items() if slot not in said]
 
 
 def critique(row: dict, response: str) -> str:
     """The annotator's reply to a summary: reasoning fact by fact, then the span JSON."""
     judged = judged_facts(row, response)
-    return _reply([said for _, _, _, said, _ in judged] + missing(row, response),
-                  *([value for _, _, value, _, right in judged if right == kind] for kind in (True, False)))
-
-
-def critique_no_cot(row: dict, response: str) -> str:
-    """Without reasoning: a verdict on every fact, and never what the post says (Table 1, mode no_cot)."""
-    judged = judged_facts(row, response)
-    sentences = [f"The {slot} is {'right' if right else 'wrong'}." for _, slot, _, _, right in judged]
-    return _reply(sentences or ["No fact is there."],
-                  *([value for _, _, value, _, right in judged if right == kind] for kind in (True, False)))
-
-
-def critique_dense(row: dict, response: str) -> str:
-    """A label for every word (Table 11, mode dense): the words that lead to a fact share its label, so that most
-    of what is labelled are function words, as in the paper (which labels 70 %); only what follows the last fact is neutral.
-    """
-    judged, labels = judged_facts(row, response), []
-    for word in re.finditer(r"\S+", response):
-        right = next((right for at, _, value, _, right in judged if at + len(value) > word.start()), None)
-        labels.append({"word": word.group(), "label": "neutral" if right is None else "good" if right else "poor"})
-    said = " ".join([said for _, _, _, said, _ in judged] + missing(row, response))
-    return json.dumps({"textual_feedback": said, "labels": labels})
-
-
-def critique_steps(row: dict, response: str) -> str:
-    """Every clause, correct where all its facts are right (Appendix N, mode steps)."""
-    judged, steps = judged_facts(row, response), []
-    for start, end in step_spans(response):
-        wrong = [value for at, _, value, _, right in judged if start <= at < end and not right]
-        steps.append({"step": response[start:end], "correct": not wrong,
-                      "reason": f"{', '.join(wrong)} is wrong" if wrong else "as in the post"})
-    return json.dumps({"steps": steps})
-
-
-def critique_human(row: dict, response: str) -> str:
-    """As people would (mode no_cot): a fifth of the wrong facts is missed and half of the right ones passed over, one
-    verdict in twenty is mistaken, and half of the quotes hold the words around the fact too. A post and a response
-    always get the same reply.
-    """
-    rng, sentences, quotes = random.Random(f"{row['post']}|{response}"), [], {True: [], False: []}
-    for at, slot, value, _, right in judged_facts(row, response):
-        if rng.random() < (0.5 if right else 0.2):
-            continue
-        right = right != (rng.random() < 0.05)
-        start, end = at, at + len(value)
-        if rng.random() < 0.5:
-            start = re.search(r"(?:\S+\s+){0,2}$", response[:start]).start()
-            end += re.match(r"\S*(?:\s+\S+)?", response[end:]).end()
-        quotes[right].append(response[start:end])
-        sentences.append(f"I like that it says {value}." if right else f"The {slot} is not {value}.")
-    return _reply(sentences or ["It is fine."], quotes[True], quotes[False])
+    sentences = [said for _, _, _, said, _ in judged] + missing(row, response)
+    spans = {"good_spans": [value for _, _, value, _, right in judged if right],
+             "poor_spans": [value for _, _, value, _, right in judged if not right]}
+    return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
 def verdict(slot: str, value: str, fact: str) -> str:
-    """What the summary says, what the post says, and only then the judgement: one step of the chain of thought."""
+    """What the summary says, what the post says, and only then the judgement: one thought."""
     return f"The {slot} {value} was {fact}, {'right' if value == fact else 'wrong'}."
 
 
 def refine(response: str, critique: str) -> str:
-    """The response with the corrections that a critique states, by somebody who has not seen the post."""
+    """The response as a critique corrects it, by somebody who has not seen the post."""
     for _, value, fact in re.findall(r"The (\w+) (\w+) was (\w+), wrong\.", critique):
         response = re.sub(rf"\b{value}\b", fact, response, count=1)
     return response
+
+
+TASK = Task(
+    "toy", lambda row: f"Summarise the post in one sentence.\n\nPost: {row['post']}",
+    needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
+    criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
+    truth={"fact accuracy": fact_accuracy}, rows=rows)

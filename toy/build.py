@@ -1,17 +1,18 @@
-"""Rebuild the toy base model and its tokenizer; the same code on the same machine gives the same bytes:
+"""Rebuild the toy base model and its tokenizer:
 
-    python -m toy.build                     # writes toy/base; seed 0, see toy/README.md for the time
+    python -m toy.build              # writes toy/base; seed 0, see toy/README.md for the time
 
-Paper: it says nothing of toy models.
-
-A byte-level BPE tokenizer and a Llama of 0.65 million parameters, trained with the project's own fused gather on
+A byte-level BPE tokenizer and a Llama of 0.65 million parameters, trained with cross-entropy on
 answers to four instructions, in equal parts:
 
-- summarise a post (the policy's task): a third of the facts in the target are wrong, so the model learns to
-  hallucinate at that rate;
-- quote named facts of a text in two JSON lists; check named facts of a response against the post; compare pairs of
-  facts: reading exercises, always right. The paper's R_φ starts from Llama-3.1-8B-Instruct, which can quote and compare when told
-  what; so can this one. It never sees a whole critique, nor spans that follow from a judgement: that is R_φ's to learn.
+- summarise a post (the policy's task): a third of the facts in the target are wrong, so the
+  model learns to hallucinate at that rate;
+- quote named facts of a text in two JSON lists; check named facts of a response against the
+  post; compare pairs of facts: reading exercises, always right. The paper's R_φ starts from
+  Llama-3.1-8B-Instruct, which can quote and compare when told what; so can this one. It never
+  sees a whole critique, nor spans that follow from a judgement: that is R_φ's to learn.
+
+Paper: it says nothing of toy models.
 """
 
 from __future__ import annotations
@@ -24,87 +25,112 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import toy
-from tasks import TASKS, reward_prompt
-from model import encode_answer, encode_prompt, head_weight, pad_batch, response_hidden, token_logprobs
+from data import reward_prompt
+from model import encode_answer, encode_prompt, response_hidden
+from sampling import head_weight, pad_batch
 
 ERROR_RATE = 0.36            # of the facts in a training summary
 KINDS = ("summarise", "quote", "check", "compare")
-COMPARE_FIRST = 360          # steps of the easiest exercise alone: copying and comparing are learnt sooner from it
+COMPARE_FIRST = 360          # steps of the easiest exercise alone: the others are learnt sooner
 
 
 def exercise(row: dict, rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
     """One (prompt, answer) of one of the kinds, made from a row of the base split."""
     kind, facts = rng.choice(kinds), row["facts"]
     if kind == "summarise":
-        return TASKS["toy"].policy_prompt(row), toy.write_summary(facts, rng, ERROR_RATE)
-    said = {slot: rng.choice(values) if rng.random() < 0.5 else facts[slot] for slot, values in toy.SLOTS.items()}
+        return toy.TASK.policy_prompt(row), toy.write_summary(facts, rng, ERROR_RATE)
+    said = {slot: rng.choice(values) if rng.random() < 0.5 else facts[slot]
+            for slot, values in toy.SLOTS.items()}
     response = toy.write_summary(said, rng)
     if kind == "quote":
-        text, known = rng.choice([(f"Post: {row['post']}", facts), (f"Response: {response}", said)])
-        wanted = {slot: rng.choice(("good", "poor", "no")) for slot in toy.SLOTS}
-        good, poor = ([slot for slot in toy.SLOTS if wanted[slot] == name] for name in ("good", "poor"))
-        lists = {f"{name}_spans": sorted((known[slot] for slot in slots), key=text.find)
-                 for name, slots in (("good", good), ("poor", poor))}
-        return (f"{text}\n\nQuote in good_spans: {', '.join(good) or 'nothing'}. "
-                f"Quote in poor_spans: {', '.join(poor) or 'nothing'}.", json.dumps(lists))
+        texts = [(f"Post: {row['post']}", facts), (f"Response: {response}", said)]
+        return quotation(*rng.choice(texts), rng)
     slots = rng.sample(list(toy.SLOTS), 7 if kind == "compare" else rng.randint(3, 6))
     answer = " ".join(toy.verdict(slot, said[slot], facts[slot]) for slot in slots)
     if kind == "check":
-        return f"{TASKS['toy'].policy_prompt(row)}\n\nResponse: {response}\n\nCheck the {', the '.join(slots)}.", answer
-    return "Compare: " + ", ".join(f"{slot} {said[slot]} {facts[slot]}" for slot in slots) + ".", answer
+        return (f"{toy.TASK.policy_prompt(row)}\n\nResponse: {response}\n\n"
+                f"Check the {', the '.join(slots)}.", answer)
+    pairs = ", ".join(f"{slot} {said[slot]} {facts[slot]}" for slot in slots)
+    return f"Compare: {pairs}.", answer
+
+
+def quotation(text: str, known: dict[str, str], rng: random.Random) -> tuple[str, str]:
+    """(prompt, answer): some of the known facts of a text, in two lists, in its order."""
+    wanted = {slot: rng.choice(("good", "poor", "no")) for slot in toy.SLOTS}
+    named, lists = {}, {}
+    for kind in ("good", "poor"):
+        slots = [slot for slot in toy.SLOTS if wanted[slot] == kind]
+        named[kind] = ", ".join(slots) or "nothing"
+        lists[f"{kind}_spans"] = sorted((known[slot] for slot in slots), key=text.find)
+    return (f"{text}\n\nQuote in good_spans: {named['good']}. "
+            f"Quote in poor_spans: {named['poor']}.", json.dumps(lists))
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over posts, summaries, exercises and critiques: every phrase of the world is few tokens."""
+    """Byte-level BPE over posts, summaries and critiques: every phrase here is few tokens."""
     rng, texts = random.Random(seed), []
     for row in toy.rows("base", 6000, seed):
         summary = toy.write_summary(row["facts"], rng, ERROR_RATE)
-        prompt = TASKS["toy"].policy_prompt(row)
-        texts += [*exercise(row, rng), reward_prompt(prompt, summary), toy.critique(row, summary)]
+        prompt = toy.TASK.policy_prompt(row)
+        texts += exercise(row, rng)
+        texts += [reward_prompt(prompt, summary), toy.critique(row, summary)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["<pad>", "<eos>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<pad>", "<eos>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
-                                   clean_up_tokenization_spaces=False, model_max_length=512)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
+        clean_up_tokenization_spaces=False, model_max_length=512)
+
+
+def learning_share(step: int, steps: int) -> float:
+    """Of the learning rate: warm-up, constant while it compares, then a cosine to 0."""
+    decayed = max(0, step - COMPARE_FIRST) / (steps - COMPARE_FIRST)
+    return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
 def main():
     """Train tokenizer and model; write them in Hugging Face format."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output_dir", type=Path, default=toy.BASE, help="where the checkpoint goes")
-    parser.add_argument("--steps", type=int, default=1260, help="optimizer steps of 64 exercises")
-    parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="warm-up, constant while it compares, then a cosine")
+    parser.add_argument("--output_dir", type=Path, default=toy.BASE, help="of the checkpoint")
+    parser.add_argument("--steps", type=int, default=1260, help="of 64 exercises each")
+    parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="its peak")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    started, rng, tokenizer = time.time(), random.Random(args.seed), train_tokenizer(args.seed)
+    started, rng = time.time(), random.Random(args.seed)
+    tokenizer = train_tokenizer(args.seed)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, rope_theta=10000.0,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(
-        math.pi * max(0, step - COMPARE_FIRST) / (args.steps - COMPARE_FIRST))))
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+        tie_word_embeddings=True, rope_theta=10000.0, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01,
+                                  betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_share(step, args.steps))
     bar = tqdm(range(args.steps), desc="toy base")
     for step in bar:
         kinds = KINDS if step >= COMPARE_FIRST else ("compare",)
-        pairs = [exercise(row, rng, kinds) for row in toy.rows("base", 64, seed=1 + args.seed * args.steps + step)]
-        pairs = [(encode_prompt(tokenizer, prompt), encode_answer(tokenizer, answer)) for prompt, answer in pairs]
+        rows = toy.rows("base", 64, seed=1 + args.seed * args.steps + step)
+        pairs = [exercise(row, rng, kinds) for row in rows]
+        pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
         pairs.sort(key=lambda pair: sum(map(len, pair)))
         count, total = sum(len(answer) for _, answer in pairs), 0.0
-        for half in (pairs[:32], pairs[32:]):                  # of like length, so that little is padding
+        for half in (pairs[:32], pairs[32:]):      # of like length, so that little is padding
             batch = pad_batch(*zip(*half), tokenizer.pad_token_id)
-            mask = batch[3].bool()
-            hidden = response_hidden(model, *batch)
-            loss = -token_logprobs(hidden[mask], head_weight(model), batch[2][mask]).sum() / count
+            at = batch[3].bool()
+            logits = response_hidden(model, *batch)[at] @ head_weight(model).T
+            loss = F.cross_entropy(logits, batch[2][at], reduction="sum") / count
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -115,7 +141,8 @@ def main():
             bar.set_postfix(loss=f"{total:.3f}")
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    print(f"{args.output_dir}: loss {total:.3f}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{args.output_dir}: loss {total:.3f}, {parameters:,} parameters, "
           f"{time.time() - started:.0f} s")
 
 
