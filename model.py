@@ -558,17 +558,23 @@ def newest_checkpoint(run: Path, warn=print) -> tuple[Path | None, dict[str, Ten
     return None, {}, {}
 
 
+def optimizer_parameters(optimizer) -> list[nn.Parameter]:
+    """All that an optimizer trains, of any shape, in a fixed order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def optimizer_tensors(optimizer) -> dict[str, Tensor]:
-    """Every parameter, of any shape, of the first group and its moments, for a checkpoint."""
-    return {f"{i}.{name}": x for i, p in enumerate(optimizer.param_groups[0]["params"])
+    """Every parameter, of any shape, and its moments, for a checkpoint."""
+    return {f"{i}.{name}": x for i, p in enumerate(optimizer_parameters(optimizer))
             for name, x in {"parameter": p.data, **optimizer.state[p]}.items()}
 
 
 def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
     """Put back what `optimizer_tensors` gave; parameters and moments keep any shape."""
+    parameters = optimizer_parameters(optimizer)
     for key, x in tensors.items():
         i, name = key.split(".")
-        p = optimizer.param_groups[0]["params"][int(i)]
+        p = parameters[int(i)]
         if name == "parameter":
             p.data.copy_(x)
         else:

@@ -12,8 +12,8 @@ Read `train` first: it is Algorithm 4, line by line; everything above it is one 
 Departures. Slips of the paper, read by their evident meaning: the loss is −L_CLIP − β H; GAE
 sums to T − t with V = 0 after the last token; δ_t is `delta`, and the other δ_t is `td_error`.
 As in the release, not in the paper: A_t is whitened over the batch, the value loss is halved
-and clipped, θ and ψ share one AdamW. Our own: R_φ writes z' greedily; r_t^KL is of the sampled
-token (the release's exact KL_t is, as a reward, a baseline and penalises nothing).
+and clipped, θ and ψ share one gradient clip. Our own: R_φ writes z' greedily; r_t^KL is of the
+sampled token (the release's exact KL_t is, as a reward, a baseline and penalises nothing).
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
 flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
@@ -42,10 +42,10 @@ from annotate import AnnotateConfig, annotate, check_annotator, token_offsets
 from data import (InputError, append_row, chunks, flag, get_task, load_object, parse_flags,
                   read_rows, reward_prompt, run_script, write_rows)
 from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations,
-                   encode_prompt, eos_ids, everyone, gathered, keep_checkpoint,
-                   load_lora, load_model, lock_directory, lora_parameters, newest_checkpoint,
-                   optimizer_tensors, response_hidden, restore_optimizer, save_lora, say, shard,
-                   start_ranks, together, use_lora)
+                   encode_prompt, eos_ids, everyone, gathered, keep_checkpoint, load_lora,
+                   load_model, lock_directory, lora_parameters, newest_checkpoint,
+                   optimizer_parameters, optimizer_tensors, response_hidden, restore_optimizer,
+                   save_lora, say, shard, start_ranks, together, use_lora)
 from report import batch_metrics, colour_tokens, run_report, sample_row, table
 from reward_model import (Judgement, RewardConfig, fit, judge, reward_preset, summary,
                           write_critiques)
@@ -87,7 +87,8 @@ class Config:
     minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
     schedule: str = flag("linear", "to zero (paper: linear, cosine)", ("linear", "cosine"))
     clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)", least=0)
-    value_clip: float = flag(0.2, "of the value's move from its old value (paper: .2)", least=0)
+    value_learning_rate: float | None = flag(7e-3, "ψ's peak; none: θ's (release)", least=0)
+    value_clip: float = flag(5.0, "of V's move from its old value (paper: .2)", least=0)
     value_coef: float = flag(0.1, "of the value loss (paper: .1)", least=0)
     value_target: str = flag("gae", "A + V; return: Alg. 4 l.24", ("gae", "return"))
     entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release", least=0)
@@ -116,7 +117,8 @@ class Config:
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6,
              annotated_rows=10000, iterations=1000, rollout_batch_size=64, micro_batch_size=1,
              learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
-             max_new_tokens=512, max_critique_tokens=768)
+             max_new_tokens=512, max_critique_tokens=768, value_learning_rate=None,
+             value_clip=0.2)
 PRESETS = {  # Table 10
     "toy": {},
     "slf5k": {**PAPER, "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
@@ -373,7 +375,7 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
     Micro-batches and ranks are normalised by the token count of the whole minibatch, so neither
     changes the update. A harmful step is skipped and counted; InputError where all are.
     """
-    parameters, taken, skipped = optimizer.param_groups[0]["params"], [], 0
+    parameters, taken, skipped = optimizer_parameters(optimizer), [], 0
     for _ in range(config.ppo_epochs):                                                # l.19
         order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
         for minibatch in chunks(order, config.minibatch_size):                        # l.20
@@ -439,9 +441,9 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
     on from the newest checkpoint there.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
-    optimizer = torch.optim.AdamW(
-        [*lora_parameters(model, "policy"), *value_head.parameters()],
-        weight_decay=0.0, fused=model.device.type == "cuda")
+    groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=model.device.type == "cuda")
+    rates = config.learning_rate, config.value_learning_rate or config.learning_rate
     kl, task = AdaptiveKL(config.kl_coef, config.kl_target), get_task(config.task)
     start = resume(optimizer, kl, out)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
@@ -449,7 +451,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
     for iteration in bar:                                                              # l.6
         seed, clock = config.seed * 1_000_003 + iteration, [time.time()]
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-        optimizer.param_groups[0]["lr"] = learning_rate(config, iteration)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate * decay(config, iteration)
         with gathered(model):
             drawn = batch_rows(rows, config, iteration)                             # l.9–10
             batch = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
@@ -485,11 +488,10 @@ def batch_rows(rows: list, config: Config, iteration: int) -> list:
     return [order[place // len(rows)][place % len(rows)] for place in places]
 
 
-def learning_rate(config: Config, iteration: int) -> float:
-    """Linear or cosine decay to zero over the run (Appendix D.2)."""
+def decay(config: Config, iteration: int) -> float:
+    """What is left of the learning rates: linear or cosine, from 1 to 0 (Appendix D.2)."""
     left = 1 - iteration / config.iterations
-    cosine = 0.5 * (1 - math.cos(math.pi * left))
-    return config.learning_rate * (left if config.schedule == "linear" else cosine)
+    return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
 
 def record(metrics: dict, sample: dict, config: Config, out: Path):

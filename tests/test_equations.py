@@ -24,7 +24,7 @@ from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, jud
                           z_loss)
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_feedback, add_scores,
-                       batch_rows, gae, learning_rate, minibatch_loss, nl_gradient_loss, ppo_loss,
+                       batch_rows, decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss,
                        ppo_update, sample_rollouts, value_loss, whiten)
 
 close = torch.testing.assert_close
@@ -560,7 +560,8 @@ def brute_loss(model, head, rollouts, config):
 
 def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.27; Alg. 4 l.28
     """Alg. 4 l.22–30 with the signs read as minimise −L_CLIP − β H: loss and every gradient, some tokens clipped."""
-    config = Config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, micro_batch_size=6)
+    config = Config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, value_clip=0.2,
+                    micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
     rollouts.logprobs_old += 0.3 * torch.randn_like(rollouts.logprobs_old)             # as after some epochs of updates
     rollouts.values += 0.3 * torch.randn_like(rollouts.values)
@@ -861,21 +862,21 @@ def test_unmatched_ambiguous_and_conflicting_quotes_reward_nothing_and_are_count
     ("cosine", lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n))])
 def test_learning_rate_is_torchs_schedule(schedule, oracle):
     """From the peak at iteration 0 to exactly zero after the last, half-way at a half; every step against torch."""
-    config = Config(schedule=schedule, iterations=10, learning_rate=3e-4)
+    config = Config(schedule=schedule, iterations=10)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
     scheduler, expected = oracle(optimizer, 10), []
     for _ in range(11):
         expected.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert [learning_rate(config, i) for i in range(11)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
-    assert (learning_rate(config, 0), learning_rate(config, 5)) == (3e-4, pytest.approx(1.5e-4))
+    assert [3e-4 * decay(config, i) for i in range(11)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert (decay(config, 0), decay(config, 5)) == (1.0, pytest.approx(0.5))
 
 
 def test_the_schedules_differ():
     """A quarter of the way: ¾ of the peak, or ½ (1 + cos ¼π) of it."""
-    configs = (Config(schedule=s, iterations=8, learning_rate=1.0) for s in ("linear", "cosine"))
-    linear, cosine = (learning_rate(config, 2) for config in configs)
+    configs = (Config(schedule=s, iterations=8) for s in ("linear", "cosine"))
+    linear, cosine = (decay(config, 2) for config in configs)
     assert (linear, cosine) == (pytest.approx(0.75), pytest.approx(0.5 + 0.5 * math.sqrt(0.5)))
 
 

@@ -50,12 +50,13 @@ _FEELING = ["I feel so {feeling}.", "Now I am {feeling} all day.", "It made me {
 _PLAN = ["I want to {plan}.", "I may {plan}.", "My plan is to {plan}."]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
            "Thanks for reading.", "We used to get along."]
-_SUMMARY = ["A {job} from {city} is {feeling} because the {person} took the {thing} in {month} and "
-            "wants to {plan}.",
-            "The {person} took the {thing} of a {job} from {city} in {month}, who is {feeling} and "
-            "wants to {plan}.",
-            "One {feeling} {job} from {city} wants to {plan} because the {person} took the {thing} "
-            "in {month}."]
+_SUMMARY = [
+    "A {job} from {city} is {feeling} because the {person} took the {thing} in {month} and "
+    "wants to {plan}.",
+    "The {person} took the {thing} of a {job} from {city} in {month}, who is {feeling} and "
+    "wants to {plan}.",
+    "One {feeling} {job} from {city} wants to {plan} because the {person} took the {thing} "
+    "in {month}."]
 
 _BUCKETS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}   # of 16
 SPLITS = tuple(_BUCKETS)
