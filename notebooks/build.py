@@ -27,7 +27,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_T
 def executed(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
     """The notebook with the outputs of a clean kernel.
 
-    Raises CellExecutionError where a cell fails, CellTimeoutError after `timeout` seconds in one.
+    Raises CellExecutionError where a cell fails, CellTimeoutError after `timeout` seconds.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:

@@ -48,7 +48,8 @@ def imported(cells) -> set[str]:
 
 def ours() -> set[str]:
     """Every function and class of the scripts and the rooms."""
-    rooms = [f"{room}.{path.stem}" for room in ROOMS for path in (ROOT / room).glob("[a-z]*.py")]
+    files = [path for room in ROOMS for path in (ROOT / room).glob("[a-z]*.py")]
+    rooms = [f"{path.parent.name}.{path.stem}" for path in files]
     modules = [importlib.import_module(name) for name in sorted(OURS) + rooms]
     return {name for module in modules for name, value in vars(module).items()
             if callable(value)
@@ -58,7 +59,7 @@ def ours() -> set[str]:
 # ── They run, and say what is stored
 
 def shown(cell) -> list[str]:
-    """What a reader sees of a cell's outputs: what is printed, and the words of its pictures."""
+    """What a reader sees of a cell's outputs: what is printed, and the pictures' words."""
     said = [output.text for output in cell.outputs if output.output_type == "stream"]
     for data in (output.data for output in cell.outputs if "data" in output):
         if "text/html" in data:
