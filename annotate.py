@@ -306,22 +306,17 @@ def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
     return found
 
 
-def token_labels(text: str, offsets, spans: list[Span]) -> list[set[int]]:
-    """The labels of the spans that hold each token (Alg. 2 l.15–25)."""
-    labels: list[set[int]] = [set() for _ in offsets]                            # l.15
-    for span, inside in zip(spans, tokens_inside(text, offsets, spans)):         # l.16–17
-        for t in inside:                                                         # l.18–25
-            labels[t].add(span.label)
-    return labels
-
-
 def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
     """δ_t ∈ {−1, 0, +1} for each token (§3.3, Alg. 2 l.15–28); offsets: [start, end) of each.
 
     A token half inside a span is outside; one in a good and in a poor span gets 0, where
     l.16–25 would give it the label of the later span.
     """
-    delta = [float(sum(labels)) for labels in token_labels(text, offsets, spans)]
+    labels: list[set[int]] = [set() for _ in offsets]                            # l.15
+    for span, inside in zip(spans, tokens_inside(text, offsets, spans)):         # l.16–17
+        for t in inside:                                                         # l.18–25
+            labels[t].add(span.label)
+    delta = [float(sum(found)) for found in labels]
     assert len(delta) == len(offsets), "Alg. 2 l.15: one δ_t per token"
     assert all(-1 <= d <= 1 for d in delta), "§3.3: δ_t lies in [−1, 1]"
     return delta                                                                 # l.28
@@ -329,7 +324,10 @@ def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
 
 def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
     """How many tokens lie in a good and in a poor span at once, and so get 0."""
-    return sum(len(labels) > 1 for labels in token_labels(text, offsets, spans))
+    good, poor = set(), set()
+    for span, inside in zip(spans, tokens_inside(text, offsets, spans)):
+        (good if span.label > 0 else poor).update(inside)
+    return len(good & poor)
 
 
 # ── What the annotator is told (Appendix B)
@@ -384,10 +382,7 @@ def get_mode(name: str) -> Mode:
     if ":" not in name:
         raise InputError(f"--mode must be one of {', '.join(MODES)}, not {name!r}; others are "
                          f"module:NAME, as experiments.modes:DENSE")
-    mode = load_object("--mode", name)
-    if not isinstance(mode, Mode):
-        raise InputError(f"--mode {name}: that is a {type(mode).__name__}, not a Mode")
-    return mode
+    return load_object("--mode", name, Mode)
 
 
 def schema_of(form) -> dict:
@@ -490,7 +485,7 @@ class Journal:
     """Every reply as a JSON line, on disk before its question is done with; and what it cost.
 
     Prices are in USD per million tokens, max_usd in USD, of all runs together. records: key →
-    the last usable reply, or else the last.
+    the last reply; one that can be used is never asked for again.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
@@ -537,12 +532,11 @@ class Journal:
         self._note(record)
 
     def _note(self, record: dict):
-        key, reason, usage, _ = (record[name] for name in ("key", "reason", "usage", "reply"))
+        key, usage, *_ = (record[name] for name in ("key", "usage", "reason", "reply"))
         if record["usd"] is None:                            # of a run that knew no prices
             record["usd"] = self.usd(**usage)
         self.spent += record["usd"] or 0.0
-        if reason is None or not self.usable(key):
-            self.records[key] = record
+        self.records[key] = record
 
     def usable(self, key: str) -> bool:
         """Whether there is a reply that need not be asked for again."""
@@ -550,9 +544,8 @@ class Journal:
 
 
 def missing(questions: list[Question], journal: Journal) -> list[Question]:
-    """Those without a usable reply, each once; what has failed before comes last."""
-    todo = {q.key: q for q in questions if not journal.usable(q.key)}
-    return sorted(todo.values(), key=lambda question: question.key in journal.records)
+    """Those without a usable reply, each once."""
+    return list({q.key: q for q in questions if not journal.usable(q.key)}.values())
 
 
 def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
@@ -721,11 +714,11 @@ def read_completion(text: str, worst: dict) -> Reply:
     return Reply(content or refusal, reason, usage)
 
 
-def check_asking(price_in, price_out, max_usd, critic=None):
+def check_asking(price_in, price_out, max_usd, free=False):
     """Raise InputError where nothing could be asked, before anything is read or spent."""
     if max_usd is not None and None in (price_in, price_out):
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
-    if not critic and not os.environ.get("OPENAI_API_KEY"):
+    if not free and not os.environ.get("OPENAI_API_KEY"):
         raise InputError("OPENAI_API_KEY is not set; export it (any text does for a local "
                          "server without keys)")
 
@@ -763,21 +756,13 @@ class AnnotateConfig:
         return self.critic or self.annotator_model + mode
 
 
-def load_critic(name: str) -> Callable[[dict, str], str]:
-    """The function (row, response) → reply that --critic names as "module:function"."""
-    critic = load_object("--critic", name)
-    if not callable(critic):
-        raise InputError(f"--critic {name}: that is a {type(critic).__name__}, not a function")
-    return critic
-
-
 def load_annotator(config: AnnotateConfig) -> Server | Callable[[Question], str]:
     """Whom to ask: a server's model, or the function of --critic."""
     task, mode = get_task(config.task), get_mode(config.mode)
     if not config.critic:
         return Server(config.annotator_model, config.base_url, task.temperature,
                       mode.max_tokens or task.max_tokens, config.retries, config.timeout)
-    critic = load_critic(config.critic)
+    critic = load_object("--critic", config.critic, Callable)
 
     def call(question: Question) -> str:
         text = critic(question.about["row"], question.about["response"])
@@ -795,7 +780,8 @@ def check_annotator(config: AnnotateConfig):
         raise InputError("--data is needed: rows with responses, JSON lines")
     if os.path.realpath(config.data) == os.path.realpath(config.output):
         raise InputError(f"--data and --output are one file, {config.data}; name another")
-    check_asking(config.price_in, config.price_out, config.max_usd, config.critic)
+    free = config.critic or config.dry_run
+    check_asking(config.price_in, config.price_out, config.max_usd, free)
 
 
 def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:

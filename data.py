@@ -105,10 +105,7 @@ def get_task(name: str) -> Task:
     if name != "toy" and ":" not in name:
         raise InputError(f"--task {name}: there are toy, {', '.join(TASKS)}, and module:NAME "
                          f"for a Task of your own")
-    task = load_object("--task", "toy:TASK" if name == "toy" else name)
-    if not isinstance(task, Task):
-        raise InputError(f"--task {name}: that is a {type(task).__name__}, not a data.Task")
-    return task
+    return load_object("--task", "toy:TASK" if name == "toy" else name, Task)
 
 
 def reward_prompt(prompt: str, response: str) -> str:
@@ -273,15 +270,19 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
     return config_class(**vars(parser.parse_args(argv)))
 
 
-def load_object(flag_name: str, name: str):
-    """What a flag names as "module:NAME". Raises InputError where there is none."""
+def load_object(flag_name: str, name: str, kind=object):
+    """What a flag names as "module:NAME", of a kind. Raises InputError where it is none."""
     module, _, attribute = name.partition(":")
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"{flag_name} {name}: cannot import it ({error}); it is written "
                          f"module:NAME, of a file here or on PYTHONPATH") from error
+    if not isinstance(found, kind):
+        raise InputError(f"{flag_name} {name}: that is a {type(found).__name__}, not a "
+                         f"{kind.__name__}")
+    return found
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):

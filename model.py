@@ -426,6 +426,8 @@ def together(collective, *args, **options):
 
 def everyone(share: list) -> list:
     """The lists of all ranks as one; it undoes rows[RANK::RANKS], by which they are dealt."""
+    if RANKS == 1:
+        return share
     shares = [share] * RANKS
     together(dist.all_gather_object, shares, share, group=HOSTS)
     rows = [None] * sum(map(len, shares))

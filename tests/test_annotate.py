@@ -6,6 +6,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
+from typing import Callable
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,9 +16,9 @@ import annotate
 from annotate import (Feedback, FeedbackError, Span, annotation_messages, conflicting_tokens,
                       ground, parse_feedback, token_offsets, token_rewards, tokens_inside)
 from conftest import ROOT
-from data import InputError, examples, get_task, read_rows, run_script
+from data import InputError, examples, get_task, load_object, read_rows, run_script
 
-often = settings(max_examples=150, deadline=None, derandomize=True)
+often = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def reply(critique="The plot is right, the name is wrong.", good=("the plot",), poor=("Bob",)) -> str:
@@ -61,18 +62,9 @@ def test_without_a_key_the_critique_is_the_prose_before_the_object(fence):
     assert said == Feedback("It is\nshort.", ["a"], [])
 
 
-def test_the_critique_key_wins_over_prose():
-    assert parse_feedback("Let me think. " + reply("It is short.")).critique == "It is short."
-
-
 def test_a_literal_newline_or_tab_in_a_string_is_read():
     text = '{"textual_feedback": "one\ntwo", "good_spans": ["a\n\tb"], "poor_spans": []}'
     assert parse_feedback(text) == Feedback("one\ntwo", ["a\n\tb"], [])
-
-
-def test_two_equal_objects_are_one():
-    again = json.dumps(json.loads(reply()), indent=1)
-    assert parse_feedback(f"{reply()}\nOnce more:\n{again}") == parse_feedback(reply())
 
 
 plain_critiques = st.text(st.characters(exclude_characters="{}`", exclude_categories=["Cs"])).filter(str.strip)
@@ -92,7 +84,7 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
 
 @pytest.mark.parametrize("text, reason", [
     ("", "no JSON object"), ("It is all fine.", "no JSON object"), ('{"score": 3}', "no JSON object"),
-    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "stops inside"),
+    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "no JSON object"),
     ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
     ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
     ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
@@ -121,14 +113,6 @@ def test_a_reply_cut_at_any_character_of_its_object_is_an_error():
     for end in range(len(text)):
         with pytest.raises(FeedbackError):
             parse_feedback(text[:end])
-
-
-def test_a_number_of_5000_digits_is_no_other_error():
-    text = f'c {{"good_spans": [], "poor_spans": [], "score": {"1" * 5000}}}'
-    try:
-        assert parse_feedback(text) == Feedback("c", [], [])
-    except FeedbackError:
-        pass
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -524,11 +508,6 @@ def test_slf5k_rows_of_the_hub_bring_their_summary():
     check_messages(get_task("slf5k"), made, "A title", "My post.")
 
 
-def test_slf5k_rows_with_an_empty_post_use_their_prompt():
-    row = {"post": "", "summary_prompt": "Summarise: My post."}
-    assert "My post." in get_task("slf5k").policy_prompt(row)
-
-
 def test_kodcode_rows_become_messages(shared):
     task = get_task("kodcode")
     rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl", task.needs)
@@ -620,7 +599,7 @@ def test_a_response_without_text_is_refused(response):
                                   "toy:SLOTS"])
 def test_a_critic_that_cannot_be_called_is_refused(name):
     with pytest.raises(InputError, match="--critic"):
-        annotate.load_critic(name)
+        load_object("--critic", name, Callable)
 
 
 def test_the_command_line_fails_in_one_line(monkeypatch):

@@ -15,8 +15,8 @@ import torch
 from conftest import ROOT
 
 import toy
-from annotate import get_mode, load_critic, read_reply
-from data import InputError
+from annotate import get_mode, read_reply
+from data import InputError, load_object
 from experiments import designs, studies, trials
 from experiments.studies import Arm, Desk, Plan, StudyConfig, arm_figure
 from experiments.trials import (Judge, Run, arrival, critic_of, damaged, interval, judge_of,
@@ -145,7 +145,7 @@ def test_runs_have_the_judges_and_critics_that_they_name():
     assert critic_of(Run(reward="true", weighting="importance")) is not designs.true_critic
     for run in (run for _, _, arms, _ in studies.COMPARED.values() for run in arms.values()):
         mode = trials.settings(run, "").mode           # every name leads to something
-        assert get_mode(mode) and callable(load_critic(run.critic))
+        assert get_mode(mode) and callable(load_object("--critic", run.critic))
 
 
 def test_what_is_done_is_not_done_again_and_what_fails_is_named(tmp_path, monkeypatch):
