@@ -79,7 +79,7 @@ class Config:
     max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
     max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)", least=1)
     max_critique_tokens: int = flag(128, "longest critique of R_φ (paper: 500, 768)", least=1)
-    kl_coef: float = flag(0.1, "first KL coefficient β (paper: .2, .07, .05)", least=0)
+    kl_coef: float = flag(0.2, "first KL coefficient β (paper: .2, .07, .05)", least=0)
     kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays", least=0)
     gamma: float = flag(1.0, "discount γ (paper: 1)", least=0)
     lam: float = flag(0.95, "GAE λ (paper: .95)", least=0)

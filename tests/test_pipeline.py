@@ -153,7 +153,7 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, 
 
 
 @pytest.mark.parametrize("flag, was, now", [("learning_rate", 0.0007, 0.001),
-                                            ("temperature", 1.0, 0.7), ("kl_coef", 0.1, 0.2)])
+                                            ("temperature", 1.0, 0.7), ("kl_coef", 0.2, 0.3)])
 def test_other_settings_in_the_same_directory_are_refused(finished_run, monkeypatch, flag, was, now):
     told = refused(monkeypatch, *SMALL, f"--{flag}", now, "--output_dir", finished_run)
     assert f"{flag} was {was}, is {now}" in told and "another --output_dir" in told
