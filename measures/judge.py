@@ -64,7 +64,8 @@ def _journal(path, config: JudgeConfig) -> Journal:
 
 def check(config: JudgeConfig):
     """Raise InputError for a budget without prices, and a file of prompts that is none, before anything is spent."""
-    check_asking(config.price_in, config.price_out, config.max_usd)
+    asks = config.judge_model and not getattr(config, "dry_run", False)
+    check_asking(config.price_in, config.price_out, config.max_usd, free=not asks)
     config.prompts                                             # read now
 
 
