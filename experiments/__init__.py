@@ -1,1 +1,4 @@
-"""Reward designs, baselines and studies: what the paper compares with. Nothing imports this room."""
+"""Reward designs, baselines and studies: what the paper compares with.
+
+Nothing imports this room.
+"""
