@@ -615,7 +615,7 @@ def main(argv=None):
     out, started = Path(config.output_dir), time.time()
     # Where nobody is asked, no key is needed: some function stands for the annotator.
     asks = config.method in ("ilf", "reflection", "prm_ppo")
-    check(config if asks else replace(config, critic=config.critic or "toy:critique"), out)
+    check(config, out, asks)
     if config.refiner != "none":
         load_object("--refiner", config.refiner)
     device = start_ranks(minutes=30.0)

@@ -561,6 +561,7 @@ def test_completions_of_other_servers_are_read(change, text, reason, counted):
 # ── Leaving early, and coming back with other flags ─────────────────────────────────────────────────────
 
 def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
     work.server.settings.delay = 0.5
     timer = threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -574,6 +575,7 @@ def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
 
 def test_a_second_ctrl_c_does_not_wait(work):
     """The server hangs for ten minutes; what is under way then is not kept."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
     work.server.settings.delay = 600
     timers = [threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)) for wait in (1.2, 1.8)]
     for timer in timers:

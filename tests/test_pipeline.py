@@ -230,6 +230,8 @@ def test_few_functions_in_few_files_make_delta_of_a_critique(reward, toy_model):
         file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
         if not frame.f_code.co_filename.startswith(str(ROOT)) or ".venv" in frame.f_code.co_filename:
             return
+        if event not in ("call", "return"):                    # of C functions, in our frames
+            return
         if name == "generate" and file == "sampling.py":
             decoding[:] = [event] if event == "call" else []
             entered.append((file, name))
@@ -364,8 +366,8 @@ def test_help_names_every_flag_once(monkeypatch, capsys):
     said = capsys.readouterr().out
     flags = re.findall(r"--\w+", said)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
-    first = said[said.index("start here"):said.index("phases 1 and 2")]
-    assert len(re.findall(r"^  --", first, re.MULTILINE)) == 10, first
+    first = said[said.index("start here:"):said.index("\nphases 1 and 2:")]
+    assert len(set(re.findall(r"--[a-z_]+", first))) == 10, first
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, monkeypatch, reward, capsys):
