@@ -514,6 +514,8 @@ class Journal:
 
     def __exit__(self, *exception):
         self.file.close()
+        if not self.path.stat().st_size:                     # a dry run leaves nothing behind
+            self.path.unlink()
 
     def usd(self, prompt_tokens: float, completion_tokens: float) -> float | None:
         """What so many tokens cost, or None without prices."""
