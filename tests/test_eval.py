@@ -216,7 +216,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, m
         _, dry = run(monkeypatch, capsys, *flags, "--dry_run")
         answers = [row["response"] for row in read_rows(tmp_path / "answers.jsonl")]
         todo = 20 - sum(a == b for a, b in zip(answers[:10], answers[10:]))          # equal answers look alike both ways round
-        assert f"20 questions, {todo} to ask of judge" in dry and server.stats()["calls"] == 0
+        assert f"20 questions, {todo} to ask" in dry and server.stats()["calls"] == 0
         result, printed = run(monkeypatch, capsys, *flags)
         asked = server.stats()["calls"]
         texts = {name: [row["response"].count("e") for row in read_rows(tmp_path / "answers.jsonl") if row["policy"] == name]
