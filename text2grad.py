@@ -443,7 +443,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=model.device.type == "cuda")
-    rates = config.learning_rate, config.value_learning_rate or config.learning_rate
+    own = config.value_learning_rate
+    rates = config.learning_rate, config.learning_rate if own is None else own
     kl, task = AdaptiveKL(config.kl_coef, config.kl_target), get_task(config.task)
     start = resume(optimizer, kl, out)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
