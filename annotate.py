@@ -20,17 +20,22 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
+import socket
 import sys
+import time
 import unicodedata
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Callable, Iterator
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tqdm import tqdm
 
@@ -64,13 +69,14 @@ SPAN_KEYS = ("good_spans", "poor_spans", *CODE_KEYS)
 LONGEST_REPLY = 100_000                    # characters; bounds the work on a hostile reply
 
 
-def parse_feedback(text: str, critique: str | None = None) -> Feedback:
+def parse_feedback(text: str, critique: str | None = None, response: str = "") -> Feedback:
     """A reply → (c, A(y)) (Alg. 2 l.13): one JSON object with span lists, fenced or in prose.
 
     The critique is the object's own, or else the prose before it, or `critique`, where a person
-    wrote it. Raises FeedbackError with the reason; a label without a critique is no feedback.
+    wrote it. An object that the reply only repeats from the `response` says nothing. Raises
+    FeedbackError with the reason; a label without a critique is no feedback.
     """
-    value, prose = find_object(text, SPAN_KEYS)
+    value, prose = find_object(text, SPAN_KEYS, response)
     keys = ["poor_spans"]
     if value.keys() & CODE_KEYS:                 # the code task may leave out span lists
         value = {"good_spans": [], "poor_spans": []} | value
@@ -82,11 +88,15 @@ def parse_feedback(text: str, critique: str | None = None) -> Feedback:
     return Feedback(critique, good, poor)
 
 
-def find_object(text: str, wanted: tuple[str, ...]) -> tuple[dict, str]:
-    """The one JSON object with wanted keys, and the prose before it; else FeedbackError."""
-    found = list(_objects(text, wanted))
+def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple[dict, str]:
+    """The one JSON object with wanted keys, and the prose before it; else FeedbackError.
+
+    Neither what is thought aloud (<think>) nor what only repeats the response is meant.
+    """
+    found, begin, broken = _objects(text, wanted)
+    found = [one for one in found if text[one[0] : one[1]] not in response]
     if not found:
-        raise FeedbackError(f"no JSON object with {' or '.join(wanted)}")
+        raise FeedbackError(broken or f"no JSON object with {' or '.join(wanted)}")
     (start, closed, value), (_, end, _) = found[0], found[-1]
     if any(other != value for _, _, other in found):
         raise FeedbackError(f"{len(found)} span objects that differ; which one is meant?")
@@ -94,31 +104,62 @@ def find_object(text: str, wanted: tuple[str, ...]) -> tuple[dict, str]:
     begun = '"(%s)"\\s*:' % "|".join(wanted).replace("_", "[^a-z]+")
     if re.search(begun, text[end:], re.IGNORECASE):
         raise FeedbackError("a part of a second span object stands after the first")
-    prose = text[:start]
+    prose = text[begin:start]
     if text[closed:].lstrip().startswith("```"):            # the fence of the object itself
         prose = re.sub(r"```\w*\s*$", "", prose)
     return value, prose
 
 
-def _objects(text: str, wanted: tuple[str, ...]) -> Iterator[tuple[int, int, dict]]:
-    """(start, end, value) of every outermost JSON object that has a wanted key."""
+def _objects(text: str, wanted: tuple[str, ...]) -> tuple[list, int, str]:
+    """Every outermost JSON object with a wanted key as (start, end, value), where the answer
+    begins behind its thoughts, and what is wrong with the last object that is none."""
     if len(text) > LONGEST_REPLY:
         raise FeedbackError(f"the reply has {len(text):,} characters, over {LONGEST_REPLY:,}")
     decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
-    end = vain = 0
-    while opening := re.compile(r'\{\s*"').search(text, end):
-        start = opening.start()
+    found, begin, end, broken = [], 0, 0, ""
+    while mark := re.compile(r'\{\s*"|</?think>').search(text, end):
+        start, end = mark.span()
+        if mark[0] == "<think>" and "</think>" not in text[end:]:
+            return found, begin, broken or "the reply stops inside <think>"
+        if "think" in mark[0]:
+            found, broken = [], ""
+            begin = end = text.find("</think>", start) + len("</think>")
+            continue
         try:
             value, end = decoder.raw_decode(text, start)
-        except json.JSONDecodeError:
-            end, vain = start + 1, vain + len(text) - start
-            if vain > 3 * LONGEST_REPLY:
-                raise FeedbackError("the reply begins too many JSON objects") from None
+        except json.JSONDecodeError as error:
+            end = _close(text, start)                  # what stands inside it is no answer
+            broken = _fault(text, error.pos, end)
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
         else:
             if value.keys() & wanted:
-                yield start, end, value
+                found.append((start, end, value))
+            elif any(f'"{key}"' in text[start:end] for key in wanted):
+                broken = "the keys stand in a nested object, not in the outermost"
+    return found, begin, broken
+
+
+def _close(text: str, start: int) -> int:
+    """Where an object that is no JSON ends: at its brace, with its thoughts, or not at all."""
+    depth = 0
+    marks = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}]|</think>', re.DOTALL)
+    for mark in marks.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if not depth:
+            return mark.end()
+        if mark[0] == "</think>":
+            return mark.start()
+    return len(text) + 1
+
+
+def _fault(text: str, at: int, end: int) -> str:
+    """Why the JSON is broken at a place."""
+    if re.match(r",\s*[}\]]", text[text.rfind(",", 0, at + 1) :]):
+        return "the JSON has a trailing comma"
+    if re.match(r"\s*(//|/\*|#)", text[at:]):
+        return "the JSON has a comment"
+    return "the reply stops inside its JSON" if end > len(text) else "the JSON is broken"
 
 
 def _plain_keys(pairs: list[tuple]) -> dict:
@@ -177,7 +218,8 @@ def ground(response: str, feedback: Feedback) -> Grounding:
     """Find each quote (§3.3, Appendix L): exactly, or else as it reads in normal form.
 
     The k-th repeat of a quote takes the k-th occurrence; repeats beyond the last are unmatched.
-    A quote that occurs more often than it is quoted is ambiguous: no place is guessed.
+    A quote that occurs more often than it is quoted is ambiguous: no place is guessed. A place
+    that begins or ends inside a word, or inside one visible character, is none.
     """
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
@@ -201,8 +243,32 @@ def ground(response: str, feedback: Feedback) -> Grounding:
 def _exact_places(text: str, quote: str) -> Iterator[tuple[int, int]]:
     at = text.find(quote) if quote.strip() else -1
     while at >= 0:
-        yield at, at + len(quote)
+        end = at + len(quote)
+        if not (_splits(text, at) or _splits(text, end)):
+            yield at, end
         at = text.find(quote, at + 1)
+
+
+# Scripts whose words have no spaces between them, and marks that end no word.
+SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR",
+             "VARIATION")
+_FLAG = "[\U0001f1e6-\U0001f1ff]"
+# Behind another: skin tones, the letters of flags, a joiner, Korean vowels.
+_JOINED = "[\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f\u200d\u1160-\u11ff]"
+
+
+def _splits(text: str, at: int) -> bool:
+    """Whether a place lies inside a word, or inside one visible character (as 👩 of 👩‍🚀)."""
+    if not 0 < at < len(text):
+        return False
+    sides = before, after = text[at - 1], text[at]
+    words = [unicodedata.category(c)[0] in "LNM" or c == "_" for c in sides]
+    if all(words) and not any(unicodedata.name(c, "").startswith(SPACELESS) for c in sides):
+        return True
+    if re.match(_FLAG, after):                                # two letters make a flag
+        return len(re.search(_FLAG + "*$", text[max(0, at - 80) : at])[0]) % 2 == 1
+    joined = before == "\u200d" or unicodedata.category(after)[0] == "M"
+    return joined or bool(re.match(_JOINED, after))
 
 
 def normal_places(response: str, quote: str) -> Iterator[tuple[int, int]]:
@@ -254,40 +320,52 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int,
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)   # faster without the wrapper
     decode = partial(backend.decode, skip_special_tokens=True)
     special, text = set(tokenizer.all_special_ids), decode(token_ids)
+    # What may write a part of a character; between two others the text can be cut.
+    parts = special | {i for i in set(token_ids) if MARK in decode([i]) or re.fullmatch(
+        "<0x..>", str(tokenizer.convert_ids_to_tokens(i)))}
     offsets, at = [], 0
     before = begin = 0       # ids[before:begin] go first, so that a piece keeps its first space
     for end in range(1, len(token_ids) + 1):
-        piece = decode(token_ids[before:end])
-        if piece.endswith("\ufffd") and end < len(token_ids):
-            continue                                   # perhaps in the middle of a character
-        context, ids = token_ids[before:begin], token_ids[begin:end]
-        known = len(decode(context))
-        offsets += _piece_offsets(decode, special, context, ids, piece, known, at)
+        if parts.issuperset(token_ids[end - 1 : end + 1]) and end < len(token_ids):
+            continue
+        piece, known = decode(token_ids[before:end]), len(decode(token_ids[before:begin]))
+        offsets += _piece_offsets(decode, special, token_ids[before:end], begin - before, piece,
+                                  known, at)
         at += len(piece) - known
         before, begin = (begin if len(piece) > known else before), end
-    if at != len(text):        # bytes that are no characters: only the whole says what they are
-        offsets = _piece_offsets(decode, special, [], token_ids, text, 0, 0)
     written = [place for place in offsets if place[0] < place[1]]
     assert len(offsets) == len(token_ids), "Appendix L: one offset per sampled token"
+    assert at == len(text), "Appendix L: the pieces are the text"
     assert all(a <= c and b <= d for (a, b), (c, d) in zip(written, written[1:])), (
         "Appendix L: tokens write the text from left to right")
     return text, offsets
 
 
-def _piece_offsets(decode, special, context, ids, text, known: int, at: int) -> list:
-    """Offsets of the ids that wrote text[known:], shifted to begin at `at`."""
-    offsets, agreed = [], known
-    for n, index in enumerate(ids, 1):
+MARK = "\ufffd"                              # which stands where bytes are no character
+
+
+def _piece_offsets(decode, special, ids, first: int, text: str, known: int, at: int) -> list:
+    """Offsets of ids[first:], which wrote text[known:], shifted to begin at `at`."""
+    offsets, agreed, window, shown, skip = [], known, 0, "", 0
+    for n, index in enumerate(ids[first:], first + 1):
         if index in special:
             offsets.append((agreed - known + at, agreed - known + at))
             continue
-        prefix = text if n == len(ids) else decode(context + ids[:n])
-        start, agreed = agreed, max(agreed, len(os.path.commonprefix([prefix, text])))
+        prefix = text if n == len(ids) else shown + decode(ids[window:n])[skip:]
+        start = agreed
+        if prefix.startswith(text[:agreed]):
+            agreed += len(os.path.commonprefix([prefix[agreed:], text[agreed:]]))
         # A prefix that stops inside a character ends in marks that the text does not have.
         inside = agreed < min(len(prefix), len(text))
-        if agreed + inside == start and text[known:start].endswith("\ufffd"):
+        if agreed + inside == start and text[known:start].endswith(MARK):
             start -= 1             # one more byte of what is shown as a single replacement mark
         offsets.append((start - known + at, agreed + inside - known + at))
+        # Decode no more than the last ids: a character has four bytes at most.
+        if n - window > 16 and agreed == len(prefix) and not prefix.endswith(MARK):
+            window, shown, skip = n, prefix, 0
+        elif n - window > 24:
+            window, shown = n - 8, prefix[:-1]
+            skip = len(decode(ids[window:n])) - 1
     return offsets
 
 
@@ -345,19 +423,21 @@ class Mode:
 
 def read_quotes(example: dict, reply: str, critique=None) -> tuple[Feedback, Grounding]:
     """The critique, or a person's in its place, and where its quotes stand (Alg. 2 l.13)."""
-    feedback = parse_feedback(reply, critique)
+    feedback = parse_feedback(reply, critique, example["response"])
     return feedback, ground(example["response"], feedback)
 
 
 _SPANS = {"good_spans": ["…"], "poor_spans": ["…"]}
 EXACT = "A quote is copied from the response character by character and is never paraphrased"
-_QUOTE = f"{{quotes}} {EXACT}, and is long enough to occur only once. A list may be empty."
+_QUOTE = (f"{{quotes}} {EXACT}, and is long enough to occur only once. It begins and ends with "
+          f"whole words and stands in one list only. A list may be empty.")
 MODES = {
     # Alg. 2 l.5–9: reasoning, critique, spans
     "cot": Mode(
         "Work in this order. Reasoning: go through the response part by part and weigh each "
-        "against the request. Critique: say in a few sentences what is good and what is poor, "
-        "as the reasoning found it. Spans: quote the parts that the critique speaks of, and no "
+        "against the request, in at most 200 words. Critique: say in at most 100 words what is "
+        "good and what is poor, as the reasoning found it. Spans: quote the parts that the "
+        "critique speaks of, and no "
         f"others.\n{_QUOTE}",
         {"reasoning": "…", "textual_feedback": "…", **_SPANS}, read_quotes),
     # Table 1: without the reasoning
@@ -417,10 +497,15 @@ def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[di
     parts = {"request": example["prompt"], "response": example["response"],
              "tests": example.get("outcome")} | {name: example.get(name) for name in mode.shows}
     told, user = fenced({name: text for name, text in parts.items() if text})
+    form = json.dumps(mode.form, ensure_ascii=False)
     system = (f"{task.judge} Judge {task.criteria}.\n"
               f"{mode.instruction.replace('{quotes}', task.quotes)}\n{told}\n"
-              f"Reply with one JSON object of this form and nothing after it:\n"
-              f"{json.dumps(mode.form)}")
+              f"Reply with one JSON object of this form and nothing after it:\n{form}")
+    if mode.form.keys() <= task.example.keys():
+        given = ["request", "response", *("textual_feedback" for _ in mode.shows)]
+        shown = "\n".join(f"{name}: {task.example[name]}" for name in given)
+        reply = json.dumps({name: task.example[name] for name in mode.form}, ensure_ascii=False)
+        system += f"\nAn example of another case.\n{shown}\nreply: {reply}"
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
@@ -462,7 +547,7 @@ class Question:
     schema: dict = field(default_factory=dict)
     about: dict = field(default_factory=dict)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Its bytes: no tokenizer makes more tokens of it."""
         return len(json.dumps([self.messages, self.schema]).encode())
@@ -475,22 +560,27 @@ def question_key(*parts) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back. reason: why it cannot be used; usage: its tokens, None if it is free."""
+    """What came back. reason: why it cannot be used; usage: its tokens, None if it is free;
+    again: whether to ask once more, after `wait` seconds or as many as it takes."""
     text: str
     reason: str | None = None
     usage: dict | None = None
+    again: bool = False
+    wait: float | None = None
 
 
 class Journal:
-    """Every reply as a JSON line, on disk before its question is done with; and what it cost.
+    """Every reply as a JSON line, written before its question is done with; and what it cost.
 
     Prices are in USD per million tokens, max_usd in USD, of all runs together. records: key →
-    the last reply; one that can be used is never asked for again.
+    the last reply; one that can be used is never asked for again. due: key → the most that a
+    request may cost that is under way, or that was so when a process was killed. A kill loses
+    no line, a power cut at most those of the last second.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path, self.prices, self.max_usd = Path(path), (price_in, price_out), max_usd
-        self.records, self.spent = {}, 0.0
+        self.records, self.due, self.spent, self.synced = {}, {}, 0.0, 0.0
 
     def __enter__(self) -> Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -506,10 +596,13 @@ class Journal:
         for number, line in enumerate(self.file, 1):
             try:
                 self._note(json.loads(line))
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
                 print(f"{self.path}, line {number}: damaged, and passed over", file=sys.stderr)
         if not line.endswith(b"\n"):                         # torn when a process was killed
             self.file.write(b"\n")
+        # What was asked and not answered when a process was killed may have been billed.
+        self.spent += sum(self.due.values())
+        self.due.clear()
         return self
 
     def __exit__(self, *exception):
@@ -523,22 +616,49 @@ class Journal:
             return None
         return (prompt_tokens * self.prices[0] + completion_tokens * self.prices[1]) / 1e6
 
+    def affords(self, question: Question, usage: dict) -> bool:
+        """Whether a request that may cost this much leaves all within max_usd."""
+        due = {**self.due, question.key: self.usd(**usage) or 0.0}
+        return self.max_usd is None or self.spent + sum(due.values()) <= self.max_usd
+
+    def begin(self, question: Question, usage: dict):
+        """Book the most that a request may cost, before it is sent."""
+        if question.key not in self.due:
+            self._write({"key": question.key, "due": usage})
+
+    def release(self, question: Question):
+        """It was refused, and so nothing is due."""
+        self._write({"key": question.key, "due": {"prompt_tokens": 0, "completion_tokens": 0}})
+        del self.due[question.key]
+
     def append(self, question: Question, reply: Reply, reason: str | None):
         """Keep a reply with its bill, and with the reason why it cannot be used."""
         usage = reply.usage or {"prompt_tokens": 0, "completion_tokens": 0}
-        record = {"key": question.key, "id": question.id, "reply": reply.text,
-                  "reason": reason, "usage": usage, "usd": self.usd(**usage)}
+        self._write({"key": question.key, "id": question.id, "reply": reply.text,
+                     "reason": reason, "usage": usage, "usd": self.usd(**usage)})
+        if time.monotonic() > self.synced + 1:               # for the case of a power cut
+            os.fsync(self.file.fileno())
+            self.synced = time.monotonic()
+
+    def _write(self, record: dict):
         self.file.write(json.dumps(record).encode() + b"\n")
         self.file.flush()
-        os.fsync(self.file.fileno())
         self._note(record)
 
     def _note(self, record: dict):
-        key, usage, *_ = (record[name] for name in ("key", "usage", "reason", "reply"))
-        if record["usd"] is None:                            # of a run that knew no prices
-            record["usd"] = self.usd(**usage)
-        self.spent += record["usd"] or 0.0
-        self.records[key] = record
+        key, usage = record["key"], record.get("due") or record["usage"]
+        usd = record.get("usd") or self.usd(**usage)                 # of a run without prices
+        if not 0 <= (usd or 0.0) < math.inf or min(usage.values()) < 0:
+            raise ValueError("no bill")
+        if "due" in record:
+            killed = self.due.pop(key, 0.0) if any(usage.values()) else 0.0   # or refused
+            self.spent, self.due[key] = self.spent + killed, usd or 0.0
+            return
+        if not isinstance(record["reply"], str) or not isinstance(record["reason"], str | None):
+            raise ValueError("no reply")
+        self.spent += usd or 0.0
+        self.due.pop(key, None)
+        self.records[key] = {**record, "usd": usd}
 
     def usable(self, key: str) -> bool:
         """Whether there is a reply that need not be asked for again."""
@@ -565,9 +685,16 @@ def ask(questions: list[Question], journal: Journal, answer, review,
 
     answer: a Server, or a function (question) → text. review(question, text): why it cannot be
     used, or None. Raises InputError where the budget is reached, after 25 unusable replies in a
-    row, or where no request can succeed. The first Ctrl-C asks nothing new and waits for what
-    is under way, which is paid for; the second does not wait.
+    row, or where the server is gone. The first Ctrl-C asks nothing new and waits for what is
+    under way, which is paid for; the second does not wait.
     """
+    for question in questions:
+        if journal.usable(question.key):
+            record = journal.records[question.key]
+            record["reason"] = review(question, record["reply"])
+            if record["reason"]:                             # it was when it came
+                print(f"{journal.path}: the reply to {question.id} was changed "
+                      f"({record['reason']}) and is asked for again", file=sys.stderr)
     todo = missing(questions, journal)
     if todo and asyncio.run(_ask_all(todo, journal, answer, review, concurrency)):
         raise InputError(f"--max_usd {journal.max_usd:g} reached at ${journal.spent:.4f}, with "
@@ -582,50 +709,81 @@ MOST_FAILURES_IN_A_ROW = 25           # then something is wrong, and money is be
 async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> bool:
     """Whether the budget ended it."""
     server = answer if isinstance(answer, Server) else None
-    under_way: dict[asyncio.Task, float] = {}            # → the most that it can cost, in USD
-    before, in_a_row, too_dear = set(journal.records), 0, False
+    under_way, stop = set(), asyncio.Event()
+    before, in_a_row, failed, too_dear = set(journal.records), 0, 0, False
     bar = tqdm(total=len(todo), desc="ask")
 
     async def settle(question: Question):
-        nonlocal in_a_row
+        nonlocal in_a_row, failed
         if server:
-            reply = await server.ask(question)
+            reason = await ask_server(question)
         else:
             reply = Reply(await asyncio.to_thread(answer, question))
-        reason = reply.reason or review(question, reply.text)
-        journal.append(question, reply, reason)
+            reason = review(question, reply.text)
+            journal.append(question, reply, reason)
         bar.update()
+        failed += bool(reason)
+        bar.set_postfix(failed=failed)
         # What has failed in an earlier run may never succeed.
         in_a_row = in_a_row + (question.key not in before) if reason else 0
         if in_a_row == MOST_FAILURES_IN_A_ROW:
             raise InputError(f"{in_a_row} replies in a row cannot be used, last {question.id}: "
                              f"{reason}; they are kept in {journal.path}")
 
+    async def ask_server(question: Question) -> str | None:
+        """Ask until there is an answer; what may be billed is booked before it is sent."""
+        nonlocal too_dear
+        begun, worst = time.monotonic(), server.worst(question)
+        for n in range(server.retries + 1):
+            journal.begin(question, worst)
+            try:
+                reply = await server.ask(question)
+            except InputError:                               # refused for good
+                journal.release(question)
+                raise
+            if not reply.usage:
+                journal.release(question)
+            if reply.again and n < server.retries:
+                pause = 1.5 * 2**n if reply.wait is None else reply.wait
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), min(pause, server.timeout))
+            elif reply.again:
+                server.lose(begun, reply.reason)
+            last = n == server.retries or not reply.again or stop.is_set()
+            reason = reply.reason or review(question, reply.text)
+            if last or reply.usage:
+                journal.append(question, reply, reason)
+            too_dear |= not (last or journal.affords(question, worst))
+            if last or too_dear:
+                return reason
+
     async def wait():
-        done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        nonlocal under_way
+        done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            del under_way[task]
             task.result()
 
-    def has_room(usd: float) -> bool:
+    def has_room(question: Question) -> bool:
         # Alone until the server has answered: the first finds out in which form to ask.
         most = 1 if server and not server.form else concurrency
-        due = journal.spent + sum(under_way.values()) + usd
-        return len(under_way) < most and (journal.max_usd is None or due <= journal.max_usd)
+        affords = not server or journal.affords(question, server.worst(question))
+        return len(under_way) < most and affords
 
     async with server.connect() if server else nullcontext():
         try:
             for question in todo:
-                usd = server and journal.usd(**server.worst(question)) or 0.0
-                while under_way and not has_room(usd):
+                while under_way and not has_room(question):
                     await wait()
-                too_dear = not has_room(usd)
+                too_dear |= not has_room(question)
                 if too_dear:
                     break
-                under_way[asyncio.create_task(settle(question))] = usd
+                if server:
+                    journal.begin(question, server.worst(question))
+                under_way.add(asyncio.create_task(settle(question)))
             while under_way:
                 await wait()
         finally:       # it is paid for, whatever has ended the run: an error, the first Ctrl-C
+            stop.set()
             bar.set_description("waiting for what is under way" if under_way else "ask")
             await asyncio.gather(*under_way, return_exceptions=True)
             bar.close()
@@ -635,23 +793,27 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
 # How a server may want to be asked, tried in turn: the name of the limit, the kind of format.
 LIMITS, KINDS = ("max_tokens", "max_completion_tokens"), ("json_schema", "json_object", "")
 FORMS = list(product(LIMITS, KINDS))
+UNSENT = "ConnectError", "ConnectTimeout", "PoolTimeout"   # of the client's transport
 
 
 @dataclass
 class Server:
-    """A model behind an OpenAI-compatible server; its client reads the key and retries."""
+    """A model behind an OpenAI-compatible server; its client reads the key."""
     model: str
     base_url: str | None = None
     temperature: float = 0.3
     max_tokens: int = 1200                               # of a reply
     retries: int = 6
-    timeout: float = 120.0                               # seconds
+    timeout: float = 120.0                               # seconds for a whole reply
     form: tuple[str, str] | None = None                  # of FORMS, once one is answered
+    answered: float = 0.0                                # when it last did, time.monotonic()
+    silent: int = 0                                      # questions since, all retries failed
+    warned: bool = False
 
     def connect(self):
         """The client, to be closed behind the last question."""
         import openai                                    # half a second, for those who need it
-        self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=self.retries,
+        self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=0,
                                          timeout=self.timeout)
         return self.client
 
@@ -659,10 +821,24 @@ class Server:
         """The most tokens that a reply can be billed for, where the server does not count."""
         return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
 
+    def lose(self, begun: float, said: str):
+        """Raise InputError where all retries of a question have failed as if no server were
+        there: the first question ever, or the second in a row without any answer meanwhile."""
+        self.silent = self.silent + 1 if self.answered < begun else 0
+        if not self.form or self.silent == 2:
+            raise self._useless(said)
+
+    def _useless(self, said: str) -> InputError:
+        return InputError(f"{without_password(self.client.base_url)} with model "
+                          f"{self.model!r}: {said}; check OPENAI_API_KEY, the URL and the name "
+                          f"of the model, and run the same command again")
+
     async def ask(self, question: Question) -> Reply:
         """Send a question, at first in one form after another until the server takes one."""
         for form in [self.form] if self.form else FORMS:
             reply = await self._send(question, *form)
+            if reply.again:
+                break
             if reply.usage:                              # a refusal is free, and no answer
                 if form != (self.form or FORMS[0]):
                     print(f"{self.model} is asked with {' and '.join(filter(None, form))} only",
@@ -673,27 +849,43 @@ class Server:
 
     async def _send(self, question: Question, limit: str, kind: str) -> Reply:
         import openai
-        body = {"model": self.model, "messages": question.messages, limit: self.max_tokens}
+        body = {"messages": question.messages, limit: self.max_tokens}
         if limit == "max_tokens":             # models with the other limit take no temperature
             body |= {"temperature": self.temperature, "top_p": 0.95}
         if kind and question.schema:
             schema = {"name": "reply", "strict": True, "schema": question.schema}
             more = {"json_schema": schema} if kind == "json_schema" else {}
             body["response_format"] = {"type": kind} | more
+        worst = self.worst(question)
         try:
-            reply = await self.client.chat.completions.with_raw_response.create(**body)
+            async with asyncio.timeout(self.timeout):    # of all of it, however it trickles in
+                # What is given as "extra" the client does not look through, which takes long.
+                reply = await self.client.chat.completions.with_raw_response.create(
+                    model=self.model, messages=[], extra_body=body)
+            self.answered = time.monotonic()
+            return read_completion(reply.text, worst)
         except UnicodeEncodeError as error:                # half of a surrogate pair
             return Reply("", f"it cannot be sent: {error}")
-        except openai.APIError as error:                   # after the retries of the client
-            status = getattr(error, "status_code", None)    # None: it may have been billed
-            said = f"{error} {error.__cause__ or ''}"[:500]
-            # Once the server has answered, an error is of this row; 25 in a row end the run.
+        except openai.APIStatusError as error:             # refused, and so not billed
+            self.answered, status, said = time.monotonic(), error.status_code, str(error)[:500]
+            if status in (408, 409, 429) or status >= 500:
+                wait = error.response.headers.get("retry-after", "")
+                known = re.fullmatch(r"\d*\.?\d+", wait)         # else a date
+                return Reply("", said, None, True, float(wait) if known else None)
             if self.form or status in (400, 413, 422):
-                return Reply("", said, None if status else self.worst(question))
-            url = re.sub("//[^/@]*@", "//", str(self.client.base_url))      # without a password
-            raise InputError(f"{url} with model {self.model!r}: {said}; check OPENAI_API_KEY, "
-                             f"the URL and the name of the model") from error
-        return read_completion(reply.text, self.worst(question))
+                return Reply("", said)
+            raise self._useless(said) from error
+        except (openai.APIConnectionError, TimeoutError) as error:
+            late = isinstance(error, (TimeoutError, openai.APITimeoutError))
+            sent = type(error.__cause__).__name__ not in UNSENT
+            said = f"{error} {error.__cause__!r}"
+            if late:
+                said = f"no answer in {self.timeout:g} s"
+            if not self.warned:
+                tqdm.write(f"{without_password(self.client.base_url)}: {said}", sys.stderr)
+            self.warned = True
+            # It may have been billed; a time-out has waited long enough.
+            return Reply("", said, worst if sent else None, True, 0.0 if late else None)
 
 
 def read_completion(text: str, worst: dict) -> Reply:
@@ -702,11 +894,15 @@ def read_completion(text: str, worst: dict) -> Reply:
     try:
         body = json.loads(text)
         counts = {name: (body.get("usage") or {}).get(name) for name in worst}
-        if all(isinstance(n, int) for n in counts.values()):
+        if all(isinstance(n, int) and 0 <= n < 1e9 for n in counts.values()):
             usage = counts
+        if body.get("error"):
+            return Reply(text, f"the server says: {body['error']}"[:500], usage)
         choice = body["choices"][0]
         finish, refusal = choice.get("finish_reason"), choice["message"].get("refusal") or ""
         content = choice["message"].get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part.get("text") or "" for part in content)
         if not content.strip():
             reason = f"the reply is empty: {refusal or finish}"
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -716,13 +912,31 @@ def read_completion(text: str, worst: dict) -> Reply:
     return Reply(content or refusal, reason, usage)
 
 
-def check_asking(price_in, price_out, max_usd, free=False):
+def without_password(url) -> str:
+    """A URL that may be shown."""
+    return re.sub(r"(?s)^(\w+:/*)?.*@", r"\1", str(url))
+
+
+def check_asking(price_in, price_out, max_usd, base_url=None, free=False):
     """Raise InputError where nothing could be asked, before anything is read or spent."""
     if max_usd is not None and None in (price_in, price_out):
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
-    if not free and not os.environ.get("OPENAI_API_KEY"):
-        raise InputError("OPENAI_API_KEY is not set; export it (any text does for a local "
-                         "server without keys)")
+    if free:
+        return
+    if not re.fullmatch("[!-~]+", os.environ.get("OPENAI_API_KEY", "")):
+        raise InputError("OPENAI_API_KEY is not set, or no key; export it (any word does for a "
+                         "local server without keys)")
+    url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    try:
+        parts = urlsplit(url)
+        port, known = parts.port or 443, parts.hostname and re.match("https?://[!-~]+$", url)
+        if known and not getproxies().keys() - {"no"}:       # a proxy may know other hosts
+            socket.getaddrinfo(parts.hostname, port)
+    except (ValueError, OSError):
+        known = False
+    if not known:
+        raise InputError(f"--base_url {without_password(url)}: no such host, or no URL such as "
+                         f"http://localhost:8000/v1")
 
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
@@ -739,14 +953,13 @@ class AnnotateConfig:
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     critic: str | None = flag(None, "a function (row, response) → reply, as module:function")
     concurrency: int = flag(8, "requests under way at once", least=1)
-    retries: int = flag(6, "of a request that fails, by the client", least=0)
-    timeout: float = flag(120.0, "seconds to wait for one reply", least=0.01)
+    retries: int = flag(6, "of a request that fails", least=0)
+    timeout: float = flag(120.0, "seconds for one whole reply", least=0.01)
     price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
     price_out: float | None = flag(None, "USD per million reply tokens", least=0)
     max_usd: float | None = flag(None, "what OUTPUT may cost, all runs together", least=0)
     dry_run: bool = flag(False, "forecast tokens and USD, and ask nothing")
     skip_failed: bool = flag(False, "write OUTPUT without the responses that have no feedback")
-    allow_code_execution: bool = flag(False, "kodcode: run responses with the row's tests")
 
     GROUPS = {"task": "what is annotated, and how", "annotator_model": "who annotates",
               "price_in": "what it may cost", "skip_failed": "other"}
@@ -767,10 +980,13 @@ def load_annotator(config: AnnotateConfig) -> Server | Callable[[Question], str]
     critic = load_object("--critic", config.critic, Callable)
 
     def call(question: Question) -> str:
-        text = critic(question.about["row"], question.about["response"])
-        if not isinstance(text, str):
-            raise InputError(f"--critic {config.critic} returned a {type(text).__name__}, not "
-                             f"a text, for {question.id}")
+        try:
+            text = critic(question.about["row"], question.about["response"])
+            if not isinstance(text, str):
+                raise TypeError(f"returned a {type(text).__name__}, not a text")
+        except Exception as error:                 # a user's code may raise anything: say where
+            raise InputError(f"--critic {config.critic}, row {question.id}: "
+                             f"{type(error).__name__}: {error}") from error
         return text
     return call
 
@@ -782,42 +998,22 @@ def check_annotator(config: AnnotateConfig):
         raise InputError("--data is needed: rows with responses, JSON lines")
     if os.path.realpath(config.data) == os.path.realpath(config.output):
         raise InputError(f"--data and --output are one file, {config.data}; name another")
-    free = config.critic or config.dry_run
-    check_asking(config.price_in, config.price_out, config.max_usd, free)
+    free = bool(config.critic or config.dry_run)
+    check_asking(config.price_in, config.price_out, config.max_usd, config.base_url, free)
 
 
 def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
     """The request for every response, in the order of the data; `about` is the example."""
     task, mode = get_task(config.task), get_mode(config.mode)
     for example in islice(examples(task, iter_rows(config.data, task.needs)), config.limit):
+        if task.tests and "outcome" not in example and not (config.critic or config.dry_run):
+            raise InputError(f"{config.data}, row {example['id']}: the annotator is told what "
+                             f"its tests said, and it has no field 'outcome'; first run "
+                             f"python -m measures.sandbox {config.data} --task {config.task}")
         messages = annotation_messages(task, example, config.mode)
         own = [example["row"]] if config.critic else []     # a function may look at any field
         key = question_key(task.name, config.annotator, messages, *own)
         yield Question(key, example["id"], messages, schema_of(mode.form), example)
-
-
-def add_outcome(question: Question, config: AnnotateConfig) -> Question:
-    """The question with what the row's tests say of a solution to KodCode, if no one has said.
-
-    Its key stays: two runs of a test may word it differently.
-    """
-    row, response = question.about["row"], question.about["response"]
-    if "outcome" in question.about:
-        return question
-    if not config.allow_code_execution:
-        raise InputError(f"row {question.id}: kodcode rows have their tests run first; allow "
-                         f"it with --allow_code_execution, or bring the result in 'outcome'")
-    from measures.sandbox import SandboxError, run_python
-    try:
-        result = run_python(response, row.get("test_code") or row["test"])
-    except SandboxError as error:
-        raise InputError(str(error)) from error
-    outcome = "All tests passed." if result.passed else (
-        f"The tests did not pass ({result.status}). The end of their output:\n"
-        f"{result.stderr[-1500:]}")
-    example = question.about | {"outcome": outcome}
-    messages = annotation_messages(get_task(config.task), example, config.mode)
-    return replace(question, messages=messages)
 
 
 def annotate(config: AnnotateConfig) -> str:
@@ -848,9 +1044,7 @@ def annotate(config: AnnotateConfig) -> str:
             return said
         if not config.critic:
             print(said)
-            if config.task == "kodcode":
-                todo = [add_outcome(question, config) for question in tqdm(todo, "tests")]
-        records = ask(todo, journal, load_annotator(config), review, config.concurrency)
+        records = ask(questions, journal, load_annotator(config), review, config.concurrency)
         rows, failed = [], []
         for question in questions:                                               # l.8–10
             record = records[question.key]

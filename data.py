@@ -12,10 +12,10 @@ reads. Every sentence of the prompts is our own. Nothing here needs torch.
 from __future__ import annotations
 
 import argparse
+import codecs
 import gzip
 import importlib
 import json
-import math
 import os
 import sys
 import typing
@@ -44,11 +44,15 @@ class Task:
     quotes: str = "Quote as many spans as the critique supports."
     temperature: float = 0.3                                 # of the annotator
     max_tokens: int = 1200                                   # of its reply
+    # A request and a response of its kind, and what to reply: it is shown to the annotator.
+    example: dict[str, str | list[str]] = field(default_factory=dict)
     # Settings of text2grad.py and of reward_model.py that are not the paper's common ones.
     policy: dict = field(default_factory=dict)
     reward: dict = field(default_factory=dict)
     # Where the truth is known: name → (row, response) → number; no critic looks at it.
     truth: dict[str, Callable[[dict, str], float]] = field(default_factory=dict)
+    # row → the program that tests its response; what it says is the row's field `outcome`.
+    tests: Callable[[dict], str] | None = None
     # (split, n, seed) → rows, for a world that makes its own; splits are "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
 
@@ -73,6 +77,29 @@ def _kodcode_responses(row: dict) -> list[dict]:
 
 
 SLF5K_RESPONSE = "generated_summary_for_feedback"
+_SLF5K_EXAMPLE = {
+    "request": "Summarise: My sister borrowed my car in May, dented the door and hid it until "
+               "June. I want her to pay, our parents say to let it go.",
+    "response": "A woman dented her own car. Her sister should pay, but the parents disagree.",
+    "reasoning": "The sister made the dent, in a borrowed car, so the first sentence has it "
+                 "wrong. The second holds what is fought about. That she hid it is missing.",
+    "textual_feedback": "The conflict is well put in a few words. But the sister dented the "
+                        "car, which she had borrowed, and that she hid it is left out.",
+    "good_spans": ["Her sister should pay"], "poor_spans": ["dented her own car"]}
+_ULTRAFEEDBACK_EXAMPLE = {
+    "request": "Name two planets larger than Earth, and say how you know.",
+    "response": "Jupiter and Mars are larger. Their radii were measured by telescope.",
+    "reasoning": "Jupiter has eleven times Earth's radius. Mars has about half of it. How it "
+                 "is known is said, if briefly.",
+    "textual_feedback": "Jupiter is right, and the method is named. Mars is smaller than "
+                        "Earth.",
+    "good_spans": ["measured by telescope"], "poor_spans": ["Mars"]}
+_KODCODE_EXAMPLE = {
+    "request": "Write mean(xs), the mean of a list, or 0 where it is empty.",
+    "response": "def mean(xs):\n    total = sum(xs)\n    return total / len(xs)",
+    "reasoning": "The sum is right. For an empty list the last line divides by zero.",
+    "textual_feedback": "The total is computed well; the empty list is not looked at.",
+    "good_spans": ["total = sum(xs)"], "poor_spans": ["return total / len(xs)"]}
 TASKS = {
     "slf5k": Task(
         "slf5k", _slf5k_prompt, (("summary_prompt", "post"),),
@@ -80,13 +107,14 @@ TASKS = {
         "You are an experienced editor who reviews summaries of Reddit posts.",
         "whether the summary keeps what matters in the post, invents nothing, and is clear "
         "and short",
-        "Quote at most two good and at most two poor spans, each a few words long."),
+        "Quote at most two good and at most two poor spans, each a few words long.",
+        example=_SLF5K_EXAMPLE),
     "ultrafeedback": Task(
         "ultrafeedback", lambda row: row["prompt"], (("prompt",),), _ultrafeedback_responses,
         "You are a careful expert who reviews answers to people's questions.",
         "whether the answer is correct, helpful, complete, follows the instructions and is "
         "honest about doubt",
-        temperature=0.6),
+        temperature=0.6, example=_ULTRAFEEDBACK_EXAMPLE),
     "kodcode": Task(
         "kodcode", lambda row: f"{row['question'].strip()}\n\nAnswer with Python code only.",
         (("question",), ("test", "test_code")), _kodcode_responses,
@@ -94,7 +122,8 @@ TASKS = {
         "whether the code solves the problem for every input, where it fails, where it is "
         "needlessly slow or unclear",
         "Quote lines or expressions: good spans are code that must stay, poor spans code that "
-        "should change.", temperature=0.1, max_tokens=968),
+        "should change.", temperature=0.1, max_tokens=968, example=_KODCODE_EXAMPLE,
+        tests=lambda row: row.get("test_code") or row["test"]),
 }
 
 
@@ -159,22 +188,23 @@ def iter_rows(path, needs=()) -> Iterator[dict]:
                 raise InputError(f"{where}: field {names} is missing or empty")
         yield row
     if n == 0:
-        raise InputError(f"{path}: the file holds no rows")
+        raise InputError(f"{path}: the file holds no rows; bring them back, or remove it")
 
 
 def _objects(path: Path) -> Iterator[tuple[str, object]]:
     """(place in the file, JSON value) of every line, or of every item of an array."""
     def parse(text: bytes, where: str):
         try:
-            return json.loads(text.decode())
+            return json.loads(text.decode("utf-8-sig"))       # with a byte order mark or not
         except (ValueError, RecursionError) as error:     # not UTF-8, not JSON, or far too deep
-            raise InputError(f"{where}: not JSON in UTF-8 ({error})") from error
+            raise InputError(f"{where}: not JSON in UTF-8 ({error}); mend it, or remove "
+                             f"it") from error
 
     with open(path, "rb") as raw:
         opened = gzip.open if raw.read(2) == b"\x1f\x8b" else open
     try:
         with opened(path, "rb") as file:
-            array = file.read(64).lstrip()[:1] == b"["
+            array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             file.seek(0)
             if array:
                 for number, row in enumerate(parse(file.read(), str(path)), 1):
@@ -215,6 +245,18 @@ def append_row(path, row: dict):
         os.fsync(file.fileno())
 
 
+def whole_rows(path: Path) -> list[dict]:
+    """The rows of a file to which lines are appended, less those that a kill has torn."""
+    rows = []
+    lines = path.read_bytes().splitlines(True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line[:-1].decode()))       # a line without its end is torn
+        except ValueError as error:
+            print(f"{path}, line {number}: left out, it is damaged ({error})")
+    return rows
+
+
 def chunks(rows, size: int) -> list:
     """Consecutive parts of at most `size` rows."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -222,9 +264,13 @@ def chunks(rows, size: int) -> list:
 
 # ── Flags and scripts
 
-def flag(default, text: str, choices=None, least=None):
-    """A dataclass field that is a command-line flag: its help, its choices, its least value."""
-    return field(default=default, metadata={"help": text, "choices": choices, "least": least})
+DTYPES = ("bfloat16", "float16", "float32", None)
+
+
+def flag(default, text: str, choices=None, least=0, most=10**6):
+    """A dataclass field that is a command-line flag: its help, its choices or its range."""
+    return field(default=default, metadata={"help": text, "choices": choices,
+                                            "range": (least, most)})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -233,14 +279,15 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (--help lists the flags)")
 
 
-def _reader(kind: type, least, optional: bool) -> Callable[[str], object]:
+def _reader(kind: type, least, most, optional: bool) -> Callable[[str], object]:
     """Text → value of a flag; argparse names the flag where it raises."""
     def read(text: str):
         if optional and text.lower() == "none":
             return None
-        value, low = kind(text), -math.inf if least is None else least
-        if kind is not str and not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low}, and finite")
+        value = kind(text)
+        if kind is not str and not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g} and at "
+                                             f"most {most:g}")
         return value
     read.__name__ = kind.__name__
     return read
@@ -263,7 +310,7 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
             group = parser.add_argument_group(title)
         kinds = typing.get_args(types[one.name]) or (types[one.name],)
         how = {"action": "store_true"} if kinds == (bool,) else {
-            "type": _reader(kinds[0], one.metadata["least"], type(None) in kinds),
+            "type": _reader(kinds[0], *one.metadata["range"], type(None) in kinds),
             "choices": one.metadata["choices"], "metavar": kinds[0].__name__}
         group.add_argument(f"--{one.name}", help=one.metadata["help"],
                            default=defaults.get(one.name, one.default), **how)

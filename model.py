@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -56,22 +57,20 @@ OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modul
 def load_model(path, dtype=None, device=None):  # Table 5
     """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
 
-    dtype: a torch dtype or its name; None keeps the checkpoint's own, but on a CPU, whose
-    bfloat16 kernels are slow, takes float32. Raises ModelError where there is no such model, or
-    where its head is not the product `hidden @ weight.T` that is scored.
+    dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
+    slow, float32. Raises ModelError where there is no such model, or where its head is not the
+    product `hidden @ weight.T` that is scored.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         # Lengths are checked by row, and not by the tokenizer.
         tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
-        options = {"dtype": dtype or "auto", "use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"cannot load a model from {path}: {reason} (--model takes a hub id "
                          f"or a directory in Hugging Face format)") from error
-    if dtype is None and device.type == "cpu":
-        model.float()
     model.requires_grad_(False).eval().to(device)
     _check_plain_head(model, path)
     return model, tokenizer
@@ -176,18 +175,22 @@ def _check_name(model, name: str, loaded: bool):
         raise ModelError(f"{'no' if loaded else 'already an'} adapter named {name!r} is loaded")
 
 
-def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 0.0,
-             target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
-    """Give every linear layer whose last name is a target a new adapter; its parameters."""
-    _check_name(model, name, loaded=False)
+def target_layers(model, target_modules) -> list[str]:
+    """The paths of the linear layers whose last names are targets; ModelError for others."""
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
     known = set(names.values())
     if absent := set(target_modules) - known:
         raise ModelError(f"no linear layer is named {', '.join(sorted(absent))}; this model "
                          f"has {', '.join(sorted(known))}")
-    for path, last in names.items():
-        if last in target_modules:
-            _wrap(model, path).add(name, r, alpha, dropout)
+    return [path for path, last in names.items() if last in target_modules]
+
+
+def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 0.0,
+             target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
+    """Give every linear layer whose last name is a target a new adapter; its parameters."""
+    _check_name(model, name, loaded=False)
+    for path in target_layers(model, target_modules):
+        _wrap(model, path).add(name, r, alpha, dropout)
     return lora_parameters(model, name)
 
 
@@ -238,7 +241,6 @@ def save_lora(model, name: str, directory):
     r = len(layer.lora_A[name])
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
-              "bias": "none", "inference_mode": True, "fan_in_fan_out": False,
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": model.config._name_or_path}
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
@@ -254,10 +256,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     (DoRA, rsLoRA, …) or for another base; the model then stays as it was.
     """
     _check_name(model, name, loaded=False)
-    config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
-    for file in (config_path, path):
-        if not file.is_file():
-            raise ModelError(f"{directory} holds no {file.name}, which PEFT's adapters have")
+    config_path, path = find_files(directory, *ADAPTER_FILES)
     config = read_json(config_path)
     if kinds := [key for key in OTHER_KINDS if config.get(key)]:
         raise ModelError(f"{directory}: the adapter sets {kinds[0]}, not supported here")
@@ -319,10 +318,8 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
 # ── Less memory: recomputed activations, and a base spread over the ranks (FSDP2)
 
 def decoder_blocks(model) -> list[nn.Module]:
-    """The repeated layers of the base, in order."""
-    n = model.config.num_hidden_layers
-    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
-    return list(next(blocks for blocks in lists if len(blocks) == n))
+    """The repeated layers of the base, in order, as Llama, Mistral, Qwen and Phi name them."""
+    return list(model.base_model.layers)
 
 
 def checkpoint_activations(model):
@@ -358,13 +355,12 @@ def shard(model):
     adapters = {p for layer in _lora_layers(model).values()
                 for p in (*layer.lora_A.values(), *layer.lora_B.values())}
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embeddings.weight
+    tied = model.config.tie_word_embeddings
     units = [embeddings, *decoder_blocks(model), model.base_model]
     for unit in units if tied else [*units, head]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
     if tied:
         head.weight = embeddings.weight              # the sharded one
-    model.sharded_with_tied_head = tied
     with torch.no_grad():                            # FSDP learns from the first pass its roots
         ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
@@ -480,6 +476,14 @@ def _sync(path: Path):
         os.close(handle)
 
 
+def find_files(directory, *names: str) -> list[Path]:
+    """Files of an adapter or a checkpoint. Raises ModelError where one is lost."""
+    paths = [Path(directory) / name for name in names]
+    if lost := [path.name for path in paths if not path.is_file()]:
+        raise ModelError(f"{directory} holds no {lost[0]}, and cannot be used without it")
+    return paths
+
+
 def read_json(path: Path) -> dict:
     """The JSON object in a file. Raises ModelError where it is damaged."""
     try:
@@ -497,12 +501,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ModelError(f"{path} is damaged ({error})") from error
 
 
-def _checksum(path: Path, state: dict) -> str:
-    """sha256 of a file and a state."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    digest.update(json.dumps(state).encode())
-    return digest.hexdigest()
+def checksum(*paths: Path, state=None) -> str:
+    """sha256 of files and of a JSON value."""
+    total = hashlib.sha256(json.dumps(state).encode())
+    for path in paths:
+        with open(path, "rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
@@ -511,53 +516,64 @@ def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
     with atomic_directory(directory) as temporary:
         path = temporary / "tensors.safetensors"
         save_file(plain, path)
-        checked = {**state, "sha256": _checksum(path, state)}
+        checked = {**state, "sha256": checksum(path, state=state)}
         (temporary / "state.json").write_text(json.dumps(checked))
 
 
 def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
     """(tensors of any shape, state), or ModelError where a file is lost or one bit damaged."""
-    path, state_path = (Path(directory) / x for x in ("tensors.safetensors", "state.json"))
-    for file in (path, state_path):
-        if not file.is_file():
-            raise ModelError(f"{directory}: the checkpoint has no {file.name}")
-    tensors, state = read_tensors(path)[0], read_json(state_path)
-    if state.pop("sha256", None) != _checksum(path, state):
+    path, state_path = find_files(directory, "tensors.safetensors", "state.json")
+    state = read_json(state_path)
+    state.pop("sha256", None)
+    # The text, for a flip may leave the JSON as it was: 1e-5 is 1E-5.
+    if state_path.read_text() != json.dumps({**state, "sha256": checksum(path, state=state)}):
         raise ModelError(f"{path} is damaged: its sha256 is not the one in state.json")
-    return tensors, state
+    return read_tensors(path)[0], state
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run directory, oldest first."""
-    numbers = {path: path.name.removeprefix("checkpoint-") for path in run.glob("checkpoint-*")}
-    return sorted((p for p, n in numbers.items() if n.isdigit()), key=lambda p: int(numbers[p]))
+    number = re.compile(r"checkpoint-(\d+)").fullmatch
+    found = [path for path in run.glob("checkpoint-*") if number(path.name)]
+    return sorted(found, key=lambda path: int(number(path.name)[1]))
 
 
-def keep_checkpoint(run: Path, tensors: dict[str, Tensor], state: dict, keep: int):
-    """Write checkpoint-N, N = state["iteration"]; once it is whole, keep only the newest.
+def keep_checkpoint(run: Path, optimizer, state: dict, every: int, start: int, last: int):
+    """Write checkpoint-N of the N-th iteration: of every so many, and of the last.
 
-    tensors: any shape. Raises ModelError where the disk does not take it.
+    Once it is whole, only the one before stays with it, which this process has written or taken
+    up at `start`: what is damaged goes. Raises ModelError where the disk does not take it.
     """
-    path, good = run / f"checkpoint-{state['iteration']}", [None, *checkpoints(run)][-1]
+    n = state["iteration"]
+    if RANK > 0 or n % every and n < last:
+        return
+    former, tensors = max(start, (n - 1) // every * every), optimizer_tensors(optimizer)
+    path, good = (run / f"checkpoint-{number}" for number in (n, former))
     try:
-        save_checkpoint(path, tensors, state)
+        save_checkpoint(path, tensors, {**state, "ranks": RANKS})
     except (OSError, SafetensorError) as error:
         need = sum(x.nbytes for x in tensors.values()) / 1e6
         raise ModelError(f"{path} could not be written ({error}): it needs {need:.1f} MB; "
-                         f"the same command goes on from {good}") from error
+                         f"the same command goes on from iteration {former}") from error
     killed = run.glob(".checkpoint-*")
-    for old in (*checkpoints(run)[:-keep], *killed):
+    for old in {*checkpoints(run), *killed} - {path, good}:
         shutil.rmtree(old)
 
 
-def newest_checkpoint(run: Path, warn=print) -> tuple[Path | None, dict[str, Tensor], dict]:
-    """(path, tensors of any shape, state) of the newest that is whole; warns of the others."""
+def newest_checkpoint(run: Path) -> tuple[Path | None, dict[str, Tensor], dict]:
+    """(path, tensors of any shape, state) of the newest that is whole; says which are not."""
+    found = None, {}, {}
     for path in reversed(checkpoints(run)):
         try:
-            return path, *load_checkpoint(path)
+            found = path, *load_checkpoint(path)
+            break
         except (ModelError, OSError) as error:
-            warn(f"warning: passed over {path} ({error}); going on from the one before, if any")
-    return None, {}, {}
+            say(f"warning: passed over {path} ({error}); going on from the one before, if any")
+    if len(set(everyone([str(found[0])]))) > 1:
+        raise InputError(f"{run}: the ranks see different checkpoints; all nodes must share it")
+    if (ranks := found[2].get("ranks", RANKS)) != RANKS:
+        say(f"not bit-exact from here on: {ranks} ranks summed in another order")
+    return found
 
 
 def optimizer_parameters(optimizer) -> list[nn.Parameter]:
@@ -585,6 +601,7 @@ def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
 
 def lock_directory(directory: Path):
     """A directory has one writer: the lock lasts as long as the file that is returned."""
+    directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / ".lock", "a")
     try:
         if RANK == 0:

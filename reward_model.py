@@ -1,6 +1,7 @@
 """Phase 2: R_φ learns to write z = [critique ; span JSON] of a response (§3.4, Algorithm 3).
 
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL
+    torchrun --nproc_per_node 8 reward_model.py …       # the same, by eight
 
 R_φ is a LoRA adapter on the base that the policy shares, trained by teacher forcing:
 L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained. It is judged on rows it never saw:
@@ -16,20 +17,23 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       parse_feedback, token_offsets, token_rewards)
-from data import (InputError, chunks, flag, get_task, parse_flags, read_rows, reward_prompt,
-                  run_script, write_rows)
-from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
-                   load_model, lora_parameters, response_hidden, save_lora, use_lora)
+from data import (DTYPES, InputError, chunks, flag, get_task, parse_flags, read_rows,
+                  reward_prompt, run_script, write_rows)
+from model import (RANK, RANKS, add_lora, all_sum, checkpoint_activations, checksum,
+                   encode_answer, encode_prompt, eos_ids, everyone, gathered, keep_checkpoint,
+                   load_model, lock_directory, lora_parameters, newest_checkpoint,
+                   response_hidden, restore_optimizer, save_lora, say, shard,
+                   start_ranks, together, use_lora)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -40,27 +44,32 @@ class RewardConfig:
     model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
     output_dir: str = flag("runs/reward", "where the adapter, metrics and samples go")
-    seed: int = flag(0, "of the split, the order and the adapter's first values")
+    seed: int = flag(0, "of the split, the order and the adapter's first values", most=10**9)
     epochs: int = flag(3, "passes over the rows (paper: 3)", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float = flag(3e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)", least=0)
-    weight_decay: float = flag(0.0, "of the adapter (paper: 3e-7, KodCode .01)", least=0)
-    lora_r: int = flag(32, "rank of the adapter (paper: 16)", least=1)
-    lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)", least=0)
-    lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)", least=0)
+    learning_rate: float = flag(3e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)", most=10)
+    weight_decay: float = flag(0.0, "of the adapter (paper: 3e-7, KodCode .01)", most=10)
+    lora_r: int = flag(32, "rank of the adapter (paper: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)")
+    lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)", most=0.99)
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
                              "layers that get it (paper: q_proj,v_proj)")
     max_tokens: int = flag(512, "of x, y, z; longer rows are left out and counted", least=1)
     max_critique_tokens: int = flag(128, "longest z it may write (paper: 500, 768)", least=1)
-    held_out: int = flag(200, "rows kept for judging, at most a tenth of all", least=0)
-    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU")
+    held_out: int = flag(200, "rows kept for judging, at most a tenth of all")
+    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
+                             DTYPES)
     micro_batch_size: int = flag(16, "rows per forward pass; changes memory alone", least=1)
     activation_checkpointing: bool = flag(False, "less memory, more time")
+    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
 
     GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
 MAX_GRAD_NORM = 1.0                                       # as in the paper
+SAVE_EVERY = 100                                          # steps between checkpoints
+# What a fit that goes on may change: its weights do not depend on it.
+FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
              lora_dropout=0.1, lora_targets="q_proj,v_proj", learning_rate=1e-5,
              weight_decay=3e-7, batch_size=8, micro_batch_size=1, max_tokens=1250,
@@ -132,10 +141,11 @@ def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[l
 
 
 def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardConfig,
-                loss_of=z_loss, count_of=lambda pair: len(pair[1])) -> list[float]:
+                loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None) -> list[float]:
     """Minimise a mean loss by one adapter, new unless it is loaded (Algorithm 3) → the losses.
 
     loss_of(model, pairs, pad) is a sum, in nats; count_of(pair): its terms, the tokens of z.
+    The ranks share each batch. out: where checkpoints lie, from the newest of which it goes on.
     """
     torch.manual_seed(config.seed)
     shape = config.lora_r, config.lora_alpha, config.lora_dropout
@@ -147,23 +157,40 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
     rng, losses, steps = random.Random(config.seed), [], []
     for _ in range(config.epochs):
         steps += shuffle_batches(pairs, config.batch_size, rng)
-    warm_up = max(1, len(steps) // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warm_up, 1 - i / len(steps)))
+    warm_up, start = max(1, len(steps) // 20), 0
+    given = {key: x for key, x in asdict(config).items() if key not in FREE}
+    made_of = checksum(state=[given, pairs])
+    path, tensors, state = newest_checkpoint(out) if out else (None, {}, {})
+    if state.get("made_of") == made_of:
+        say(f"fit {name}: resumed from {path}")
+        restore_optimizer(optimizer, tensors)
+        start, losses = state["iteration"], state["losses"]
     model.train()
+    bar = tqdm(range(start, len(steps)), f"fit {name}", len(steps), initial=start,
+               disable=RANK > 0)
     with use_lora(model, name):
-        for batch in (bar := tqdm(steps, f"fit {name}")):
-            total = sum(map(count_of, batch))
-            losses.append(0.0)
-            for part in chunks(batch, config.micro_batch_size):
-                loss = loss_of(model, part, tokenizer.pad_token_id or 0) / total
+        for step in bar:
+            torch.manual_seed(config.seed * 1_000_003 + step * RANKS + RANK)     # of dropout
+            rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(steps))
+            optimizer.param_groups[0]["lr"] = rate
+            total, mean = sum(map(count_of, steps[step])), 0.0
+            for part in chunks(steps[step], config.micro_batch_size * RANKS):
+                # All ranks gather a sharded base: one without a row runs a pass of weight 0.
+                mine = part[RANK::RANKS]
+                loss = loss_of(model, mine or part[:1], tokenizer.pad_token_id or 0) / total
+                loss = loss * bool(mine)
                 loss.backward()
-                losses[-1] += loss.item()
+                mean += loss.item()
+            losses.append(sum(everyone([mean])))
+            for p in parameters:
+                all_sum(p.grad)
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             optimizer.step()                                                             # l.7
-            schedule.step()
             optimizer.zero_grad()
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            if out:
+                state = {"iteration": step + 1, "losses": losses, "made_of": made_of}
+                keep_checkpoint(out, optimizer, state, SAVE_EVERY, start, len(steps))
     model.eval()
     return losses
 
@@ -191,7 +218,7 @@ def judge(critique: str, text: str, offsets) -> Judgement:
     try:
         if not critique:
             raise FeedbackError("no critique: the response is empty or too long for R_φ")
-        feedback = parse_feedback(critique)
+        feedback = parse_feedback(critique, response=text)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
     return reward_tokens(critique, text, offsets, feedback, ground(text, feedback))
@@ -245,10 +272,12 @@ def count_tokens(truth: list[float], said: list[float]) -> Counter:
 def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     """R_φ's critiques of annotated rows against the annotator's (Table 1): (figures, samples).
 
-    None where there is nothing to divide by; unparseable: the share that cannot be read.
+    The ranks share the rows. None where there is nothing to divide by; unparseable: the share
+    that cannot be read.
     """
     counts, samples = Counter(), []
-    for part in tqdm(chunks(rows, 64), "judge the reward model"):
+    mine = chunks(rows[RANK::RANKS], 64)
+    for part in tqdm(mine, "judge the reward model", disable=RANK > 0):
         prompts, responses = ([row[key] for row in part] for key in ("prompt", "response"))
         critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
         for row, z in zip(part, critiques):
@@ -261,6 +290,7 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
             samples.append({"id": row["id"], "response": row["response"],
                             "annotator": row["critique"], "reward_model": z,
                             "unreadable": found.reason})
+    counts, samples = sum(everyone([counts]), Counter()), everyone(samples)
     figures = {"unparseable": counts["unparseable"] / max(1, len(rows))}
     for name in ("good", "poor"):
         for figure, of in (("precision", "predicted"), ("recall", "marked")):
@@ -272,28 +302,31 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
 def fit(model, tokenizer, config: RewardConfig) -> dict:
     """Phase 2 (Alg. 1 l.13–14, Algorithm 3): read rows, train, judge, write → the metrics."""
     rows = read_rows(config.data, (("prompt",), ("response",), ("critique",)))
-    limit, started = min(config.max_tokens, context_length(model)), time.time()
+    limit = min(config.max_tokens, context_length(model))
+    out = Path(config.output_dir)
+    _lock = lock_directory(out)                                        # held until the end
     parts = split_rows(rows, config.held_out, config.seed)
     (_, pairs), (held_out, held_pairs) = (encode_rows(part, tokenizer, limit) for part in parts)
     if not pairs:
         raise InputError(f"{config.data}: every row has over {limit} tokens (--max_tokens or "
                          f"the model's context)")
-    losses = fit_adapter(model, tokenizer, pairs, "reward", config)
+    losses = fit_adapter(model, tokenizer, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "final_loss": losses[-1]}
-    figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
+    with gathered(model), torch.no_grad():
+        figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
+        mine = chunks(held_pairs[RANK::RANKS], config.micro_batch_size)
+        with use_lora(model, "reward"):                                          # L_R(φ)
+            losses = [z_loss(model, part, tokenizer.pad_token_id or 0).item() for part in mine]
     if held_out:
-        with torch.no_grad(), use_lora(model, "reward"):                # L_R(φ), nats per token
-            loss = sum(z_loss(model, part, tokenizer.pad_token_id or 0).item()
-                       for part in chunks(held_pairs, config.micro_batch_size))
-        loss /= sum(len(z) for _, z in held_pairs)
+        loss = sum(everyone([sum(losses)])) / sum(len(z) for _, z in held_pairs)
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
-    out = Path(config.output_dir)
-    save_lora(model, "reward", out / "adapter")                                          # l.8
-    write_rows(out / "samples.jsonl", samples)
-    write_rows(out / "config.json", [asdict(config)])
-    # Last: its presence says that the phase is done.
-    write_rows(out / "metrics.json", [metrics | {"seconds": time.time() - started}])
+    if RANK == 0:
+        save_lora(model, "reward", out / "adapter")                                      # l.8
+        write_rows(out / "samples.jsonl", samples)
+        write_rows(out / "config.json", [asdict(config)])
+        # Last: its presence says that the phase is done.
+        write_rows(out / "metrics.json", [metrics])
     return metrics
 
 
@@ -311,13 +344,16 @@ def summary(metrics: dict) -> str:
 def main():
     """Train and judge a reward model from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
-    dtype = config.dtype or ("bfloat16" if torch.cuda.is_available() else None)
-    model, tokenizer = load_model(config.model, dtype)
+    device = start_ranks(minutes=30.0)
+    model, tokenizer = load_model(config.model, config.dtype, device)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    print(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
-          f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
-          f"--reward_model {config.output_dir}/adapter")
+    if config.shard:
+        shard(model)
+    say(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
+        f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
+        f"--reward_model {config.output_dir}/adapter")
+    together(dist.destroy_process_group)
 
 
 if __name__ == "__main__":

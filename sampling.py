@@ -48,17 +48,6 @@ def context_length(model) -> int:
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
-def check_context(model, prompt_ids: list[list[int]], max_new_tokens: int):
-    """Raises ModelError where a prompt and its answer would not fit the model's context."""
-    lengths = [len(prompt) for prompt in prompt_ids]
-    longest, limit = max(lengths), context_length(model)
-    if longest + max_new_tokens > limit:
-        raise ModelError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
-            f"context of {limit}: shorten or drop that row (prompt {lengths.index(longest)} of "
-            f"the batch), or lower --max_new_tokens or --max_critique_tokens")
-
-
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int,
               device=None, multiple: int = 1):
     """Prompts padded left to a multiple, responses right: ids, mask [B, P], ids, mask [B, T]"""
@@ -80,10 +69,9 @@ def positions_of(attention: Tensor) -> Tensor:
 
 def head_weight(model) -> Tensor:
     """The language-model head, [V, H]; a sharded model's is gathered, and lives while held."""
-    # Of a tied head only the embeddings know when they are whole.
-    tied = getattr(model, "sharded_with_tied_head", False)
-    layer = model.get_input_embeddings() if tied else model.get_output_embeddings()
-    weight = layer.weight
+    # Of a tied head that is sharded only the embeddings know when they are whole.
+    tied = model.config.tie_word_embeddings
+    weight = (model.get_input_embeddings() if tied else model.get_output_embeddings()).weight
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -106,15 +94,10 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 def _tiles(rows: int, weight: Tensor) -> list[slice]:
     """Parts of the vocabulary, a quarter at most, for a float32 tensor [rows, part].
 
-    16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA, or an eighth of what is
-    free there. In steps of 128 that suit the matrix units.
+    16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA. In steps of 128 that suit
+    the matrix units.
     """
-    budget = 1 << 24
-    if weight.is_cuda:
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        free += torch.cuda.memory_reserved(weight.device)
-        free -= torch.cuda.memory_allocated(weight.device)
-        budget = min(1 << 27, free // 8)
+    budget = 1 << (27 if weight.is_cuda else 24)
     width = min(budget // (4 * max(rows, 1)), math.ceil(len(weight) / 4))
     width = round_up(max(width, 1), 128)
     return [slice(i, i + width) for i in range(0, len(weight), width)]
@@ -341,9 +324,15 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
-    if min(map(len, prompt_ids)) == 0:
+    lengths, limit = [len(prompt) for prompt in prompt_ids], context_length(model)
+    longest = max(lengths)
+    if min(lengths) == 0:
         raise ModelError("a prompt has no tokens; there is nothing to condition on")
-    check_context(model, prompt_ids, max_new_tokens)
+    if longest + max_new_tokens > limit:
+        raise ModelError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
+            f"context of {limit}: shorten or drop that row (prompt {lengths.index(longest)} of "
+            f"the batch), or lower --max_new_tokens or --max_critique_tokens")
     shape, device = (len(prompt_ids), max_new_tokens), model.device
     if uniforms is None:
         uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)

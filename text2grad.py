@@ -23,7 +23,6 @@ on rows [RANK::RANKS], all hold the whole, and every draw depends on (seed, iter
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import random
 import sys
@@ -39,14 +38,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from annotate import AnnotateConfig, annotate, check_annotator, token_offsets
-from data import (InputError, append_row, chunks, flag, get_task, load_object, parse_flags,
-                  read_rows, reward_prompt, run_script, write_rows)
-from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations,
+from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task, load_object,
+                  parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
+from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations, checksum,
                    encode_prompt, eos_ids, everyone, gathered, keep_checkpoint, load_lora,
                    load_model, lock_directory, lora_parameters, newest_checkpoint,
-                   optimizer_parameters, optimizer_tensors, response_hidden, restore_optimizer,
-                   save_lora, say, shard, start_ranks, together, use_lora)
-from report import batch_metrics, colour_tokens, run_report, sample_row, table
+                   optimizer_parameters, response_hidden, restore_optimizer,
+                   save_lora, say, shard, start_ranks, target_layers, together, use_lora)
+from report import batch_metrics, colour_tokens, public, run_report, sample_row, table
 from reward_model import (Judgement, RewardConfig, fit, judge, reward_preset, summary,
                           write_critiques)
 from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
@@ -64,39 +63,40 @@ class Config:
     critic: str | None = flag("toy:critique", "annotator module:function instead of a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
     iterations: int = flag(50, "of Algorithm 4's outer loop", least=1)
-    learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", least=0)
-    seed: int = flag(0, "of everything that is drawn")
+    learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", most=10)
+    seed: int = flag(0, "of everything that is drawn", most=10**9)
     adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
     base_url: str | None = flag(None, "the annotator's server; none: OPENAI_BASE_URL")
     mode: str = flag("cot", "how it works: cot (paper), no_cot, align, or module:NAME")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
-    price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
-    price_out: float | None = flag(None, "USD per million reply tokens", least=0)
-    max_usd: float | None = flag(None, "USD that annotation may cost; needs prices", least=0)
+    price_in: float | None = flag(None, "USD per million prompt tokens")
+    price_out: float | None = flag(None, "USD per million reply tokens")
+    max_usd: float | None = flag(None, "USD that annotation may cost; needs prices")
     allow_code_execution: bool = flag(False, "kodcode: run the responses with the rows' tests")
     batch_size: int = flag(64, "rollouts per iteration, all ranks (paper: 12, 64)", least=1)
     temperature: float = flag(1.0, "of π, sampled and scored (paper: .6)", least=0.01)
     max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
     max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)", least=1)
     max_critique_tokens: int = flag(128, "longest critique of R_φ (paper: 500, 768)", least=1)
-    kl_coef: float = flag(0.2, "first KL coefficient β (paper: .2, .07, .05)", least=0)
-    kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays", least=0)
-    gamma: float = flag(1.0, "discount γ (paper: 1)", least=0)
-    lam: float = flag(0.95, "GAE λ (paper: .95)", least=0)
+    kl_coef: float = flag(0.2, "first KL coefficient β (paper: .2, .07, .05)")
+    kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays")
+    gamma: float = flag(1.0, "discount γ (paper: 1)", most=1)
+    lam: float = flag(0.95, "GAE λ (paper: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (paper: 4)", least=1)
     minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
     schedule: str = flag("linear", "to zero (paper: linear, cosine)", ("linear", "cosine"))
-    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)", least=0)
-    value_learning_rate: float | None = flag(7e-3, "ψ's peak; none: θ's (release)", least=0)
-    value_clip: float = flag(5.0, "of V's move from its old value (paper: .2)", least=0)
-    value_coef: float = flag(0.1, "of the value loss (paper: .1)", least=0)
+    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)")
+    value_learning_rate: float | None = flag(7e-3, "ψ's peak; none: θ's (release)", most=10)
+    value_clip: float = flag(5.0, "of V's move from its old value (paper: .2)")
+    value_coef: float = flag(0.1, "of the value loss (paper: .1)")
     value_target: str = flag("gae", "A + V; return: Alg. 4 l.24", ("gae", "return"))
-    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release", least=0)
-    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)", least=1)
-    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)", least=0)
+    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release")
+    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)")
     lora_targets: str = flag("q_proj,v_proj", "layers that get the adapter")
     eval_rows: int = flag(200, "held-out prompts of the table before and after", least=1)
-    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU")
+    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
+                             DTYPES)
     micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
     rollout_batch_size: int = flag(256, "texts that a rank decodes at once", least=1)
     activation_checkpointing: bool = flag(False, "less memory, more time in the update")
@@ -131,10 +131,12 @@ PRESETS = {  # Table 10
 # What a run may change when it goes on: neither weights nor texts depend on it.
 FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
         "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout", "save_every",
-        "wandb"}
-ANNOTATOR = {"annotator_model", "critic", "mode", "annotated_rows", "allow_code_execution"}
-PHASE_1 = ANNOTATOR | {"task", "model", "adapter", "data", "seed", "temperature", "dtype",
-                       "max_prompt_tokens", "max_new_tokens", "max_critique_tokens"}
+        "wandb", "allow_code_execution"}
+# What phase 1 reads: to sample the responses, to have them annotated. Phase 3 reads the rest.
+SAMPLING = {"task", "model", "adapter", "data", "seed", "temperature", "dtype", "eval_rows",
+            "annotated_rows", "max_prompt_tokens", "max_new_tokens", "max_critique_tokens",
+            "what lies behind --data", "what lies behind --adapter"}
+ANNOTATOR = {"annotator_model", "critic", "mode"}
 
 
 def preset(task: str) -> dict:
@@ -399,6 +401,9 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
             else:
                 skipped += 1
             optimizer.zero_grad()
+    if skipped > len(taken) > 0:
+        say(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were skipped, which "
+            f"would do harm; stop, and lower --learning_rate")
     if not taken:
         raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
                          f"{MAX_RATIO}: {step}; lower --learning_rate")
@@ -474,7 +479,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
         if RANK == 0:
             bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
             record(metrics, sample_row(batch, iteration % len(batch.rows)), config, out)
-            save(optimizer, kl, config, iteration + 1, out)
+        state = {"iteration": iteration + 1, "kl_coef": kl.beta}
+        keep_checkpoint(out, optimizer, state, config.save_every, start, config.iterations)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                    # l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")
@@ -482,11 +488,10 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
 
 def batch_rows(rows: list, config: Config, iteration: int) -> list:
     """The rows of one iteration: a walk through shuffled passes over all, by the seed alone."""
-    first = iteration * config.batch_size
-    places = range(first, first + config.batch_size)
-    passes = {place // len(rows) for place in places}
-    order = {e: random.Random(f"{config.seed}-{e}").sample(rows, len(rows)) for e in passes}
-    return [order[place // len(rows)][place % len(rows)] for place in places]
+    first, n = iteration * config.batch_size, len(rows)
+    passes = range(first // n, (first + config.batch_size - 1) // n + 1)
+    order = sum((random.Random(f"{config.seed}-{e}").sample(rows, n) for e in passes), [])
+    return order[first % n :][: config.batch_size]
 
 
 def decay(config: Config, iteration: int) -> float:
@@ -502,36 +507,22 @@ def record(metrics: dict, sample: dict, config: Config, out: Path):
     if config.wandb:
         wandb = importlib.import_module("wandb")
         if wandb.run is None:
-            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
+            wandb.init(project=config.wandb, name=out.name, config=settings(config))
         wandb.log(metrics, step=metrics["iteration"])
     if metrics["iteration"] % 10 == 1:
         say(f"{metrics['iteration']:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
 
 
-# ── Checkpoints: all that the next iteration depends on
-
-def save(optimizer, kl: AdaptiveKL, config: Config, done: int, out: Path):
-    """Every --save_every iterations: adapter, value head and AdamW's moments, whole or not."""
-    if done % config.save_every == 0 or done == config.iterations:
-        state = {"iteration": done, "kl_coef": kl.beta, "ranks": RANKS}
-        keep_checkpoint(out, optimizer_tensors(optimizer), state, keep=2)
-
-
 def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
     """Go back to the newest checkpoint → the iterations done. Later lines are dropped."""
-    path, tensors, state = newest_checkpoint(out, warn=say)
-    if len(set(everyone([str(path)]))) > 1:
-        raise InputError(f"{out}: the ranks see different checkpoints; all nodes must share it")
+    path, tensors, state = newest_checkpoint(out)
     if path:
         say(f"phase 3: resumed after iteration {state['iteration']} from {path}")
-    if state.get("ranks", RANKS) != RANKS:
-        say(f"not bit-exact from here on: {state['ranks']} ranks summed in another order")
     restore_optimizer(optimizer, tensors)
     kl.beta, start = state.get("kl_coef", kl.beta), state.get("iteration", 0)
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
-        if RANK == 0 and file.exists():
-            whole = map(json.loads, file.read_text("utf-8").split("\n")[:-1])  # no torn line
-            write_rows(file, [row for row in whole if row["iteration"] <= start])
+        if RANK == 0:
+            write_rows(file, [row for row in whole_rows(file) if row["iteration"] <= start])
     return start
 
 
@@ -547,25 +538,63 @@ def check(config: Config, out: Path, learnt: bool):
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb:
         load_object("--wandb", "wandb:init")
-    if learnt and config.reward_model is None:
+    if learnt and not (config.reward_model or done(out / "feedback.jsonl")):
         check_annotator(annotator(config, out))
+
+
+def check_phases(model, rows: list[dict], config: Config, out: Path):
+    """The same for what needs the base and the rows: R_φ's layers, the sandbox for tests."""
+    target_layers(model, reward_settings(config, out).lora_targets.split(","))
+    task = get_task(config.task)
+    told = {id(one["row"]) for one in examples(task, rows) if "outcome" in one}
+    if task.tests is None or len(told) == len(rows) or done(out / "responses.jsonl"):
+        return
+    if not config.allow_code_execution:
+        raise InputError(f"{len(rows) - len(told)} of {len(rows)} rows bring no outcome of "
+                         f"their tests: run them, in the sandbox, by --allow_code_execution")
+    from measures.sandbox import add_outcomes
+    add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)    # does it stand?
+
+
+def done(path: Path) -> bool:
+    """Whether a result is there; an empty file, which a power cut may leave, is none."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def settings(config: Config) -> dict:
+    """What config.json keeps: flags, no password, the hashes of what lies behind file names."""
+    kept = asdict(config) | {"base_url": config.base_url and public(config.base_url)}
+    for name in ("data", "reward_model", "adapter"):
+        if given := getattr(config, name):
+            files = sorted(Path(given).glob("adapter_*")) or [given]
+            kept[f"what lies behind --{name}"] = checksum(*files)[:16]
+    return kept
+
+
+def reuse(config: Config, out: Path) -> str:
+    """How another run takes up the R_φ of this one, if it has one."""
+    adapter = Path(config.reward_model or out / "reward" / "adapter")
+    return f", with --reward_model {adapter}" if adapter.exists() else ""
 
 
 def bind(config: Config, out: Path):
     """Keep the settings; raise InputError where others made what lies in the directory."""
-    kept, bound, now = out / "config.json", set(), asdict(config)
-    if (out / "responses.jsonl").exists():
-        bound |= PHASE_1
-    if (out / "result.json").exists() or any(out.glob("checkpoint-*")):
+    kept, bound, now = out / "config.json", set(), settings(config)
+    if done(out / "responses.jsonl"):
+        bound |= SAMPLING
+    if done(out / "feedback.jsonl"):
+        bound |= ANNOTATOR
+    if done(out / "result.json") or any(out.glob("checkpoint-*")):
         bound |= now.keys() - FREE - ANNOTATOR
-    before = read_rows(kept)[0] if kept.exists() else now
-    changed = [f"{name} was {before.get(name)}, is {now[name]}" for name in sorted(bound)
-               if before.get(name) != now[name]]
+    before = now | (read_rows(kept)[0] if kept.exists() else {})
+    changed = [f"{name} was {before[name]}, is {x}" for name, x in now.items()
+               if name in bound and before[name] != x]
     if changed:
         raise InputError(f"{out} was made with other settings ({'; '.join(changed)}); choose "
-                         f"another --output_dir")
+                         f"another --output_dir{reuse(config, out)}")
     if RANK == 0:
         write_rows(kept, [now])
+        write_rows(out / "phases.jsonl", whole_rows(out / "phases.jsonl"))
 
 
 def split_rows(config: Config) -> tuple[list[dict], list[dict]]:
@@ -598,50 +627,65 @@ def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
 
 def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
     """Alg. 1 l.6: π_ref answers the rows that bring no response → responses.jsonl."""
-    if everyone([(out / "responses.jsonl").exists()])[0]:
+    if everyone([done(out / "responses.jsonl")])[0]:
         return
     task, generator = get_task(config.task), torch.Generator().manual_seed(config.seed)
     answered = [row for row in rows if "response" in row or task.responses(row)]
     mute = [row for row in rows if not ("response" in row or task.responses(row))]
     for part in tqdm(chunks(mute, 256), "respond", disable=not mute or RANK > 0):
-        batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
+        with gathered(model):
+            batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
         pairs = zip(part, batch.texts)
         answered += [row | {"response": y} for row, y in pairs if y.strip()]             # l.6
     if len(answered) < len(rows):
         say(f"left out {len(rows) - len(answered)} sampled responses that are empty")
     if not answered:
         raise InputError("every response is empty: this model does not answer the prompts")
+    if task.tests and config.allow_code_execution:
+        from measures.sandbox import add_outcomes
+        answered = everyone(add_outcomes(answered[RANK::RANKS], task))
     if RANK == 0:
         write_rows(out / "responses.jsonl", answered)
 
 
 def annotator(config: Config, out: Path) -> AnnotateConfig:
     """Phase 1's settings (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
-    names = ("task", "critic", "annotator_model", "base_url", "mode", "allow_code_execution",
-             "price_in", "price_out", "max_usd")
+    names = ("task", "critic", "annotator_model", "base_url", "mode", "price_in", "price_out",
+             "max_usd")
     return AnnotateConfig(data=str(out / "responses.jsonl"), output=str(out / "feedback.jsonl"),
                           **{name: getattr(config, name) for name in names})
 
 
+def reward_settings(config: Config, out: Path) -> RewardConfig:
+    """Phase 2's settings: feedback.jsonl → reward/adapter."""
+    names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
+    given = reward_preset(config.task) | {name: getattr(config, name) for name in names}
+    files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
+    return RewardConfig(**given | files)
+
+
 def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
     """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter."""
-    names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
-    settings = reward_preset(config.task) | {name: getattr(config, name) for name in names}
-    files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
-    return summary(fit(model, tokenizer, RewardConfig(**settings | files)))              # l.14
+    return summary(fit(model, tokenizer, reward_settings(config, out)))                  # l.14
+
+
+def once(work, *args):
+    """What the first rank does alone; the others may wait hours for annotations."""
+    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
+    said = work(*args) if RANK == 0 else None
+    together(dist.barrier, patient)
+    return said
 
 
 def phase(name: str, result: str, out: Path, work):
-    """Do phase 1 or 2 on the first rank, unless its result is there; a line in phases.jsonl."""
-    if everyone([(out / result).exists()])[0]:
+    """Do phase 1 or 2, unless its result is there; a line in phases.jsonl."""
+    if everyone([done(out / result)])[0]:
         return say(f"{name}: reused {out / result}")
-    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
+    started, said = time.time(), work()
     if RANK == 0:
-        started, said = time.time(), work()
         row = {"phase": name, "seconds": time.time() - started, "summary": said}
         append_row(out / "phases.jsonl", row)
         say(f"{name}: {said} ({row['seconds']:.0f} s)")
-    together(dist.barrier, patient)                # the others may wait hours for annotations
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
@@ -649,8 +693,9 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
     generator, truths = torch.Generator().manual_seed(config.seed), get_task(config.task).truth
     scores, samples = [], []
     for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
-        batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
-        add_feedback(batch, critic(batch, model, tokenizer, config))
+        with gathered(model):
+            batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
+            add_feedback(batch, critic(batch, model, tokenizer, config))
         samples += [{"id": row.get("id"), **sample_row(batch, i)} for i, row in enumerate(part)]
         for row, text, found in zip(part, batch.texts, batch.feedback):
             n = max(1, len(found.delta))
@@ -666,16 +711,13 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
 
 def optimise(model, tokenizer, rows, held_out, config: Config, out: Path, critic=critique):
     """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
-    if everyone([(out / "result.json").exists()])[0]:
+    if everyone([done(out / "result.json")])[0]:
         return
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
-    if config.shard:
-        shard(model)
     train(model, tokenizer, rows, config, out, critic)                                  # l.18
-    with gathered(model):
-        after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
+    after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": before, "after": after}])
@@ -688,8 +730,7 @@ def main(argv=None, critic=critique, learnt=True):
     check(config, out, learnt)
     device = start_ranks(config.rank_timeout)
     rows, held_out = split_rows(config)
-    dtype = config.dtype or ("bfloat16" if device.type == "cuda" else None)
-    model, tokenizer = load_model(config.model, dtype, device)
+    model, tokenizer = load_model(config.model, config.dtype, device)
     rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
@@ -702,20 +743,24 @@ def main(argv=None, critic=critique, learnt=True):
         add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, targets)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    out.mkdir(parents=True, exist_ok=True)
+    asked, makes = rows[: config.annotated_rows], learnt and config.reward_model is None
+    if makes:
+        check_phases(model, asked, config, out)
     _lock = lock_directory(out)                               # held until the process ends
     bind(config, out)
     say(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, {device}; "
         f"files in {out}/")
-    if config.reward_model is None and learnt:
-        respond(model, tokenizer, rows[: config.annotated_rows], config, out)         # l.4–6
-        phase("phase 1, annotate", "feedback.jsonl", out,
-              lambda: annotate(annotator(config, out)))                               # l.7–11
-        phase("phase 2, reward model", "reward/metrics.json", out,
-              lambda: fit_reward(model, tokenizer, config, out))                     # l.13–14
-        if not lora_parameters(model, "reward"):                # made by an earlier start
-            load_lora(model, "reward", out / "reward" / "adapter")
+    if config.shard:
+        shard(model)
     try:
+        if makes:
+            respond(model, tokenizer, asked, config, out)                             # l.4–6
+            phase("phase 1, annotate", "feedback.jsonl", out,
+                  lambda: once(annotate, annotator(config, out)))                     # l.7–11
+            phase("phase 2, reward model", "reward/metrics.json", out,
+                  lambda: fit_reward(model, tokenizer, config, out))                 # l.13–14
+            if not lora_parameters(model, "reward"):            # made by an earlier start
+                load_lora(model, "reward", out / "reward" / "adapter")
         optimise(model, tokenizer, rows, held_out, config, out, critic)              # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
@@ -725,9 +770,15 @@ def main(argv=None, critic=critique, learnt=True):
         result = read_rows(out / "result.json")[0]
         lines = [[key, x, result["after"][key]] for key, x in result["before"].items()]
         print(table([f"{len(held_out)} held-out prompts", "before", "after"], lines))
+        goals = "mean δ per token", *get_task(config.task).truth
+        for name, x, y in lines:
+            if name in goals and y < x - 0.1 * abs(x):
+                print(f"warning: {name} fell from {x:.3f} to {y:.3f}; look at kl and entropy "
+                      f"in the report, and lower --learning_rate or raise --kl_coef")
         print(f"\n{time.time() - started:.0f} s in all. Look at {run_report(out)}. In {out}/: "
               f"policy/ (PEFT format), metrics.jsonl, samples.jsonl.\n"
-              f"next: python eval.py --model {config.model} --adapter {out}/policy")
+              f"next: python eval.py --model {config.model} --adapter {out}/policy; or phase 3 "
+              f"with other settings: another --output_dir{reuse(config, out)}")
     together(dist.destroy_process_group)
 
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,15 +47,15 @@ from data import (InputError, chunks, flag, get_task, load_object, parse_flags, 
                   run_script, write_rows)
 from experiments.designs import (own_uniforms, scalar, sequence_scores, share, silent,
                                  step_ends, steps, token_scores, true_critic, true_judgement)
-from measures.sandbox import SandboxError, run_python
+from measures.sandbox import SandboxError, code_of, run_python
 from model import (RANK, add_lora, checkpoint_activations, encode_answer, encode_prompt,
                    eos_ids, everyone, load_lora, load_model, lock_directory, lora_parameters,
-                   response_hidden, save_lora, say, start_ranks, together, use_lora)
+                   response_hidden, save_lora, say, shard, start_ranks, together, use_lora)
 from report import run_report, table
 from reward_model import RewardConfig, fit_adapter, reward_preset, split_rows, write_critiques
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 from text2grad import (FREE, Config, Rollouts, annotator, check, critique, evaluate, fit_reward,
-                       fitting, optimise, phase, preset, respond)
+                       fitting, once, optimise, phase, preset, respond, settings)
 from text2grad import split_rows as split_prompts
 
 METHODS = ("sft", "ilf", "reflection", "dpo", "ppo", "prm_ppo")
@@ -210,8 +210,9 @@ def own_pairs(row: dict) -> list[tuple[str, str]]:
 
 def merit(row: dict, response: str, config: BaselineConfig) -> float | None:
     """What ranks two samples: Σδ over words, or whether tests pass; None: nobody can tell."""
-    if config.task == "kodcode" and config.allow_code_execution:
-        return float(run_python(response, row.get("test_code") or row["test"]).passed)
+    task = get_task(config.task)
+    if task.tests and config.allow_code_execution:
+        return float(run_python(code_of(response), task.tests(row)).passed)
     if not config.critic:
         return None
     words = [word.span() for word in re.finditer(r"\w+|[^\w\s]", response)]
@@ -354,9 +355,10 @@ def start_policy(model, config: BaselineConfig):
 def fit_and_keep(model, tokenizer, pairs, name: str, settings, directory: Path, **loss) -> str:
     """Fit an adapter, write it and the loss of every step; returns a summary."""
     losses = fit_adapter(model, tokenizer, pairs, name, settings, **loss)
-    write_rows(directory.parent / f"{directory.name}-losses.jsonl",
-               [{"step": i, "loss": x} for i, x in enumerate(losses, 1)])
-    save_lora(model, name, directory)
+    if RANK == 0:
+        write_rows(directory.parent / f"{directory.name}-losses.jsonl",
+                   [{"step": i, "loss": x} for i, x in enumerate(losses, 1)])
+        save_lora(model, name, directory)
     tenth = max(1, len(losses) // 10)
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
     return f"{len(pairs)} rows, {len(losses)} steps, loss {first:.3f} → {last:.3f}"
@@ -431,7 +433,8 @@ def fit_scores(model, tokenizer, config: BaselineConfig, out: Path) -> str:
                 found += right_of(model, tokenizer, part)
         metrics["held_out_accuracy"] = right = sum(found) / max(1, len(found))
         said += f"; held out: {right:.1%} of {what} right"
-    write_rows(out / "reward" / "metrics.json", [metrics])
+    if RANK == 0:
+        write_rows(out / "reward" / "metrics.json", [metrics])
     return said
 
 
@@ -453,11 +456,11 @@ def right_steps(model, tokenizer, rows: list[tuple]) -> list[bool]:
 def annotate_rows(model, tokenizer, rows, config: BaselineConfig, out: Path):
     """Phase 1 of text2grad.py: responses and critiques."""
     respond(model, tokenizer, rows[: config.annotated_rows], config, out)
-    phase("annotate", "feedback.jsonl", out, lambda: annotate(annotator(config, out)))
+    phase("annotate", "feedback.jsonl", out, lambda: once(annotate, annotator(config, out)))
 
 
 def load_absent(model, name: str, directory):
-    """Every rank has the adapter that the first one fitted."""
+    """An adapter that was fitted in an earlier run."""
     if not lora_parameters(model, name):
         load_lora(model, name, directory)
 
@@ -481,7 +484,7 @@ def refine(model, tokenizer, rows, config: BaselineConfig, out: Path):
         write_rows(out / "refinements.jsonl", found)
         return f"{kept} of {len(found)} kept"
     annotate_rows(model, tokenizer, rows, config, out)
-    phase("refine", "refinements.jsonl", out, work)
+    phase("refine", "refinements.jsonl", out, lambda: once(work))
 
 
 def ilf(model, tokenizer, rows, config: BaselineConfig, out: Path):
@@ -528,7 +531,7 @@ def pair_rows(model, tokenizer, rows, config: BaselineConfig, out: Path):
         found = preferences(model, tokenizer, rows[: config.annotated_rows], config)
         write_rows(out / "preferences.jsonl", found)
         return f"{len(found)} pairs"
-    phase("preferences", "preferences.jsonl", out, work)
+    phase("preferences", "preferences.jsonl", out, lambda: once(work))
 
 
 def dpo(model, tokenizer, rows, config: BaselineConfig, out: Path):
@@ -593,7 +596,7 @@ def compare(model, tokenizer, held_out: list[dict], config: BaselineConfig, out:
 
 def bind(config: BaselineConfig, out: Path):
     """A directory is of one method and one set of settings, from its first run on."""
-    kept, now = out / "config.json", asdict(config)
+    kept, now = out / "config.json", settings(config)
     before = read_rows(kept)[0] if kept.exists() else now
     changed = [f"{name} was {before.get(name)}, is {value}" for name, value in now.items()
                if before.get(name) != value and name not in FREE]
@@ -635,6 +638,8 @@ def main(argv=None):
     METHOD[config.method](model, tokenizer, rows, config, out)
     learns = config.method in ("ppo", "prm_ppo")
     if learns:
+        if config.shard:
+            shard(model)
         optimise(model, tokenizer, rows, held_out, config, out, critic_of(config))
     else:
         compare(model, tokenizer, held_out, config, out)

@@ -41,6 +41,7 @@ import text2grad
 import toy
 from annotate import FeedbackError, read_reply, tokens_inside
 from data import InputError, chunks, load_object, parse_flags, run_script
+from measures.sandbox import fences, parse_python
 from model import RANK, RANKS, encode_prompt, response_hidden, use_lora
 from reward_model import Judgement, judge, reward_tokens, write_critiques
 from sampling import head_weight, pad_batch
@@ -294,16 +295,19 @@ def step_spans(text: str, code: bool = False) -> list[tuple[int, int]]:
 def statement_spans(text: str) -> list[tuple[int, int]]:
     """Every statement of a Python program, in order; of a compound one (def, if, …) its head.
 
-    A program between ``` is taken out. Where it does not parse, every line that is not blank is
-    a statement.
+    Where there are fences, of what stands in them. What does not parse has a statement in every
+    line that is not blank.
     """
-    fenced = re.search(r"```\w*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    start, code = (fenced.start(1), fenced.group(1)) if fenced else (0, text)
+    blocks = fences(text) or [(0, len(text))]
+    return sum([_statements_of(text, *block) for block in blocks], [])
+
+
+def _statements_of(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    code = text[start:end]
     lines = code.splitlines(keepends=True)
     begins = [start + sum(map(len, lines[:i])) for i in range(len(lines))]
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):    # as the parser documents
+    tree = parse_python(code)
+    if tree is None:
         return [WORDS.search(text, at, at + len(line)).span()
                 for at, line in zip(begins, lines) if line.strip()]
 

@@ -1,6 +1,6 @@
 """Annotation against a bare asyncio loop over the same client, on a loopback server that answers in 200 ms.
 
-    python tests/bench_annotation.py                  # 2,000 rows, concurrency 64: throughput, then the fault mix
+    python tests/bench_annotation.py                  # 2,000 rows, 16 to 256 at once; then the fault mix
 
 Both sides run in processes of their own, in turn, against the same server; the client is imported before the clock starts.
 Ours forecasts, journals every reply, reads and grounds it and writes the final file; the bare loop only sends and receives.
@@ -79,20 +79,30 @@ def run(name: str, url: str, data: Path, concurrency: int) -> dict:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(rows: int = 2000, concurrency: int = 64, rounds: int = 3) -> dict:
-    """{"ours": [seconds], "bare": [seconds], "peak_mb": {rows: MB}, "faults": {seconds, calls, said}}."""
+def race(url: str, data: Path, concurrency: int, rounds: int) -> dict:
+    """{"ours": [seconds], "bare": [seconds], "peak_mb": of ours}, one side after the other."""
+    out = {"ours": [], "bare": []}
+    for turn in range(rounds):
+        for name in ("bare", "ours")[:: -1 if turn % 2 else 1]:
+            result = run(name, url, data, concurrency)
+            out[name].append(result["seconds"])
+            out |= {"peak_mb": result["peak_mb"]} if name == "ours" else {}
+    return out
+
+
+def measure(rows: int = 2000, concurrency: int = 64, rounds: int = 3, others=()) -> dict:
+    """{"ours": [seconds], "bare": [seconds], "peak_mb": {rows: MB}, "faults": {seconds, calls,
+    said}, and for each of the other concurrencies a `race`}."""
     from loopback import MIX, loopback
-    out = {"ours": [], "bare": [], "peak_mb": {}}
     with tempfile.TemporaryDirectory() as directory:
         data, small = Path(directory, "rows.jsonl"), Path(directory, "small.jsonl")
         write_data(data, rows)
         write_data(small, rows // 4)
         with loopback(process=True, delay=0.2) as server:
-            for _ in range(rounds):
-                for name in ("bare", "ours"):
-                    result = run(name, server.url, data, concurrency)
-                    out[name].append(result["seconds"])
-            out["peak_mb"] = {rows: result["peak_mb"], rows // 4: run("ours", server.url, small, concurrency)["peak_mb"]}
+            out = {other: race(server.url, data, other, rounds) for other in others}
+            out |= race(server.url, data, concurrency, rounds)
+            few = run("ours", server.url, small, concurrency)
+            out["peak_mb"] = {rows: out["peak_mb"], rows // 4: few["peak_mb"]}
         with loopback(process=True, delay=0.2, faults=MIX, hang=10, retry_after="1") as server:
             result = run("ours", server.url, data, concurrency)
             out["faults"] = {"seconds": result["seconds"], "calls": server.stats()["calls"], "said": result["said"]}
@@ -110,11 +120,15 @@ def main():
         name, url, data, output, concurrency = arguments.side
         print("\n" + json.dumps(side(name, url, data, output, int(concurrency))))
         return
-    found = measure(arguments.rows, rounds=arguments.rounds)
-    rates = {name: [arguments.rows / seconds for seconds in found[name]] for name in ("ours", "bare")}
-    for name, values in rates.items():
-        print(f"{name}: {statistics.median(values):.0f} rows/s ({min(values):.0f}–{max(values):.0f})")
-    print(f"ours / bare: {statistics.median(a / b for a, b in zip(rates['ours'], rates['bare'])):.3f}")
+    found = measure(arguments.rows, rounds=arguments.rounds, others=(16, 256))
+    for concurrency, times in ((16, found[16]), (64, found), (256, found[256])):
+        for name in ("ours", "bare"):
+            rates = [arguments.rows / seconds for seconds in times[name]]
+            print(f"{concurrency} at once, {name}: {statistics.median(rates):.0f} rows/s "
+                  f"({min(rates):.0f}–{max(rates):.0f})")
+        ratios = [bare / ours for ours, bare in zip(times["ours"], times["bare"])]
+        print(f"{concurrency} at once, ours / bare: {statistics.median(ratios):.3f} "
+              f"({min(ratios):.3f}–{max(ratios):.3f})")
     print(f"peak memory: {found['peak_mb']}")
     print(f"fault mix: {found['faults']['calls']} calls for {arguments.rows} rows in {found['faults']['seconds']:.0f} s; "
           f"{found['faults']['said']}")

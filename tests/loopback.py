@@ -6,6 +6,7 @@
 Chat completions; the standard library only. Whether a call fails is a function of the
 seed, the prompt and how often that prompt was asked, so a run meets the same faults in any order of arrival.
 GET /stats says what was asked and billed. `tokens` is the rule of the bill, so that every bill can be recomputed.
+A reply is billed once it is made, whatever is reported of it, and whether or not it arrives.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import importlib
 import json
 import math
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +31,15 @@ from http import HTTPStatus
 from typing import Callable
 
 MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 0.01}
+
+# Kinds of a whole reply, and what is then said of its bill.
+REPORTS = {
+    "unreported": None,
+    "total": {"total_tokens": 12},
+    "counts": {"prompt_tokens": None, "completion_tokens": None},
+    "no_prompt": {"completion_tokens": 1},
+    "negative": {"prompt_tokens": -9000, "completion_tokens": -9000},
+}
 
 
 @dataclass
@@ -105,6 +117,8 @@ class Answer:
     body: dict | bytes = b""
     headers: tuple[str, ...] = ()
     wait: float = 0.0
+    usage: dict = field(default_factory=dict)       # what is billed
+    drip: float = 0.0                               # seconds between two bytes of the body
 
 
 def failed(status: int, message: str, code=None, param=None, kind="invalid_request_error", **more) -> Answer:
@@ -130,7 +144,7 @@ class Server:
     # Chat completions
 
     def chat(self, body: dict) -> Answer:
-        """The answer to one request; the bill is written when it is given."""
+        """The answer to one request, which is billed at once."""
         self.calls += 1
         self.arrivals.append(round(time.time(), 4))
         self.recent.append(body)
@@ -143,7 +157,12 @@ class Server:
         if kind:
             self.faults[kind] += 1
         answer = self._fault(kind, body) or self._completion(body, self._reply(body))
-        answer.wait = s.hang if answer.status is None else 0 if kind in ("429", "quota") else s.delay
+        slow = kind in ("timeout", "late")
+        answer.wait = s.hang if slow else 0 if kind in ("429", "quota") else s.delay
+        answer.drip = 0.5 if kind == "drip" else 0.0
+        if kind == "reset":
+            answer.status = None
+        self.billed.update(answer.usage)
         return answer
 
     def _kind(self, name: str) -> str:
@@ -188,8 +207,13 @@ class Server:
         """The answer that goes wrong in the way of that kind, or None where nothing does."""
         retry = (f"Retry-After: {self.settings.retry_after}",)
         text = self._reply(body) if kind == "truncated" else ""
+        if kind in REPORTS:
+            return self._completion(body, self._reply(body), reported=REPORTS[kind])
         return {
-            "": lambda: None,
+            "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
+            "parts": lambda: self._completion(body, self._reply(body), parts=True),
+            "400": lambda: failed(400, "Bad request."),
+            "error200": lambda: failed(200, "The provider has gone to lunch.", 502),
             "429": lambda: failed(429, "Rate limit reached for requests.", "rate_limit_exceeded", kind="requests",
                                   headers=retry),
             "quota": lambda: failed(429, "You exceeded your current quota, please check your plan and billing details.",
@@ -212,32 +236,36 @@ class Server:
             responder = self.settings.responder = getattr(importlib.import_module(module), name)
         return responder(body)
 
-    def _completion(self, body: dict, text: str | None, finish="stop", refusal=None, choices=True) -> Answer:
+    def _completion(self, body: dict, text: str | None, finish="stop", refusal=None, choices=True,
+                    parts=False, reported: dict | None = {}) -> Answer:
         counting = self.settings.counting
         most = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
         if tokens(text or "", counting) > most:
             finish = "length"
             text = text[: most * 4] if counting == "quarters" else "".join(_PIECES.findall(text)[:most])
         asked, said = prompt_tokens(body["messages"], counting), tokens(text or refusal or "", counting)
+        usage = {"prompt_tokens": asked, "completion_tokens": said}
+        if parts:
+            text = [{"type": "text", "text": piece} for piece in (text[:9], text[9:])]
         message = {"role": "assistant", "content": text, "refusal": refusal}
-        return Answer(200, {
+        whole = {
             "id": f"chatcmpl-{self.calls}", "object": "chat.completion", "created": int(time.time()),
             "model": body.get("model"), "choices": [{"index": 0, "message": message, "finish_reason": finish,
-                                                     "logprobs": None}] if choices else [],
-            "usage": {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}})
+                                                     "logprobs": None}] if choices else []}
+        if reported is not None:
+            whole["usage"] = reported or {**usage, "total_tokens": asked + said}
+        return Answer(200, whole, usage=usage)
 
     def given(self, body: dict, answer: Answer):
-        """Write the bill of a chat completion that went back to a client."""
+        """Count a chat completion that went back to a client."""
         self.statuses[str(answer.status)] += 1
         if answer.status == 200:
             self.answered[digest(user_message(body))] += 1
-            usage = answer.body.get("usage", {}) if isinstance(answer.body, dict) else {}
-            self.billed.update({name: usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")})
 
     # Routes
 
     def route(self, method: str, path: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
-        """The answer to a request, and the body of a chat completion, which is billed when the answer is given."""
+        """The answer to a request, and the body of a chat completion, which is counted when it is given."""
         if path == "/stats":
             return Answer(200, self.stats()), None
         key = re.search(rb"(?i)\r\nauthorization: *bearer ([^\r]*)", head)
@@ -280,6 +308,9 @@ class Server:
             if answer.status is None:                           # nobody waits longer than the client does
                 self.statuses["none"] += 1
                 await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
+                if answer.usage:                                # reset, where else it is closed
+                    hard = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(*hard)
                 return
             if answer.wait:
                 await asyncio.sleep(answer.wait)
@@ -288,7 +319,12 @@ class Server:
             body = json.dumps(answer.body).encode() if isinstance(answer.body, dict) else answer.body
             lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Content-Type: application/json",
                      f"Content-Length: {len(body)}", *answer.headers)
-            writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+            for byte in body if answer.drip else ():
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(answer.drip)
+            writer.write(b"" if answer.drip else body)
             if chat is not None:
                 self.given(chat, answer)
             await writer.drain()

@@ -40,14 +40,19 @@ def timeless(path):
     return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows_of(path)]
 
 
+def assert_equal_tensors(a, b):
+    """Two files hold the same tensors, bit for bit."""
+    ours, theirs = load_file(a), load_file(b)
+    assert ours.keys() == theirs.keys(), a
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours), a
+
+
 def assert_equal_runs(a, b):
     """All that two runs leave is the same, bit for bit: tensors, metrics, samples, result."""
     files = ("policy/adapter_model.safetensors", "value_head.safetensors",
              f"checkpoint-{len(rows_of(b / 'metrics.jsonl'))}/tensors.safetensors")
     for file in files:
-        ours, theirs = load_file(a / file), load_file(b / file)
-        assert ours.keys() == theirs.keys(), file
-        assert all(torch.equal(ours[k], theirs[k]) for k in ours), file
+        assert_equal_tensors(a / file, b / file)
     assert timeless(a / "metrics.jsonl") == timeless(b / "metrics.jsonl")
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
     assert (a / "result.json").read_bytes() == (b / "result.json").read_bytes()

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Callable
 
 import pytest
+import regex
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
 
 @pytest.mark.parametrize("text, reason", [
     ("", "no JSON object"), ("It is all fine.", "no JSON object"), ('{"score": 3}', "no JSON object"),
-    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "no JSON object"),
+    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "stops inside its JSON"),
     ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
     ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
     ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
@@ -100,11 +101,35 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
     ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
     ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
     ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"), (reply(7), "not a string"),
-    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|no JSON object|too many")])
+    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|stops inside its JSON")])
 def test_what_is_not_feedback_is_an_error_with_its_reason(text, reason):
     """Contract: anything but lists of strings with a critique is an error, never a guess."""
     with pytest.raises(FeedbackError, match=reason):
         parse_feedback(text)
+
+
+INNER = reply("Perfect.", ["all of it"], [])
+
+
+@pytest.mark.parametrize("text, reason", [
+    (f'{{"result": {INNER}, oops}}', "the JSON is broken"), (f'{{"result": {INNER}', "stops inside"),
+    (f'{{"result": {INNER}}}', "nested object"), (f"<think>{INNER}</think> Fine.", "no JSON"),
+    (f"{INNER} so</think> Fine.", "no JSON"), (f'Hm <think> {{"x": </think>', "no JSON"),
+    (f"<think>I say {INNER}", "inside <think>"), (f"It says {INNER}.", "no JSON object"),
+    (reply()[:-1] + ",}", "trailing comma"), (reply().replace('"]', '",]'), "trailing comma"),
+    (reply()[:-1] + "} // done", None), (reply().replace(', "poor', ', // poor\n"poor'), "comment"),
+    (reply().replace(', "poor', ', # poor\n"poor'), "comment"),
+    (reply().replace('"good', '"a": 1 "good'), "the JSON is broken"),
+    (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
+    (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
+    (reply('The tag "</think>" is left.'), None)])
+def test_only_an_object_of_the_answers_own_is_feedback(text, reason):
+    """Neither a part of a broken one, nor what is thought aloud or stands in the response."""
+    if reason is None:
+        assert parse_feedback(text, response=f"Take this: {INNER}").good_spans == ["the plot"]
+        return
+    with pytest.raises(FeedbackError, match=reason):
+        parse_feedback(text, response=f"Take this: {INNER}" if "It says" in text else "")
 
 
 def test_a_reply_cut_at_any_character_of_its_object_is_an_error():
@@ -236,6 +261,41 @@ def texts_with_quotes(draw):
     return text, draw(quotes), draw(quotes)
 
 
+# By Unicode's own tables: visible characters, and words of scripts that have spaces.
+_WORD = (r"[[\p{L}\p{M}\p{N}_]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}--\p{Thai}"
+         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}--[\ufe00-\ufe0f]]")
+BETWEEN, INSIDE = regex.compile(r"\X"), regex.compile(rf"(?V1)(?<={_WORD})(?={_WORD})")
+
+
+def splits(text: str) -> set[int]:
+    """The places inside a word or inside a visible character."""
+    edges = {m.start() for m in BETWEEN.finditer(text)} | {len(text)}
+    return {m.start() for m in INSIDE.finditer(text)} | set(range(len(text))) - edges
+
+
+@pytest.mark.parametrize("text, quote, there", [
+    ("concatenate the cat", "cat", 1), ("concatenate", "cat", 0), ("a cat, a dog", "cat", 1),
+    ("x_1 = 2", "x", 0), ("x = x1", "x", 1), ("in 2024", "20", 0), ("40 km", "40", 1),
+    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👍🏽 ok", "👍", 0), ("🇫🇷🇩🇪", "🇷🇩", 0),
+    ("🇫🇷🇩🇪", "🇩🇪", 1), ("cafe\u0301", "cafe", 0), ("❤️love", "love", 1), ("我爱北京", "北京", 1),
+    ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0),
+    ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1)])
+def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
+    """§3.3: what labels a part of a word labels nothing, and is counted."""
+    found = grounded(text, [quote])
+    assert (len(found.spans), found.unmatched) == ((1, []) if there else (0, [quote]))
+
+
+@often
+@given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀🇫🇷🇩👍🏽❤\u0301\ufe0f\u200d\u0939\u093f\u0928"]),
+                max_size=14).map("".join))
+def test_what_splits_a_word_or_a_character_is_as_unicode_has_it(text):
+    """But for a line's end, of which half is as good as the whole, and for what a joiner joins."""
+    ours = {at for at in range(len(text) + 1) if annotate._splits(text, at)}
+    apart = {at for at in range(1, len(text)) if text[at - 1] in "\u200d\r\n"}
+    assert ours - apart == splits(text) - apart
+
+
 @often
 @given(texts_with_quotes())
 def test_ground_equals_brute_force_on_exact_quotes(case):
@@ -244,7 +304,9 @@ def test_ground_equals_brute_force_on_exact_quotes(case):
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((1, good), (-1, poor)):
         for quote, repeats in Counter(quotes).items():
-            places = [] if quote.isspace() else [i for i in range(len(text)) if text[i:i + len(quote)] == quote]
+            places = [] if quote.isspace() else [
+                i for i in range(len(text)) if text[i:i + len(quote)] == quote
+                and not splits(text) & {i, i + len(quote)}]
             if len(places) > repeats:
                 ambiguous += 1
             else:
@@ -274,12 +336,14 @@ def test_a_span_is_its_quote_up_to_normal_form(pairs, data):
     end = data.draw(st.integers(start + 1, len(pairs)))
     response, quote = "".join(a for a, _ in pairs), "".join(b for _, b in pairs[start:end])
     assume(plain(quote))
-    places = len(re.findall(f"(?={re.escape(plain(quote))})", plain(response)))
+    there, inside = plain(response), splits(plain(response))
+    places = sum(not inside & {m.start(), m.start() + len(plain(quote))}
+                 for m in re.finditer(f"(?={re.escape(plain(quote))})", there))
     found = grounded(response, [quote])
     assert all(plain(response[span.start:span.end]) == plain(quote) for span in found.spans)
     if places == 1 and response.count(quote) <= 1:
         assert len(found.spans) == 1 and not found.unmatched
-    if places > 1 and plain(response).count(plain(quote)) == places and quote not in response:
+    if places > 1 and there.count(plain(quote)) == places and quote not in response:
         assert (found.spans, found.ambiguous) == ([], 1)
 
 
@@ -641,7 +705,8 @@ def test_a_label_that_is_none_is_no_reward_and_no_token_goes_without():
     (lambda ids: [(0, 1)] * (len(ids) - 1), "one offset per"),
     (lambda ids: [(len(ids) - i, len(ids) - i + 1) for i in range(len(ids))], "left to right")])
 def test_offsets_that_miss_a_token_or_run_backwards_are_refused(monkeypatch, tokenizer, places, said):
-    monkeypatch.setattr(annotate, "_piece_offsets", lambda decode, special, context, ids, *_: places(ids))
+    monkeypatch.setattr(annotate, "_piece_offsets",
+                        lambda decode, special, ids, first, *_: places(ids[first:]))
     monkeypatch.setattr(type(tokenizer), "backend_tokenizer", Sticky(), raising=False)
     with pytest.raises(AssertionError, match=f"Appendix L.*{said}"):
         token_offsets(tokenizer, [5, 6, 7])

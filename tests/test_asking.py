@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import openai.resources.chat  # noqa: F401  else a second of the first short --timeout
 import pytest
 
 import loopback
-from annotate import AnnotateConfig, annotate, check_annotator, main, read_completion
+from annotate import (AnnotateConfig, Server, annotate, annotation_questions, check_annotator,
+                      main, read_completion)
 from conftest import ROOT
 from data import InputError, parse_flags, read_rows, run_script, write_rows
 from loopback import MIX, critique
@@ -45,6 +47,7 @@ def work(tmp_path, server):
     return Work(tmp_path, server)
 
 
+GOOD = json.dumps({"critique": "It ends.", "good_spans": ["the end"], "poor_spans": []})
 WORDS = "the plot is thin but every hero has a name and old Bob says “never” in the end 🎉 of it all".split()
 
 
@@ -86,9 +89,9 @@ class Work:
         return rows
 
     def kept(self) -> list[dict]:
-        """The journal's records; a last line that a kill has torn is none."""
+        """The journal's replies; a last line that a kill has torn is none."""
         lines = self.journal.read_bytes().split(b"\n")[:-1] if self.journal.exists() else []
-        return [json.loads(line) for line in lines]
+        return [row for line in lines if "due" not in (row := json.loads(line))]
 
     def calls(self) -> int:
         return self.server.stats()["calls"]
@@ -99,13 +102,14 @@ class Work:
 def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     """One layer of retries: a call for every row and one for every 429, 500 and time-out, no more."""
     work.server.settings.faults, work.server.settings.seed = MIX, 3
-    line = work.fails("responses have no feedback", made_rows(150), concurrency=32, timeout=0.5, retries=6)
+    line = work.fails("responses have no feedback", made_rows(150), concurrency=32, timeout=2,
+                      retries=6)
     said, kept = work.server.stats(), work.kept()
-    lost = [record for record in kept if record["reason"] is not None]
+    lost = [record for record in kept if record["reason"] and not record["reason"].startswith("no answer")]
     assert said["faults"].keys() == MIX.keys(), "choose another seed: some fault did not happen"
     assert len(lost) == said["faults"]["garbage"] + said["faults"]["truncated"]
     assert said["calls"] == 150 + sum(said["faults"][kind] for kind in ("429", "500", "timeout")) <= 1.25 * 150
-    assert len({record["key"] for record in kept}) == len(kept) == 150
+    assert len({record["key"] for record in kept}) == 150 == len(kept) - said["faults"]["timeout"]
     assert line.startswith(f"{len(lost)} responses") and str(work.journal) in line and "\n" not in line
     assert Counter(record["reply"][:11] for record in lost)["I am sorry,"] == said["faults"]["garbage"]
     assert sum("cut off" in record["reason"] for record in lost) == said["faults"]["truncated"]
@@ -234,12 +238,13 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
     work.run(made_rows(4), concurrency=1)
     whole, final = work.journal.read_bytes(), work.output.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
+    number = whole.count(b"\n")
     for torn, asked in ((last + 1, 1), (last + 40, 1), (len(whole) - 2, 1), (len(whole) - 1, 0)):
         work.journal.write_bytes(whole[:torn])
         before = work.calls()
         work.run()
         assert (work.calls() - before, work.output.read_bytes()) == (asked, final)
-        assert ("line 4: damaged" in capsys.readouterr().err) == bool(asked)
+        assert (f"line {number}: damaged" in capsys.readouterr().err) == bool(asked)
         work.run()
         assert work.calls() - before == asked and capsys.readouterr()
 
@@ -256,6 +261,23 @@ def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
     work.run()
     assert (work.calls(), work.output.read_bytes()) == (5, final)
     assert f"{work.journal}, line 2: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("good_spans", "bad_spans", "f.jsonl.journal: the reply to row-0 was changed"),
+    ('"prompt_tokens": .*, "usd": [^}]*',
+     f'"prompt_tokens": {10**400}, "completion_tokens": 3}}, "usd": null', "line 2: damaged"),
+    ('"prompt_tokens": [0-9]+', '"prompt_tokens": -5', "line 2: damaged"),
+    ('"usd": [^}]*', '"usd": NaN', "line 2: damaged")])
+def test_a_journal_changed_by_hand_is_named_and_the_row_asked_again(work, capsys, old, new, said):
+    work.run(made_rows(3), concurrency=1, **PRICES)
+    lines, final = work.journal.read_text().split("\n"), work.output.read_bytes()
+    lines[1], changes = re.subn(old, new, lines[1])
+    assert changes == 1
+    work.journal.write_text("\n".join(lines))
+    work.run(**PRICES)
+    assert (work.calls(), work.output.read_bytes()) == (4, final)
+    assert said in capsys.readouterr().err
 
 
 def test_what_was_asked_already_is_not_asked_again(work):
@@ -375,6 +397,86 @@ def test_a_server_that_is_down_or_a_missing_key_is_one_line(work, monkeypatch):
     assert work.calls() == 0 and not work.kept()
 
 
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+@pytest.mark.parametrize("kind", ["timeout", "drip"])
+@pytest.mark.parametrize("answered", [0, 3])
+def test_a_server_that_never_answers_ends_the_run(work, kind, answered, concurrency):
+    """Within 2 × timeout × (retries + 1): a byte now and then is no answer."""
+    work.server.settings.plan, work.server.settings.hang = ["ok"] * answered, 9
+    work.server.settings.faults = {kind: 1.0}
+    begun = time.monotonic()
+    work.fails("no answer in 0.8 s", made_rows(150), concurrency=concurrency, timeout=0.8,
+               retries=1)
+    assert time.monotonic() - begun < 2 * 0.8 * 2 + 2
+    assert sum(record["reason"] is None for record in work.kept()) <= answered
+
+
+@pytest.mark.parametrize("kind", ["500", "429", "reset", "timeout"])
+def test_an_outage_pauses_everybody_and_the_run_goes_on(work, kind):
+    """Shorter than all pauses together: nothing fails."""
+    settings = work.server.settings
+    settings.delay, settings.retry_after = 0.01, "9"
+    timers = [threading.Timer(wait, lambda faults=faults: setattr(settings, "faults", faults))
+              for wait, faults in ((0.5, {kind: 1.0}), (2.0, {}))]
+
+    def begin_with_the_first(body):
+        for timer in timers:
+            timer.ident or timer.start()
+        return critique(body)
+
+    settings.responder = begin_with_the_first
+    work.run(made_rows(600), concurrency=8, timeout=0.5, retries=6)
+    assert len(work.written()) == 600 and work.server.stats()["faults"][kind] >= 8
+
+
+@pytest.mark.parametrize("kind, said", [
+    ("error200", "The provider has gone to lunch."), ("400", "Bad request.")])
+def test_what_a_server_says_is_shown_in_its_own_words(work, kind, said):
+    work.server.settings.faults = {kind: 1.0}
+    assert "row-0" in work.fails(said, made_rows(2))
+
+
+@pytest.mark.parametrize("url", [
+    "bob:secret@127.0.0.1/v1", "http:/bob:secret@h/v1", "http://bob:se/cret@127.0.0.1:9/v1",
+    "http://bob:secret@127.0.0.1:9/v1\r\n", "http://bob:se\ncret@127.0.0.1:9/v1",
+    "http://bob:secret@127.0.0.1:port/v1", "http://127.0.0.1:9/\x01", " http://127.0.0.1:9/v1",
+    "http://[::1", "http://", "ftp://x/", "localhost:8000/v1", "http://127.0.0.1:99999/v1",
+    "http://bob:secret@no.such.host.invalid/v1", "http://" + "a" * 70 + ".org/v1"])
+def test_a_url_that_cannot_be_one_is_one_line_without_its_password(work, monkeypatch, url):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    begun = time.monotonic()
+    line = work.fails("--base_url", made_rows(2), base_url=url)
+    assert time.monotonic() - begun < 5 and "cret" not in line + " ".join(line.split())
+
+
+@pytest.mark.parametrize("key", ["", "sk-secret\n", "sk-secr\u00e8t", "sk secret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(work, monkeypatch, capsys, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert "secr" not in work.fails("OPENAI_API_KEY", made_rows(2)) + capsys.readouterr().err
+    assert work.calls() == 0
+
+
+def test_the_first_connection_error_is_said_at_once_and_without_the_password(work, capsys):
+    said = []
+    timer = threading.Timer(0.8, lambda: said.append(capsys.readouterr().err))
+    timer.start()
+    work.fails("Connection error", made_rows(2), base_url="http://bob:secret@127.0.0.1:9/v1",
+               timeout=0.7, retries=2)
+    timer.join()
+    assert said[0].count("http://127.0.0.1:9/v1/: Connection error") == 1
+    assert "secret" not in said[0]
+    assert "Connection error" not in capsys.readouterr().err
+
+
+def test_the_progress_bar_counts_failures_as_they_come(work, capsys):
+    work.server.settings.plan = ["ok", "garbage", "ok", "garbage"]
+    work.fails("2 responses", made_rows(5), concurrency=1)
+    shown = dict(re.findall(r"(\d)/5 [^|]*failed=(\d)", capsys.readouterr().err))
+    assert shown == {"1": "0", "2": "1", "3": "1", "4": "2", "5": "2"}
+
+
 def test_25_unusable_replies_in_a_row_stop_the_run(work):
     work.server.settings.faults = {"garbage": 1.0}
     line = work.fails("25 replies in a row cannot be used.*row-", made_rows(60), concurrency=4)
@@ -434,20 +536,80 @@ def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, cou
         assert bill(server) == pytest.approx(2 * whole) and work.output.read_bytes() == final
 
 
-def test_without_the_servers_count_the_worst_case_is_booked(work, monkeypatch):
-    whole = loopback.Server._completion
+def worst_usd(work) -> float:
+    """The most that one row may cost."""
+    question = next(annotation_questions(work.config()))
+    return usd(Server("tiny").worst(question))
 
-    def uncounted(*args, **kwargs):
-        answer = whole(*args, **kwargs)
-        del answer.body["usage"]
-        return answer
 
-    monkeypatch.setattr(loopback.Server, "_completion", uncounted)
-    work.fails("--max_usd 0.05 reached", made_rows(30), max_usd=0.05, concurrency=4, **PRICES)
-    kept = work.kept()
-    assert 1 < work.calls() == len(kept) < 30
-    assert all(record["usage"]["completion_tokens"] == 1200 for record in kept)
-    assert bill(work.server) < 0.04 < sum(record["usd"] for record in kept) <= 0.05
+@pytest.fixture()
+def dear(tmp_path):
+    """150 rows, each of which is billed nearly at its worst case."""
+    said = GOOD.replace("It ends.", "7b_" * 380).replace("the end", "zq")
+    with serving(counting="pieces", delay=0.02, hang=3, responder=lambda body: said) as server:
+        work = Work(tmp_path, server)
+        work.rows = hostile_rows(150)
+        write_rows(work.data, work.rows)
+        yield work
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+@pytest.mark.parametrize("kind", [*loopback.REPORTS, "parts", "reset", "late"])
+def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency):
+    """All ask at once, the budget has room for a few retries, and the server bills every reply,
+    also those that never arrive; then what it does not count is booked at its worst case."""
+    settings, worst = dear.server.settings, worst_usd(dear)
+    settings.faults, budget = {kind: 1.0}, (concurrency + 2.2) * worst
+    for _ in range(5):
+        settings.plan = ["ok"] * (dear.calls() + 1)               # so that all others ask at once
+        dear.fails("reached|in a row|no answer|Connection error", max_usd=budget,
+                   concurrency=concurrency,
+                   timeout=1 if kind in ("late", "reset") else 20, **PRICES)
+        assert bill(dear.server) <= budget
+    kept = dear.kept()
+    booked, read = sum(record["usd"] for record in kept), sum(bool(r["reply"]) for r in kept)
+    print(f"{kind}, {concurrency} at once: billed / budget {bill(dear.server) / budget:.3f}, "
+          f"booked {booked / budget:.3f}, {dear.calls()} calls, {read} replies kept")
+    assert bill(dear.server) <= booked * (1 + 1e-9) <= budget * (1 + 2e-9)
+    assert bill(dear.server) > 0.3 * budget and dear.calls() > concurrency
+    assert read == dear.server.stats()["statuses"]["200"]
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+def test_runs_killed_while_they_ask_are_never_billed_more_than_the_budget(dear, concurrency):
+    """What was under way when a process was killed is booked by the next one."""
+    dear.server.settings.delay = 0.2
+    budget = (2 * concurrency + 1.2) * worst_usd(dear)
+    for _ in range(2):
+        process, before = subprocess.Popen(
+            command(dear, concurrency=concurrency, max_usd=budget, **PRICES),
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL), dear.calls()
+        while dear.calls() < before + concurrency + 1 and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        assert bill(dear.server) <= budget
+    assert dear.calls() > concurrency
+    dear.fails("--max_usd .* reached", max_usd=budget, concurrency=concurrency, **PRICES)
+    print(f"SIGKILL, {concurrency} at once: billed / budget {bill(dear.server) / budget:.3f}")
+    assert 0.4 * budget < bill(dear.server) <= budget
+
+
+@pytest.mark.parametrize("settings", [
+    {"key": "another"}, {"models": ["another"]}, {"plan": ["429", "500"] * 9},
+    {"plan": ["ok", *["429"] * 99], "retry_after": "0.01"}])
+def test_what_is_refused_is_not_booked(work, settings):
+    """Runs in a row against a server that refuses leave the budget as it was."""
+    for name, value in settings.items():
+        setattr(work.server.settings, name, value)
+    work.rows = made_rows(3)
+    write_rows(work.data, work.rows)
+    budget = 3.5 * worst_usd(work)
+    for _ in range(4):
+        work.fails("Incorrect|does not exist|500|429", max_usd=budget, retries=1, **PRICES)
+    work.server.settings.__dict__.update(key="", models=[], plan=[])
+    work.run(max_usd=budget, **PRICES)
+    assert len(work.written()) == 3
 
 
 def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
@@ -466,9 +628,6 @@ def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
     assert prompt == pytest.approx(due, rel=0.35) and pilot > 0
     aligned = [row | {"critique": "c"} for row in rows]
     assert "80 tokens a reply" in work.run(aligned, dry_run=True, mode="align")
-
-
-GOOD = json.dumps({"critique": "It ends.", "good_spans": ["the end"], "poor_spans": []})
 
 
 def test_quotes_that_are_not_there_are_dropped_and_counted(work):
@@ -509,10 +668,9 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic
     critic.module.judge = lambda row, response: "It is late." if row["id"] == "row-2" else GOOD
     critic.fails("1 responses.*row-2: no JSON object", made_rows(5))
     critic.module.judge = lambda row, response: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        critic.run()
+    assert "\n" not in critic.fails("--critic critic_of_the_test:judge, row row-2: ZeroDivisionError: integer")
     critic.module.judge = lambda row, response: None
-    critic.fails("critic_of_the_test:judge.*NoneType")
+    critic.fails("critic_of_the_test:judge, row row-2.*NoneType")
     critic.module.judge = lambda row, response: GOOD
     critic.run()
     assert len(critic.written()) == 5
@@ -571,6 +729,16 @@ def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
     work.server.settings.delay = 0
     work.run()
     assert work.calls() == 60 == len(work.written())
+
+
+def test_ctrl_c_asks_nobody_again_who_was_refused(work):
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
+    work.server.settings.__dict__.update(plan=["ok"], faults={"429": 1.0}, retry_after="60")
+    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work.run(made_rows(20), concurrency=8)
+    assert work.calls() == 1 + 8
 
 
 def test_a_second_ctrl_c_does_not_wait(work):

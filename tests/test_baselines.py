@@ -221,6 +221,9 @@ def test_steps_of_code_are_its_statements(before, after):
 
 def test_steps_of_code_that_does_not_parse_are_its_lines_and_have_their_last_tokens():
     assert shown("def f(:\n\n  return 1\nend", code=True) == ["def f(:", "return 1", "end"]
+    parts = "First\n```py\nx = 1\n```\nthen\n```py\nif x:\n```\nprints\n```\n1\n```"
+    assert shown(parts, code=True) == ["x = 1", "if x:"]
+    assert shown("s = '''\n```\nx = 1\n```'''", code=True) == ["s = '''\n```\nx = 1\n```'''"]
     text = "It is, so be it."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 16), (16, 16)]
     assert step_ends(text, offsets, step_spans(text)) == [2, 5]
@@ -435,7 +438,11 @@ def test_samples_are_ranked_by_the_critic_or_by_tests():
     assert baselines.rank_samples(row, [worse], config) == want
     code = BaselineConfig(task="kodcode", allow_code_execution=True, critic=None)
     tested = {"test": "from solution import f\n\ndef test_f():\n    assert f() == 1\n"}
-    assert [merit(tested, f"def f():\n    return {n}", code) for n in (1, 2)] == [1.0, 0.0]
+    answers = [f"def f():\n    return {n}" for n in (1, 2)]
+    answers += [f"So:\n```python\n{answer}\n```\n" for answer in answers]
+    assert [merit(tested, answer, code) for answer in answers] == [1.0, 0.0, 1.0, 0.0]
+    assert baselines.rank_samples(tested, answers[2:0:-1], code) == [
+        {"chosen": answers[2], "rejected": answers[1]}]
     assert merit(row, better, BaselineConfig(task="slf5k", critic=None)) is None
 
 

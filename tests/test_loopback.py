@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from contextlib import suppress
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from annotate import ground, parse_feedback
-from loopback import digest, loopback, prompt_tokens, tokens
+from loopback import REPORTS, digest, loopback, prompt_tokens, tokens
 
 RESPONSE = "Héllo there, the plot of the film is told well but the name of the “hero” is wrong."
 JSON_MODE = {"type": "json_object"}
@@ -61,10 +62,13 @@ def test_the_bill_is_the_stated_count_of_what_was_sent(counting):
 
 @pytest.mark.parametrize("kind, error", [
     ("429", openai.RateLimitError), ("quota", openai.RateLimitError), ("500", openai.InternalServerError),
-    ("timeout", openai.APITimeoutError), ("invalid", json.JSONDecodeError)])
+    ("timeout", openai.APITimeoutError), ("late", openai.APITimeoutError),
+    ("drip", openai.APITimeoutError), ("reset", openai.APIConnectionError),
+    ("400", openai.BadRequestError), ("invalid", json.JSONDecodeError)])
 def test_a_fault_that_the_client_raises(kind, error):
     with loopback(faults={kind: 1}, hang=60) as server, pytest.raises(error) as caught:
         ask(server, timeout=.2)
+    assert "reset" not in kind or type(caught.value.__cause__).__name__ == "ReadError"
     if kind == "quota":
         assert caught.value.code == "insufficient_quota"
 
@@ -78,6 +82,18 @@ def test_a_reply_that_is_of_no_use(kind, finish, content):
     assert choice.finish_reason == finish and (choice.message.refusal is not None) == (kind == "refusal")
     assert content in choice.message.content if content else choice.message.content is None
     assert content is None or not choice.message.content.endswith("```")
+
+
+@pytest.mark.parametrize("kind", [*REPORTS, "parts", "reset", "late"])
+def test_a_reply_is_billed_by_the_rule_whatever_is_said_of_it(kind):
+    with loopback(faults={kind: 1}, responder=lambda body: "Well said.", hang=60) as server:
+        with suppress(openai.APIConnectionError):
+            reply = ask(server, timeout=.5)
+            said = reply.choices[0].message.content
+            assert kind in REPORTS and said == "Well said." or said[1]["text"] == "."
+        stats = server.stats()
+    assert stats["prompt_tokens"] == prompt_tokens(messages())
+    assert stats["completion_tokens"] == tokens("Well said.")
 
 
 # ── What a server refuses

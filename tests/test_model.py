@@ -24,7 +24,7 @@ import model as model_file
 import sampling
 from data import InputError
 from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
-                   decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint,
+                   checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint,
                    keep_checkpoint, load_checkpoint, load_lora, load_model, lock_directory,
                    lora_parameters, newest_checkpoint, optimizer_tensors, response_hidden,
                    restore_optimizer, save_checkpoint, save_lora, use_lora)
@@ -829,40 +829,55 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def kept(run, n, former, **state):
+    """Checkpoint-n of forty numbers n, which grew from that of `former`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.full((40,), float(n)))])
+    keep_checkpoint(run, optimizer, {"iteration": n, **state}, 10**9, former, n)
+
+
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name):
-    """Absent, torn anywhere, one bit flipped anywhere: it is named, the one before taken."""
+def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys):
+    """Absent, torn anywhere, one bit flipped: it is named, the one before taken. Every bit of
+    the state, whose 1e-05 would be the same number as 1E-05."""
     for n in (9, 10):
-        tensors = {"x": torch.full((40,), float(n))}
-        keep_checkpoint(tmp_path, tensors, {"iteration": n, "rng": list(range(5))}, keep=2)
+        kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)
     path, tensors, state = newest_checkpoint(tmp_path)
-    assert path.name == "checkpoint-10" and tensors["x"][0] == state["iteration"] == 10
+    assert path.name == "checkpoint-10" and tensors["0.parameter"][0] == state["iteration"] == 10
     file = path / name
     whole = file.read_bytes()
     damages = [whole[:keep] for keep in (0, 5, 40, -1)]
-    for at in range(0, len(whole), 7):
+    for bit in range(0, 8 * len(whole), 1 if name == "state.json" else 57):
         flipped = bytearray(whole)
-        flipped[at] ^= 1 << at % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         damages.append(bytes(flipped))
     for damaged in damages:
         file.write_bytes(damaged)
         refused("damaged", load_checkpoint, path)
         refused(str(path), load_checkpoint, path)
-    warned = []
-    older, _, state = newest_checkpoint(tmp_path, warn=warned.append)
+    capsys.readouterr()
+    older, _, state = newest_checkpoint(tmp_path)
     assert older.name == "checkpoint-9" and state["iteration"] == 9
-    assert len(warned) == 1 and f"passed over {path}" in warned[0]
+    assert capsys.readouterr().out.count(f"passed over {path}") == 1
     file.unlink()
-    refused(f"{path}: the checkpoint has no {name}", load_checkpoint, path)
+    refused(f"{path} holds no {name}", load_checkpoint, path)
     shutil.rmtree(tmp_path / "checkpoint-9")
-    assert newest_checkpoint(tmp_path, warn=warned.append) == (None, {}, {})
-    assert len(warned) == 2
+    assert newest_checkpoint(tmp_path) == (None, {}, {})
 
 
-def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path):
+def test_the_checkpoint_just_written_stays_and_the_damaged_ones_go(tmp_path):
+    """3 to 9 are damaged, whatever their numbers, where 2 was taken up: then 4 is written."""
+    for n in (2, 3, 6, 9):
+        kept(tmp_path, n, 2)
+        shutil.copytree(tmp_path / f"checkpoint-{n}", tmp_path / f"kept-{n}")
+    for n in (2, 3, 6, 9):
+        shutil.rmtree(tmp_path / f"checkpoint-{n}", ignore_errors=True)
+        shutil.move(tmp_path / f"kept-{n}", tmp_path / f"checkpoint-{n}")
+    kept(tmp_path, 4, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys):
     """A process ends at its k-th touch of the disk, for every k: the newest is whole."""
-    tensors = {"x": torch.ones(50)}
-
     def dies_at(k, run):
         """In a process of its own, without clean-up, as SIGKILL ends one: its exit status."""
         child = os.fork()
@@ -882,17 +897,18 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path):
                             (Path, "write_text"), (shutil, "rmtree"),
                             (model_file, "save_file")):
             setattr(owner, name, deadly(getattr(owner, name)))
-        keep_checkpoint(run, tensors, {"iteration": 2}, keep=1)
+        kept(run, 2, 1)
         os._exit(0)
 
     status, k, found = 9, 0, []
     while status == 9:
         run = tmp_path / str(k)
         run.mkdir()
-        keep_checkpoint(run, tensors, {"iteration": 1}, keep=1)
+        kept(run, 1, 0)
         status, k = dies_at(k, run), k + 1
-        found.append(newest_checkpoint(run, warn=pytest.fail)[2]["iteration"])
-        keep_checkpoint(run, tensors, {"iteration": 3}, keep=1)
+        found.append(newest_checkpoint(run)[2]["iteration"])
+        assert "passed over" not in capsys.readouterr().out
+        kept(run, 3, 0)
         assert [path.name for path in run.iterdir()] == ["checkpoint-3"], "nothing is left over"
     assert status == 0 and found == sorted(found) and set(found) == {1, 2} and k > 10
 

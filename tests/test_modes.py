@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from annotate import (AnnotateConfig, FeedbackError, Span, annotate, annotation_messages, get_mode,
-                      read_reply, schema_of)
+                      ground, parse_feedback, read_reply, schema_of)
 from data import TASKS, InputError, get_task, read_rows, write_rows
 from experiments.modes import LABELS
 from loopback import loopback
-from measures import sandbox
 
 often = settings(max_examples=100, deadline=None, derandomize=True)
 TASK = get_task("ultrafeedback")
@@ -105,11 +104,23 @@ def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
         assert one["required"] == list(one["properties"]) and one["additionalProperties"] is False
         assert one.keys() == {"type", "properties", "required", "additionalProperties"}
     system = annotation_messages(TASK, example(critique="c"), mode)[0]["content"]
-    shown = json.loads(system[system.rindex("\n{") :])
-    assert list(shown) == KEYS[mode]
+    shown, _ = json.JSONDecoder().raw_decode(system[system.index("\n{") + 1 :])
+    assert list(shown) == KEYS[mode] and "…" in system and "\\u2026" not in system
+    if mode in ("cot", "no_cot", "align"):
+        worked = json.loads(system[system.rindex("\nreply: ") + 8 :])
+        assert list(worked) == KEYS[mode]
+        assert f"response: {TASK.example['response']}\n" in system
     for name, one in shown.items():
         if isinstance(one, list) and isinstance(one[0], dict):
             assert list(one[0]) == schema["properties"][name]["items"]["required"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_worked_example_of_a_task_is_feedback_that_grounds(name):
+    shown = TASKS[name].example
+    found = ground(shown["response"], parse_feedback(json.dumps(shown)))
+    assert [span.label for span in found.spans] in ([1, -1], [-1, 1])
+    assert len(json.dumps(shown)) < 4 * TASKS[name].max_tokens, "it fits a reply"
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -199,10 +210,12 @@ def test_a_step_that_is_not_there_or_out_of_order_gives_no_span():
 
 
 def test_after_a_lost_step_no_place_is_guessed():
-    """The paraphrased first line leaves two places for the second step, one of them inside the first line."""
-    response = "x = 12\ny = f(x)\nx = 1\n"
-    _, grounding = read(STEPS, steps(("x := 12", True, ""), ("x = 1", False, ""), ("y = f(x)", True, "")), response)
-    assert grounding.spans == [Span(7, 15, 1)] and grounding.unmatched == ["x := 12"] and grounding.ambiguous == 1
+    """The paraphrased first line leaves two places for the second step, one inside that line."""
+    response = "x = 1 + 2\ny = f(x)\nx = 1\n"
+    said = steps(("x := 1 + 2", True, ""), ("x = 1", False, ""), ("y = f(x)", True, ""))
+    _, grounding = read(STEPS, said, response)
+    assert grounding.spans == [Span(10, 18, 1)] and grounding.ambiguous == 1
+    assert grounding.unmatched == ["x := 1 + 2"]
 
 
 @pytest.mark.parametrize("value, reason", [
@@ -253,53 +266,29 @@ def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, re
         mode, reply.get("critique", "Said."))
 
 
-# ── KodCode: the tests run first ────────────────────────────────────────────────────────────────────────
+# ── KodCode: the tests run first, and not here ──────────────────────────────────────────────
 
-CODE = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2", "response": "def f(x):\n    return x"}
+CODE = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2",
+        "response": "def f(x):\n    return x"}
 
 
-@pytest.fixture()
-def kodcode(tmp_path, monkeypatch):
-    """Annotates kodcode rows with a stub in the place of the sandbox, and a server that counts."""
-    world = SimpleNamespace(ran=[], asked=[], result=SimpleNamespace(
-        passed=False, status="failed", stderr="x" * 5000 + "1 != 2"))
-    monkeypatch.setattr(sandbox, "run_python",
-                        lambda code, tests, **_: world.ran.append((code, tests)) or world.result)
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_what_the_tests_said_stands_in_the_prompt_and_must_be_there(tmp_path, monkeypatch):
+    """A function that criticises needs it not, nor does a forecast."""
+    def run(row, **options):
+        write_rows(tmp_path / "rows.jsonl", [row])
+        return annotate(AnnotateConfig(task="kodcode", data=str(tmp_path / "rows.jsonl"),
+                                       output=str(tmp_path / "f.jsonl"), **options))
 
     def answer(body):
-        world.asked.append(body["messages"][1]["content"])
+        asked.append(body["messages"][1]["content"])
         return '{"critique": "c", "good_spans": ["return x"], "poor_spans": []}'
 
-    def run(rows, **options):
-        write_rows(tmp_path / "rows.jsonl", rows)
-        return annotate(AnnotateConfig(
-            task="kodcode", data=str(tmp_path / "rows.jsonl"), base_url=server.url,
-            output=str(tmp_path / "f.jsonl"), **options))
-
-    world.run = run
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    asked = []
     with loopback(responder=answer) as server:
-        yield world
-
-
-def test_the_outcome_of_the_tests_stands_in_the_prompt_and_is_found_out_once(kodcode):
-    kodcode.run([CODE, CODE | {"id": "again"}], allow_code_execution=True)
-    assert kodcode.ran == [(CODE["response"], CODE["test_code"])]
-    said, = kodcode.asked
-    assert "The tests did not pass (failed)" in said and "1 != 2\n</tests-" in said and "x" * 1600 not in said
-    kodcode.result = SimpleNamespace(passed=True, status="passed", stderr="")
-    kodcode.run([CODE], allow_code_execution=True)
-    assert (len(kodcode.ran), len(kodcode.asked)) == (1, 1), "no second run words it differently"
-    kodcode.run([CODE | {"response": "def f(x):\n    return x + 1"}], allow_code_execution=True)
-    assert "All tests passed." in kodcode.asked[-1] and len(kodcode.ran) == 2
-
-
-def test_no_code_is_run_without_leave(kodcode):
-    with pytest.raises(InputError, match="row k.*--allow_code_execution.*'outcome'"):
-        kodcode.run([CODE])
-    kodcode.run([CODE | {"outcome": "3 of 4 tests passed."}])
-    assert not kodcode.ran and "3 of 4 tests passed." in kodcode.asked[0]
-    assert "1 to ask" in kodcode.run([CODE], dry_run=True) and not kodcode.ran
-    kodcode.run([CODE | {"outcome": "1 of 4 tests passed."}], allow_code_execution=True)
-    assert "1 of 4" in kodcode.asked[1] and not kodcode.ran, "what a row brings is not run again"
+        with pytest.raises(InputError, match="row k: .*'outcome'.*python -m measures.sandbox"):
+            run(CODE, base_url=server.url)
+        assert "1 to ask" in run(CODE, dry_run=True) and not asked
+        run(CODE | {"outcome": "3 of 4 tests passed."}, base_url=server.url)
+        assert "3 of 4 tests passed.\n</tests-" in asked[0]

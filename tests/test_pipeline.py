@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 import annotate
 import reward_model
 import text2grad
-from data import InputError, get_task, write_rows
-from model import ValueHead, add_lora, load_lora, newest_checkpoint, use_lora
+from data import InputError, get_task, read_rows, write_rows
+from model import ValueHead, add_lora, load_lora, lock_directory, newest_checkpoint, use_lora
 from reward_model import Judgement
 from text2grad import Config, evaluate, train
 
@@ -63,7 +63,7 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     head = load_file(finished_run / "value_head.safetensors")
     assert head["linear.weight"].abs().max() > 0
-    _, last, state = newest_checkpoint(finished_run, warn=print)
+    _, last, state = newest_checkpoint(finished_run)
     trained = [last[f"{i}.parameter"] for i in range(len(tensors))]
     assert state["iteration"] == 4
     assert all(torch.equal(tensors[name], p) for name, p in zip(sorted(tensors), trained))
@@ -156,7 +156,7 @@ def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path
 
 def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, capsys):
     kept = [p for p in finished_run.rglob("*") if p.is_file() and p.name not in
-            ("config.json", "report.html", ".lock")]
+            ("config.json", "report.html", "phases.jsonl", ".lock")]
     before = {p: p.stat().st_mtime_ns for p in kept}
     run_main(monkeypatch, *SMALL, "--output_dir", finished_run)
     said = capsys.readouterr().out
@@ -169,6 +169,7 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, 
 def test_other_settings_in_the_same_directory_are_refused(finished_run, monkeypatch, flag, was, now):
     told = refused(monkeypatch, *SMALL, f"--{flag}", now, "--output_dir", finished_run)
     assert f"{flag} was {was}, is {now}" in told and "another --output_dir" in told
+    assert f"--reward_model {finished_run / 'reward' / 'adapter'}" in told
 
 
 def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, monkeypatch, capsys):
@@ -180,11 +181,37 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, monkeypat
         shutil.rmtree(path)
     for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
         (out / name).unlink()
-    assert "temperature was" in refused(monkeypatch, *SMALL, "--temperature", 0.7,
+    for name, value in (("temperature", 0.7), ("mode", "no_cot")):
+        assert f"{name} was" in refused(monkeypatch, *SMALL, f"--{name}", value,
                                         "--output_dir", out)
     run_main(monkeypatch, *SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 2
+    (out / "feedback.jsonl").unlink()
+    told = refused(monkeypatch, *SMALL, "--critic", "toy:none", "--output_dir", out)
+    assert "cannot import" in told, "who annotates is free again, once it is to be done"
+
+
+def test_what_lies_behind_a_path_binds_too(reward, tmp_path, monkeypatch):
+    """Other rows under the same name, one bit of an adapter: named. A password is not kept."""
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run"
+    adapter = tmp_path / "adapter"
+    shutil.copytree(reward, adapter)
+    write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
+    flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data, *TINY,
+             "--adapter", adapter, "--reward_model", adapter, "--output_dir", out]
+    run_main(monkeypatch, *flags, "--base_url", "http://me:secret@host/v1?key=secret")
+    assert "secret" not in (out / "config.json").read_text()
+    run_main(monkeypatch, *flags)
+    write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
+    assert "what lies behind --data was" in refused(monkeypatch, *flags)
+    write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
+    tensors = adapter / "adapter_model.safetensors"
+    flipped = bytearray(tensors.read_bytes())
+    flipped[-9] ^= 1
+    tensors.write_bytes(flipped)
+    told = refused(monkeypatch, *flags)
+    assert all(f"behind --{name} was" in told for name in ("adapter", "reward_model"))
 
 
 def test_without_asserts_the_numbers_are_the_same(finished_run, reward, tmp_path, monkeypatch):
@@ -330,11 +357,29 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
 
 # ── Bad input
 
+WRONG = [("lora_r", 0), ("learning_rate", -1), ("learning_rate", "1e400"), ("kl_coef", "nan"),
+         ("gamma", 3), ("clip", -0.1), ("dtype", "fp16"), ("seed", -1),
+         ("batch_size", 10**30), ("rank_timeout", "inf"), ("iterations", "9" * 5000)]
+BAD_TASK = """
+from data import Task
+BAD = Task("bad", lambda row: row["question"], reward={"lora_targets": "q_prj"},
+           policy={"max_new_tokens": 9, "max_critique_tokens": 9})
+"""
+
+
 def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
     data.write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    real = ["--task", "ultrafeedback", "--model", "toy/base", "--output_dir", out]
+    real = ["--task", "ultrafeedback", "--model", "toy/base"]
+    (tmp_path / "bad_task.py").write_text(BAD_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_rows(solved := tmp_path / "solved.jsonl", [
+        {"question": "f", "test": "assert f()", "response": "def f(): return 1"}] * 6)
+    code = ["--task", "kodcode", "--model", "toy/base", "--critic", "toy:critique", "--data",
+            solved, "--max_new_tokens", 9, "--max_critique_tokens", 9]
+    told = [{"question": "f", "test": "assert f()", "response": "x", "outcome": "fails"}] * 20
+    write_rows(tested := tmp_path / "tested.jsonl", [*told, {"question": "f", "test": "t"}])
     for said, *flags in (
             ("there are toy, slf5k", "--task", "poetry"),
             ("needs --data", *real),
@@ -343,15 +388,37 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             (f"{data}, line 2: field 'prompt'", *real, "--data", data, "--critic", "toy:critique"),
             ("OPENAI_API_KEY", *real, "--data", data),
             ("--critic toy:nothing", "--critic", "toy:nothing"),
+            ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
+            ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
+             "--critic", "toy:critique", "--data", solved),
+            ("5 of 5 rows bring no outcome", *code), ("bring no outcome", *code, "--data", tested),
             ("holds no adapter_config.json", "--reward_model", tmp_path),
             (str(tmp_path / "none"), "--model", tmp_path / "none"),
             ("--schedule: invalid choice", "--schedule", "square"),
             ("--kl_target: nan", "--kl_target", "nan"), ("--batch_size: 0", "--batch_size", 0),
             ("--temperature: 0", "--temperature", 0), ("--learning_rat", "--learning_rat", 1),
+            *((f"argument --{name}: ", f"--{name}", value) for name, value in WRONG),
+            ("unrecognized arguments: --kl_horizon", "--kl_horizon", 0),
             ("torchrun", "--shard"), ("--wandb", "--wandb", "project"),
             ("--max_usd needs --price_in", "--max_usd", 1)):
-        assert said in refused(monkeypatch, *flags), flags
+        assert said in refused(monkeypatch, *flags, "--output_dir", out), flags
     assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', ' [{"a": 1}, {"a": 2}]'])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path, text):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_rows(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("measures.sandbox.add_outcomes", lambda rows, task: [
+        row | {"outcome": task.name} for row in rows])
+    rows = [{"question": "f", "test": "t", "response": "x"}]
+    for allowed, outcome in ((False, None), (True, "kodcode")):
+        config, out = Config(task="kodcode", allow_code_execution=allowed), tmp_path / str(allowed)
+        text2grad.respond(*toy_model, rows, config, out)
+        assert rows_of(out / "responses.jsonl")[0].get("outcome") == outcome
 
 
 def test_an_unknown_task_is_refused_by_every_script(monkeypatch):
@@ -416,5 +483,9 @@ def test_the_reward_model_script_learns_and_reports(finished_run, tmp_path, monk
              "--epochs", 1, "--held_out", 4, module=reward_model)
     metrics = json.loads((tmp_path / "r" / "metrics.json").read_text())
     assert metrics["final_loss"] < 6 and metrics["held_out_rows"] == 4
+    held = lock_directory(tmp_path / "r")
+    assert "another process" in refused(monkeypatch, "--data", finished_run / "feedback.jsonl",
+                                        "--output_dir", tmp_path / "r", module=reward_model)
+    held.close()
     said = capsys.readouterr().out
     assert "next: python text2grad.py" in said and "poor tokens precision" in said

@@ -21,11 +21,11 @@ SMALL = ["--iterations", 5, "--batch_size", 8, "--minibatch_size", 4, "--micro_b
          "--learning_rate", 2e-4]       # AdamW turns the rounding of a gradient near 0 into a share of this
 
 
-def start(ranks, out, *flags, stderr=subprocess.PIPE):
-    """The run of text2grad.py on some ranks, as a process of its own."""
+def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", settings=SMALL):
+    """The run of a script on some ranks, as a process of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else \
         [sys.executable]
-    return subprocess.Popen([str(word) for word in [*command, "text2grad.py", *SMALL, *flags, "--output_dir", out]], cwd=ROOT,
+    return subprocess.Popen([str(word) for word in [*command, script, *settings, *flags, "--output_dir", out]], cwd=ROOT,
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=stderr,
                             text=True, start_new_session=True)
 
@@ -89,6 +89,26 @@ def test_two_ranks_with_a_sharded_base_are_one_rank(alone, reward, tmp_path):
     """FSDP2, and activations computed twice: less memory, the same numbers."""
     finish(start(2, tmp_path / "two", "--reward_model", reward, "--shard", "--activation_checkpointing"))
     agree(tmp_path / "two", alone)
+
+
+def test_two_ranks_are_one_rank_in_phases_1_and_2(tmp_path):
+    """Responses, feedback and R_φ: sampled, fitted and judged by all, its base sharded, and by
+    reward_model.py alone. In float32; 27 rows, so that one rank has none of a last batch."""
+    phases = ["--annotated_rows", 27, "--iterations", 1, "--learning_rate", 0]
+    finish(start(1, tmp_path / "one", *phases))
+    finish(start(2, tmp_path / "two", *phases, "--shard"))
+    flags = ["--data", tmp_path / "one" / "feedback.jsonl", "--micro_batch_size", 2, "--max_critique_tokens", 100]
+    finish(start(2, tmp_path / "fit", *flags, script="reward_model.py", settings=()))
+    for name in ("responses", "feedback"):
+        texts = [(tmp_path / run / f"{name}.jsonl").read_bytes() for run in ("one", "two")]
+        assert texts[0] == texts[1]
+    one = tmp_path / "one" / "reward"
+    for other in (tmp_path / "two" / "reward", tmp_path / "fit"):
+        assert (other / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
+        ours, whole = (rows_of(path / "metrics.json")[0] for path in (other, one))
+        assert all(ours[name] == pytest.approx(whole[name], rel=1e-6) for name in ("final_loss", "held_out_loss"))
+        ours, whole = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (other, one))
+        assert all((ours[name] - whole[name]).abs().max() < 1e-4 for name in whole)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

@@ -12,12 +12,15 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from runs import PHASE_3, assert_equal_runs, reward, rows_of, run_main  # noqa: F401
+from runs import (PHASE_3, SMALL, assert_equal_runs, assert_equal_tensors, finished_run,  # noqa: F401
+                  reward, rows_of, run_main)
 from safetensors.torch import load_file
 
+import reward_model
 import text2grad
 from data import InputError
-from model import checkpoints
+from model import checkpoints, load_model, lora_parameters
+from reward_model import RewardConfig, z_loss
 
 KILLS = int(os.environ.get("KILLS", 1))         # random instants of SIGKILL: KILLS=20 pytest …
 
@@ -32,12 +35,11 @@ def start(reward, out, *flags):
 
 @pytest.fixture(scope="module")
 def unbroken(reward, tmp_path_factory):
-    """A run that nothing stopped, and its seconds."""
-    out, started = tmp_path_factory.mktemp("restart") / "unbroken", time.time()
+    """A run of phase 3 that nothing stopped."""
+    out = tmp_path_factory.mktemp("restart") / "unbroken"
     process = start(reward, out)
     _, complained = process.communicate(timeout=300)
     assert process.returncode == 0, complained
-    (out / "seconds").write_text(str(time.time() - started))
     return out
 
 
@@ -53,18 +55,25 @@ def broken(unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(KILLS))
-def test_killed_at_a_random_instant_it_ends_with_the_same_bits(unbroken, reward, tmp_path, number,
+def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number,
                                                                monkeypatch):
-    """SIGKILL, then the same command: the unbroken run's adapter, optimizer, metrics, samples."""
-    out, seconds = tmp_path / "killed", float((unbroken / "seconds").read_text())
-    process = start(reward, out)
+    """SIGKILL in any phase, then the same command: the adapters, metrics, samples of the run
+    that nothing stopped."""
+    written = [(finished_run / name).stat().st_mtime for name in ("responses.jsonl", "result.json")]
+    seconds, out = written[1] - written[0], tmp_path / "killed"
+    words = [sys.executable, "text2grad.py", *SMALL, "--output_dir", out]
+    process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (out / "responses.jsonl").exists():
+        time.sleep(0.05)
     try:
-        process.communicate(timeout=random.Random(number).uniform(0.4, 1) * seconds)
+        process.communicate(timeout=random.Random(number).random() * seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", out)
-    assert_equal_runs(out, unbroken)
+    run_main(monkeypatch, *SMALL, "--output_dir", out)
+    assert_equal_runs(out, finished_run)
+    assert_equal_tensors(*(run / "reward/adapter/adapter_model.safetensors"
+                           for run in (out, finished_run)))
 
 
 @pytest.mark.parametrize("killed_after", [1, 3])
@@ -113,6 +122,59 @@ def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, r
     assert_equal_runs(broken, unbroken)
 
 
+@pytest.mark.parametrize("damage", ['{"iteration": 9, "x": "δ'.encode()[:-1], b"\0" * 99,
+                                    b"[1, 2\n"])
+def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, monkeypatch, capsys, damage):
+    """Inside a character of UTF-8, zeros of a power cut, half a value: the run ends as ever."""
+    names = "metrics.jsonl", "samples.jsonl", "phases.jsonl"
+    for name in names:
+        with open(broken / name, "ab") as file:
+            file.write(damage)
+    (broken / "result.json").write_bytes(b"")              # as good as none
+    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", broken)
+    said = capsys.readouterr().out
+    assert all(f"{broken / name}, line" in said for name in names)
+    assert_equal_runs(broken, unbroken)
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, monkeypatch, name):
+    shutil.copytree(unbroken, out := tmp_path / "run")
+    (out / name).write_bytes(b"\0" * 99)
+    with pytest.raises(InputError, match=f"{name}, line 1: not JSON.*mend it, or remove"):
+        run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", out)
+
+
+def fitted(out, stops_after=None, seed=0):
+    """The losses and tensors of a fit with dropout, stopped once and begun again."""
+    model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
+    pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(30)]
+    config = RewardConfig(batch_size=4, epochs=2, lora_dropout=0.3, seed=seed)
+
+    def loss(model, part, pad):
+        if len(calls := [*seen, 1]) == stops_after:
+            raise KeyboardInterrupt
+        seen[:] = calls
+        return z_loss(model, part, pad)
+
+    seen = []
+    losses = reward_model.fit_adapter(model, tokenizer, pairs, "reward", config, loss, out=out)
+    return losses, lora_parameters(model, "reward"), len(seen)
+
+
+def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
+    """Killed in its 11th of 16 steps, it goes on after the 9th; another seed begins anew."""
+    monkeypatch.setattr(reward_model, "SAVE_EVERY", 3)
+    losses, tensors, _ = fitted(None)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, stops_after=11)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-9"]
+    again, found, steps = fitted(tmp_path)
+    assert again == losses and len(losses) == 16 and steps == 7
+    assert all(torch.equal(a, b) for a, b in zip(tensors, found, strict=True))
+    assert fitted(tmp_path, seed=1)[2] == 16
+
+
 # ── Guards
 
 def without_gradient(loss, stats):
@@ -128,21 +190,30 @@ def infinite(loss, stats):
     return loss, stats | {"policy_loss": torch.tensor(float("inf"))}
 
 
-def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch):
-    """Three of 24 steps, each harmful in its own way: AdamW counts 21, and the run ends well."""
+def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, capsys):
+    """Six of 24 steps, each harmful in its own way: AdamW counts 18, and the run ends well. Of
+    most in an iteration it is said."""
     whole, calls = text2grad.minibatch_loss, []
 
     def spoil(*args):
         calls.append(1)
-        harm = {2: without_gradient, 7: far_off, 12: infinite}.get(len(calls))
+        harm = {2: without_gradient, 7: far_off, 12: infinite, 21: far_off, 22: infinite,
+                24: far_off}.get(len(calls))
         return harm(*whole(*args)) if harm else whole(*args)
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
     run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     metrics = rows_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 0]
+    assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
+    assert capsys.readouterr().out.count("3 of 4 optimizer steps were skipped") == 1
     tensors = load_file(tmp_path / "run" / "checkpoint-6" / "tensors.safetensors")
-    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 21
+    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
+
+
+def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, monkeypatch, capsys):
+    run_main(monkeypatch, *PHASE_3, "--learning_rate", 1, "--reward_model", reward,
+             "--output_dir", tmp_path / "run")
+    assert "fact accuracy fell from" in capsys.readouterr().out
 
 
 def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeypatch):
