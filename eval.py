@@ -7,785 +7,558 @@
         --adapter runs/slf5k/reward/adapter
     python eval.py --task code --data HumanEvalPlus.jsonl.gz --model MODEL --adapter … \\
         --allow_code_execution
-    python eval.py --task arc --data ARC-Challenge-Test.jsonl --model MODEL --adapter …
-    python eval.py --task mt_bench --data question.jsonl --judge_prompts judge_prompts.jsonl \\
-        --judge_model gpt-4o …
+    python eval.py --task mt_bench --data question.jsonl --model MODEL --adapter … \\
+        --judge_model gpt-4o --judge_prompts judge_prompts.jsonl
 
---adapter is measured beside the bare base, or beside --before, another adapter. Every figure
-has a 95 % interval by bootstrap over the rows, and the difference an interval of its own, over
-the same rows drawn for both. Answers are kept as they are written, judgements as they are paid
-for, and the same command goes on from there.
+--adapter is measured beside the bare base, or beside --before. Either may be a file of answers
+that another model wrote: rows with `id` and `response`. A figure has a 95 % interval by
+bootstrap over rows, and so has the difference, the same rows drawn for both. Answers are kept
+as they are written, judgements as they are paid for: the same command goes on from there.
 
 Paper: §4 and Tables 1 to 8 and 16, Table 5 with another --model.
 
 Departures from the paper, which gives no intervals: perplexity (Table 8) is given the prompt,
-under the bare base; a row that cannot be scored is wrong, never left out. Files: answers of
-each policy, scores.jsonl, result.json, report.html.
+under the bare base. A row that cannot be scored is wrong, never left out; one that the judge
+gave no verdict on is out of the judge's figures, and counted. In output_dir: answers, rows and
+counts of each side, result.json, report.html.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
+import os
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Callable
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
 import report
-from annotate import (FeedbackError, Span, feedback_row, ground, parse_feedback, question_key,
-                      token_offsets)
-from data import (InputError, append_row, chunks, flag, get_task, parse_flags, read_rows,
-                  reward_prompt, run_script, write_rows)
+from annotate import feedback_row, ground, question_key
+from data import (DTYPES, InputError, append_row, chunks, flag, get_task, parse_flags,
+                  read_rows, reward_prompt, run_script, whole_rows, write_rows)
 from measures import benchmarks
 from measures import judge as judges
-from measures.audit import audit, audit_text, problems, words
-from measures.metrics import (bert_score, bleu_counts, bleu_of, bootstrap, corpus, load_encoder,
-                              paired_bootstrap, perplexity, perplexity_of, ratio, rouge)
-from measures.sandbox import SandboxError
-from measures.spans import SIGNS, compare, figures, parts, readable, span_table, total
-from model import encode_prompt, eos_ids, load_lora, load_model, lora_parameters, use_lora
+from measures.metrics import (bert_score, bleu_counts, bleu_of, corpus, interval, load_encoder,
+                              paired_bootstrap, perplexity, perplexity_of, ratio, rouge, share)
+from measures.spans import (FIGURES, SIGNS, audit, audit_text, colour_spans, compare, figures,
+                            parts, read_spans, readable, response_tokens, span_table, total,
+                            words)
+from model import (checksum, encode_prompt, eos_ids, load_lora, load_model, lock_directory,
+                   use_lora)
 from sampling import generate
 
-PRESETS = {
-    "toy": {"temperature": 1.0, "max_new_tokens": 32, "batch_size": 200},
-    "slf5k": {"adapter": None, "output_dir": "runs/slf5k/eval", "max_new_tokens": 89},
-    "ultrafeedback": {"adapter": None, "output_dir": "runs/ultrafeedback/eval"},
-    "reward_model": {"adapter": None, "output_dir": "runs/reward/eval", "max_new_tokens": 768},
-    "code": {"adapter": None, "output_dir": "runs/code_eval"},
-    "arc": {"adapter": None, "output_dir": "runs/arc_eval"},
-    "mt_bench": {"adapter": None, "output_dir": "runs/mt_bench", "max_new_tokens": 1024},
-    "alpaca_eval": {"adapter": None, "output_dir": "runs/alpaca_eval", "max_new_tokens": 2048},
-}
-DTYPES = (None, "bfloat16", "float16", "float32")
+PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,
+                   "max_new_tokens": 32, "batch_size": 200},
+           "slf5k": {"max_new_tokens": 89}, "reward_model": {"max_new_tokens": 768},
+           "mt_bench": {"max_new_tokens": 1024}, "alpaca_eval": {"max_new_tokens": 2048}}
+TEXTS = "toy", "slf5k", "ultrafeedback"
+PAIRED = *TEXTS, "reward_model"                        # what a judge compares in pairs
+CHATS = "mt_bench", "alpaca_eval"
 
 
 @dataclass
 class EvalConfig(judges.JudgeConfig):
-    """Defaults are the toy world's; --task sets the others'. Both max_… are in tokens."""
+    """Some defaults are set by --task. max_new_tokens is in tokens."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, reward_model, code, arc, mt_bench or "
-                            "alpaca_eval", choices=tuple(PRESETS))
+                            "alpaca_eval", (*PAIRED, "code", "arc", *CHATS))
     model: str = flag("toy/base", "base model: a directory or hub id")
-    adapter: str | None = flag("runs/toy/policy", "the adapter to measure, of a policy or of "
-                                                  "R_φ; none: the base alone")
-    before: str | None = flag(None, "the adapter to compare it with; none: the bare base")
-    responses: str | None = flag(None, "answers from a file instead of --adapter: rows with id "
-                                       "and response")
-    responses_before: str | None = flag(None, "the same for what it is compared with")
+    adapter: str | None = flag(None, "what to measure: the adapter of a policy or of R_φ, or "
+                                     "a file of answers; none: the base alone")
+    before: str | None = flag(None, "what to compare it with, likewise; none: the bare base")
     data: str | None = flag(None, "the benchmark's rows; the toy world makes its own")
-    limit: int = flag(0, "rows at most; 0: all", least=0)
-    output_dir: str = flag("runs/toy/eval", "where answers, scores, result and report go")
-    seed: int = flag(0, "of samples")
-    dtype: str | None = flag(None, "bfloat16, float16 or float32, of the base; none: bfloat16 "
-                                   "on CUDA, float32 on a CPU", choices=DTYPES)
+    limit: int = flag(10**6, "rows at most", least=1)
+    output_dir: str = flag("runs/eval", "where answers, rows, result and report go")
+    seed: int = flag(0, "of samples", most=10**9)
+    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
+                             DTYPES)
     batch_size: int = flag(64, "texts that are decoded at once", least=1)
-    max_prompt_tokens: int = flag(0, "leave out and count rows with longer prompts; 0: too "
-                                     "long is an error", least=0)
-    temperature: float = flag(0.0, "of the policy; 0: greedy", least=0)
+    temperature: float = flag(0.0, "of the policy; 0: greedy")
     max_new_tokens: int = flag(512, "longest answer", least=1)
-    samples_per_row: int = flag(1, "code: answers to each problem, for pass@k", least=1)
-    k: str = flag("1", "code: the k of pass@k, with commas between")
-    encoder: str | None = flag(None, "summaries: directory or hub id of BERTScore's encoder, "
-                                     "such as roberta-large")
-    encoder_layer: int | None = flag(None, "its layer; none: bert-score's choice for known "
-                                           "encoders")
-    idf: bool = flag(False, "BERTScore: weight words by their rarity in the references")
+    encoder: str | None = flag(None, "summaries: BERTScore's, such as roberta-large, whose "
+                                     "layer bert-score knows")
+    samples_per_row: int = flag(1, "code: answers to each problem", least=1)
+    k: int = flag(1, "code: pass@k beside pass@1", least=1)
     allow_code_execution: bool = flag(False, "code: run what the model wrote, in the sandbox")
-    unsafe_sandbox: bool = flag(False, "run it also where a layer of the sandbox cannot be put "
-                                       "up")
-    workers: int = flag(2, "code: programs that run at once", least=1)
-    code_timeout: float = flag(10.0, "code: seconds for each program", least=0.01)
-    judge_model: str | None = flag(None, "model on a server that judges; none: no judge is "
-                                         "asked (paper: gpt-4o)")
-    by_category: bool = flag(False, "mt_bench: FastChat's temperatures by category instead of "
-                                    "--temperature")
-    rate: bool = flag(False, "the judge rates each answer from 1 to 10 instead of comparing "
-                             "two")
-    dry_run: bool = flag(False, "write the answers, then say what the judge would cost and "
-                                "stop")
-    references: str | None = flag(None, "mt_bench: reference answers for math, reasoning and "
-                                        "coding, FastChat's form")
-    difficulty: str | None = flag(None, "alpaca_eval: its df_gamed.csv or "
-                                        "instruction_difficulty.csv, for the length-controlled "
-                                        "rate")
+    unsafe_sandbox: bool = flag(False, "code: run it also where a layer of that is lacking")
+    code_timeout: float = flag(10.0, "code: CPU seconds for each program", least=0.01)
+    judge_model: str | None = flag(None, "model on a server that judges (paper: gpt-4o); "
+                                         "none: no judge is asked")
+    dry_run: bool = flag(False, "write the answers, then say what the judge would cost")
+    references: str | None = flag(None, "mt_bench: reference answers in FastChat's form")
+    difficulty: str | None = flag(None, "alpaca_eval: its df_gamed.csv, for the "
+                                        "length-controlled rate")
+
+    @property
+    def sources(self) -> list[str]:
+        """The adapters and files that were named."""
+        return [*filter(None, (self.before, self.adapter))]
 
     GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "writing the answers",
-              "samples_per_row": "of one benchmark, which the help names"}
+              "encoder": "of one benchmark, which the help names"}
 
 
-NAMES = ("id", "task_id", "question_id", "prompt_id")   # what data sets call the name of a row
-ENDS = 1 << 20                      # bytes of a file at each end that `identity` looks at
+# ── The sides of the table: one base, an adapter each
+
+NAMES = "id", "task_id", "question_id", "prompt_id", "index"       # what data sets call a row
 
 
-# ── Policies: one base, an adapter each
-
-def identity(path: str | None) -> list:
-    """What tells one model from another: of every file of a directory the name, the size and
-    both ends; a hub id stays itself."""
-    if path is None or not Path(path).is_dir():
-        return [path]
+def name_rows(rows: list[dict], limit: int | None = None) -> list[dict]:
+    """The first `limit` rows, or all, each with an `id`: its own, else its number."""
     out = []
-    for place in sorted(one for one in Path(path).iterdir() if one.is_file()):
-        size = place.stat().st_size
-        with open(place, "rb") as file:
-            ends = [file.read(ENDS)]
-            file.seek(max(ENDS, size - ENDS))
-            ends.append(file.read())
-        out.append([place.name, size, *(hashlib.sha256(end).hexdigest() for end in ends)])
-    return out
-
-
-@dataclass
-class Policy:
-    """One of the models under test: the base, or the base with an adapter.
-
-    Its answers are in output_dir/answers.jsonl. load: () → (model, tokenizer), called when the
-    first answer has to be written, so that a run whose answers are all there loads no model.
-    given: a file of answers that somebody else's model wrote.
-    """
-    name: str
-    adapter: str | None
-    config: EvalConfig
-    load: Callable
-    given: str | None = None
-
-    @functools.cached_property
-    def model(self):
-        """(model, tokenizer), with this policy's adapter. Raises InputError for weights that
-        are not finite."""
-        model, tokenizer = self.load()
-        if self.adapter:
-            load_lora(model, self.name, self.adapter)
-            if not all(p.isfinite().all() for p in lora_parameters(model, self.name)):
-                raise InputError(f"{self.adapter}: the adapter holds NaN or infinite weights; "
-                                 f"its training went wrong")
-        return model, tokenizer
-
-    @property
-    def origin(self) -> str:
-        """What files for other tools call it: its adapter, its file of answers, or the base."""
-        return self.given or self.adapter or self.config.model
-
-    @property
-    def lora(self) -> str | None:
-        """The adapter's name for use_lora."""
-        return self.name if self.adapter else None
-
-    def write(self, conversations: list[list[dict]], draws: int = 1,
-              temperature: float | None = None) -> list[str]:
-        """The assistant's next turn in each conversation; `draws` of them in a row for each.
-
-        Those on file are reused. Each sample has random numbers of its own, a function of the
-        seed and the conversation, so that it depends on no batch and two policies are compared
-        on the same draws. Raises ModelError where one does not fit the context.
-        """
-        config, path = self.config, Path(self.config.output_dir, "answers.jsonl")
-        heat = config.temperature if temperature is None else temperature
-        made = [identity(config.model), identity(self.adapter), config.dtype, heat,
-                config.max_new_tokens]
-        drawn = [question_key(config.seed, talk, draw)
-                 for talk in conversations for draw in range(draws)]
-        keys = [question_key(made, key) for key in drawn]
-        kept = kept_answers(path)
-        wanted = [i for i, key in enumerate(keys) if key not in kept]
-        parts = chunks(wanted, config.batch_size)
-        for part in tqdm(parts, desc=self.name, disable=not wanted):
-            model, tokenizer = self.model
-            prompts = [encode_prompt(tokenizer, conversations[i // draws]) for i in part]
-            uniforms = torch.stack([self.uniforms(drawn[i]) for i in part])
-            with use_lora(model, self.lora):
-                ids = generate(model, prompts, config.max_new_tokens, heat,
-                               eos_ids(tokenizer, model), tokenizer.pad_token_id,
-                               uniforms=uniforms)
-            for i, y in zip(part, ids):
-                kept[keys[i]] = tokenizer.decode(y, skip_special_tokens=True).strip()
-                append_row(path, {"key": keys[i], "policy": self.name,
-                                  "prompt": conversations[i // draws][-1]["content"],
-                                  "response": kept[keys[i]]})
-        return [kept[key] for key in keys]
-
-    def uniforms(self, key: str) -> torch.Tensor:
-        """The random numbers [max_new_tokens] of the sample with this key."""
-        generator = torch.Generator().manual_seed(int(key[:15], 16))
-        return torch.rand(self.config.max_new_tokens, generator=generator)
-
-    def answer(self, rows: list[dict], prompts: list[str], draws: int = 1) -> list[str]:
-        """Answers to prompts of one user turn; from the file of answers where the user gave
-        one, by the rows' ids.
-
-        Raises InputError where that file lacks an answer, or has some to no row.
-        """
-        if self.given is None:
-            return self.write([[{"role": "user", "content": x}] for x in prompts], draws)
-        found, ids = given_answers(self.given), [row["id"] for row in rows]
-        if lost := [name for name in ids if name not in found]:
-            raise InputError(f"{self.given}: no answer to {len(lost)} of {len(rows)} rows, "
-                             f"first {lost[0]}; each row of the benchmark needs one (an empty "
-                             f"one counts as wrong)")
-        if len(found) > len(rows) and not self.config.limit:
-            odd = next(name for name in found if name not in ids)
-            raise InputError(f"{self.given}: {len(found)} answers to {len(rows)} rows; leave "
-                             f"out what belongs to no row, such as {odd}")
-        return [found[name] for name in ids]
-
-
-def given_answers(path: str) -> dict[str, str]:
-    """id → answer, of rows of a file. Raises InputError for a row without a name or a text,
-    and for two of one id."""
-    found: dict[str, str] = {}
-    for number, row in enumerate(read_rows(path), 1):
-        name = next((row[key] for key in NAMES if key in row), None)
-        keys = ("response", "solution", "output")
-        text = next((row[key] for key in keys if key in row), None)
-        if name is None or not isinstance(text, str) or str(name) in found:
-            raise InputError(f"{path}, row {number}: needed are an id of its own "
-                             f"({', '.join(NAMES)}) and a text 'response'")
-        found[str(name)] = text
-    return found
-
-
-def named(rows: list[dict], config: EvalConfig) -> list[dict]:
-    """The first --limit rows, or all, each with an `id`: its own by whatever name, else its
-    number in the file."""
-    out = []
-    for number, row in enumerate(rows[: config.limit or None], 1):
+    for number, row in enumerate(rows[:limit], 1):
         own = (row[key] for key in NAMES if row.get(key) is not None)
         out.append(row | {"id": str(next(own, number))})
     return out
 
 
-def kept_answers(path: Path) -> dict[str, str]:
-    """Key → response of every whole line; a last line that a kill tore is cut off."""
-    if not path.exists():
-        return {}
-    text = path.read_bytes()
-    if not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
-    rows = read_rows(path, (("key",),)) if b"\n" in text else []
-    return {row["key"]: row["response"] for row in rows}
+@functools.cache
+def identity(path: str | None) -> str | None:
+    """What tells one model from another: the files of a directory; a hub id stays itself."""
+    if not os.path.isdir(path or ""):
+        return path
+    return checksum(*sorted(filter(Path.is_file, Path(path).iterdir())))
 
-
-def policies(config: EvalConfig) -> list[Policy]:
-    """[before, after] where there are two to compare, else the one there is, by the name of
-    what it is.
-
-    Raises InputError for an adapter that is not there, before anything is written.
-    """
-    for path in filter(None, (config.before, config.adapter)):
-        if not Path(path, "adapter_config.json").is_file():
-            raise InputError(f"{path}: there is no adapter; text2grad.py and reward_model.py "
-                             f"make one, and --adapter none measures the base alone")
-    dtype = config.dtype or ("bfloat16" if torch.cuda.is_available() else None)
-    load = functools.cache(lambda: load_model(config.model, dtype))
-    first = Policy("before", config.before, config, load, config.responses_before)
-    second = Policy("after", config.adapter, config, load, config.responses)
-    if not (second.adapter or second.given):
-        name = "answers" if first.given else "adapter" if first.adapter else "base"
-        return [replace(first, name=name)]
-    # A file of answers beside nothing is scored by itself.
-    alone = second.given and not (first.adapter or first.given)
-    return [replace(second, name="answers")] if alone else [first, second]
-
-
-# ── Measures: rows of counts, and a figure of their sum
 
 @dataclass
-class Measure:
-    """One line of the table. rows: by policy, a value or K counts for every row; figure: of the
-    summed counts."""
+class Side:
+    """One side of the table: the base, the base with an adapter, or a file of answers.
+
+    source: the adapter or the file; None: the bare base. load: () → (model, tokenizer), called
+    when the first answer is to be written. rows, counts: what its benchmark returned; tables:
+    (title, header, lines).
+    """
     name: str
-    rows: dict[str, list]
-    figure: Callable = ratio
-
-    def line(self) -> dict:
-        """{measure, before: {value, low, high, rows}, after: …, difference: …}; None where
-        there is nothing to divide by."""
-        out: dict = {"measure": self.name}
-        for name, rows in self.rows.items():
-            low, high = bootstrap(rows, self.figure) or (None, None)
-            out[name] = {"value": corpus(rows, self.figure), "low": low, "high": high,
-                         "rows": len(rows)}
-        if len(self.rows) == 2:
-            old, new = [out[name]["value"] for name in self.rows]
-            low, high = paired_bootstrap(*self.rows.values(), self.figure) or (None, None)
-            out["difference"] = {"value": None if None in (old, new) else new - old,
-                                 "low": low, "high": high}
-        return out
-
-
-def mean_of(scored: dict[str, list[dict]]) -> list[Measure]:
-    """A measure for every key of the rows' scores: the mean of its values. scored: by policy,
-    one dict for each row."""
-    keys = dict.fromkeys(key for rows in scored.values() for row in rows for key in row)
-    return [Measure(key, {name: [row[key] for row in rows]
-                          for name, rows in scored.items()}) for key in keys if key != "id"]
-
-
-def shown(value: dict | None) -> str:
-    """A figure with its interval, for a cell."""
-    if not value or value["value"] is None:
-        return "–"
-    number, low, high = ("–" if value[key] is None else f"{value[key]:.3f}"
-                         for key in ("value", "low", "high"))
-    return f"{number} [{low}, {high}]"
-
-
-def cells(lines: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the result, for the terminal and the page."""
-    names = dict.fromkeys(name for line in lines for name in line)
-    columns = [name for name in names if name != "measure"]
-    return (["measure", *columns],
-            [[line["measure"], *(shown(line.get(name)) for name in columns)] for line in lines])
-
-
-@dataclass
-class Outcome:
-    """What a task found. examples: rows {id, prompt, before, after, …} to look at; notes: text
-    for the reader."""
-    measures: list[Measure]
-    examples: list[dict] = field(default_factory=list)
+    source: str | None
+    config: EvalConfig
+    load: Callable
+    rows: list[dict] = field(default_factory=list)
+    counts: dict[str, list] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tables: list[tuple] = field(default_factory=list)
+
+    @property
+    def given(self) -> bool:
+        """Whether its answers are in a file already."""
+        return os.path.isfile(self.source or "")
+
+    @property
+    def lora(self) -> str | None:
+        """The adapter's name for use_lora."""
+        return self.name if os.path.isdir(self.source or "") else None
+
+    @property
+    def about(self) -> str:
+        """What it is, and its notes, a line each."""
+        what = self.source or "no adapter"
+        base = "" if self.given else f" on {self.config.model}"
+        return "\n· ".join([f"{self.name}: {what}{base}", *self.notes])
+
+    @functools.cached_property
+    def model(self):
+        """(model, tokenizer), with this side's adapter."""
+        model, tokenizer = self.load()
+        weights = load_lora(model, self.lora, self.source) if self.lora else []
+        if not all(p.isfinite().all() for p in weights):
+            raise InputError(f"{self.source}: the adapter holds NaN or infinite weights; its "
+                             f"training went wrong")
+        return model, tokenizer
+
+    def path(self, ending: str) -> Path:
+        """A file of this side's own."""
+        return Path(self.config.output_dir, self.name + ending)
+
+    def write(self, talks: list[list[dict]], temperature: float, draws: int = 1) -> list[str]:
+        """The assistant's next turn in each conversation, `draws` in a row; what is on file is
+        reused. Each has random numbers of its own, of the seed and the conversation: it depends
+        on no batch, and two sides are compared on the same draws."""
+        n, seed = self.config.max_new_tokens, self.config.seed
+        made = question_key(identity(self.config.model), identity(self.source),
+                            self.config.dtype, temperature, n)
+        path = Path(self.config.output_dir, f"answers-{made[:12]}.jsonl")
+        write_rows(path, whole_rows(path))                      # without what a kill has torn
+        kept = {row["key"]: row["response"] for row in whole_rows(path)}
+        drawn = [*product(talks, range(draws))]
+        names = [question_key(seed, talk, k) for talk, k in drawn]
+        asked = {key: talk for key, (talk, _) in zip(names, drawn) if key not in kept}
+        for keys in tqdm(chunks([*asked], self.config.batch_size), self.name,
+                         disable=not asked):
+            model, tokenizer = self.model
+            prompts = [encode_prompt(tokenizer, asked[key]) for key in keys]
+            seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
+            uniforms = torch.stack([torch.rand(n, generator=one) for one in seeds])
+            with use_lora(model, self.lora):
+                ids = generate(model, prompts, n, temperature, eos_ids(tokenizer, model),
+                               tokenizer.pad_token_id, uniforms=uniforms)
+            for key, y in zip(keys, ids):
+                kept[key] = tokenizer.decode(y, skip_special_tokens=True).strip()
+                append_row(path, {"key": key, "response": kept[key]})
+        return [kept[key] for key in names]
+
+    def answer(self, rows: list[dict], draws: int = 1) -> list[dict]:
+        """The rows {id, prompt}, each with its `response`: written, or of the file, by id."""
+        if not self.given:
+            talks = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+            texts = self.write(talks, self.config.temperature, draws)
+            return [row | {"response": text}
+                    for (row, _), text in zip(product(rows, range(draws)), texts)]
+        theirs = name_rows(read_rows(self.source, (NAMES,)))
+        found = {row["id"]: row.get("response", row.get("output")) for row in theirs}
+        if len(found) < len(theirs):
+            raise InputError(f"{self.source}: two rows have one id; leave one of them out")
+        if lost := [row["id"] for row in rows if not isinstance(found.get(row["id"]), str)]:
+            raise InputError(f"{self.source}: no answer to {len(lost)} of {len(rows)} rows, "
+                             f"first {lost[0]}; an empty 'response' counts as wrong")
+        return [row | {"response": found[row["id"]]} for row in rows]
 
 
-def side_by_side(rows: list[dict], prompts: list[str],
-                 texts: dict[str, list[str]]) -> list[dict]:
-    """Examples: every row's prompt with what each policy answered."""
-    return [{"id": row["id"], "prompt": prompt, **{name: texts[name][i] for name in texts}}
-            for i, (row, prompt) in enumerate(zip(rows, prompts))]
+def sides_of(config: EvalConfig) -> list[Side]:
+    """[before, after], or the one that there is; a file of answers, and an R_φ, is not
+    compared with a base that nobody named."""
+    load = functools.cache(lambda: load_model(config.model, config.dtype))
+    sources = {"before": config.before, "after": config.adapter}
+    sides = [Side(name, source, config, load) for name, source in sources.items()]
+    there = [side for side in sides if side.source]
+    for side in there:
+        if not (side.given or Path(side.source, "adapter_config.json").is_file()):
+            raise InputError(f"{side.source}: there is no adapter; text2grad.py and "
+                             f"reward_model.py make one, and --adapter none measures the base")
+    if sides[1].lora and config.task != "reward_model":
+        return sides
+    return there or [replace(sides[0], name="base")]
 
 
-# ── Summaries (Tables 2 and 8, Figure 3)
+# ── Each benchmark: a side → its rows {id, prompt, response}, and the counts of every row
 
-REFERENCES = ("reference", "ideal_human_summary", "tldr_human_reference_summary")
+REFERENCES = "reference", "ideal_human_summary", "tldr_human_reference_summary"
 
 
-def summaries(config: EvalConfig, tested: list[Policy]) -> Outcome:  # Table 2
-    """ROUGE, BLEU, BERTScore and perplexity against the people's summaries; in a world whose
-    truth is known (the toy's facts) also by that."""
-    task, notes = get_task(config.task), []
-    if task.rows and not config.data:
-        rows = task.rows("eval", config.limit or 200, 0)
+def column(rows: list[dict], name: str) -> list:
+    """One field of every row."""
+    return [row[name] for row in rows]
+
+
+def columns(scored: list[dict]) -> dict[str, list]:
+    """Rows of scores as a column for each score."""
+    return {name: column(scored, name) for name in scored[0] if name != "id"}
+
+
+def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
+    """ROUGE, BLEU, BERTScore and perplexity against people's summaries; in a world whose truth
+    is known (the toy's facts) also by that. UltraFeedback's answers are for the judge alone."""
+    config, task = side.config, get_task(side.config.task)
+    needs = (*task.needs, REFERENCES) if config.task in TEXTS[:2] else task.needs
+    if config.data:
+        rows = name_rows(read_rows(config.data, needs), config.limit)
     else:
-        rows = named(read_rows(config.data, (*task.needs, REFERENCES)), config)
-    rows, prompts = fitting(rows, task.policy_prompt, config, tested, notes)
+        rows = task.rows("eval", config.limit, 0)
+    rows = side.answer([row | {"prompt": task.policy_prompt(row)} for row in rows])
+    prompts, texts = column(rows, "prompt"), column(rows, "response")
+    if needs == task.needs:
+        return rows, {"words": [len(text.split()) for text in texts]}
     references = [next(row[key] for key in REFERENCES if row.get(key)) for row in rows]
-    texts = {policy.name: policy.answer(rows, prompts) for policy in tested}
-    scored: dict[str, list[dict]] = {name: [] for name in texts}
-    for name, found in texts.items():
-        for row, text, reference in zip(rows, found, references):
-            truth = {measure: of(row, text) for measure, of in task.truth.items()}
-            scored[name].append(truth | rouge(text, reference))
-    measures = mean_of(scored)
-    measures.append(Measure("BLEU", {
-        name: [bleu_counts(*pair) for pair in zip(found, references)]
-        for name, found in texts.items()}, bleu_of))
+    counts = {name: [*map(of, rows, texts)] for name, of in task.truth.items()}
+    counts |= columns([*map(rouge, texts, references)])
+    counts["BLEU"] = [*map(bleu_counts, texts, references)]
     if config.encoder:
-        encoder, by_policy = load_encoder(config.encoder), {}
-        for name, found in texts.items():
-            likeness = bert_score(found, references, *encoder, config.encoder_layer, config.idf)
-            by_policy[name] = [row["f1"] for row in likeness]
-        measures.append(Measure("BERTScore F1", by_policy))
-    model, tokenizer = tested[0].model
-    surprise = {name: perplexity(model, tokenizer, prompts, found)
-                for name, found in texts.items()}
-    lengths = {name: [tokens for _, tokens in rows] for name, rows in surprise.items()}
-    measures += [Measure("perplexity", surprise, perplexity_of), Measure("tokens", lengths)]
-    human = corpus(perplexity(model, tokenizer, prompts, references), perplexity_of)
-    notes.append(f"perplexity of the references: {human:.3f}")
-    outcome = Outcome(measures, side_by_side(rows, prompts, texts), notes)
-    return with_judge(config, outcome, texts)
+        likeness = bert_score(texts, references, *load_encoder(config.encoder))
+        counts["BERTScore F1"] = column(likeness, "f1")
+    counts["perplexity"] = perplexity(*side.load(), prompts, texts)
+    counts["perplexity of references"] = perplexity(*side.load(), prompts, references)
+    counts["tokens"] = [tokens for _, tokens in counts["perplexity"]]
+    return rows, counts
 
 
-def fitting(rows: list, prompt: Callable, config: EvalConfig, tested: list[Policy],
-            notes: list[str]) -> tuple[list, list]:
-    """(rows, their prompts): those of at most --max_prompt_tokens; how many were left out is a
-    note in the result.
-
-    Raises InputError where none is left.
-    """
-    pairs, limit = [(row, prompt(row)) for row in rows], config.max_prompt_tokens
-    if limit:
-        tokenizer = tested[0].model[1]
-        kept = [pair for pair in pairs if len(encode_prompt(tokenizer, pair[1])) <= limit]
-        if not kept:
-            raise InputError(f"{config.data}: every prompt is longer than --max_prompt_tokens "
-                             f"{limit}")
-        if len(kept) < len(pairs):
-            notes.append(f"left out {len(pairs) - len(kept)} of {len(pairs)} rows, over "
-                         f"{limit} tokens")
-        pairs = kept
-    return [row for row, _ in pairs], [text for _, text in pairs]
+def held_out(side: Side) -> list[dict]:
+    """The rows of --data that no tested R_φ was trained on, as samples.jsonl beside its adapter
+    says; all of them, and a note, where that names none."""
+    rows = name_rows(read_rows(side.config.data, (("prompt",), ("response",))))
+    for source in filter(os.path.isdir, side.config.sources):
+        path = Path(source).parent / "samples.jsonl"
+        unseen = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
+        kept = [row for row in rows if (row["id"], row["response"]) in unseen]
+        side.notes.append(
+            f"{len(kept)} of {len(rows)} rows: those that {source} was not trained on" if kept
+            else f"{source} may have been trained on these rows: {path} names none of them")
+        rows = kept or rows
+    return rows[: side.config.limit]
 
 
-# ── The reward model (Tables 1, 6, 7, 15, 16, 18 and 19)
-
-def reward_models(config: EvalConfig, tested: list[Policy]) -> Outcome:
-    """The spans of R_φ (--adapter), of another (--before) or in files of replies, against the
-    spans of --data.
-
-    --data are rows of annotate.py, by an annotator or by people (agreement with these is Table
-    16). The bare base is no R_φ, so there is a `before` only where one is given. Raises
-    InputError where no R_φ is named.
-    """
-    rows = named(read_rows(config.data, (("prompt",), ("response",))), config)
-    gold = [marked(row) for row in rows]
-    labels = {span.label for spans in gold for span in spans}
-    signs = {name for name, sign in SIGNS.items() if sign in labels}
-    tested = [policy for policy in tested if policy.adapter or policy.given]
-    if not tested:
-        raise InputError("--task reward_model needs --adapter, the R_φ to judge, or "
-                         "--responses, a file of its replies")
-    asked = [reward_prompt(row["prompt"], row["response"]) for row in rows]
-    critiques = {policy.name: policy.answer(rows, asked) for policy in tested}
-    mine = [policy for policy in tested if not policy.given]
-    if mine:
-        offsets = [response_tokens(mine[0].model[1], row["response"]) for row in rows]
-    else:
-        offsets = [words(row["response"]) for row in rows]
-    notes = [f"counted in {'tokens' if mine else 'words'} of the response"]
-    if len(signs) < 2:
-        notes[0] += (f"; nobody marked a span other than {' '.join(signs)}, so others are not "
-                     f"judged")
-    counts = {}
-    for name, texts in critiques.items():
-        counts[name] = [compare(row["response"], at, spans, readable(text), signs)
-                        for row, at, spans, text in zip(rows, offsets, gold, texts)]
-        found = [as_feedback(row, text, name, signs) for row, text in zip(rows, texts)]
-        write_rows(Path(config.output_dir, f"{name}_feedback.jsonl"), found)
-        sums = total(counts[name])
-        notes.append(f"Table 6, {name}: " + "; ".join(
-            f"{sign} {given} marked / {said} predicted ({exact} exact - {partial} partial)"
-            for sign, given, said, exact, partial in span_table(sums)))
-        if sums["unparseable"] < len(rows):
-            wanted = ("Table 15", "Table 18", "Table 19")
-            notes.append(audit_text([t for t in audit(found) if t[0].startswith(wanted)]))
-    summed = [figures(total(rows)) for rows in counts.values()]
-    known = [key for key in parts(Counter()) if any(one[key] is not None for one in summed)]
-    measures = [Measure(key, {name: [parts(row)[key] for row in rows]
-                              for name, rows in counts.items()}) for key in known]
-    examples = side_by_side(rows, [row["response"] for row in rows], critiques)
-    outcome = Outcome(measures, examples, notes)
-    return with_judge(config, outcome, critiques, rows, "feedback")
+def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1, 6, 7, 16
+    """The spans of R_φ's critiques against those of --data, rows of annotate.py, by an
+    annotator or by people (agreement with these is Table 16)."""
+    config, rows, found, counts = side.config, held_out(side), [], []
+    marked = [read_spans(row) for row in rows]
+    labels = {span.label for span in chain(*marked)}
+    signs = [name for name, sign in SIGNS.items() if sign in labels]
+    asked = [row | {"prompt": reward_prompt(row["prompt"], row["response"])} for row in rows]
+    replies, tokens = column(side.answer(asked), "response"), None
+    if any(map(os.path.isdir, config.sources)):
+        tokens = functools.partial(response_tokens, side.load()[1])
+    side.notes.append(f"counted in {'tokens' if tokens else 'words'} of the response; signs "
+                      f"that somebody marked: {', '.join(signs)}; no other is judged")
+    for row, spans, text in zip(rows, marked, replies):
+        places = (tokens or words)(row["response"])
+        counts.append(compare(row["response"], places, spans, readable(text), signs))
+        found.append(as_feedback(row, text, side.name, labels))
+    header = ["", "marked", "predicted", "exact", "partial"]
+    side.tables.append(("Table 6: spans", header, span_table(total(counts))))
+    if read := [row for row in found if "reason" not in row]:
+        side.tables += audit(read, tokens)[:2]
+    known = [key for key, value in figures(total(counts)).items() if value is not None]
+    return found, {FIGURES[key][0]: [parts(one)[key] for one in counts] for key in known}
 
 
-def marked(row: dict) -> list[Span]:
-    """The spans that a row brings. Raises InputError where its response has no such spans."""
-    try:
-        problems({"response": row["response"], "spans": row.get("spans")})
-    except InputError as error:
-        raise InputError(f"row {row['id']}: {error}; annotate.py writes such rows") from error
-    return [Span(span["start"], span["end"], span["label"]) for span in row["spans"]]
-
-
-def response_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
-    """[start, end) of the tokens of a response that was not sampled here; of its words where
-    they do not spell it."""
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    spelt, offsets = token_offsets(tokenizer, ids)
-    return offsets if spelt == text else words(text)
-
-
-def as_feedback(row: dict, critique: str, name: str, signs: set[str]) -> dict:
-    """R_φ's critique as a row of annotate.py, with the spans of the data as its gold;
-    unreadable ones keep the reason.
-
-    Spans of a sign that nobody marked in the data are left out: no table calls them wrong.
-    """
-    gold = {"gold_spans": row["spans"]}
-    try:
-        feedback = parse_feedback(critique)
-    except FeedbackError as error:
-        return {"id": row["id"], "response": row["response"], "reason": str(error),
-                "reply": critique, **gold}
-    found, labels = ground(row["response"], feedback), {SIGNS[sign] for sign in signs}
+def as_feedback(row: dict, reply: str, name: str, labels: set[int]) -> dict:
+    """R_φ's reply as a row of annotate.py, without spans of a sign that nobody marked, which
+    no table is to call wrong; gold_spans: those of the data."""
+    known, feedback = {"reply": reply, "gold_spans": row["spans"]}, readable(reply)
+    if feedback is None:
+        return row | known | {"reason": "this critique cannot be read"}
+    found = ground(row["response"], feedback)
     found = replace(found, spans=[span for span in found.spans if span.label in labels])
-    return feedback_row(row.get("task", ""), row, feedback, found, name) | gold
+    return feedback_row(row.get("task", ""), row, feedback, found, name) | known
 
 
-# ── Code (Table 3)
-
-def code(config: EvalConfig, tested: list[Policy]) -> Outcome:
+def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
     """HumanEval, MBPP and their + versions: generation first, execution only with
     --allow_code_execution."""
-    problems = benchmarks.read_problems(config.data)[: config.limit or None]
-    rows = [{"id": problem.task_id} for problem in problems]
-    prompts = [benchmarks.code_prompt(problem) for problem in problems]
-    draws, out = config.samples_per_row, Path(config.output_dir)
-    texts, scored, notes = {}, {}, []
-    for policy in tested:
-        name = policy.name
-        if policy.given:                # programs already, in evalplus' or HumanEval's form
-            samples = benchmarks.read_samples(policy.given, problems)
-            first = {one["task_id"]: one["solution"] for one in reversed(samples)}
-            texts[name] = [first.get(row["id"], "") for row in rows]
-        else:
-            written = policy.answer(rows, prompts, draws)
-            texts[name] = written[::draws]
-            samples = [{"task_id": problem.task_id,
-                        "solution": benchmarks.extract_code(text, problem)}
-                       for problem, answers in zip(problems, chunks(written, draws))
-                       for text in answers]
-        write_rows(out / f"{name}_samples.jsonl", samples)
-        notes.append(f"{out / name}_samples.jsonl: {len(samples)} samples in evalplus' format, "
-                     f"{sum(not one['solution'] for one in samples)} without any code")
-        if config.allow_code_execution:
-            ran = benchmarks.execute(problems, samples, config.workers, config.code_timeout,
-                                     unsafe=config.unsafe_sandbox)
-            write_rows(out / f"{name}_executed.jsonl", ran)
-            scored[name] = benchmarks.code_scores(ran, numbers(config.k))
+    config = side.config
+    problems = benchmarks.read_problems(config.data)[: config.limit]
+    rows = [{"id": problem.task_id, "prompt": benchmarks.code_prompt(problem)}
+            for problem in problems]
+    if side.given:                      # programs already, in evalplus' or HumanEval's form
+        samples = benchmarks.read_samples(side.source, problems)
+    else:
+        asked = {problem.task_id: problem for problem in problems}
+        samples = [{"task_id": row["id"],
+                    "solution": benchmarks.extract_code(row["response"], asked[row["id"]])}
+                   for row in side.answer(rows, config.samples_per_row)]
+    write_rows(side.path("_samples.jsonl"), samples)
+    first = {one["task_id"]: one["solution"] for one in reversed(samples)}
+    rows = [row | {"response": first.get(row["id"], "")} for row in rows]
     if not config.allow_code_execution:
-        notes.append("nothing was run: --allow_code_execution runs the samples in the sandbox")
-    return Outcome(mean_of(scored), side_by_side(rows, prompts, texts), notes)
+        side.notes.append("nothing was run: --allow_code_execution runs the samples")
+        return rows, {}
+    ran = benchmarks.execute(problems, samples, os.cpu_count(), config.code_timeout,
+                             config.unsafe_sandbox)
+    write_rows(side.path("_executed.jsonl"), ran)
+    return rows, columns(benchmarks.code_scores(ran, sorted({1, config.k})))
 
 
-# ── Questions (Table 4)
-
-def arc(config: EvalConfig, tested: list[Policy]) -> Outcome:
+def arc(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     """ARC-Challenge by the log-likelihood of each choice, plain and by its length; nothing is
     generated."""
-    rows = benchmarks.read_arc(config.data)[: config.limit or None]
-    return Outcome(mean_of({
-        policy.name: benchmarks.arc_scores(*policy.model, rows, policy.lora, config.batch_size)
-        for policy in tested}))
+    rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
+    logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora, side.config.batch_size)
+    return [], columns(benchmarks.arc_scores(rows, logprobs))
 
 
-def chat(config: EvalConfig, tested: list[Policy]) -> Outcome:
-    """Answers to the prompts of UltraFeedback's rows, or of any with a `prompt`; the judge
-    compares them."""
-    task, notes = get_task("ultrafeedback"), []
-    rows = named(read_rows(config.data, task.needs), config)
-    rows, prompts = fitting(rows, task.policy_prompt, config, tested, notes)
-    texts = {policy.name: policy.answer(rows, prompts) for policy in tested}
-    lengths = Measure("words", {name: [len(text.split()) for text in found]
-                                for name, found in texts.items()})
-    outcome = Outcome([lengths], side_by_side(rows, prompts, texts), notes)
-    return with_judge(config, outcome, texts)
-
-
-def mt_bench(config: EvalConfig, tested: list[Policy]) -> Outcome:
-    """Both turns of every question, rated by the judge; answers also in FastChat's model_answer
-    form."""
-    questions = named(judges.read_mt_bench(config.data), config)
+def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
+    """Both turns of every question, rated by the judge; answers also in FastChat's form."""
+    config = side.config
+    questions = name_rows(judges.read_mt_bench(config.data), config.limit)
     references = judges.read_model_answers(config.references) if config.references else None
-    texts, ratings, notes = {}, {}, []
-    for policy in tested:
-        name = policy.name
-        if policy.given:
-            found = judges.read_model_answers(policy.given)
-        else:
-            found = judges.mt_bench_answers(questions, policy.write, config.by_category)
-            path = Path(config.output_dir, f"{name}_answers.jsonl")
-            write_rows(path, judges.model_answers(found, policy.origin))
-            notes.append(f"{path}: answers in FastChat's form")
-        texts[name] = ["\n\n".join(found.get(q["question_id"], [])) for q in questions]
-        asked = judges.mt_bench_questions(questions, found, config, references)
-        if replies := judged(config, asked, notes):
-            ratings[name] = judges.mt_bench_scores(*replies)
-    measures = counted("score", ratings, "score", notes)
-    for turn in ("turn_1", "turn_2"):
-        measures += counted(turn.replace("_", " "), ratings, turn, [])
-    for category in dict.fromkeys(q["category"] for q in questions):
-        chosen = {name: [row for row in rows if row["category"] == category]
-                  for name, rows in ratings.items()}
-        measures += counted(category, chosen, "score", [])
-    prompts = [q["turns"][0] for q in questions]
-    return Outcome(measures, side_by_side(questions, prompts, texts), notes)
+    if side.given:
+        answers = judges.read_model_answers(side.source)
+    else:
+        answers = judges.mt_bench_answers(questions, side.write)
+        model = side.source or config.model
+        write_rows(side.path("_answers.jsonl"), judges.model_answers(answers, model))
+    asked = judges.mt_bench_questions(questions, answers, config, references)
+    scores = judges.mt_bench_scores(ask_judge(side, asked))
+    counts = {"rating": column(scores, "score"), "rating, turn 1": column(scores, "turn_1"),
+              "rating, turn 2": column(scores, "turn_2")}
+    for row in scores:
+        counts.setdefault(f"rating, {row['category']}", []).append(row["score"])
+    return [{"id": q["id"], "prompt": q["turns"][0],
+             "response": "\n\n".join(answers[q["question_id"]])} for q in questions], counts
 
 
-def alpaca_eval(config: EvalConfig, tested: list[Policy]) -> Outcome:
-    """Win rate against the reference outputs of --data; outputs and annotations also in
-    alpaca_eval's form."""
-    reference, notes, scored = named(judges.read_alpaca(config.data), config), [], {}
-    prompts, out = [row["prompt"] for row in reference], Path(config.output_dir)
-    texts = {policy.name: policy.answer(reference, prompts) for policy in tested}
-    for name, generator in ((policy.name, policy.origin) for policy in tested):
-        rows = [base | {"response": text} for base, text in zip(reference, texts[name])]
-        judges.write_alpaca(out / f"{name}_outputs.json", rows, generator)
-        notes.append(f"{out / name}_outputs.json: for alpaca_eval --model_outputs")
-        asked = judged(config, judges.pairwise_questions(rows, reference, config), notes)
-        if not asked:
-            continue
-        scored[name] = judges.pairwise_scores(*asked)
-        annotations = judges.alpaca_annotations(rows, reference, scored[name], generator,
-                                                config.judge_model)
-        (out / f"{name}_annotations.json").write_text(json.dumps(annotations, indent=1))
-        if config.difficulty:
-            difficulty = judges.read_difficulty(config.difficulty)
-            rate = judges.length_controlled(annotations, difficulty)
-            notes.append(f"{name}: length-controlled win rate "
-                         f"{rate['length_controlled_winrate']:.2f} % (standard error "
-                         f"{rate['lc_standard_error']:.2f}, {rate['glm']})")
-    return Outcome(counted("win rate", scored, "win", notes),
-                   side_by_side(reference, prompts, texts), notes)
+def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
+    """Win rate against the reference outputs of --data; outputs also in alpaca_eval's form."""
+    config = side.config
+    rows = judges.read_alpaca(config.data)[: config.limit]
+    found = side.answer(rows)
+    texts = column(found, "response")
+    judges.write_alpaca(side.path("_outputs.json"), rows, texts, side.source or config.model)
+    wins = ask_wins(side, rows, texts, column(rows, "response"))
+    if wins and config.difficulty:
+        gamed = judges.read_difficulty(config.difficulty)
+        rate = judges.length_controlled(rows, texts, wins, gamed)
+        side.tables.append(("length-controlled, %", [*rate], [[*rate.values()]]))
+    return found, {"win rate": column(wins, "win")}
 
 
 # ── The judge (Figure 3, Appendix E)
 
-def judged(config: EvalConfig, questions: list, notes: list[str]):
-    """(questions, verdicts) where a judge was named, else None; --dry_run says what they would
-    cost."""
-    journal = Path(config.output_dir, "judge.journal")
+def ask_judge(side: Side, questions: list) -> list[dict]:
+    """The verdicts; none where no judge was named, or where --dry_run says what they cost."""
+    config, journal = side.config, Path(side.config.output_dir, "judge.journal")
     if config.judge_model is None:
-        notes.append("nothing was judged: --judge_model names a judge")
-        return None
-    if config.dry_run:
-        notes.append(judges.forecast(questions, config, journal))
-        return None
-    return questions, judges.ask_judge(questions, config, journal)
-
-
-def counted(name: str, scored: dict[str, list[dict]], key: str,
-            notes: list[str]) -> list[Measure]:
-    """The mean of what the judge said. A row without a verdict on any side is left out of all,
-    counted and named."""
-    if not scored:
-        return []
-    rows = list(zip(*scored.values()))
-    kept = [i for i, sides in enumerate(rows) if None not in [side[key] for side in sides]]
-    if lost := [side for sides in rows for side in sides if side[key] is None]:
-        notes.append(f"{name}: {len(rows) - len(kept)} of {len(rows)} rows without a verdict, "
-                     f"first {lost[0]['id']}: {lost[0]['reason']}; the same command asks for "
-                     f"them again")
-    values = {policy: [found[i][key] for i in kept] for policy, found in scored.items()}
-    return [Measure(name, values)] if kept else []
-
-
-def with_judge(config: EvalConfig, outcome: Outcome, texts: dict[str, list[str]],
-               rows: list[dict] | None = None, of: str = "response") -> Outcome:
-    """Adds what a judge said, where one was named: each policy's rating (--rate), or who wins,
-    where there are two.
-
-    texts: by policy, what is judged; rows: what each is about, else the outcome's examples.
-    """
-    if config.judge_model is None:
-        return outcome
-    rows, notes = rows or outcome.examples, outcome.notes
-    answers = {name: [row | {of: text} for row, text in zip(rows, found)]
-               for name, found in texts.items()}
-    if config.rate:
-        scores = {}
-        for name, found in answers.items():
-            if asked := judged(config, judges.single_questions(found, config), notes):
-                scores[name] = judges.single_scores(*asked)
-        outcome.measures += counted("rating, 1 to 10", scores, "score", notes)
-    elif len(answers) == 2:
-        questions = judges.pairwise_questions(answers["after"], answers["before"], config, of)
-        if asked := judged(config, questions, notes):
-            pairs = judges.pairwise_scores(*asked)
-            n = judges.win_tie_loss(pairs)
-            notes.append(f"judge: {n['win']} : {n['tie']} : {n['loss']} (win : tie : loss of "
-                         f"after; in {n['inconsistent']} ties the two orders disagree), "
-                         f"{n['unreadable']} unreadable")
-            outcome.measures += counted("win rate", {"after": pairs}, "win", notes)
+        side.notes.append("nothing was judged: --judge_model names a judge")
+    elif config.dry_run:
+        side.notes.append(judges.forecast(questions, config, journal))
     else:
-        notes.append("nothing was judged: there is one policy; give two to compare, or --rate")
-    return outcome
+        verdicts = judges.ask_judge(questions, config, journal)
+        if lost := [one for one in verdicts if one["reason"]]:
+            side.notes.append(f"{len(lost)} of {len(verdicts)} questions have no verdict, "
+                              f"first {lost[0]['id']}: {lost[0]['reason']}; the same command "
+                              f"asks for them again")
+        return verdicts
+    return []
 
 
-# ── Checks: before anything is written or paid for
+def ask_wins(side: Side, rows: list[dict], texts: list[str], others: list[str],
+             of: str = "response") -> list[dict]:  # Figure 3
+    """Who wins each row, this side's text or the other, and a table of how many."""
+    asked = judges.pairwise_questions(rows, texts, others, side.config, of)
+    wins = judges.pairwise_scores(ask_judge(side, asked))
+    if wins:
+        sums = judges.win_tie_loss(wins)
+        side.tables.append(("Figure 3: by the judge", [*sums], [[*sums.values()]]))
+    return wins
 
-TEXTS = ("toy", "slf5k", "ultrafeedback")
-ONLY = {"max_prompt_tokens": TEXTS, "rate": TEXTS, "encoder": TEXTS[:2],
-        "by_category": ("mt_bench",), "references": ("mt_bench",),
-        "difficulty": ("alpaca_eval",), "allow_code_execution": ("code",),
-        "responses": tuple(task for task in PRESETS if task != "arc")}
+
+def compare_sides(before: Side, after: Side):  # Figure 3, Table 1's win rate
+    """The judge's view of `after` beside `before`: of the answers, or of R_φ's critiques."""
+    critiques = after.config.task == "reward_model"
+    key, of = ("reply", "feedback") if critiques else ("response", "response")
+    texts = [column(side.rows, key) for side in (after, before)]
+    wins = ask_wins(after, after.rows, *texts, of)
+    after.counts["win rate"] = column(wins, "win")
 
 
-def numbers(text: str) -> list[int]:
-    """The k of --k. Raises InputError unless they are whole and at least 1."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--k {text}: needed are whole numbers with commas between, such as "
-                         f"1,10") from error
-    if min(found) < 1:
-        raise InputError(f"--k {text}: each must be at least 1")
-    return found
+# ── Rows of counts → the table and the page
+
+LESS = ("0–1 ↓", share)
+UNITS = {"BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
+         "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
+         "words": ("a row", ratio), "rating": ("1–10 ↑", ratio),
+         **{FIGURES[key][0]: LESS for key in ("unparseable", "unmatched", "ambiguous")}}
+INTERVALS = "↑ more is better, ↓ less is; in brackets 95 %, by bootstrap over rows"
+SHOWN = 100                                                            # rows on the page
+
+
+def table_lines(counts: dict[str, dict[str, list]]) -> list[dict]:
+    """{measure, unit, rows, before: [value, low, high], after: …, difference: …} of each
+    measure; None where there is nothing to divide by. counts: by side and measure."""
+    lines = []
+    for key in dict.fromkeys(chain(*counts.values())):
+        unit, figure = UNITS.get(key.partition(",")[0], ("0–1 ↑", share))
+        sides = {name: own[key] for name, own in counts.items() if own.get(key)}
+        rows = [row for row in zip(*sides.values()) if None not in row]   # judged on all sides
+        line = {"measure": key, "unit": unit, "rows": len(rows)}
+        for name, own in zip(sides, zip(*rows)):
+            line[name] = [corpus(own, figure), *(interval(own, figure) or (None, None))]
+        if {"before", "after"} <= line.keys():
+            old, new = line["before"][0], line["after"][0]
+            change = None if None in (old, new) else new - old
+            ends = paired_bootstrap(*zip(*rows), figure) or (None, None)
+            line["difference"] = [change, *ends]
+        lines.append(line)
+    return lines
+
+
+def cells(lines: list[dict]) -> tuple[list[str], list[list]]:
+    """Header and rows of the table, for the terminal and the page."""
+    def cell(value):
+        if not isinstance(value, list):
+            return value
+        value, *ends = ("–" if x is None else f"{x:z.3f}" for x in value)
+        return f"{value} [{', '.join(ends)}]"
+
+    header = max(lines, key=len)
+    return [*header], [[cell(line.get(name)) for name in header] for line in lines]
+
+
+def draw(row: dict) -> str:
+    """An answer as HTML; of R_φ's the response with its spans in colour, then the critique."""
+    if "gold_spans" not in row:
+        return report.text_block(row["response"])
+    if "reason" in row:
+        return report.text_block(f"{row['reason']}:\n{row['reply']}")
+    return colour_spans(row["response"], read_spans(row)) + report.text_block(row["critique"])
+
+
+def page_body(sides: list[Side], lines: list[dict]) -> str:
+    """What is compared, figures, tables, notes, and the first answers."""
+    sections = {"Compared": "".join(report.text_block(side.about) for side in sides)}
+    if lines:
+        sections["Figures"] = report.html_table(*cells(lines)) + report.text_block(INTERVALS)
+    for side in sides:
+        sections |= {f"{side.name}: {title}": report.html_table(*table)
+                     for title, *table in side.tables}
+    cards = ""
+    shown = [*zip(*(side.rows for side in sides))][:SHOWN]
+    for rows in shown:
+        first = rows[0]
+        texts = {side.name: draw(row) for side, row in zip(sides, rows)}
+        if "gold_spans" in first:
+            gold = colour_spans(first["response"], read_spans(first, "gold_spans"))
+            texts = {"as marked: good underlined, poor wavy": gold, **texts}
+        cards += report.card(first["id"], first["prompt"], texts)
+    sections[f"The first {len(shown)} rows"] = cards
+    return "".join(f"<h2>{title}</h2>{html}" for title, html in sections.items())
+
+
+# ── The script
+
+TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": summaries,
+         "reward_model": reward_model, "code": code, "arc": arc, "mt_bench": mt_bench,
+         "alpaca_eval": alpaca_eval}
+ONLY = {"encoder": TEXTS[:2], "references": CHATS[:1], "difficulty": CHATS[1:],
+        "allow_code_execution": ("code",), "judge_model": PAIRED + CHATS,
+        "temperature": (*PAIRED, "code", "alpaca_eval")}
 
 
 def check(config: EvalConfig):
     """Raises InputError for flags that would do nothing or do not go together, and for files of
-    the user's that are no such."""
+    the user's that are no such, before anything is written or paid for."""
     task, draws = config.task, config.samples_per_row
     for name, tasks in ONLY.items():
         if getattr(config, name) and task not in tasks:
             raise InputError(f"--{name} does nothing for --task {task}; it is for "
                              f"{', '.join(tasks)}")
-    if max(numbers(config.k)) > draws and not config.responses:
-        raise InputError(f"--k {config.k} needs at least as many --samples_per_row, not "
-                         f"{draws}")
-    if draws > 1 and config.temperature == 0:
-        raise InputError(f"--samples_per_row {draws} at --temperature 0 would be one sample, "
-                         f"many times over")
+    written = not os.path.isfile(config.adapter or "")
+    if draws > 1 and config.temperature == 0 or written and config.k > draws:
+        raise InputError(f"--k {config.k} needs as many --samples_per_row (now {draws}), and "
+                         f"these a --temperature above 0")
     if task != "toy" and config.data is None:
         raise InputError(f"--task {task} needs --data, the rows of the benchmark")
+    if task == "reward_model" and config.adapter is None:
+        raise InputError("--task reward_model needs --adapter, R_φ or a file of its critiques")
     judges.check(config)
     if config.difficulty:
         judges.read_difficulty(config.difficulty)
 
 
-# ── Command line
-
-TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": chat,
-         "reward_model": reward_models, "code": code, "arc": arc, "mt_bench": mt_bench,
-         "alpaca_eval": alpaca_eval}
-INTERVALS = "intervals are 95 %, by bootstrap over rows"
-
-
-def write_result(config: EvalConfig, outcome: Outcome) -> list[dict]:
-    """scores.jsonl (counts of every row), result.json (figures with intervals) and report.html;
-    returns the figures."""
-    out, lines = Path(config.output_dir), [measure.line() for measure in outcome.measures]
-    write_rows(out / "scores.jsonl", [
-        {"measure": measure.name, "policy": name, "rows": np.array(rows).tolist()}
-        for measure in outcome.measures for name, rows in measure.rows.items()])
-    write_rows(out / "result.json", [{"task": config.task, "config": asdict(config),
-                                      "figures": lines, "notes": outcome.notes}])
-    report.write_page(out / "report.html", result_page(config, outcome, lines))
-    return lines
-
-
-def result_page(config: EvalConfig, outcome: Outcome, lines: list[dict]) -> str:
-    """The page: figures, notes, up to 100 answers side by side, settings."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    facts = asdict(config) | {"torch": torch.__version__, "device": device}
-    settings = [[name, report.public(str(value))] for name, value in facts.items()]
-    examples = outcome.examples[:100]
-    cards = f'<p class="muted">{len(examples)} of {len(outcome.examples)} rows.</p>'
-    for row in examples:
-        texts = {name: report.text_block(text) for name, text in row.items()
-                 if name not in ("id", "prompt")}
-        cards += report.card(str(row["id"]), row["prompt"], texts)
-    sections = {"Figures": report.html_table(*cells(lines)),
-                "Notes": "".join(map(report.text_block, outcome.notes)),
-                "Answers": cards,
-                "Settings": report.html_table(["", ""], settings, kind="wide")}
-    body = report.text_block(f"{config.model}; {INTERVALS}")
-    for name, html in sections.items():
-        body += f"<section><h2>{name}</h2>{html}</section>"
-    return report.page(f"Text2Grad · {config.task}", body)
-
-
 def main():
     """Measure, print the table, and say where everything is."""
-    config = parse_flags(EvalConfig, sys.argv[1:], __doc__, lambda task: PRESETS.get(task, {}))
-    config.adapter = None if config.responses else config.adapter
+    config = parse_flags(EvalConfig, sys.argv[1:], __doc__, lambda task: {
+        "output_dir": f"runs/{task}/eval", **PRESETS.get(task, {})})
     check(config)
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    outcome = TASKS[config.task](config, policies(config))
-    lines = write_result(config, outcome)
-    if lines:
-        print(report.table(*cells(lines)))
-    print("\n".join(["", *outcome.notes]))
-    print(f"{config.output_dir}/: result.json, scores.jsonl, report.html; {INTERVALS}")
+    sides, out = sides_of(config), Path(config.output_dir)
+    _lock = lock_directory(out)                                         # held until the end
+    for side in sides:
+        side.rows, side.counts = TASKS[config.task](side)
+    if len(sides) == 2 and config.judge_model and config.task in PAIRED:
+        compare_sides(*sides)
+    lines = table_lines({side.name: side.counts for side in sides})
+    for side in sides:
+        write_rows(side.path(".jsonl"), side.rows)
+        write_rows(side.path("_counts.json"), [side.counts])
+        print(side.about, audit_text(side.tables), sep="\n")
+    write_rows(out / "result.json", [{"config": asdict(config), "figures": lines}])
+    report.write_page(out / "report.html", report.page(
+        f"Text2Grad: {config.task}", page_body(sides, lines)))
+    print(report.table(*cells(lines)) if lines else "no figures")
+    print(f"{INTERVALS}\n{out}/: result.json, report.html, and what each side wrote")
 
 
 if __name__ == "__main__":
-    run_script(main, "eval", SandboxError, SafetensorError, torch.OutOfMemoryError)
+    run_script(main, "eval", SafetensorError, torch.OutOfMemoryError)

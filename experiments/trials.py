@@ -42,8 +42,8 @@ from experiments.baselines import (BaselineConfig, encode_answers, encode_prefer
                                    preference_loss, preferences, references, refinements,
                                    reflect, start_policy)
 from experiments.designs import DESIGNS, LEARNT, scalar, steps, true_critic, weighted
-from measures.audit import gold_labels, span_accuracy
-from measures.spans import compare, figures, readable, total
+from measures.spans import (character_labels, compare, figures, readable, span_accuracy,
+                            total)
 from model import add_lora, load_lora, load_model
 from reward_model import fit_adapter, write_critiques, z_loss
 from sampling import head_weight, token_logprobs
@@ -215,12 +215,12 @@ def true_figures(rollouts, critiques: list[str]) -> dict:
         spans = ground(text, said).spans if said else []
         counts.append(compare(text, offsets, truth, said))
         for kind, marked, other in (("quoted", spans, truth), ("true", truth, spans)):
-            by_character = gold_labels(text, [vars(span) for span in other])
+            by_character = character_labels(text, other)
             for span in marked:
                 tokens = sum(start < span.end and end > span.start for start, end in offsets)
                 name = f"{'good' if span.label > 0 else 'poor'} {kind} {min(tokens, 6)}"
                 count = lengths.setdefault(name, [0, 0])
-                count[0] += (span_accuracy(text, vars(span), by_character) or 0) > 0.5
+                count[0] += span_accuracy(text, span, by_character) > 0.5
                 count[1] += 1
     return {"tokens": figures(total(counts)), "lengths": lengths}
 

@@ -6,6 +6,7 @@ Tests that run code say unsafe=True: what they run is known, and a machine witho
 import gzip
 import json
 import math
+import re
 from itertools import combinations
 
 import numpy as np
@@ -15,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measures import benchmarks
-from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute, extract_code, read_arc,
-                        read_problems, read_samples)
+from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
+                                 extract_code, read_arc, read_problems, read_samples)
 from data import InputError, write_rows
 from model import add_lora, use_lora
 
@@ -27,6 +28,7 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": HEAD, "entry_point": "grow",
              "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert half(4) == 2\n"}
 PLUS = {key: value for key, value in HUMANEVAL.items() if key != "test"} | {
     "base_input": [[1], [2]], "plus_input": [[-1], [10**30]], "atol": 0, "contract": ""}
+FULL = HUMANEVAL | PLUS                                  # HumanEvalPlus has a `test` beside its inputs
 MBPP = {"task_id": 2, "text": "Add one.", "code": "import math\r\ndef grow(x):\r\n  return x + 1",
         "test_setup_code": "y = 1", "test_list": ["assert set([grow(y)]) == {2}", "assert grow(2) == 3"]}
 SANITIZED = {"task_id": 3, "prompt": "Add one.", "code": "def grow(x):\n  return x + 1",
@@ -55,15 +57,18 @@ def run(problems, *solutions):
 
 # ── Files ──────────────────────────────────────────────────────────────────────────────────────────────
 
-@pytest.mark.parametrize("row", [HUMANEVAL, PLUS, MBPP, SANITIZED, SHARED])
+EMPTY = SHARED | {"plus_input": {}}                      # as a row of MBPP+ v0.2.0 has it
+
+
+@pytest.mark.parametrize("row", [HUMANEVAL, PLUS, FULL, MBPP, SANITIZED, SHARED, EMPTY])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zipped, tmp_path):
     misnamed = tmp_path / ("rows.jsonl" if zipped else "rows.jsonl.gz")
     path = write(misnamed, row, array=row is SANITIZED, zipped=zipped)
     [found] = read_problems(path)
     assert found.task_id == str(row["task_id"]) or found.task_id == f"Mbpp/{row['task_id']}"
-    assert found.entry_point == row.get("entry_point", "grow") and "\r" not in found.solution + found.tests
-    assert (found.inputs is None) == (row not in (PLUS, SHARED))
+    assert found.entry_point == row.get("entry_point", "grow")
+    assert (found.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
     wrong = found.solution.replace("x + 1", "x + 2").replace("&", "|")
     right, empty, bad = run([found], found.solution, "", wrong + "\nif math: pass" if row is SANITIZED else wrong)
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
@@ -73,20 +78,26 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
 
 @pytest.mark.parametrize("text, words", [
     (b"[]", ["no rows"]), (gzip.compress(b"{"), ["line 1", "JSON"]),
-    (b'[{"a": 1}, 3]', ["row 1", "field", "'a'"]), (b"\x1f\x8bnothing", ["gzip"]),
-    (b'{"id": "a", "question": {}, "answerKey": "A"}', ["field 'task_id' is missing"]),
+    (b'[{"a": 1}, 3]', ["row 1", "field"]), (b"\x1f\x8bnothing", ["gzip"]),
+    (b'{"id": "a", "question": {}, "answerKey": "A"}', ["is missing or empty"]),
     *((json.dumps({k: v for k, v in row.items() if k != name}).encode(),
-       ["row 1", f"field '{name}' is missing"])
-      for row, name in ((HUMANEVAL, "test"), (PLUS, "plus_input"), (PLUS, "atol"), (MBPP, "code"),
-                        (SANITIZED, "test_list"))),
-    (json.dumps(HUMANEVAL | {"prompt": ""}).encode(), ["'prompt' holds ''"]),
-    (json.dumps(PLUS | {"base_input": []}).encode(), ["'base_input' holds '[]'"]),
-    (json.dumps(PLUS | {"atol": "0"}).encode(), ["'atol' holds '0'"]),
-    (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "asserts call nothing"]),
+       ["line 1", f"field '{name}' is missing"])
+      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (MBPP, "code"), (SANITIZED, "test_list"))),
+    (json.dumps(FULL | {"prompt": ""}).encode(), ["line 1", "field 'prompt' is missing or empty"]),
+    (json.dumps(PLUS | {"base_input": []}).encode(), ["'base_input' is missing or empty"]),
+    *((json.dumps({k: v for k, v in FULL.items() if k != name}).encode(), ["row 1", "+ tests"])
+      for name in ("base_input", "atol")),
+    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(),
+       ["row 2", "+ tests", "plus_input"])
+      for row, more in ((HUMANEVAL, {"plus_input": [[1]]}), (MBPP, {"plus_input": [[1]]}),
+                        (SANITIZED, {"test": "assertion(grow(1), 2)"}))),
+    (json.dumps(PLUS).encode() + b"\n" + json.dumps({k: v for k, v in FULL.items() if k != "plus_input"}
+                                                    | {"task_id": "x/1"}).encode(), ["row 2", "'plus_input'"]),
+    (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "IndexError"]),
     (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["row 1", "SyntaxError"]),
     (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["row 1", "TypeError"]),
     (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["row 2", "has come before"]),
-    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(MBPP).encode(), ["row 2", "a row of HumanEval"]),
+    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(MBPP).encode(), ["line 2", "canonical_solution"]),
 ])
 def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(text)
@@ -139,8 +150,9 @@ RIGHT = "def grow(x):\n" + BODY
     (BODY, "def grow(x: int)", "#"), (BODY.lstrip(), "def grow(x: int)", "#"),                       # the body alone
     (f"{BODY}\n\ndef other():\n    return 3\n\nprint(grow(2))\n", "One more.", "other"),
     ("```\nreturn x + 1\n```", "def grow", "`"),
-    ("    return half(2 * x) + 1", "def half", "List"),
-    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "math"),    # the prompt's
+    ("    return half(2 * x) + 1", "def half", "#"),
+    (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"), "grow(1)", "#"),         # unfenced
+    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "#"),    # the prompt's
     ("grow = lambda x: x + 1", "lambda", "def grow"),
     ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```", "lru_cache", "#"),
     ("```python\nt = [0] * 9\nfor i in range(8):\n    t[i] = i + 1\ndef grow(x):\n    return t[x]\n```", "range", "#"),
@@ -242,6 +254,28 @@ def test_the_reference_sees_fresh_inputs_and_the_solution_no_output(tmp_path):
     assert [row["base"] for row in run([found], clears, lazy, peeks, counts)] == [True, False, False, True]
 
 
+ROOT_OF = PLUS | {"entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n', "atol": 1e-4,
+                  "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]], "plus_input": []}
+
+
+@pytest.mark.parametrize("row, lie", [
+    (ROOT_OF, "class Liar(float):\n    def __pow__(self, power): return 0.0\ndef find_zero(xs): return Liar(1)"),
+    (PLUS, "class Liar(int):\n    def __eq__(self, other): return True\ndef grow(x): return Liar(0)"),
+    (SHARED, "class Liar(tuple):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+             "def similar_elements(a, b): return Liar([0])"),
+    (PLUS, "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0")])
+def test_a_value_that_lies_is_compared_as_what_it_is(row, lie, tmp_path):
+    found = problem(tmp_path, row)
+    assert [one["base"] for one in run([found], found.solution, lie)] == [True, False]
+
+
+def test_the_reference_has_time_of_its_own(tmp_path):
+    slow = "    import time\n    while time.process_time() < 2:\n        pass\n    return x + 1\n"
+    found = problem(tmp_path, PLUS | {"canonical_solution": slow})
+    answers = [{"task_id": found.task_id, "solution": code} for code in ("def grow(x): return x + 1", found.solution)]
+    assert [row["status"] for row in execute([found], answers, timeout=1, unsafe=True)] == ["passed", "timeout"]
+
+
 # ── Execution and pass@k ───────────────────────────────────────────────────────────────────────────────
 
 def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
@@ -250,7 +284,7 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
     samples = [{"task_id": task, "solution": f"def grow(x):\n    {body}"} for task in ("HumanEval/1", "HumanEval/0")
                for body in (right, base_only, plus_only, "while True: pass")]
     rows = execute(problems, samples, workers=4, timeout=1.0, unsafe=True)
-    assert [(row["id"], row["sample"]) for row in rows] == [(f"HumanEval/{i}", k) for i in (0, 1) for k in range(4)]
+    assert [row["id"] for row in rows] == ["HumanEval/0"] * 4 + ["HumanEval/1"] * 4
     assert [(row["base"], row["plus"]) for row in rows[:4]] == [
         (True, True), (True, False), (False, False), (False, False)]
     assert [row["status"] for row in rows] == 2 * ["passed", "failed", "failed", "timeout"]
@@ -268,10 +302,10 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
 def test_unknown_and_missing_tasks_are_named(tmp_path):
     problems = read_problems(write(tmp_path / "p", HUMANEVAL, HUMANEVAL | {"task_id": "HumanEval/1"}))
     samples = [{"task_id": f"HumanEval/{number}", "solution": ""} for number in (0, 1, 7)]
-    with pytest.raises(InputError, match=r"0 have no sample \[\], 1 sampled tasks are unknown \['HumanEval/7'\]"):
+    with pytest.raises(InputError, match=r"2 tasks: \['HumanEval/7'\] are on one side alone, as 1 are"):
         execute(problems, samples)
-    with pytest.raises(InputError, match=r"2 tasks: 1 have no sample \['HumanEval/1'\], 0 "):
-        execute(problems, samples[:1])
+    with pytest.raises(InputError, match=r"2 tasks: \['HumanEval/1', 'HumanEval/7'\] are on one side"):
+        execute(problems, samples[::2])
 
 
 def test_samples_go_through_a_file_and_completions_go_on_from_the_prompt(tmp_path):
@@ -282,7 +316,8 @@ def test_samples_go_through_a_file_and_completions_go_on_from_the_prompt(tmp_pat
     write(tmp_path / "c.jsonl.gz", {"task_id": "HumanEval/0", "completion": "    return x + 1"}, zipped=True)
     [row] = execute(problems, read_samples(tmp_path / "c.jsonl.gz", problems), unsafe=True)
     assert row["base"] and code_scores([row]) == [{"id": "HumanEval/0", "pass@1": 1.0}]
-    for bad, word in (({"task_id": "HumanEval/0"}, "'solution' is miss"), ({"solution": ""}, "'task_id' is miss")):
+    for bad, word in (({"task_id": "HumanEval/0"}, "row 1: field 'solution' is miss"),
+                      ({"solution": ""}, "'task_id' is miss")):
         with pytest.raises(InputError, match=word):
             read_samples(write(tmp_path / "bad.jsonl", bad), problems)
 
@@ -341,15 +376,16 @@ def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
 
 
 @pytest.mark.parametrize("row, words", [
-    (arc_row("4"), "answerKey '4'"), (arc_row(labels="112"), "labels"), (arc_row("1", ["a"]), "several"),
-    (arc_row(choices=["a", "", "b"]), "'text' holds ''"), (arc_row(question={"stem": "s"}), "'choices' is missing"),
-    (arc_row(question={"stem": "s", "choices": ["a", "b"]}), "'text' is missing"),
-    (arc_row(question="s"), "'question' holds"), ({"id": "q", "question": {}}, "'question'"),
+    (arc_row("4"), "'4' is not in list"), (arc_row(labels="112"), "choices"),
+    (arc_row("1", ["a"]), "at least two choices"), (arc_row(choices=["a", "", "b"]), "'text': ''"),
+    (arc_row(question={"stem": "s"}), "KeyError('choices')"),
+    (arc_row(question={"stem": "s", "choices": ["a", "b"]}), "TypeError"),
+    (arc_row(question="s"), "TypeError"), ({"id": "q", "question": {}}, "'question' is missing"),
     (HUMANEVAL, "'id' is missing")])
 def test_arc_rows_of_another_form_are_named(row, words, tmp_path):
     with pytest.raises(InputError) as caught:
         read_arc(write(tmp_path / "bad", arc_row(), row))
-    assert "row 2" in str(caught.value) and words in str(caught.value)
+    assert re.search("row 2|line 3", str(caught.value)) and words in str(caught.value)
 
 
 def plainly(model, tokenizer, question, choice):
@@ -371,8 +407,7 @@ def assert_plain(model, tokenizer, rows, adapter=None):
     found = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
     assert list(map(len, found)) == list(map(len, plain))
     assert np.abs(np.concatenate(found) - np.concatenate(plain)).max() <= 1e-4
-    scores = arc_scores(model, tokenizer, rows, adapter, batch_size=7)
-    for row, score, values in zip(rows, scores, plain):
+    for row, score, values in zip(rows, arc_scores(rows, found), plain):
         normed = np.array(values) / [len(choice) for choice in row["choices"]]
         assert score == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
                          "accuracy_norm": float(np.argmax(normed) == row["answer"])}
@@ -396,14 +431,24 @@ def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table
 
 
 @pytest.mark.parametrize("answer, expected", [(0, (0.0, 1.0)), (1, (1.0, 0.0)), (2, (0.0, 0.0))])
-def test_the_norm_is_per_character_and_the_first_of_equals_wins(answer, expected, monkeypatch):
+def test_the_norm_is_per_character_and_the_first_of_equals_wins(answer, expected):
     row = {"id": "q", "question": "", "choices": ["four", "a", "b"], "answer": answer}
-    monkeypatch.setattr(benchmarks, "choice_logprobs", lambda *_: [[-4.0, -2.0, -2.0]])
-    [scores] = arc_scores(None, None, [row])
+    [scores] = arc_scores([row], [[-4.0, -2.0, -2.0]])
     assert (scores["accuracy"], scores["accuracy_norm"]) == expected
 
 
-def test_a_row_beyond_the_context_is_named(toy_model):
-    row = {"id": "long", "question": "why? " * 600, "choices": ["a", "b"], "answer": 0}
-    with pytest.raises(InputError, match="row long of ARC"):
-        choice_logprobs(*toy_model, [row])
+    with pytest.raises(InputError, match="ARC row q: .* not finite"):
+        arc_scores([row], [[-1.0, math.nan, -1.0]])
+
+
+def test_of_a_question_beyond_the_context_the_end_is_read(toy_model):
+    """As the harness cuts it: the row is scored, and not left out."""
+    model, tokenizer = toy_model
+    row = {"id": "long", "question": "why? " * 600, "choices": ["a", "b c"], "answer": 0}
+    found, = choice_logprobs(model, tokenizer, [row])
+    for choice, score in zip(row["choices"], found):
+        ids = tokenizer(f"Question: {row['question']}\nAnswer: {choice}", add_special_tokens=False).input_ids
+        ids = torch.tensor([ids[-model.config.max_position_embeddings:]])
+        y = len(tokenizer(f" {choice}", add_special_tokens=False).input_ids)
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        assert score == pytest.approx(logprobs[-y:].sum().item(), abs=1e-4)

@@ -6,20 +6,21 @@ import random
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import eval as evaluation
 import toy
+from annotate import token_rewards
 from conftest import ROOT, fails
 from data import read_rows, write_rows
 from loopback import loopback
-from measures import benchmarks, people
+from measures import benchmarks, spans
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
 
@@ -65,170 +66,234 @@ def stories_flags(tmp_path_factory):
             "--max_new_tokens", "12"]
 
 
-def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(adapter, tmp_path, monkeypatch, capsys):  # Table 2
+def value(result: dict, measure: str, side: str = "after") -> float:
+    """The figure without its interval."""
+    return figure(result, measure)[side][0]
+
+
+def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
+        adapter, tmp_path, monkeypatch, capsys):  # Table 2
     flags = ("--adapter", adapter, "--limit", "30", "--output_dir", tmp_path)
     result, printed = run(monkeypatch, capsys, *flags)
-    rows, kept = toy.rows("eval", 30), read_rows(tmp_path / "answers.jsonl")
-    texts = {name: [row["response"] for row in kept if row["policy"] == name] for name in ("before", "after")}
+    rows = toy.rows("eval", 30)
+    texts = {name: [row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
+             for name in ("before", "after")}
     references = [row["reference"] for row in rows]
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     prompts = [f"Summarise the post in one sentence.\n\nPost: {row['post']}" for row in rows]
     assert texts["before"] != texts["after"]
     for name, found in texts.items():
         truth = [toy.fact_accuracy(row, text) for row, text in zip(rows, found)]
-        assert figure(result, "fact accuracy")[name]["value"] == pytest.approx(np.mean(truth))
-        assert (figure(result, "fact accuracy")[name]["low"], figure(result, "fact accuracy")[name]["high"]) == \
-            pytest.approx(bootstrap(truth))
-        assert figure(result, "rougeL")[name]["value"] == pytest.approx(
-            np.mean([rouge(text, reference)["rougeL"] for text, reference in zip(found, references)]))
-        assert figure(result, "BLEU")[name]["value"] == pytest.approx(bleu(found, references))
+        assert figure(result, "fact accuracy")[name] == pytest.approx(
+            [np.mean(truth), *bootstrap(truth)])
+        scores = [rouge(text, reference)["rougeL"] for text, reference in zip(found, references)]
+        assert value(result, "rougeL", name) == pytest.approx(np.mean(scores))
+        assert value(result, "BLEU", name) == pytest.approx(bleu(found, references))
         nats, tokens = np.sum(perplexity(model, tokenizer, prompts, found), axis=0)
-        assert figure(result, "perplexity")[name]["value"] == pytest.approx(np.exp(nats / tokens))
-    change = figure(result, "fact accuracy")
-    assert change["difference"]["value"] == pytest.approx(change["after"]["value"] - change["before"]["value"])
-    assert change["difference"]["low"] <= change["difference"]["value"] <= change["difference"]["high"]
-    assert f"{change['after']['value']:.3f} [{change['after']['low']:.3f}" in printed
+        assert value(result, "perplexity", name) == pytest.approx(np.exp(nats / tokens))
+        assert value(result, "tokens", name) == pytest.approx(tokens / 30)
+    line = figure(result, "fact accuracy")
+    change, low, high = line["difference"]
+    assert change == pytest.approx(line["after"][0] - line["before"][0]) and low <= change <= high
+    assert line["rows"] == 30 and line["unit"] == "0–1 ↑"
+    assert f"{line['after'][0]:.3f} [{line['after'][1]:.3f}, " in printed
     page = (tmp_path / "report.html").read_text()
-    assert "fact accuracy" in page and texts["after"][0] in page and "src=" not in page
+    for said in ("fact accuracy", texts["after"][0], str(adapter), "before: no adapter on toy/base", "0–1 ↑"):
+        assert said in page
+    assert "src=" not in page
 
 
-def test_answers_on_file_are_not_written_again_and_depend_on_no_batch(adapter, tmp_path, monkeypatch, capsys):
+def test_answers_on_file_are_not_written_again_and_depend_on_no_batch(
+        adapter, tmp_path, monkeypatch, capsys):
     flags = ("--adapter", adapter, "--limit", "12")
     whole, _ = run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "a")
-    lines = (tmp_path / "a" / "answers.jsonl").read_bytes().splitlines(True)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "answers.jsonl").write_bytes(b"".join(lines[:7]) + lines[7][:20])          # as a kill leaves it
-    asked = []
-    real = evaluation.generate
-    monkeypatch.setattr(evaluation, "generate", lambda model, prompts, *a, **k: asked.append(len(prompts)) or real(
-        model, prompts, *a, **k))
+    files = sorted((tmp_path / "a").glob("answers-*.jsonl"))
+    assert len(files) == 2
+    lines = files[0].read_bytes().splitlines(True)
+    (tmp_path / "b" / files[0].name).write_bytes(b"".join(lines[:7]) + lines[7][:20])  # killed
+    asked, real = [], evaluation.generate
+    monkeypatch.setattr(evaluation, "generate", lambda model, prompts, *a, **k: asked.append(
+        len(prompts)) or real(model, prompts, *a, **k))
     again, _ = run(monkeypatch, capsys, *flags, "--batch_size", "5", "--output_dir", tmp_path / "b")
     assert sum(asked) == 24 - 7 and max(asked) == 5
     assert again["figures"] == whole["figures"]
     run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b")
     assert sum(asked) == 24 - 7                                       # all are there now
     run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--seed", "1", "--limit", "3")
-    assert sum(asked) == 24 - 7 + 6                                   # another seed has answers of its own
+    assert sum(asked) == 24 - 7 + 6                                   # another seed, other answers
 
 
 def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path, monkeypatch, capsys):
     from transformers import BertConfig, BertModel, BertTokenizerFast
-    encoder = tmp_path / "encoder"
+    encoder = tmp_path / "distilbert-base-uncased"                    # whose layer is known: 5
     encoder.mkdir()
     words = sorted(set("".join(open(shared / "data" / "slf5k.jsonl")).lower().split()))[:2000]
     (encoder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
     BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(encoder)
-    BertModel(BertConfig(vocab_size=len(words) + 5, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                         intermediate_size=32)).save_pretrained(encoder)
-    posts = [{"post": row["summary_prompt"][:300 if i % 2 else 900], "ideal_human_summary": row["ideal_human_summary"]}
-             for i, row in enumerate(read_rows(shared / "data" / "slf5k.jsonl")) if len(row["ideal_human_summary"]) < 300]
+    BertModel(BertConfig(vocab_size=len(words) + 5, hidden_size=16, num_hidden_layers=5,
+                         num_attention_heads=2, intermediate_size=32)).save_pretrained(encoder)
+    posts = 2 * [{"post": row["summary_prompt"][:300], "ideal_human_summary": row["ideal_human_summary"]}
+             for row in read_rows(shared / "data" / "slf5k.jsonl") if len(row["ideal_human_summary"]) < 300][:9]
     write_rows(tmp_path / "posts.jsonl", posts)
-    result, printed = run(monkeypatch, capsys, "--task", "slf5k", "--data", tmp_path / "posts.jsonl", *stories_flags,
-                          "--max_prompt_tokens", "250", "--encoder", encoder, "--encoder_layer", "2", "--output_dir",
-                          tmp_path / "out")
-    left = figure(result, "rouge1")["after"]["rows"]
-    assert 0 < left < len(posts) and f"left out {len(posts) - left} of {len(posts)} rows, over 250 tokens" in printed
-    assert 0 < figure(result, "BERTScore F1")["after"]["value"] < 1
-    assert "perplexity of the references" in printed
+    result, printed = run(monkeypatch, capsys, "--task", "slf5k", "--data", tmp_path / "posts.jsonl",
+                          *stories_flags, "--encoder", encoder, "--output_dir", tmp_path / "out")
+    assert figure(result, "rouge1")["rows"] == len(posts)             # each post stands twice
+    assert 0 < value(result, "BERTScore F1") < 1
+    assert value(result, "perplexity of references") > 1
+
+
+def marked_rows(n: int) -> tuple[list[dict], list[dict]]:
+    """Rows as annotate.py writes them, and the true critic's reply to each."""
+    rows, replies = [], []
+    for i, row in enumerate(toy.rows("eval", n)):
+        response = toy.write_summary(row["facts"], random.Random(i), 0.3)
+        said = json.loads(toy.critique(row, response).split("\n")[1])
+        spans = [{"start": response.index(q), "end": response.index(q) + len(q),
+                  "label": 1 if kind[0] == "g" else -1}
+                 for kind, quotes in said.items() for q in quotes]
+        rows.append({"id": row["id"], "prompt": row["post"], "response": response,
+                     "critique": "c", **said, "spans": spans})
+        replies.append({"id": row["id"], "response": toy.critique(row, response)})
+    return rows, replies
 
 
 def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path, monkeypatch, capsys):
-    rows, replies = [], []
-    for i, row in enumerate(toy.rows("eval", 20)):
-        response = toy.write_summary(row["facts"], random.Random(i), 0.3)
-        said = json.loads(toy.critique(row, response).split("\n")[1])
-        spans = [{"start": response.index(q), "end": response.index(q) + len(q), "label": 1 if kind[0] == "g" else -1}
-                 for kind, quotes in said.items() for q in quotes]
-        rows.append({"id": row["id"], "prompt": row["post"], "response": response, "critique": "c", **said, "spans": spans})
-        replies.append({"id": row["id"], "response": "no idea" if i < 5 else toy.critique(row, response)})
+    rows, replies = marked_rows(20)
+    for reply in replies[:5]:
+        reply["response"] = "no idea"
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "replies.jsonl", replies)
-    result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl", "--responses",
-                          tmp_path / "replies.jsonl", "--output_dir", tmp_path / "out")
-    value = lambda name: figure(result, name)["answers"]["value"]
-    assert value("unparseable") == 0.25 and value("row_f1") == pytest.approx(0.75)
-    assert value("good_precision") == value("good_exact") == value("good_overlap_index") == 1
-    assert value("good_recall") < 1 and "Table 19" in printed and "5 failed replies" in printed
-    assert sum("reason" in row for row in read_rows(tmp_path / "out" / "answers_feedback.jsonl")) == 5
+    result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+                          "--adapter", tmp_path / "replies.jsonl", "--output_dir", tmp_path / "out")
+    assert value(result, "critiques that cannot be read") == 0.25
+    assert value(result, "F1 of a response, mean") == pytest.approx(0.75)
+    for perfect in ("tokens, precision", "spans, exact", "spans, overlap index", "spans, ≥ 90 % overlap"):
+        right, low, high = figure(result, f"good {perfect}")["after"]
+        assert right == high == 1 and 0.7 < low < 1                   # Wilson's, not [1, 1]
+    assert value(result, "good tokens, recall") < 1 and "Table 19" in printed
+    assert sum("reason" in row for row in read_rows(tmp_path / "out" / "after.jsonl")) == 5
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("this critique cannot be read") == 5 and page.count("background:") > 60
+    assert '"good_spans"' not in page                                 # colours, not raw JSON
+
+
+def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
+        adapter, tmp_path, monkeypatch, capsys):
+    rows, _ = marked_rows(12)
+    write_rows(tmp_path / "gold.jsonl", rows)
+    mine = tmp_path / "reward" / "adapter"
+    shutil.copytree(adapter, mine)
+    flags = ("--task", "reward_model", "--data", tmp_path / "gold.jsonl", "--adapter", mine,
+             "--max_new_tokens", "4", "--output_dir", tmp_path / "out")
+    result, printed = run(monkeypatch, capsys, *flags)                # nobody says which
+    assert figure(result, "critiques that cannot be read")["rows"] == 12
+    assert "may have been trained on these rows" in printed
+    samples = [{"id": row["id"], "response": row["response"]} for row in rows]
+    samples[0] |= {"response": "another response to it, which was trained on"}
+    write_rows(mine.parent / "samples.jsonl", samples[:5])
+    result, printed = run(monkeypatch, capsys, *flags, "--limit", "3")
+    assert "4 of 12 rows: those that" in printed and "may have been" not in printed
+    assert [row["id"] for row in read_rows(tmp_path / "out" / "after.jsonl")] == \
+        [row["id"] for row in rows[1:4]]
+    _, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
+    marked = [token_rewards(row["response"], spans.response_tokens(tokenizer, row["response"]),
+                            spans.read_spans(row)).count(1) for row in rows[1:4]]
+    counts, = read_rows(tmp_path / "out" / "after_counts.json")
+    assert [of for _, of in counts["good tokens, recall"]] == marked  # in tokens, not in words
 
 
 def test_r_phi_on_real_rows_writes_its_own_critiques(stories_flags, shared, tmp_path, monkeypatch, capsys):
     marked = tmp_path / "people.jsonl"
     monkeypatch.setattr(sys, "argv", [
-        "people", str(shared / "data" / "finegrained_qa_human_spans.jsonl"),
-        "--task", "ultrafeedback", "--output", str(marked)])
-    people.main()
+        "spans", "--people", str(shared / "data" / "finegrained_qa_human_spans.jsonl"),
+        "--output", str(marked)])
+    spans.main()
     short = [row | {"prompt": row["prompt"][:200]} for row in read_rows(marked)
              if len(row["response"]) < 400][:3]
     write_rows(marked, short)
     result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", marked, *stories_flags,
                     "--output_dir", tmp_path / "out")
-    assert figure(result, "unparseable")["after"] == {"value": 1.0, "low": 1.0, "high": 1.0, "rows": len(short)}
+    line = figure(result, "critiques that cannot be read")
+    assert line["after"][0] == 1 and line["rows"] == len(short)
 
 
 def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, monkeypatch, capsys):
     data = shared / "data" / "arc_challenge_dev.jsonl"
-    result, _ = run(monkeypatch, capsys, "--task", "arc", "--data", data, "--limit", "12", *stories_flags, "--output_dir",
-                    tmp_path / "arc")
+    result, _ = run(monkeypatch, capsys, "--task", "arc", "--data", data, "--limit", "12",
+                    *stories_flags, "--output_dir", tmp_path / "arc")
     model, tokenizer = load_model(stories_flags[1], device="cpu")
     load_lora(model, "mine", stories_flags[3])
     for name, lora in (("before", None), ("after", "mine")):
-        rows = benchmarks.arc_scores(model, tokenizer, benchmarks.read_arc(data)[:12], lora)
+        asked = benchmarks.read_arc(data)[:12]
+        rows = benchmarks.arc_scores(asked, benchmarks.choice_logprobs(model, tokenizer, asked, lora))
         for key in ("accuracy", "accuracy_norm"):
-            assert figure(result, key)[name]["value"] == pytest.approx(np.mean([row[key] for row in rows]))
-    flags = ("--task", "code", "--data", shared / "data" / "HumanEval.jsonl.gz", "--limit", "3", *stories_flags,
-             "--samples_per_row", "2", "--k", "1,2", "--temperature", "1", "--output_dir", tmp_path / "code")
+            assert value(result, key, name) == pytest.approx(np.mean([row[key] for row in rows]))
+    flags = ("--task", "code", "--data", shared / "data" / "HumanEval.jsonl.gz", "--limit", "3",
+             *stories_flags, "--samples_per_row", "2", "--k", "2", "--temperature", "1",
+             "--output_dir", tmp_path / "code")
     result, printed = run(monkeypatch, capsys, *flags)
     assert "nothing was run" in printed and result["figures"] == []
     assert len(read_rows(tmp_path / "code" / "after_samples.jsonl")) == 6
     result, _ = run(monkeypatch, capsys, *flags, "--allow_code_execution", "--code_timeout", "5")
-    assert figure(result, "pass@2")["after"]["value"] == 0
+    assert value(result, "pass@1") == value(result, "pass@2") == 0
 
 
 def test_solutions_from_a_file_are_run_and_counted(shared, tmp_path, monkeypatch, capsys):
-    import gzip
-    with gzip.open(shared / "data" / "HumanEval.jsonl.gz", "rt") as file:
-        problems = [json.loads(line) for line in file][:4]
+    data = shared / "data" / "HumanEval.jsonl.gz"
     write_rows(tmp_path / "samples.jsonl", [
         {"task_id": p["task_id"], "solution": p["prompt"] + (p["canonical_solution"] if i else "    pass\n")}
-        for i, p in enumerate(problems)])
-    result, _ = run(monkeypatch, capsys, "--task", "code", "--data", shared / "data" / "HumanEval.jsonl.gz", "--limit", "4",
-                    "--responses", tmp_path / "samples.jsonl", "--allow_code_execution", "--output_dir", tmp_path / "out")
-    assert figure(result, "pass@1")["answers"]["value"] == 0.75
+        for i, p in enumerate(read_rows(data)[:4])])
+    result, _ = run(monkeypatch, capsys, "--task", "code", "--data", data, "--limit", "4", "--adapter",
+                    tmp_path / "samples.jsonl", "--allow_code_execution", "--output_dir", tmp_path / "out")
+    assert value(result, "pass@1") == 0.75
 
 
 def verdict(body):
-    """A judge that prefers the answer with more letters e and rates by length, in the form that it is asked for."""
-    text = body["messages"][-1]["content"]
-    if "[[A]]" in body["messages"][0]["content"] or "winner" in body["messages"][0]["content"]:
-        import re
-        a, b = (re.search(rf"<answer_{side}-(\w+)>\n(.*?)\n</answer_{side}-\1>", text, re.S)[2] for side in "ab")
-        return json.dumps({"reasoning": "e", "winner": "tie" if a.count("e") == b.count("e") else
-                           "A" if a.count("e") > b.count("e") else "B"})
-    return json.dumps({"reasoning": "length", "rating": 1 + len(text) % 10})
+    """A judge that prefers the answer with more letters e, and rates by length."""
+    system, text = (message["content"] for message in body["messages"])
+    if "[[A]]" not in system:
+        return f"Its length: [[{1 + len(text) % 10}]]"
+    a, b = (re.search(rf"<answer_{x}-(\w+)>\n(.*?)\n</answer_{x}-\1>", text, re.S)[2].count("e")
+            for x in "ab")
+    return "[[C]]" if a == b else "[[A]]" if a > b else "[[B]]"
 
 
 def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with loopback(responder=verdict) as server:
-        flags = ("--adapter", adapter, "--limit", "10", "--judge_model", "judge", "--base_url", server.url, "--output_dir",
-                 tmp_path)
+        flags = ("--adapter", adapter, "--limit", "10", "--judge_model", "judge", "--base_url",
+                 server.url, "--output_dir", tmp_path)
         _, dry = run(monkeypatch, capsys, *flags, "--dry_run")
-        answers = [row["response"] for row in read_rows(tmp_path / "answers.jsonl")]
-        todo = 20 - sum(a == b for a, b in zip(answers[:10], answers[10:]))          # equal answers look alike both ways round
+        before, after = ([row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
+                         for name in ("before", "after"))
+        todo = 20 - sum(a == b for a, b in zip(before, after))  # equal ones: both ways the same
         assert f"20 questions, {todo} to ask" in dry and server.stats()["calls"] == 0
         result, printed = run(monkeypatch, capsys, *flags)
         asked = server.stats()["calls"]
-        texts = {name: [row["response"].count("e") for row in read_rows(tmp_path / "answers.jsonl") if row["policy"] == name]
-                 for name in ("before", "after")}
-        wins = [(a > b) + 0.5 * (a == b) for a, b in zip(texts["after"], texts["before"])]
-        assert figure(result, "win rate")["after"]["value"] == pytest.approx(np.mean(wins))
-        assert f"judge: {wins.count(1)} : {wins.count(0.5)} : {wins.count(0)}" in printed and asked == todo
+        counts = [(a.count("e"), b.count("e")) for a, b in zip(after, before)]
+        wins = [(a > b) + 0.5 * (a == b) for a, b in counts]
+        assert value(result, "win rate") == pytest.approx(np.mean(wins))
+        shown = rf"win +tie +loss.*\n─+\n{wins.count(1)} +{wins.count(0.5)} +{wins.count(0)} "
+        assert re.search(shown, printed) and asked == todo
         run(monkeypatch, capsys, *flags)
         assert server.stats()["calls"] == asked
-        result, _ = run(monkeypatch, capsys, *flags, "--rate")
-        line = figure(result, "rating, 1 to 10")
-        assert server.stats()["calls"] == asked + len({(i % 10, text) for i, text in enumerate(answers)}) and 1 <= line["before"]["value"] <= 10 and "difference" in line
+
+
+def test_critiques_are_judged_in_pairs(tmp_path, monkeypatch, capsys):  # Table 1, Appendix E
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    rows, replies = marked_rows(4)
+    write_rows(tmp_path / "gold.jsonl", rows)
+    write_rows(tmp_path / "a.jsonl", replies)
+    write_rows(tmp_path / "b.jsonl", [{"id": row["id"], "response": "I cannot say."} for row in rows])
+    asked = []
+    with loopback(responder=lambda body: asked.append(body["messages"][1]["content"]) or "[[C]]"
+                  ) as server:
+        result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+                        "--adapter", tmp_path / "a.jsonl", "--before", tmp_path / "b.jsonl",
+                        "--judge_model", "j", "--base_url", server.url, "--output_dir", tmp_path / "o")
+    assert value(result, "win rate") == 0.5 and all("<feedback_a" in text for text in asked)
+    assert len(asked) == 8 and value(result, "critiques that cannot be read", "before") == 1
 
 
 def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, tmp_path, monkeypatch, capsys):
@@ -236,21 +301,28 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
     questions = [row for row in read_rows(shared / "data" / "mt_bench_question.jsonl")
                  if sum(map(len, row["turns"])) < 400][:4]
     write_rows(tmp_path / "questions.jsonl", questions)
+    gamed = tmp_path / "df_gamed.csv"
+    gamed.write_text("model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline\n"
+                     + "".join(f"long,0.{i},{i},-1.5,0.{i},False\n" for i in range(10)))
     with loopback(responder=verdict) as server:
         judge = ("--judge_model", "judge", "--base_url", server.url)
-        result, printed = run(monkeypatch, capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
-                              *stories_flags, *judge, "--output_dir", tmp_path / "mt")
-        line = figure(result, "score")
-        assert 1 <= line["before"]["value"] <= 10 and line["after"]["rows"] == 4
-        turns = [figure(result, f"turn {k}")["after"]["value"] for k in (1, 2)]
-        assert line["after"]["value"] == pytest.approx(np.mean(turns))
+        result, _ = run(monkeypatch, capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
+                        *stories_flags, *judge, "--output_dir", tmp_path / "mt")
+        line = figure(result, "rating")
+        assert 1 <= line["before"][0] <= 10 and line["rows"] == 4 and line["unit"] == "1–10 ↑"
+        turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
+        assert line["after"][0] == pytest.approx(np.mean(turns))
+        kinds = [line for line in result["figures"] if line["measure"][8:12] not in ("", "turn")]
+        assert sum(line["rows"] for line in kinds) == 4               # one of each question
+        assert sum(line["rows"] * line["after"][0] for line in kinds) == pytest.approx(4 * line["after"][0])
         row = read_rows(tmp_path / "mt" / "after_answers.jsonl")[0]
         assert len(row["choices"][0]["turns"]) == 2 and row["question_id"] == questions[0]["question_id"]
-        result, printed = run(monkeypatch, capsys, "--task", "alpaca_eval", "--data", shared / "data" / "alpaca_eval_100.jsonl",
-                              "--limit", "6", *stories_flags, *judge, "--output_dir", tmp_path / "alpaca")
-        assert figure(result, "win rate")["after"]["rows"] == 6
+        data = shared / "data" / "alpaca_eval_100.jsonl"
+        result, printed = run(monkeypatch, capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
+                              "--difficulty", gamed, *stories_flags, *judge, "--output_dir", tmp_path / "alpaca")
+        assert figure(result, "win rate")["rows"] == 6 and printed.count("length-controlled, %") == 2
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
-        assert [set(row) for row in outputs] == [{"instruction", "output", "generator", "dataset"}] * 6
+        assert [set(row) for row in outputs] == [{"instruction", "output", "generator"}] * 6
 
 
 def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path, monkeypatch, capsys):
@@ -258,33 +330,41 @@ def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path
     with loopback(responder=lambda body: "I like both of them a lot.") as server:
         result, printed = run(monkeypatch, capsys, "--adapter", adapter, "--limit", "4", "--judge_model", "judge",
                               "--base_url", server.url, "--output_dir", tmp_path)
-    assert "4 unreadable" in printed and "4 of 4 rows without a verdict" in printed
-    assert not any(line["measure"] == "win rate" for line in result["figures"])
+    assert "8 of 8 questions have no verdict, first toy-eval-0-0: no verdict in the reply" in printed
+    assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
 
 
-def test_the_same_adapter_twice_makes_no_difference_and_file_times_change_nothing(adapter, tmp_path, monkeypatch, capsys):
+def test_rows_that_a_judge_left_open_are_out_of_every_side():
+    line, = evaluation.table_lines({"before": {"rating": [1, None, 5]}, "after": {"rating": [2, 9, 4]}})
+    assert line["rows"] == 2 and line["before"][0] == 3 and line["after"][0] == 3
+
+
+def test_the_same_adapter_twice_makes_no_difference_and_file_times_change_nothing(
+        adapter, tmp_path, monkeypatch, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(adapter, copy)
     os.utime(copy / "adapter_model.safetensors", (1, 1))
-    result, _ = run(monkeypatch, capsys, "--adapter", copy, "--before", adapter, "--limit", "8", "--output_dir", tmp_path / "a")
-    assert all(line["difference"] == {"value": 0, "low": 0, "high": 0} for line in result["figures"])
-    again, _ = run(monkeypatch, capsys, "--adapter", copy, "--limit", "8", "--output_dir", tmp_path / "b")
+    flags = ("--adapter", copy, "--limit", "8", "--output_dir", tmp_path / "a")
+    result, _ = run(monkeypatch, capsys, *flags, "--before", adapter)
+    assert all(line["difference"] == [0, 0, 0] for line in result["figures"])
+    assert len([*(tmp_path / "a").glob("answers-*")]) == 1            # written once, for both
+    again, _ = run(monkeypatch, capsys, *flags)
     assert figure(again, "fact accuracy")["after"] == figure(result, "fact accuracy")["after"]
 
 
 def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, monkeypatch, capsys):
-    rows = toy.rows("eval", 4)
-    answers = [{"id": row["id"], "response": row["reference"] if i else ""} for i, row in enumerate(rows)]
+    answers = [{"id": row["id"], "response": row["reference"] if i else ""}
+               for i, row in enumerate(toy.rows("eval", 4))]
     (tmp_path / "array.json").write_text(json.dumps(answers))
-    result, _ = run(monkeypatch, capsys, "--responses", tmp_path / "array.json", "--limit", "4", "--output_dir", tmp_path / "a")
-    assert figure(result, "fact accuracy")["answers"]["value"] == pytest.approx(0.75)
-    assert figure(result, "rouge1")["answers"]["value"] == pytest.approx(0.75)
+    flags = ("--limit", "4", "--adapter")
+    result, _ = run(monkeypatch, capsys, *flags, tmp_path / "array.json", "--output_dir", tmp_path / "a")
+    assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
     (tmp_path / "twice.json").write_text(json.dumps([*answers, answers[0]]))
-    assert "row 5: needed are an id of its own" in fails("eval.py", "--responses", tmp_path / "twice.json", "--limit", "4",
-                                                         "--output_dir", tmp_path / "b")
-    monkeypatch.setattr(toy, "TASK", replace(toy.TASK, rows=lambda split, n, seed: rows[:3]))
-    assert "4 answers to 3 rows; leave out what belongs to no row, such as toy-eval-0-3" in fails(
-        "eval.py", "--responses", tmp_path / "array.json", "--output_dir", tmp_path / "c")
+    assert "two rows have one id" in fails("eval.py", *flags, tmp_path / "twice.json",
+                                           "--output_dir", tmp_path / "b")
+    (tmp_path / "few.json").write_text(json.dumps(answers[:1]))
+    told = fails("eval.py", *flags, tmp_path / "few.json", "--output_dir", tmp_path / "c")
+    assert "no answer to 3 of 4 rows, first toy-eval-0-1" in told
 
 
 def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, monkeypatch, capsys):
@@ -295,53 +375,53 @@ def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, mo
     for good in ([], ["cat"]):
         said = json.dumps({"textual_feedback": "so", "good_spans": good, "poor_spans": ["mat"]})
         write_rows(tmp_path / "said.jsonl", [{"id": n, "response": said} for n in "12"])
-        result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl", "--responses",
-                              tmp_path / "said.jsonl", "--output_dir", tmp_path / f"out{len(good)}")
-        assert figure(result, "row_f1")["answers"]["value"] == 1 and not re.search(r"good +[1-9]", printed)
+        result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+                              "--adapter", tmp_path / "said.jsonl", "--output_dir", tmp_path / f"out{len(good)}")
+        assert value(result, "F1 of a response, mean") == 1
+        assert not re.search(r"^good, quarter", printed, re.M)        # Table 19 calls none wrong
         assert not any(line["measure"].startswith("good") for line in result["figures"])
-        assert "counted in words" in printed and "nobody marked a span other than poor" in printed
+        assert "counted in words" in printed and "marked: poor; no other" in printed
 
 
 def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
-    from safetensors.torch import load_file, save_file
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)
-    tensors = load_file(broken / "adapter_model.safetensors")
-    with safe_open(broken / "adapter_model.safetensors", "pt") as file:
-        save_file({name: x * float("nan") for name, x in tensors.items()}, broken / "adapter_model.safetensors", file.metadata())
-    assert "NaN or infinite weights" in fails("eval.py", "--adapter", broken, "--limit", "2", "--output_dir", tmp_path / "o")
+    path = broken / "adapter_model.safetensors"
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        save_file({name: x * float("nan") for name, x in tensors.items()}, path, file.metadata())
+    assert "NaN or infinite weights" in fails("eval.py", "--adapter", broken, "--limit", "2",
+                                              "--output_dir", tmp_path / "o")
 
 
 @pytest.mark.parametrize("flags, said", [
-    (("--k", "1,x"), "--k 1,x: needed are whole numbers"),
     (("--batch_size", "0"), "--batch_size: 0 must be at least 1"),
     (("--limit", "-2"), "--limit: -2"), (("--temperature", "nan"), "--temperature: nan"),
     (("--dtype", "fp99"), "--dtype: invalid choice: 'fp99'"),
-    (("--k", "5"), "at least as many --samples_per_row"),
-    (("--task", "arc", "--responses", "f"), "--responses does nothing"),
-    (("--task", "code", "--samples_per_row", "2", "--data", "d"), "one sample, many times over"),
-    (("--task", "reward_model", "--rate", "--data", "d"), "--rate does nothing for --task"),
+    (("--k", "5"), "as many --samples_per_row"),
+    (("--task", "arc", "--judge_model", "j"), "--judge_model does nothing"),
+    (("--task", "mt_bench", "--temperature", "1"), "--temperature does nothing"),
+    (("--task", "arc", "--encoder", "e"), "--encoder does nothing"),
+    (("--task", "code", "--samples_per_row", "2", "--data", "d"), "--temperature above 0"),
     (("--max_usd", "1"), "--price_in"), (("--judge_prompts", "nowhere"), "nowhere: no such file"),
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
+    (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
     (("--task", "poetry"), "--task: invalid choice: 'poetry'")])
 def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch,
                                                                        tmp_path):
     monkeypatch.setattr(evaluation, "load_model", None)
     assert said in fails("eval.py", "--output_dir", tmp_path / "out", *flags)
-    assert not (tmp_path / "out" / "answers.jsonl").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
-    out = ("--output_dir", tmp_path / "out")
-    write_rows(tmp_path / "few.jsonl", [{"id": "toy-eval-0-0", "response": "x"}])
-    told = fails("eval.py", "--responses", tmp_path / "few.jsonl", "--limit", "2", *out)
-    assert "no answer to 1 of 2 rows, first toy-eval-0-1" in told
-    spans = {"id": "1", "prompt": "p", "response": "r", "spans": [{"start": 0, "end": 9, "label": 1}]}
-    write_rows(tmp_path / "spans.jsonl", [spans])
-    told = fails("eval.py", "--task", "reward_model", "--data", tmp_path / "spans.jsonl", *out)
+    out = ("--output_dir", tmp_path / "out", "--data", tmp_path / "spans.jsonl")
+    row = {"id": "1", "prompt": "p", "response": "r", "spans": [{"start": 0, "end": 9, "label": 1}]}
+    write_rows(tmp_path / "spans.jsonl", [row])
+    told = fails("eval.py", "--task", "reward_model", "--adapter", tmp_path / "spans.jsonl", *out)
     assert "row 1: " in told and "is no span" in told
-    told = fails("eval.py", "--task", "code", "--data", tmp_path / "spans.jsonl", *out)
-    assert "spans.jsonl, row 1: field" in told
+    assert "spans.jsonl, line 1: field" in fails("eval.py", "--task", "code", *out[2:],
+                                                  "--output_dir", tmp_path / "code")
 
 
 def test_none_names_the_base_alone(tmp_path, monkeypatch, capsys):
@@ -349,4 +429,4 @@ def test_none_names_the_base_alone(tmp_path, monkeypatch, capsys):
     result, printed = run(monkeypatch, capsys, "--adapter", "none", "--limit", "2",
                           "--max_new_tokens", "3", "--output_dir", tmp_path)
     assert result["config"]["adapter"] is None and "difference" not in printed
-    assert set(figure(result, "fact accuracy")) == {"measure", "base"}
+    assert set(figure(result, "fact accuracy")) == {"measure", "unit", "rows", "base"}

@@ -1,20 +1,34 @@
-"""spans.py against hand-counted responses and brute force over characters."""
+"""spans.py recomputed another way: by hand, by brute force, by an HTML parser."""
 
+import copy
 import json
 import math
 import random
+import re
+import sys
+from collections import Counter
 from itertools import permutations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import annotate
 from annotate import Feedback, Span, ground
-from measures.audit import words
-from measures.spans import SIGNS, compare, confidences, figures, overlaps, readable, span_table, total
+from data import InputError, read_rows, write_rows
+from measures import spans as script
+from measures.spans import (FIGURES, SIGNS, audit, audit_text, character_labels, colour_spans,
+                            compare, confidences, feedback_page, figures, krippendorff_alpha,
+                            merge, overlaps, parts, read_people, read_spans, readable,
+                            span_accuracy, span_length, span_table, total, words,
+                            written_replies)
+from test_report import HOSTILE, Page, assert_closed, often
 
 TEXT = "The cat sat on the mat and slept all day long"
 
 
-def spans(*quotes, label=1, text=TEXT):
+def marked(*quotes, label=1, text=TEXT):
     return [Span(text.index(q), text.index(q) + len(q), label) for q in quotes]
 
 
@@ -23,55 +37,61 @@ def counted(gold, good=(), poor=(), text=TEXT):
 
 
 def test_a_hand_counted_response():  # Table 1; Table 6
-    gold = spans("The cat", "the mat") + spans("all day", label=-1)
+    gold = marked("The cat", "the mat") + marked("all day", label=-1)
     got = counted(gold, good=["The cat", "mat and", "a dog"], poor=["sat"])
     told = figures(got)
-    # good tokens: marked The cat the mat; predicted The cat mat and → 3 hits of 4, and 3 of 4 found
+    # good: marked The cat the mat; predicted The cat mat and → 3 hits of 4, and 3 of 4 found
     assert (told["good_precision"], told["good_recall"], told["good_f1"]) == (0.75, 0.75, 0.75)
     assert (told["poor_precision"], told["poor_recall"], told["poor_f1"]) == (0, 0, 0)
     assert span_table(got) == [["good", 2, 3, 1, 1], ["poor", 1, 1, 0, 0]]
-    assert told["good_overlap_index"] == pytest.approx((1 + 3 / 11) / 2)          # "mat" of "the mat and"
-    assert told["good_exact"] == told["good_near"] == pytest.approx(1 / 3)        # "a dog" is a prediction, too
-    assert told["good_agreement"] == pytest.approx(1 / 3)                         # "mat and": 3 of 6 letters is no majority
+    # "mat" of "the mat and"
+    assert told["good_overlap_index"] == pytest.approx((1 + 3 / 11) / 2)
+    # "a dog" is a prediction, too; "mat and": 3 of 6 letters are no majority
+    assert told["good_exact"] == told["good_near"] == pytest.approx(1 / 3)
+    assert told["good_agreement"] == pytest.approx(1 / 3)
     assert told["unmatched"] == 0.25 and told["unparseable"] == 0
     assert told["row_f1"] == pytest.approx(2 * 3 / (4 + 2 + 4 + 1))
 
 
 def test_an_unreadable_critique_is_wrong_and_not_left_out():
-    gold = spans("The cat")
+    gold = marked("The cat")
     assert readable("I like it.") is None
     lost = figures(compare(TEXT, words(TEXT), gold, readable("I like it.")))
-    assert (lost["row_f1"], lost["good_recall"], lost["unparseable"], lost["good_precision"]) == (0, 0, 1, None)
-    both = figures(total([counted(gold, good=["The cat"]), compare(TEXT, words(TEXT), gold, None)]))
+    names = "row_f1", "good_recall", "unparseable", "good_precision"
+    assert [lost[name] for name in names] == [0, 0, 1, None]
+    unread = compare(TEXT, words(TEXT), gold, None)
+    both = figures(total([counted(gold, good=["The cat"]), unread]))
     assert (both["row_f1"], both["good_recall"], both["unparseable"]) == (0.5, 0.5, 0.5)
     silent = figures(compare(TEXT, words(TEXT), [], None))
-    assert silent["row_f1"] == 0                       # also where there was nothing to find; readable silence is right
+    assert silent["row_f1"] == 0     # also where nothing was to be found; silence is right then
     assert figures(counted([]))["row_f1"] == 1
 
 
 def test_white_space_at_the_ends_of_a_span_changes_nothing():
     wide = [Span(3, 8, 1)]                             # " cat "
-    assert overlaps(TEXT, wide, spans("cat")) == [(1.0, 1.0)]
+    assert overlaps(TEXT, wide, marked("cat")) == [(1.0, 1.0)]
     assert overlaps(TEXT, [Span(3, 4, 1)], [Span(3, 4, 1)]) == []
 
 
 def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 16
-    """Of a span of 20 characters 18 are near and 17 are not; neither is exact; both are of the span's own label."""
-    text = "abcdefghijklmnopqrst"
+    """Of a span of 20 characters 18 are near, 17 are not; neither is exact, both agree."""
+    text = "!#$%&()*+,-./:;<=>?@"                     # of which any part may be quoted
     for n, near in ((20, 1), (18, 1), (17, 0)):
         got = compare(text, [(0, 20)], [Span(0, 20, 1)], Feedback("c", [text[:n]], []))
         told = figures(got)
-        assert (told["good_exact"], told["good_near"], told["good_agreement"]) == (n == 20, near, 1)
-        assert told["good_overlap_index"] == n / 20 and span_table(got)[0] == ["good", 1, 1, n == 20, n < 20]
-    apart = compare(text, [(0, 20)], [Span(0, 8, 1), Span(8, 20, -1)], Feedback("c", [text], []))
-    assert figures(apart)["good_agreement"] == 0                                  # 8 of 20 characters are no majority
+        assert (told["good_exact"], told["good_near"]) == (n == 20, near)
+        assert (told["good_overlap_index"], told["good_agreement"]) == (n / 20, 1)
+        assert span_table(got)[0] == ["good", 1, 1, n == 20, n < 20]
+    gold = [Span(0, 8, 1), Span(8, 20, -1)]
+    apart = compare(text, [(0, 20)], gold, Feedback("c", [text], []))
+    assert figures(apart)["good_agreement"] == 0            # 8 of 20 characters are no majority
 
 
 def test_pairs_are_one_to_one_and_the_best_come_first():
     rng, text = random.Random(1), "x" * 30
     for _ in range(300):
-        gold, predicted = ([Span(a, a + rng.randint(1, 6), 1) for a in rng.sample(range(24), rng.randint(0, 4))]
-                           for _ in range(2))
+        starts = (rng.sample(range(24), rng.randint(0, 4)) for _ in range(2))
+        gold, predicted = ([Span(a, a + rng.randint(1, 6), 1) for a in some] for some in starts)
         pairs = overlaps(text, gold, predicted)
         share = lambda g, p: max(0, min(g.end, p.end) - max(g.start, p.start)) / (
             max(g.end, p.end) - min(g.start, p.start))
@@ -79,9 +99,9 @@ def test_pairs_are_one_to_one_and_the_best_come_first():
         assert len(pairs) <= min(len(gold), len(predicted))
         assert max(every, default=0) == max((either for either, _ in pairs), default=0)
         small, large = sorted((gold, predicted), key=len)
-        most = max((sum(share(a, b) > 0 for a, b in zip(small, chosen)) for chosen in permutations(large, len(small))),
-                   default=0)
-        assert len(pairs) <= most and len(pairs) >= most / 2           # greedy finds at least half of the largest pairing
+        pairings = permutations(large, len(small))
+        most = max(sum(share(a, b) > 0 for a, b in zip(small, chosen)) for chosen in pairings)
+        assert most / 2 <= len(pairs) <= most        # greedy finds half of the largest at least
 
 
 def test_token_counts_against_brute_force_over_characters():  # Table 1
@@ -95,22 +115,542 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
         got = counted(gold, good, poor)
         placed = ground(TEXT, Feedback("c", good, poor)).spans
         def label(i, given):
-            signs = {span.label for span in given if all(span.start <= c < span.end for c in range(*words(TEXT)[i]))}
-            return sum(signs)
+            start, end = words(TEXT)[i]
+            return sum({s.label for s in given if s.start <= start and end <= s.end})
         for name, sign in SIGNS.items():
             marked = [i for i in range(len(words(TEXT))) if label(i, gold) == sign]
             said = [i for i in range(len(words(TEXT))) if label(i, placed) == sign]
-            assert got[f"{name} marked"] == len(marked) and got[f"{name} predicted"] == len(said)
+            assert got[f"{name} marked"] == len(marked)
+            assert got[f"{name} predicted"] == len(said)
             assert got[f"{name} hit"] == len(set(marked) & set(said))
 
 
 def test_what_was_said_has_the_probability_of_its_own_tokens():
-    """One token a character, each of probability .5: n characters have .5 ** n. A quote in both lists stands twice."""
+    """One token a character, of probability .5: n have .5 ** n. A quote may stand twice."""
     quote = 'a "b"\\c'
-    z = f"The cat sat. It slept, wrong.\n{json.dumps({'poor_spans': ['mat', quote], 'good_spans': ['mat']})}"
+    quotes = {"poor_spans": ["mat", quote], "good_spans": ["mat"]}
+    z = f"The cat sat. It slept, wrong.\n{json.dumps(quotes)}"
     offsets, logprobs = [(i, i + 1) for i in range(len(z))], [math.log(0.5)] * len(z)
     found = confidences(z, offsets, logprobs)
     assert [(kind, words, round(-math.log2(p))) for kind, words, p in found] == [
-        ("sentence", "The cat sat", 12), ("sentence", "It slept, wrong", 17), ("good_spans", "mat", 3),
-        ("poor_spans", "mat", 3), ("poor_spans", json.dumps(quote)[1:-1], len(json.dumps(quote)) - 2)]
-    assert [kind for kind, *_ in confidences(z[:40], offsets, logprobs)] == ["sentence", "sentence"]
+        ("sentence", "The cat sat", 12),
+        ("sentence", "It slept, wrong", 17),
+        ("good_spans", "mat", 3),
+        ("poor_spans", "mat", 3),
+        ("poor_spans", json.dumps(quote)[1:-1], len(json.dumps(quote)) - 2),
+    ]
+    assert [kind for kind, *_ in confidences(z[:40], offsets, logprobs)] == ["sentence"] * 2
+
+def test_each_figure_has_the_name_that_people_say():
+    assert FIGURES["good_near"][0] == "good spans, ≥ 90 % overlap"
+    assert {*parts(Counter())} == {*FIGURES} == {*figures(Counter())}
+    counts = Counter({"poor hit": 3, "poor marked": 4, "poor predicted": 8})
+    assert parts(counts)["poor_f1"] == (6, 12)
+
+
+# ── The spans of a row
+
+RESPONSE = "The plot is right, but Bob is called Rob."
+
+
+def span(start, end, label):
+    return {"start": start, "end": end, "label": label}
+
+
+def row(response="The cat sat on the mat.", good=("cat",), poor=("mat",), **fields):
+    """An annotated row whose quotes each occur once."""
+    found = [span(response.index(q), response.index(q) + len(q), label)
+             for label, quotes in ((1, good), (-1, poor)) for q in quotes]
+    return {"id": "r", "prompt": "p", "response": response, "critique": "c",
+            "good_spans": list(good), "poor_spans": list(poor), "spans": found, "unmatched": [],
+            "ambiguous": 0, "conflicting": 0, **fields}
+
+
+def test_labels_have_names_and_numbers_and_a_text_must_stand_at_its_offsets():
+    given_ = [span(4, 8, "good"), span(23, 26, "Poor"), span(0, 3, 1), span(0, 3, "-1")]
+    read = read_spans(row(RESPONSE, (), ()) | {"spans": given_})
+    assert [s.label for s in read] == [1, -1, 1, -1]
+    # A browser counts the rocket twice, so that its offsets are one too many.
+    there = [span(4, 10, 1) | {"text": "rocket"}]
+    rocket = {"id": "r7", "response": "A 🚀 rocket", "spans": there}
+    assert read_spans(rocket) == [Span(4, 10, 1)]
+    with pytest.raises(InputError, match="row r7: .*'text': 'rocke"):
+        read_spans(rocket | {"spans": [span(5, 10, 1) | {"text": "rocket"}]})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"response": "y"},
+        {"spans": []},
+        {"response": 1, "spans": []},
+        {"response": "y", "spans": 0},
+        *(
+            {"response": "yes", "spans": [one]}
+            for one in (
+                [0, 1, 1],
+                {"start": 0, "end": 1},
+                span(0, 4, 1),
+                span(2, 1, 1),
+                span(1, 1, 1),
+                span(-1, 1, 1),
+                span(0, 1, 0),
+                span(0, "1", 1),
+                span(0, 1.0, 1),
+                span(0, 1, ["good"]),
+            )
+        ),
+    ],
+)
+def test_a_row_that_is_not_annotated_is_refused_by_its_name(bad):
+    with pytest.raises(InputError, match="row r7"):
+        audit([row(), {"id": "r7", **bad}])
+
+
+def spans_of(text):
+    place = st.integers(0, len(text))
+    one = st.tuples(place, place, st.sampled_from((1, -1))).filter(lambda s: s[0] < s[1])
+    return st.tuples(st.just(text), st.lists(one, max_size=6))
+
+
+def cut(text, rng):
+    """Random tokens that cover the text, with the white space that tokenizers leave at ends."""
+    cuts = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(6))})
+    return list(zip(cuts, cuts[1:]))
+
+
+annotated = st.text("ab .\n🏠", max_size=25).flatmap(spans_of)
+
+
+@often
+@given(annotated, annotated, st.randoms(use_true_random=False))
+def test_length_and_accuracy_of_a_span_are_counted_character_by_character(one, other, rng):
+    text, found = one
+    tokens, gold = cut(text, rng), [Span(*s) for s in other[1] if s[1] <= len(text)]
+    labels = character_labels(text, gold)
+    for start, end, label in found:
+        own = Span(start, end, label)
+        assert span_length(text, words(text), own) == len(text[start:end].split())
+        inside = [i for i in range(start, end)
+                  if text[start : i + 1].strip() and text[i:end].strip()]
+        touched = [(a, b) for a, b in tokens if any(a <= i < b for i in inside)]
+        assert span_length(text, tokens, own) == len(touched)
+        marks = [{s.label for s in gold if s.start <= i < s.end}
+                 for i in range(start, end) if not text[i].isspace()]
+        share = sum(mark == {label} for mark in marks) / len(marks) if marks else 0
+        assert span_accuracy(text, own, labels) == share
+
+
+# ── The paper's tables
+
+def lines(rows, name, places=None):
+    """{first cell: the others} of the table that has this name in its title."""
+    (_, _, found), = [one for one in audit(rows, places) if name in one[0]]
+    return {first: others for first, *others in found}
+
+
+def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
+    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),             # kept in its list
+            row(unmatched=["dog", "dog"], ambiguous=2),                    # or dropped from it
+            {"response": "a b", "spans": []}]                              # no quotes are known
+    found = lines(rows, "Table 15")
+    assert found["quotes"] == [3 + 4, None]
+    assert found["ambiguous"] == [2, pytest.approx(200 / 7)]
+    assert found["unmatched"] == [3, pytest.approx(300 / 7)]
+
+
+def test_labelled_shares_leave_out_words_of_both_signs():
+    rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
+    found = lines(rows, "§3.3")
+    names = "good words", "poor words", "labelled words", "words of both, so 0"
+    assert found["words"] == [10, None]
+    assert [found[name] for name in names] == [[2, 20.0], [2, 20.0], [4, 40.0], [1, 10.0]]
+
+
+def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Tables 18 and 19
+    rng, text = random.Random(0), " ".join(f"w{i}" for i in range(100, 200))
+    gold = [span(0, 249, 1), span(250, 400, -1)]
+    spans, lengths, right = [], {"good": [], "poor": []}, {"good": [], "poor": []}
+    for _ in range(30):
+        a, n, name = rng.randrange(60), rng.randrange(1, 30), rng.choice(("good", "poor"))
+        spans.append(span(5 * a, 5 * (a + n) - 1, name))
+        lengths[name].append(n)
+        true = ["good" if i < 50 else "poor" if i < 80 else "" for i in range(a, a + n)]
+        right[name].append(true.count(name) / n)
+    found = lines([row(text, (), ()) | {"spans": spans, "gold_spans": gold}], "Table 18")
+    unknown = lines([row(text, (), ()) | {"spans": spans}], "Table 18")
+    for name, sizes in lengths.items():
+        cuts = [*np.quantile(sizes, [.25, .5, .75]), max(sizes)]
+        for k, (low, high) in enumerate(zip([0, *cuts], cuts)):
+            inside = [r for r, n in zip(right[name], sizes) if low < n <= high]
+            expected = [high, len(inside), len(inside), pytest.approx(100 * np.mean(inside))]
+            assert found[f"{name}, quarter {k + 1}"] == expected
+            assert unknown[f"{name}, quarter {k + 1}"] == [high, len(inside), 0, None]
+    assert lines([row("a", [], [])], "Table 18") == {}
+
+
+def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tables 12 and 14
+    rows = [
+        row("cat mat", usage={"prompt_tokens": 100, "completion_tokens": 20}, usd=0.001),
+        row("cat mat", critique="It is it.", usage=None, usd=None),
+        {"response": "a", "spans": []},
+        row("cat mat", usage={"prompt_tokens": 300, "completion_tokens": 40}, usd=0.004),
+    ]
+    found = lines(rows, "Table 12")
+    reply, _ = written_replies(rows[1])
+    assert annotate.parse_feedback(reply) == Feedback("It is it.", ["cat"], ["mat"])
+    replies = {"reply with spans": '{"good_spans": ["cat"], "poor_spans": ["mat"]}',
+               "reply with a label a word": '{"labels": [{"word": "cat", "label": "good"}, '
+                                            '{"word": "mat", "label": "poor"}]}'}
+    for name, json_ in replies.items():
+        n = [len(re.findall(r"\w+|[^\w\s]", f"{critique} {json_}"))
+             for critique in ("c", "It is it.", "c")]
+        assert found[name] == [3, sum(n) / 3, sum(n)]
+    assert found["tokens asked, billed"] == [2, 200, 400]
+    assert found["tokens replied, billed"] == [2, 30, 60]
+    assert found["thousandths of a USD"] == [2, 2.5, 5.0]
+    assert lines([row()], "Table 14")["thousandths of a USD"] == [0, None, None]
+
+
+def test_a_tokenizer_makes_every_table_count_tokens():
+    characters = lambda text: [(i, i + 1) for i in range(len(text))]
+    found = lines([row("cat mat")], "§3.3", characters)
+    assert found["good tokens"] == [3, pytest.approx(300 / 7)]
+    assert lines([row("cat mat")], "Table 18", characters)["good, quarter 4"][0] == 3
+    assert lines([row("cat mat")], "Table 12", characters)["reply with spans"][1] == len(
+        'c\n{"good_spans": ["cat"], "poor_spans": ["mat"]}')
+
+
+# ── The page
+
+def written(tmp_path, rows, title="t", tables=()):
+    feedback_page(tmp_path / "page.html", title, rows, tables)
+    return Page((tmp_path / "page.html").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_row_becomes_markup(tmp_path, text):
+    rows = [row(text + "cat mat", prompt=text * 30, critique=text, id=text, annotator=text,
+                unmatched=[text])]
+    plain = written(tmp_path, [row("x cat mat", prompt="x", unmatched=["x"])],
+                    tables=[("t", ["h"], [["c"]])])
+    found = written(tmp_path, rows, text, [(text, [text], [[text]])])
+    assert Counter(tag for tag, *_ in found.tags) == Counter(tag for tag, *_ in plain.tags)
+    assert_closed((tmp_path / "page.html").read_text("utf-8"))
+
+
+def test_the_very_characters_of_each_span_are_coloured():  # Figure 2
+    """Offsets count code points: an emoji is one, a letter and its accent are two."""
+    cases = [
+        (
+            row(
+                "a 🏠 cat 👨‍👩‍👧 </b><script> e\u0301 mat",
+                ["🏠 cat", "👧", "\u0301"],
+                ["</b><script>"],
+            ),
+            [("+1", "🏠 cat"), ("+1", "👧"), ("-1", "</b><script>"), ("+1", "\u0301")],
+        ),
+        (row("The cat sat", ["The cat"], ["cat sat"]), [("+1", "The "), ("-1", " sat")]),
+        (row("نص عربي", ["عربي"], []), [("+1", "عربي")]),
+    ]
+    for one, expected in cases:
+        found = Page(colour_spans(one["response"], read_spans(one))).all("span")
+        assert [(a["title"], text) for a, text in found if a["title"] != "+0"] == expected
+        assert "".join(text for _, text in found) == one["response"]
+
+
+def test_rows_with_problems_come_first_with_what_is_wrong_and_the_page_has_an_end(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "MOST_ROWS", 5)
+    rows = [row(id=f"fine {i}") for i in range(4)] + [
+        row(id="b", unmatched=["<i>gone</i>", "x"]), row(id="c", ambiguous=2, conflicting=1)]
+    found = written(tmp_path, rows)
+    assert [text.split()[0] for _, text in found.all("b")] == ["b", "c", "fine", "fine", "fine"]
+    assert [text for _, text in found.all("span", **{"class": "badge"})] == [
+        "unmatched: <i>gone</i>", "unmatched: x", "2 ambiguous", "1 conflicting"]
+    assert found.all("p")[0][1] == "5 of 6 responses, those with problems first"
+
+
+# ── What people marked
+
+def people_row(spans=(), critique="", **fields):
+    return {"id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": critique,
+            "annotator": "anna", "spans": list(spans), **fields}
+
+
+def finegrained_row(**fields):
+    return {"question": "Who is it?", "prediction 1": RESPONSE, "passages": [
+        ["Rob", "Rob\n\nRob is a bird.", "He sings."], ["Song", "Song is loud."]], "feedback": {
+        "errors": [{"start": 23, "end": 26, "error type": "Wrong-Grounding",
+                    "explanation": '{"passage_id":1,"sentence_id":[2]}'},
+                   {"start": 0, "end": 17, "error type": "Irrelevant", "explanation": ""},
+                   {"start": 37, "end": 40, "error type": "Dull", "explanation": "no news"}],
+        "missing-info": [{"error type": "Missing-Answer", "passage_id": 2,
+                          "sentence_id": [0, 1]}]}, **fields}
+
+
+QUOTES_ROW = {"prompt": "Sum up.", "response": RESPONSE, "feedback": "It is Rob.",
+              "good_spans": ["plot"], "poor_spans": ["Bob"]}
+
+
+def test_offsets_and_quotes_are_read_as_the_same_annotation():
+    marks = [span(4, 8, 1), span(23, 26, -1)]
+    by_offsets, = read_people([people_row(marks, "It is Rob.")])
+    by_quotes, = read_people([QUOTES_ROW | {"id": 7, "annotator": "anna"}])
+    assert by_offsets == by_quotes == {
+        "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
+        "annotator": "anna", "spans": marks, "unmatched": [], "ambiguous": 0}
+    lost, = read_people([QUOTES_ROW | {"good_spans": ["plot", "is", "gone"]}])
+    assert lost["unmatched"] == ["gone"] and lost["ambiguous"] == 1 and lost["spans"] == marks
+
+
+def test_a_finegrained_error_is_a_poor_span_that_the_critique_explains():
+    read, = read_people([finegrained_row()])
+    assert read["spans"] == [span(0, 17, -1), span(23, 26, -1), span(37, 40, -1)]
+    assert read["critique"].splitlines() == [
+        '"The plot is right" is marked as Irrelevant',
+        '"Bob" is marked as Wrong-Grounding: "He sings."', '"Rob" is marked as Dull: "no news"',
+        'The answer has a Missing-Answer: "Song Song is loud."']
+    assert read["prompt"] == (
+        "Answer the question from the passages.\n\nRob\nRob is a bird. He sings.\n\nSong\n"
+        "Song is loud.\n\nQuestion: Who is it?")
+    read, = read_people([finegrained_row(feedback={"errors": [], "missing-info": []})])
+    assert read["spans"] == []
+    assert read["critique"] == "No part of the answer is marked as wrong."
+
+
+@pytest.mark.parametrize("name", ["finegrained_qa_human_spans", "finegrained_qa_101_400"])
+def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared, name):
+    rows = read_rows(shared / "data" / f"{name}.jsonl")
+    merged, _ = merge(read_people(rows))
+    for one, read in zip(rows, merged, strict=True):
+        errors = one["feedback"]["errors"]
+        marked_ = [-any(e["start"] <= i < e["end"] for e in errors)
+                   for i in range(len(read["response"]))]
+        pairs = zip(read["response"], marked_, labelled(read))
+        assert all(a == b for char, a, b in pairs if not char.isspace())
+        said = max(len(errors), 1) + len(one["feedback"]["missing-info"])
+        assert len(read["critique"].splitlines()) == said
+        assert read["response"] == one["prediction 1"] and one["question"] in read["prompt"]
+        assert all(sentence.split("\n\n")[-1] in read["prompt"]
+                   for p in one["passages"] for sentence in p)
+
+
+@pytest.mark.parametrize("change", [
+    {"response": "  "}, {"prompt": None}, {"prompt": ""}, {"critique": 3}, {"spans": None},
+    {"response": RESPONSE + "\ud800"}, {"spans": ["plot"]}, {"spans": [span(4, 99, 1)]},
+    {"spans": [span(4, 8, 0)]}, {"spans": [span(4, 8, 1) | {"text": "lot "}]}])
+def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(change):
+    with pytest.raises(InputError, match="^row 2 cannot be read: .*; mend it or drop it$"):
+        read_people([people_row(), people_row() | change])
+
+
+@pytest.mark.parametrize("quotes", [None, "plot", [3], {"plot": 1}])
+def test_quotes_must_be_lists_of_texts(quotes):
+    with pytest.raises(InputError, match="row 1 cannot be read: 'poor_spans' must be a list"):
+        read_people([QUOTES_ROW | {"poor_spans": quotes}])
+
+
+def nodes(value, path=()):
+    yield path
+    for key, item in (value.items() if isinstance(value, dict)
+                      else enumerate(value) if isinstance(value, list) else ()):
+        yield from nodes(item, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "good",
+    [people_row([span(4, 8, 1)], "c"), QUOTES_ROW, finegrained_row()],
+    ids=["offsets", "quotes", "finegrained"],
+)
+def test_a_row_with_any_part_replaced_or_lost_is_read_or_refused_never_a_crash(good):
+    for path in list(nodes(good))[1:]:
+        for junk in (None, "", "x", "\ud800", 0, -1, 10**30, 1.5, True, [], [[]], ["x"], [{}],
+                     {}, {"x": {}}, "lost"):
+            bad = copy.deepcopy(good)
+            at = bad
+            for key in path[:-1]:
+                at = at[key]
+            if junk == "lost":
+                del at[path[-1]]
+            else:
+                at[path[-1]] = junk
+            try:
+                annotations = read_people([bad])
+            except InputError as error:
+                assert str(error).startswith("row 1")
+                continue
+            for one in merge(annotations)[0]:
+                json.dumps(one, ensure_ascii=False).encode()
+                read_spans(one)
+
+
+# ── Several people
+
+@st.composite
+def annotations(draw, people=5):
+    """Of one response, by different people, some with several; as rows."""
+    response = draw(st.text("ab \n", min_size=1, max_size=30).filter(str.strip))
+    n = len(response)
+    one = st.builds(lambda start, size, label: span(start, min(start + size, n), label),
+                    st.integers(0, n - 1), st.integers(1, 9), st.sampled_from([1, -1]))
+    marks = st.lists(one, max_size=5)
+    names = draw(st.lists(st.sampled_from("vwxyz"[:people]), min_size=1, max_size=people))
+    critiques = st.sampled_from(["", "good", "it\nis poor"])
+    return [people_row(draw(marks), draw(critiques), response=response, annotator=name)
+            for name in names]
+
+
+def votes(rows) -> dict[str, list[int]]:
+    """Each annotator's label of each character, by definition."""
+    out = {}
+    for who in sorted({a["annotator"] for a in rows}):
+        spans = [s for a in rows if a["annotator"] == who for s in a["spans"]]
+        out[who] = [sum({s["label"] for s in spans if s["start"] <= i < s["end"]})
+                    for i in range(len(rows[0]["response"]))]
+    return out
+
+
+def labelled(row) -> list[int]:
+    """The label of each character; spans must not overlap."""
+    labels = [0] * len(row["response"])
+    for s in row["spans"]:
+        assert not any(labels[s["start"]:s["end"]])
+        labels[s["start"]:s["end"]] = [s["label"]] * (s["end"] - s["start"])
+    return labels
+
+
+@often
+@given(annotations())
+def test_a_character_has_the_label_that_more_than_half_gave_and_spans_are_whole_and_trimmed(
+    rows,
+):
+    [merged], _ = merge(read_people(rows))
+    count = [Counter(column) for column in zip(*votes(rows).values())]
+    expected = [next((c for c in (1, -1) if 2 * column[c] > column.total()), 0)
+                for column in count]
+    text, got = merged["response"], labelled(merged)
+    assert [g for g, c in zip(got, text) if not c.isspace()] == [
+        e for e, c in zip(expected, text) if not c.isspace()]
+    for s in merged["spans"]:
+        assert text[s["start"]:s["end"]].strip() == text[s["start"]:s["end"]] != ""
+        assert set(expected[s["start"]:s["end"]]) == {s["label"]}
+    for a, b in zip(merged["spans"], merged["spans"][1:]):      # between two is another label
+        between = set(expected[a["end"]:b["start"]])
+        assert a["label"] != b["label"] or a["end"] < b["start"] and between != {a["label"]}
+    for sign, name in ((1, "good_spans"), (-1, "poor_spans")):
+        own = [s for s in merged["spans"] if s["label"] == sign]
+        assert merged[name] == [text[s["start"] : s["end"]] for s in own]
+    several = len({a["annotator"] for a in rows})
+    assert merged["annotator"] == (f"{several} people" if several > 1 else "a person")
+
+
+@often
+@given(annotations(people=4))
+def test_the_order_of_annotators_never_matters(rows):
+    merged = [merge(read_people(list(order))) for order in permutations(rows)]
+    assert all(one == merged[0] for one in merged)
+
+
+def test_rows_of_one_response_belong_together_and_without_a_name_are_different_people():
+    rows = [{"prompt": p, "response": RESPONSE, "spans": [span(4, 8, 1)]} for p in "aba"]
+    merged, _ = merge(read_people(rows))
+    assert [(r["id"], r["prompt"], r["annotator"]) for r in merged] == [
+        ("1", "a", "2 people"), ("2", "b", "a person")]         # in order of first appearance
+
+
+def alpha_by_pairs(units) -> float | None:
+    """α = 1 − D_o/D_e from pairs of labels: within units, weighted by their labels, and among
+    all."""
+    units = [unit for unit in units if len(unit) > 1]
+    everything = [v for unit in units for v in unit]
+    differ = lambda values: sum(a != b for a, b in permutations(values, 2)) / (
+        len(values) * (len(values) - 1))
+    if not everything or not differ(everything):
+        return None
+    observed = sum(len(unit) * differ(unit) for unit in units) / len(everything)
+    return 1 - observed / differ(everything)
+
+
+@pytest.mark.parametrize("coders, alpha", [
+    (["0100000010", "1110010000"], 0.095), (["aabbdcccedda", "babbbccceddd"], 0.692),
+    (["123321412...", "1233224125.3", ".3332342251.", "12332441251."], 0.743),
+    ([".....34121133.3", "1.213343.......", "..21344.21133.4"], 0.691)])
+def test_alpha_of_published_examples(coders, alpha):
+    """Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), A to C; three coders."""
+    units = [Counter(v for v in unit if v != ".") for unit in zip(*coders, strict=True)]
+    assert krippendorff_alpha(units) == pytest.approx(alpha, abs=5e-4)
+
+
+@often
+@given(st.lists(annotations(people=3), min_size=1, max_size=4))
+def test_agreement_pools_the_visible_characters_of_responses_with_two_annotators_or_more(
+    groups,
+):
+    rows, columns = [], []
+    for n, group in enumerate(groups):
+        rows += [{**a, "prompt": str(n)} for a in group]
+        by_character = zip(group[0]["response"], *votes(group).values())
+        columns += [labels for char, *labels in by_character if not char.isspace()]
+    random.Random(0).shuffle(rows)
+    alpha = alpha_by_pairs(columns)
+    expected = None if alpha is None else pytest.approx(alpha, abs=1e-12)
+    assert merge(read_people(rows))[1] == expected
+
+
+# ── The script
+
+def run(monkeypatch, capsys, *flags) -> str:
+    monkeypatch.setattr(sys, "argv", ["spans", *map(str, flags)])
+    script.main()
+    return capsys.readouterr().out
+
+
+def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, monkeypatch, capsys, shared):
+    file, html = tmp_path / "f.jsonl", tmp_path / "p.html"
+    failed = {"id": "f", "response": "y", "reason": "it was cut off", "reply": '{"go'}
+    write_rows(file, [row(gold_spans=row()["spans"]), failed])
+    tokenizer = shared / "models" / "stories260K"
+    said = run(monkeypatch, capsys, "--audit", file, "--tokenizer", tokenizer, "--html", html)
+    assert "Table 19: tokens of a span" in said and "1 rows without feedback left out" in said
+    assert audit_text(audit([row()])[:1]) not in said                     # which are words
+    assert len(Page(html.read_text()).all("table")) == 3 and "100.00" in said
+    assert "Table 18, Table 19: words" in run(monkeypatch, capsys, "--audit", file)
+
+
+def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(
+        tmp_path, monkeypatch, capsys):
+    """A JSON array of two who agree on one of two spans."""
+    export, output = tmp_path / "e.json", tmp_path / "f.jsonl"
+    rows = [people_row([span(4, 8, 1), span(23, 26, -1)], "It is Rob."),
+            people_row([span(4, 8, 1)], annotator="bert")]
+    export.write_text(json.dumps(rows, indent=1))
+    said = run(monkeypatch, capsys, "--people", export, "--output", output)
+    found, = read_rows(output)
+    assert {k: found[k] for k in ("id", "prompt", "response", "critique", "annotator", "spans",
+                                  "good_spans", "poor_spans", "unmatched", "ambiguous")} == {
+        "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
+        "annotator": "2 people", "spans": [span(4, 8, 1)], "good_spans": ["plot"],
+        "poor_spans": [], "unmatched": [], "ambiguous": 0}
+    labels = [[0] * 33 for _ in "ab"]                    # of the 33 characters of the response
+    for who in labels:
+        who[3:7] = [1] * 4
+    labels[0][18:21] = [-1] * 3
+    assert f"(Krippendorff's alpha): {alpha_by_pairs([*zip(*labels)]):.3f}" in said
+    assert "1 responses; 0 quotes not found or found more than once; 0 without" in said
+
+
+@pytest.mark.parametrize("text, flags, message", [
+    ('[{"text": "a"}]', "--people e.json --output f.jsonl", "row 1 cannot be read: 'prompt'"),
+    ("{", "--people e.json --output f.jsonl", "e.json, line 1: not JSON"),
+    ("[{}]", "--people e.json --output e.json", "would be overwritten"),
+    ("[{}]", "--audit e.json --html ./e.json", "would be overwritten"),
+    ("[{}]", "--audit e.json", "row None needs a text 'response' and a list 'spans'")])
+def test_what_cannot_be_read_is_named_and_nothing_is_written(
+        tmp_path, monkeypatch, capsys, text, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        run(monkeypatch, capsys, *flags.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
+    assert (tmp_path / "e.json").read_text() == text
