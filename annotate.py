@@ -93,13 +93,15 @@ def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple
 
     Neither what is thought aloud (<think>) nor what only repeats the response is meant.
     """
-    found, begin, broken = _objects(text, wanted)
-    found = [one for one in found if text[one[0] : one[1]] not in response]
+    every, begin, broken = _objects(text, wanted)
+    found = [one for one in every if text[one[0] : one[1]] not in response]
     if not found:
         raise FeedbackError(broken or f"no JSON object with {' or '.join(wanted)}")
-    (start, closed, value), (_, end, _) = found[0], found[-1]
+    (start, closed, value), (_, end, _) = found[0], every[-1]
     if any(other != value for _, _, other in found):
         raise FeedbackError(f"{len(found)} span objects that differ; which one is meant?")
+    if text[start - 1 : start] != "{" and re.match(r"[\s\]]*[},]", text[closed:]):
+        raise FeedbackError("the span object stands inside another that is no JSON")
     # A last word that was cut off may have taken all of this back.
     begun = '"(%s)"\\s*:' % "|".join(wanted).replace("_", "[^a-z]+")
     if re.search(begun, text[end:], re.IGNORECASE):
@@ -132,6 +134,8 @@ def _objects(text: str, wanted: tuple[str, ...]) -> tuple[list, int, str]:
             broken = _fault(text, error.pos, end)
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
+        except FeedbackError as error:                       # a key that stands twice
+            end, broken = _close(text, start), str(error)
         else:
             if value.keys() & wanted:
                 found.append((start, end, value))
@@ -251,7 +255,7 @@ def _exact_places(text: str, quote: str) -> Iterator[tuple[int, int]]:
 
 # Scripts whose words have no spaces between them, and marks that end no word.
 SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR",
-             "VARIATION")
+             "VARIATION", "COMBINING ENCLOSING", "HALFWIDTH KATAKANA")
 _FLAG = "[\U0001f1e6-\U0001f1ff]"
 # Behind another: skin tones, the letters of flags, a joiner, Korean vowels.
 _JOINED = "[\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f\u200d\u1160-\u11ff]"
@@ -267,8 +271,8 @@ def _splits(text: str, at: int) -> bool:
         return True
     if re.match(_FLAG, after):                                # two letters make a flag
         return len(re.search(_FLAG + "*$", text[max(0, at - 80) : at])[0]) % 2 == 1
-    joined = before == "\u200d" or unicodedata.category(after)[0] == "M"
-    return joined or bool(re.match(_JOINED, after))
+    return (before == "\u200d" or unicodedata.category(after)[0] == "M"
+            or bool(re.match(_JOINED, after)))
 
 
 def normal_places(response: str, quote: str) -> Iterator[tuple[int, int]]:
@@ -596,7 +600,8 @@ class Journal:
         for number, line in enumerate(self.file, 1):
             try:
                 self._note(json.loads(line))
-            except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                    RecursionError):
                 print(f"{self.path}, line {number}: damaged, and passed over", file=sys.stderr)
         if not line.endswith(b"\n"):                         # torn when a process was killed
             self.file.write(b"\n")
@@ -624,7 +629,7 @@ class Journal:
     def begin(self, question: Question, usage: dict):
         """Book the most that a request may cost, before it is sent."""
         if question.key not in self.due:
-            self._write({"key": question.key, "due": usage})
+            self._write({"key": question.key, "due": usage, "usd": self.usd(**usage)})
 
     def release(self, question: Question):
         """It was refused, and so nothing is due."""
@@ -743,25 +748,29 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
                 raise
             if not reply.usage:
                 journal.release(question)
-            if reply.again and n < server.retries:
-                pause = 1.5 * 2**n if reply.wait is None else reply.wait
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), min(pause, server.timeout))
-            elif reply.again:
-                server.lose(begun, reply.reason)
-            last = n == server.retries or not reply.again or stop.is_set()
             reason = reply.reason or review(question, reply.text)
+            last = n == server.retries or not reply.again
+            if last and reply.again:
+                server.lose(begun, reason)
             if last or reply.usage:
                 journal.append(question, reply, reason)
-            too_dear |= not (last or journal.affords(question, worst))
-            if last or too_dear:
+            if last:
+                return reason
+            pause = 1.5 * 2**n if reply.wait is None else reply.wait
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(pause, server.timeout))
+            while journal.due and not journal.affords(question, worst):
+                await asyncio.sleep(0.1)                 # what is under way may cost less
+            too_dear |= not journal.affords(question, worst)
+            if too_dear or stop.is_set():
                 return reason
 
     async def wait():
         nonlocal under_way
         done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        for error in [task.exception() for task in done]:
+            if error:
+                raise error
 
     def has_room(question: Question) -> bool:
         # Alone until the server has answered: the first finds out in which form to ask.
@@ -893,16 +902,18 @@ def read_completion(text: str, worst: dict) -> Reply:
     usage, reason = worst, None
     try:
         body = json.loads(text)
-        counts = {name: (body.get("usage") or {}).get(name) for name in worst}
+        told = body.get("usage")
+        counts = {name: told.get(name) if isinstance(told, dict) else None for name in worst}
         if all(isinstance(n, int) and 0 <= n < 1e9 for n in counts.values()):
             usage = counts
         if body.get("error"):
             return Reply(text, f"the server says: {body['error']}"[:500], usage)
         choice = body["choices"][0]
-        finish, refusal = choice.get("finish_reason"), choice["message"].get("refusal") or ""
+        finish = choice.get("finish_reason")
+        refusal = str(choice["message"].get("refusal") or "")
         content = choice["message"].get("content") or ""
         if isinstance(content, list):
-            content = "".join(part.get("text") or "" for part in content)
+            content = "".join(x if isinstance(x, str) else x.get("text") or "" for x in content)
         if not content.strip():
             reason = f"the reply is empty: {refusal or finish}"
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:

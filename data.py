@@ -251,8 +251,9 @@ def whole_rows(path: Path) -> list[dict]:
     lines = path.read_bytes().splitlines(True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line[:-1].decode()))       # a line without its end is torn
-        except ValueError as error:
+            # One without its end is torn.
+            rows.append(dict(json.loads(line[:-1].decode("utf-8-sig"))))
+        except (ValueError, TypeError) as error:
             print(f"{path}, line {number}: left out, it is damaged ({error})")
     return rows
 
@@ -323,7 +324,8 @@ def load_object(flag_name: str, name: str, kind=object):
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError,
+            NameError) as error:
         raise InputError(f"{flag_name} {name}: cannot import it ({error}); it is written "
                          f"module:NAME, of a file here or on PYTHONPATH") from error
     if not isinstance(found, kind):

@@ -319,6 +319,9 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
 
 def decoder_blocks(model) -> list[nn.Module]:
     """The repeated layers of the base, in order, as Llama, Mistral, Qwen and Phi name them."""
+    if not hasattr(model.base_model, "layers"):
+        raise ModelError(f"{model.config._name_or_path}: its blocks are not named `layers`; "
+                         f"run without --shard and --activation_checkpointing")
     return list(model.base_model.layers)
 
 

@@ -177,8 +177,8 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
             for part in chunks(steps[step], config.micro_batch_size * RANKS):
                 # All ranks gather a sharded base: one without a row runs a pass of weight 0.
                 mine = part[RANK::RANKS]
-                loss = loss_of(model, mine or part[:1], tokenizer.pad_token_id or 0) / total
-                loss = loss * bool(mine)
+                loss = loss_of(model, mine or part[:1], tokenizer.pad_token_id or 0)
+                loss = loss / total * bool(mine)
                 loss.backward()
                 mean += loss.item()
             losses.append(sum(everyone([mean])))
@@ -344,6 +344,8 @@ def summary(metrics: dict) -> str:
 def main():
     """Train and judge a reward model from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
+    if config.shard and RANKS == 1:
+        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_model(config.model, config.dtype, device)
     if config.activation_checkpointing:

@@ -522,7 +522,8 @@ def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
     kl.beta, start = state.get("kl_coef", kl.beta), state.get("iteration", 0)
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
         if RANK == 0:
-            write_rows(file, [row for row in whole_rows(file) if row["iteration"] <= start])
+            kept = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= start]
+            write_rows(file, kept)
     return start
 
 
@@ -547,7 +548,8 @@ def check_phases(model, rows: list[dict], config: Config, out: Path):
     target_layers(model, reward_settings(config, out).lora_targets.split(","))
     task = get_task(config.task)
     told = {id(one["row"]) for one in examples(task, rows) if "outcome" in one}
-    if task.tests is None or len(told) == len(rows) or done(out / "responses.jsonl"):
+    untold = task.tests and not config.critic and len(told) < len(rows)
+    if not untold or done(out / "responses.jsonl"):
         return
     if not config.allow_code_execution:
         raise InputError(f"{len(rows) - len(told)} of {len(rows)} rows bring no outcome of "
@@ -580,9 +582,10 @@ def reuse(config: Config, out: Path) -> str:
 def bind(config: Config, out: Path):
     """Keep the settings; raise InputError where others made what lies in the directory."""
     kept, bound, now = out / "config.json", set(), settings(config)
-    if done(out / "responses.jsonl"):
+    annotated = done(out / "feedback.jsonl") or done(out / "reward" / "metrics.json")
+    if annotated or done(out / "responses.jsonl"):
         bound |= SAMPLING
-    if done(out / "feedback.jsonl"):
+    if annotated:
         bound |= ANNOTATOR
     if done(out / "result.json") or any(out.glob("checkpoint-*")):
         bound |= now.keys() - FREE - ANNOTATOR
@@ -630,8 +633,9 @@ def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
     if everyone([done(out / "responses.jsonl")])[0]:
         return
     task, generator = get_task(config.task), torch.Generator().manual_seed(config.seed)
-    answered = [row for row in rows if "response" in row or task.responses(row)]
-    mute = [row for row in rows if not ("response" in row or task.responses(row))]
+    answered, mute = [], []
+    for row in rows:
+        (answered if "response" in row or task.responses(row) else mute).append(row)
     for part in tqdm(chunks(mute, 256), "respond", disable=not mute or RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
@@ -729,6 +733,7 @@ def main(argv=None, critic=critique, learnt=True):
     out, started = Path(config.output_dir), time.time()
     check(config, out, learnt)
     device = start_ranks(config.rank_timeout)
+    _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = split_rows(config)
     model, tokenizer = load_model(config.model, config.dtype, device)
     rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
@@ -746,7 +751,6 @@ def main(argv=None, critic=critique, learnt=True):
     asked, makes = rows[: config.annotated_rows], learnt and config.reward_model is None
     if makes:
         check_phases(model, asked, config, out)
-    _lock = lock_directory(out)                               # held until the process ends
     bind(config, out)
     say(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, {device}; "
         f"files in {out}/")

@@ -144,6 +144,22 @@ def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, 
     return found
 
 
+def calibration(cases: list[tuple[float, bool]], bins: int = 5) -> tuple[list[list], float]:
+    """Is what is held likely right as often? cases: (probability, whether it was right).
+
+    → a line for each of `bins` equal parts of [0, 1]: from, to, how many, how many right, their
+    mean probability; and the expected calibration error, |mean probability − share right|
+    weighted by how many (Guo et al. 2017).
+    """
+    lines, error = [], 0.0
+    for part in range(bins):
+        inside = [case for case in cases if min(int(case[0] * bins), bins - 1) == part]
+        n, likely, right = len(inside), sum(p for p, _ in inside), sum(r for _, r in inside)
+        lines.append([part / bins, (part + 1) / bins, n, right, likely / n if n else None])
+        error += abs(likely - right) / len(cases)
+    return lines, error
+
+
 def overlaps(response: str, gold: list[Span], said: list[Span]) -> list[tuple[float, float]]:
     """(shared / either, shared / longer) in characters of every pair (Appendix C), one to one,
     the greatest first; white space at the ends of a span counts for nothing."""

@@ -122,11 +122,18 @@ INNER = reply("Perfect.", ["all of it"], [])
     (reply().replace('"good', '"a": 1 "good'), "the JSON is broken"),
     (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
     (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
-    (reply('The tag "</think>" is left.'), None)])
+    (reply('The tag "</think>" is left.'), None),
+    (f'{{"textual_feedback": "use "}}" here", "spans": {INNER}}}', "inside another"),
+    (f"{{'textual_feedback': 'x', 'spans': {INNER}}}", "inside another"),
+    (f'{{ /* v */ "textual_feedback": "x", "spans": {INNER}}}', "inside another"),
+    (f"[{INNER}]", None), (f"{{{INNER}}}", None),
+    (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', None),
+    (f"{reply()}\nIt says {INNER}.", None)])
 def test_only_an_object_of_the_answers_own_is_feedback(text, reason):
     """Neither a part of a broken one, nor what is thought aloud or stands in the response."""
     if reason is None:
-        assert parse_feedback(text, response=f"Take this: {INNER}").good_spans == ["the plot"]
+        echoed = f"Take this: {INNER}" if "It says" in text else ""
+        assert parse_feedback(text, response=echoed).good_spans in (["the plot"], ["all of it"])
         return
     with pytest.raises(FeedbackError, match=reason):
         parse_feedback(text, response=f"Take this: {INNER}" if "It says" in text else "")
@@ -263,7 +270,7 @@ def texts_with_quotes(draw):
 
 # By Unicode's own tables: visible characters, and words of scripts that have spaces.
 _WORD = (r"[[\p{L}\p{M}\p{N}_]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}--\p{Thai}"
-         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}--[\ufe00-\ufe0f]]")
+         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}--[\ufe00-\ufe0f\u20e3]]")
 BETWEEN, INSIDE = regex.compile(r"\X"), regex.compile(rf"(?V1)(?<={_WORD})(?={_WORD})")
 
 
@@ -277,7 +284,8 @@ def splits(text: str) -> set[int]:
     ("concatenate the cat", "cat", 1), ("concatenate", "cat", 0), ("a cat, a dog", "cat", 1),
     ("x_1 = 2", "x", 0), ("x = x1", "x", 1), ("in 2024", "20", 0), ("40 km", "40", 1),
     ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👍🏽 ok", "👍", 0), ("🇫🇷🇩🇪", "🇷🇩", 0),
-    ("🇫🇷🇩🇪", "🇩🇪", 1), ("cafe\u0301", "cafe", 0), ("❤️love", "love", 1), ("我爱北京", "北京", 1),
+    ("🇫🇷🇩🇪", "🇩🇪", 1), ("cafe\u0301", "cafe", 0), ("❤️love", "love", 1), ("1️⃣First", "First", 1),
+    ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1),
     ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0),
     ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1)])
 def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):

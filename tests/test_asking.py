@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -250,7 +251,10 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
 
 
 @pytest.mark.parametrize("damage", [lambda line: b"\xff\x00" + line[2:], lambda line: line[: len(line) // 2],
-                                    lambda line: b"", lambda line: b"7", lambda line: b'"7"', lambda line: b"[]",
+                                    lambda line: b"", lambda line: b"7",
+                                    lambda line: re.sub(rb'"usage": {[^}]*}, "usd": null',
+                                                        b'"usage": [1], "usd": 0.5', line),
+                                    lambda line: b'"7"', lambda line: b"[]",
                                     lambda line: line.replace(b'"reply"', b'"rfply"'),
                                     lambda line: line.replace(b'"reason": null', b'"reason": nul')])
 def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
@@ -507,6 +511,26 @@ def test_usage_and_cost_are_the_servers_own(work):
     assert float(re.search(r"\$([\d.]+) in all runs", line)[1]) == pytest.approx(bill(work.server), abs=1e-4)
     for row in work.written():
         assert row["usd"] == pytest.approx(usd(row["usage"]))
+
+
+def test_refused_requests_end_no_run_that_has_money_left(tmp_path):
+    """What one gives back while it waits is not all that there is: others may cost less."""
+    rows = made_rows(60)
+    with serving(delay=0.02) as server:
+        work = Work(tmp_path, server)
+        work.run(rows, **PRICES)
+        whole = bill(server)
+        work.journal.unlink()
+        server.settings.faults = {"429": 0.3}
+        work.run(rows, max_usd=whole + 0.03, concurrency=16, retries=9, **PRICES)
+        assert bill(server) <= 2 * whole + 0.03
+
+
+def test_errors_of_several_at_once_are_one_line(critic, capfd):
+    critic.module.judge = lambda row, response: 1 // 0
+    critic.fails("ZeroDivisionError", made_rows(40), concurrency=16)
+    gc.collect()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def hostile_rows(n: int) -> list[dict]:

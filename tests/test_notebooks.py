@@ -21,7 +21,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROOMS = {"toy", "measures", "experiments"}
 OURS = {path.stem for path in ROOT.glob("*.py")} | ROOMS
 MAY_IMPORT = OURS | {"IPython", "dataclasses", "itertools", "json", "math", "os", "random",
-                     "sys", "tokenizers", "torch", "transformers"}
+                     "re", "sys", "tokenizers", "torch", "transformers"}
 # They train a model, which is chaotic: each processor gives other numbers.
 LIVE = {"4_what_the_critic_learned"}
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")

@@ -376,8 +376,8 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     write_rows(solved := tmp_path / "solved.jsonl", [
         {"question": "f", "test": "assert f()", "response": "def f(): return 1"}] * 6)
-    code = ["--task", "kodcode", "--model", "toy/base", "--critic", "toy:critique", "--data",
-            solved, "--max_new_tokens", 9, "--max_critique_tokens", 9]
+    code = ["--task", "kodcode", "--model", "toy/base", "--base_url", "http://127.0.0.1:9/v1",
+            "--data", solved, "--max_new_tokens", 9, "--max_critique_tokens", 9]
     told = [{"question": "f", "test": "assert f()", "response": "x", "outcome": "fails"}] * 20
     write_rows(tested := tmp_path / "tested.jsonl", [*told, {"question": "f", "test": "t"}])
     for said, *flags in (
@@ -401,8 +401,11 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("unrecognized arguments: --kl_horizon", "--kl_horizon", 0),
             ("torchrun", "--shard"), ("--wandb", "--wandb", "project"),
             ("--max_usd needs --price_in", "--max_usd", 1)):
-        assert said in refused(monkeypatch, *flags, "--output_dir", out), flags
-    assert not out.exists()
+        with monkeypatch.context() as patch:
+            if "kodcode" in flags:
+                patch.setenv("OPENAI_API_KEY", "any")
+            assert said in refused(patch, *flags, "--output_dir", out), flags
+    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', ' [{"a": 1}, {"a": 2}]'])

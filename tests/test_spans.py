@@ -18,7 +18,8 @@ import annotate
 from annotate import Feedback, Span, ground
 from data import InputError, read_rows, write_rows
 from measures import spans as script
-from measures.spans import (FIGURES, SIGNS, audit, audit_text, character_labels, colour_spans,
+from measures.spans import (FIGURES, SIGNS, audit, audit_text, calibration, character_labels,
+                            colour_spans,
                             compare, confidences, feedback_page, figures, krippendorff_alpha,
                             merge, overlaps, parts, read_people, read_spans, readable,
                             span_accuracy, span_length, span_table, total, words,
@@ -654,3 +655,14 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(
         run(monkeypatch, capsys, *flags.split())
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
     assert (tmp_path / "e.json").read_text() == text
+
+
+def test_calibration_by_hand_and_of_a_critic_that_is_calibrated():
+    lines, error = calibration([(0.1, False), (0.15, True), (0.7, True), (1.0, True)])
+    assert lines == [[0.0, 0.2, 2, 1, pytest.approx(0.125)], [0.2, 0.4, 0, 0, None],
+                     [0.4, 0.6, 0, 0, None], [0.6, 0.8, 1, 1, 0.7], [0.8, 1.0, 1, 1, 1.0]]
+    assert error == pytest.approx((2 * 0.375 + 0.3 + 0) / 4)
+    rng = random.Random(0)
+    honest = [(p, rng.random() < p) for p in (rng.random() for _ in range(20_000))]
+    wrong = [(p, not right) for p, right in honest]
+    assert calibration(honest)[1] < 0.02 < 0.2 < calibration(wrong)[1]
