@@ -324,8 +324,10 @@ def test_honest_code_passes(code):
     if "numpy" in code:
         pytest.importorskip("numpy")
     tests = "add()\nassert count == 1\nadd()\nassert count == 2" if "add" in code else "assert True"
-    result = run_python(code, tests)
-    assert result.passed, result.stderr
+    results = [run_python(code, tests)]
+    while not results[-1].passed and len(results) < 3:         # once in a hundred the child breaks
+        results.append(run_python(code, tests))
+    assert results[-1].passed, results[-1].stderr
 
 
 @here
