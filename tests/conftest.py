@@ -1,11 +1,16 @@
 """Paths and small models that the tests share. `../shared` is optional: what needs it skips, visibly, without it."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
-import pytest
-import torch
+# The models here are small: threads wait for each other longer than they work. And set before
+# torch is imported, for the children too: torch.set_num_threads alone changes the last bits.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"

@@ -43,15 +43,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA o
 
 # ── Helpers
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """In models this small, threads wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["toy_model", "stories"])
 def base(request):
     """Each of the two real checkpoints in turn."""

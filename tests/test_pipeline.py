@@ -216,7 +216,6 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path, monkeypatch):
 
 def test_without_asserts_the_numbers_are_the_same(finished_run, reward, tmp_path, monkeypatch):
     """python -O: the asserts only look. That -O removed them is seen from one that fails."""
-    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     flags = [*PHASE_3, "--iterations", 2, "--reward_model", reward, "--output_dir"]
     run_main(monkeypatch, *flags, tmp_path / "plain")
     command = [sys.executable, "-O", "text2grad.py", *map(str, flags), str(tmp_path / "optimised")]

@@ -26,7 +26,7 @@ def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", set
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else \
         [sys.executable]
     return subprocess.Popen([str(word) for word in [*command, script, *settings, *flags, "--output_dir", out]], cwd=ROOT,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=stderr,
+                            stdout=subprocess.PIPE, stderr=stderr,
                             text=True, start_new_session=True)
 
 

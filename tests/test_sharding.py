@@ -79,7 +79,6 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     """Everything that the tests look at, saved to `directory` by each rank."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
                             world_size=2)
-    torch.set_num_threads(1)
     model = prepared(path)
     before = local_bytes(model), fingerprint(model)
     shard(model)
