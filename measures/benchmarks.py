@@ -16,8 +16,6 @@ need not repeat HumanEval's prompt. ARC is asked as lm-evaluation-harness asks, 
 without a chat template, except that the tokenizer's BOS stands first.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import marshal
@@ -31,15 +29,9 @@ from tqdm import tqdm
 
 from data import InputError, iter_rows
 from measures.metrics import answer_logprobs, pass_at_k
-from measures.sandbox import code_blocks, run_python
+from measures.sandbox import NO_PYTHON, code_blocks, run_python
 
 # ── Reading the published files
-
-_FUNCTION = {"task_id", "prompt", "entry_point", "canonical_solution"}
-FORMS = {"evalplus": _FUNCTION | {"base_input", "plus_input", "atol"},
-         "HumanEval": _FUNCTION | {"test"},
-         "MBPP": {"task_id", "code", "test_list"}}
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -57,49 +49,49 @@ class Problem:
 
 
 def read_problems(path) -> list[Problem]:
-    """HumanEval, MBPP (all of it or sanitized) or a + file of evalplus; the first row says
-    which. HumanEvalPlus has its inputs in a `test` too, which is not used.
+    """HumanEval, MBPP (all of it or sanitized) or a + file of evalplus, told by their fields.
+    HumanEvalPlus has its inputs in a `test` too, which is not used.
 
     Raises InputError for a row of another form, for + tests in one of a form without.
     """
-    first, problems = next(iter_rows(path)), {}
-    form = min(FORMS, key=lambda name: len(FORMS[name] - first.keys()))
-    needs = [(name,) for name in sorted(FORMS[form] - {"plus_input"})]    # that may be empty
-    for number, row in enumerate(iter_rows(path, needs), 1):
-        place, plus = f"{path}, row {number}", form == "evalplus"
-        if not plus and ("plus_input" in row or form == "MBPP" and "test" in row):
-            raise InputError(f"{place}: it brings + tests, which would not be run, as the rows "
-                             f"are read as {form}'s; take evalplus' own file, where every row "
-                             f"has {', '.join(sorted(FORMS['evalplus']))}")
+    problems = []
+    for number, row in enumerate(iter_rows(path, [("task_id",)]), 1):
         try:
-            problem = _mbpp(row) if form == "MBPP" else _humaneval(row, plus)
+            problems.append(_mbpp(row) if "code" in row else _humaneval(row))
+            if (problems[0].inputs is None) != (problems[-1].inputs is None):
+                raise ValueError("some rows have a 'plus_input', some have none")
         except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(f"{place}: not a task of {form} ({error!r}); it has "
-                             f"{', '.join(sorted(FORMS[form]))}") from error
-        if problem.task_id in problems:
-            raise InputError(f"{place}: task {problem.task_id} has come before; drop one")
-        problems[problem.task_id] = problem
-    return list(problems.values())
+            raise InputError(f"{path}, row {number}: not a task of HumanEval, MBPP or evalplus "
+                             f"({error!r}); take their own files") from error
+    return problems
 
 
-def _humaneval(row: dict, plus: bool) -> Problem:
-    """A row of HumanEval or (plus) of evalplus; MBPP+'s prompt is a docstring, and no head."""
+def _humaneval(row: dict) -> Problem:
+    """A row of HumanEval or of evalplus; MBPP+'s prompt is a docstring, and no head."""
     task, prompt, name = row["task_id"], row["prompt"], row["entry_point"]
     head = prompt.rstrip() + "\n" if re.search(rf"^def {name}\b", prompt, re.M) else ""
     asked = head or prompt.strip().strip('"').strip()
-    tests, inputs = "" if plus else f"{row['test']}\ncheck({name})\n", None
-    if plus:                                                    # where there are none it is {}
+    tests, inputs, atol = "", None, 0.0
+    if "plus_input" in row:                                     # where there are none it is {}
         inputs = tuple([_restored(task, args) for args in row[key]]
                        for key in ("base_input", "plus_input"))
+        atol = row["atol"]
+        if not inputs[0]:
+            raise ValueError("an empty 'base_input', which every program would pass")
+    else:
+        tests = f"{row['test']}\ncheck({name})\n"
     return Problem(task, asked, name, head, prompt + row["canonical_solution"], tests, inputs,
-                   row.get("atol", 0.0))
+                   atol)
 
 
 def _mbpp(row: dict) -> Problem:
-    """A row of MBPP; its function is the first name in the asserts that the code defines."""
+    """A row of MBPP; its function is the first one in the code that the asserts name."""
+    if row.keys() & {"plus_input", "test"}:
+        raise ValueError("its + tests would not be run")
     code, tests = row["code"], "\n".join(row["test_list"])
-    called = [node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)]
-    name = [name for name in called if name in _binds(ast.parse(code))][0]
+    called = _names(ast.parse(tests))
+    name = [node.name for node in ast.parse(code).body
+            if isinstance(node, ast.FunctionDef) and node.name in called][0]
     before = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
     prompt = f"{row.get('text') or row['prompt']}\nIt must pass these tests:\n{tests}"
     return Problem(f"Mbpp/{row['task_id']}", prompt, name, "", code, f"{before}\n{tests}")
@@ -157,7 +149,7 @@ def _statements(text: str) -> list[ast.stmt]:
             return tree.body
         except SyntaxError as error:
             del lines[min(error.lineno or 1, len(lines)) - 1:]
-        except (ValueError, RecursionError, MemoryError):          # a null byte; absurdly deep
+        except NO_PYTHON:                                          # a null byte; absurdly deep
             break
     return []
 
@@ -169,9 +161,9 @@ def _names(tree: ast.AST) -> set[str]:
 def _binds(tree: ast.AST) -> set[str]:
     """The names that a statement gives a value; `table` by `table[i] = 1` too."""
     nodes = [tree] if hasattr(tree, "name") else list(ast.walk(tree))    # what is inside stays
-    stored = [getattr(node, "value", node) for node in nodes
-              if isinstance(getattr(node, "ctx", None), ast.Store)]
-    return set().union(*map(_names, stored)) | {getattr(node, "name", None) for node in nodes}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    named = {getattr(node, "name", None) for node in nodes} - {None}
+    return named.union(*map(_names, stored))
 
 
 def _program(nodes: list[ast.stmt], problem: Problem) -> str:
@@ -183,7 +175,7 @@ def _program(nodes: list[ast.stmt], problem: Problem) -> str:
                 if isinstance(node, (ast.Import, ast.ImportFrom)) or _binds(node) & needed]
         size, needed = len(needed), needed.union(*map(_names, kept))
     kept.sort(key=lambda node: getattr(node, "module", None) != "__future__")
-    return "".join(ast.unparse(node) + "\n" for node in kept)
+    return ast.unparse(ast.Module(kept, [])) + "\n"
 
 
 def extract_code(response: str, problem: Problem) -> str:
@@ -195,22 +187,22 @@ def extract_code(response: str, problem: Problem) -> str:
     HumanEval. As in evalplus imports and what the function needs are kept, from other blocks
     and the prompt's head too; calls, prints, asserts are not. Nothing is executed.
     """
-    text = response.replace("\r\n", "\n").rpartition("</think>")[2]
+    text = response.rpartition("</think>")[2]
     name, head, blocks = problem.entry_point, problem.head, code_blocks(text)
     starts = re.finditer(r"^(?:import|from|def|async|class|@|\w+ *=)", text, re.M)
     for whole in blocks or [text[start.start():] for start in starts]:
         main = _statements(whole)
         bound = set().union(*map(_binds, main))
         if name in bound:
-            others = [_statements(other) for other in [head + "    pass", *blocks]]
-            others = [node for node in sum(others, []) if not _binds(node) & bound]
+            others = sum(map(_statements, [head + "    pass", *blocks]), [])
+            others = [node for node in others if not _binds(node) & bound]
             return _program(others + main, problem)
 
     def end(nodes):
         return max((node.end_lineno for node in nodes if name in _binds(node)), default=0)
 
     bodies = [_statements(head + body) for block in blocks or [text]
-              for body in (block, "    " + block, textwrap.indent(block, "    "))]
+              for body in ("    " + block.lstrip(), textwrap.indent(block, "    "))]
     longest = max(bodies, key=end)
     return _program(longest, problem) if head and end(longest) > head.count("\n") else ""
 
@@ -311,16 +303,16 @@ def execute(problems: list[Problem], samples: list[dict], workers: int = 2,
     def run(sample) -> dict:
         problem = tasks[sample["task_id"]]
 
-        def passes(plus):
+        def result(plus):
             return run_python(sample["solution"], test_program(problem, plus), timeout,
                               unsafe=unsafe)
 
-        result = base = passes(False)
+        base = last = result(False)
         if base.passed and problem.inputs is not None:
-            result = passes(True)
+            last = result(True)
         return {"id": problem.task_id, "base": base.passed,
-                "plus": None if problem.inputs is None else result.passed,
-                "status": result.status, "stderr": result.stderr[-1000:]}
+                "plus": None if problem.inputs is None else last.passed,
+                "status": last.status, "stderr": last.stderr[-1000:]}
 
     jobs = sorted(samples, key=lambda sample: [*tasks].index(sample["task_id"]))
     with ThreadPoolExecutor(workers) as pool:
@@ -349,17 +341,17 @@ def read_arc(path) -> list[dict]:
     rows = []
     for number, row in enumerate(iter_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
         try:
-            question, given = row["question"]["stem"], row["question"]["choices"]
-            choices = {choice["label"]: choice["text"] for choice in given}
-            answer = [*choices].index(row["answerKey"])
-            if not len(given) == len(choices) > 1 or not all(choices.values()):
-                raise ValueError(f"choices {given}")
+            question, choices = row["question"]["stem"], row["question"]["choices"]
+            labels = [choice["label"] for choice in choices]
+            texts = [choice["text"] for choice in choices]
+            answer = labels.index(row["answerKey"])
+            if not all(texts):
+                raise ValueError("a choice without a text")
         except (LookupError, TypeError, ValueError) as error:
             raise InputError(f"{path}, row {number}: not a question of ARC ({error!r}); it has "
-                             f"a stem, at least two choices, each with a text and a label of "
-                             f"its own, and an answerKey among these labels") from error
-        rows.append({"id": row["id"], "question": question, "answer": answer,
-                     "choices": [*choices.values()]})
+                             f"a stem, choices with a label and a text, and an answerKey among "
+                             f"these labels") from error
+        rows.append({"id": row["id"], "question": question, "choices": texts, "answer": answer})
     return rows
 
 

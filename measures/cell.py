@@ -62,8 +62,6 @@ def main():
 # ── The layers ────────────────────────────────────────────────────────────────────────────
 
 def _libc(name: str, *arguments):
-    if sys.platform != "linux":
-        raise OSError("it needs Linux")
     wide = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
     call = getattr(ctypes.CDLL(None, use_errno=True), name)
     if call(*wide, *[ctypes.c_long(0)] * 3) < 0:
@@ -192,22 +190,26 @@ def _token(verdict: int) -> bytes:
 def _judge(order: dict, limits: tuple, output: int) -> bytes:
     """Run program and tests, write why they did not pass; the status, to follow the token."""
     home, solution, worker = os.environ["HOME"], type(sys)("solution"), os.getpid()
-    statements, apart = order["statements"], order["apart"]     # a dict can be changed
-    path, names, ran, loaded = f"{home}/solution.py", _Tests(vars(solution)), set(), False
-    names |= {" reached": lambda value: (ran.add("assertion"), _plain(value))[1],
-              " plain": _plain, " minus": _minus}
+    path, ran, loaded = f"{home}/solution.py", set(), False
+    statements = order["statements"]          # what is in a dict can be changed
+    names = _Tests({" reached": lambda value: (ran.add("assertion"), _plain(value))[1],
+                    " plain": _plain, " minus": _minus, "__name__": "tests",
+                    "__builtins__": dict(vars(builtins))})
+    names.program = vars(solution)
     with open(path, "wb") as file:
         file.write(order["code"])
     sys.path[0] = home
-    vars(solution).update(__file__=path, __builtins__=vars(builtins))
-    sys.modules |= {"pytest": _pytest(), "solution": solution}
+    names.program.update(__file__=path, __builtins__=vars(builtins))
+    sys.modules |= {"pytest": _Pytest, "solution": solution}
     del sys.modules["cell"]
     try:
         exec(order["imports"], names)
-        names["__builtins__"]["untimed"] = _Clock(order["timeout"]).untimed
-        exec(compile(order["code"], path, "exec"), vars(solution))
+        if not order["apart"]:                # pytest's tests are a module of their own
+            exec(order["imports"], names.program)
+        names["__builtins__"]["untimed"] = _start_clock(order["timeout"])
+        exec(compile(order["code"], path, "exec"), names.program)
         loaded = True
-        _run(statements, names, ran, apart)
+        _run(statements, names, ran)
         status = "passed" if ran else "error"
         reason = "" if ran else "no test ran: no assertion reached, no function test*\n"
     # Whatever the program raises is a verdict, SystemExit before the end of the tests too.
@@ -232,48 +234,41 @@ def _explain(error: BaseException, tests: str) -> str:
     return "".join(told.format())
 
 
-class _Clock:
-    """The program's CPU seconds: the kernel ends it after them, rounded up to whole ones."""
+def _start_clock(seconds: float):
+    """The kernel ends the program after that much CPU time, rounded up to whole seconds.
 
-    def __init__(self, seconds: float):
-        self.end = process_time()
-        self.add(seconds)
+    Returns `untimed` for the tests: it makes a function's time, as a reference's, not count."""
+    end = process_time() + seconds
 
-    def add(self, seconds: float):
-        self.end += seconds
-        _set_limit(resource.RLIMIT_CPU, math.ceil(self.end), FAR * math.ceil(self.end))
+    def limit():
+        _set_limit(resource.RLIMIT_CPU, math.ceil(end), FAR * math.ceil(end))
 
-    def untimed(self, function):
-        """For tests: the function, whose time is not the program's, as that of a reference."""
+    def untimed(function):
         def call(*arguments):
+            nonlocal end
             begun = process_time()
             _set_limit(resource.RLIMIT_CPU, 2**64, 0)     # as far as it goes
             result = function(*arguments)
-            self.add(process_time() - begun)
+            end += process_time() - begun
+            limit()
             return result
         return call
+
+    limit()
+    return untimed
 
 
 class _Tests(dict):
     """The tests' names and builtins; beneath them the program's, as they are at the time."""
 
-    def __init__(self, program: dict):
-        super().__init__(__name__="tests", __builtins__=dict(vars(builtins)))
-        self.program = program
-
     def __missing__(self, name):
         return self.program[name]
 
 
-def _run(statements: tuple, names: _Tests, ran: set, apart: bool):
-    """Run the statements, then each function named test*; what ran is added to `ran`.
-
-    apart: the tests are pytest's, a module of their own; plain ones share what they add."""
+def _run(statements, names: _Tests, ran: set):
+    """Run the tests' code, then each function named test*; what ran is added to `ran`."""
     before = dict(names.program)
-    for statement in statements:
-        shared = {} if apart else {name: names[name] for name in names if name.isidentifier()}
-        names.program.update(shared | names.program)
-        exec(statement, names)
+    exec(statements, names)
     for name, value in tuple(names.items()):
         named = any(member.startswith("test") for member in [name, *dir(value)])
         if callable(value) and named and before.get(name) is not value:
@@ -288,7 +283,7 @@ def _run(statements: tuple, names: _Tests, ran: set, apart: bool):
 def _plain(value):
     """The value in exact built-in types; an object of another Python class, sealed."""
     kind = type(value)
-    if kind in (bool, type(None), range, _Near):
+    if kind in (bool, range, _Near):
         return value
     base = next((base for base in BASES if issubclass(kind, base)), None)
     if base in (int, float, complex):
@@ -333,13 +328,6 @@ class _Sealed:
 
 # ── A stand-in for pytest, installed or not ───────────────────────────────────────────────
 
-def _pytest():
-    pytest, mark = type(sys)("pytest"), type(sys)("mark")
-    mark.parametrize = _parametrize
-    vars(pytest).update(raises=_Raises, approx=_approx, mark=mark)
-    return pytest
-
-
 class _Raises:
     def __init__(self, expected, *, match=""):
         self.expected, self.match = expected, match
@@ -381,6 +369,13 @@ def _parametrize(names, rows, ids=None):         # noqa: ARG001 - tests name the
         test.cases = [old | new for old in getattr(test, "cases", [{}]) for new in cases]
         return test
     return decorate
+
+
+class _Pytest:
+    raises, approx = _Raises, _approx
+
+    class mark:
+        parametrize = _parametrize
 
 
 BASES = int, float, complex, str, bytes, list, tuple, set, frozenset, dict

@@ -7,9 +7,9 @@
 
 Paper: pass@1 and the test outcomes of §4.4 and Appendix N; it says nothing of how code is run.
 
-Tests are statements, run one by one, or functions named test*, called in order. Their imports
-come before the program, and their `pytest` is a small stand-in, installed or not; what it lacks
-(fixtures, classes, skip, ...) is an error and never a pass. Around a run (`measures/cell.py`):
+Tests are statements, or functions named test*, called in order. Their imports come before the
+program, and their `pytest` is a small stand-in, installed or not; what it lacks (fixtures,
+classes, skip, ...) is an error and never a pass. Around a run (`measures/cell.py`):
 
     namespaces   processes, users, memory and a network (not even loopback) of its own
     files        a root of its own, read-only, and one small directory, all in memory
@@ -39,14 +39,13 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
 from tqdm import tqdm
 
-from data import InputError, examples, get_task, read_rows, run_script, write_rows
+from data import InputError, get_task, read_rows, run_script, write_rows
 from measures.cell import FAR, KEPT
 
 HOME = "/solution"                            # the program's directory, in a root of its own
@@ -88,12 +87,12 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
         with PARSING:
             order = _compile(tests)
     except NO_PYTHON as error:
-        return Result(False, "error", "".join(traceback.format_exception_only(error)))
+        return Result(False, "error", f"these tests cannot be run: {error!r}\n")
     order |= {"code": code.encode("utf-8", "surrogatepass"), "tests": tests, "timeout": timeout,
               "memory_mb": memory_mb, "unsafe": unsafe}
     # Unsafe, children that were killed may write until they have died.
-    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe else None
-    with folder or contextlib.nullcontext(HOME) as home:
+    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe
+          else contextlib.nullcontext(HOME)) as home:
         said, text = _start(order, os.path.realpath(home))
     match said:                               # the worker's token, its claim, and how it ended
         case []:
@@ -124,12 +123,9 @@ def _compile(tests: str) -> dict:
     def call(name, *values):                  # no identifier, so it is in nobody's way
         return ast.Call(ast.Name(f" {name}", ast.Load()), [*values], [])
 
-    def run(statements):
-        module = ast.fix_missing_locations(ast.Module(statements, []))
-        return compile(module, "tests.py", "exec")
-
     class Guard(ast.NodeTransformer):
         def visit(self, node):
+            """The statement or expression, its inner ones first."""
             match self.generic_visit(node):
                 case ast.Assert():
                     node.test = call("reached", node.test)
@@ -144,12 +140,15 @@ def _compile(tests: str) -> dict:
                     return call("minus", node.left, node.right)
             return node
 
-    tree = Guard().visit(ast.parse(tests, "tests.py"))
-    early = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))
-             and "solution" not in ast.unparse(node)]
-    late = [node for node in tree.body if node not in early]
-    return {"imports": run(early), "statements": tuple(run([node]) for node in late),
-            "apart": any(getattr(node, "name", "").startswith("test") for node in late)}
+    early, late = ast.Module([], []), ast.Module([], [])
+    for node in Guard().visit(ast.parse(tests, "tests.py")).body:
+        ours = isinstance(node, (ast.Import, ast.ImportFrom)) and (
+            "solution" not in ast.unparse(node))
+        (early if ours else late).body.append(node)
+    imports, statements = (compile(ast.fix_missing_locations(part), "tests.py", "exec")
+                           for part in (early, late))
+    apart = any(getattr(node, "name", "").startswith("test") for node in late.body)
+    return {"imports": imports, "statements": statements, "apart": apart}
 
 
 def _start(order: dict, home: str) -> tuple[list[str], str]:
@@ -223,38 +222,33 @@ def fences(text: str) -> list[tuple[int, int]]:
 
 def code_blocks(text: str) -> list[str]:
     """The code in each fence, moved to the left where it is indented, as in a list."""
-    blocks = [text[start:end] for start, end in fences(text)]
-    return [textwrap.dedent(block) if block[:1].isspace() else block for block in blocks]
+    text = text.replace("\r\n", "\n")                 # in which no blank line is dedented
+    return [textwrap.dedent(text[start:end]) for start, end in fences(text)]
 
 
 def code_of(text: str) -> str:
     """The program of a response: its fences, joined like a notebook's cells, or all of it."""
-    text = text.replace("\r\n", "\n")                 # in which no blank line is dedented
     return "\n".join(code_blocks(text)) or text
 
 
 def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
     """The rows; one with a `response` and no `outcome` gets what its tests say (Appendix N).
 
-    Raises InputError where the task has no tests, or the sandbox cannot be put up.
+    Raises InputError for a response that is no text, and where no sandbox can be put up.
     """
-    if task.tests is None:
-        raise InputError(f"--task {task.name}: it has no tests to run; kodcode has, and so has "
-                         f"a Task of your own with `tests`")
-
-    def run(example: dict) -> str:
-        result = run_python(code_of(example["response"]), task.tests(example["row"]),
-                            unsafe=unsafe)
-        return PASSED if result.passed else (
+    def add(row: dict) -> dict:
+        if not row.get("response") or row.get("outcome"):
+            return row
+        if not isinstance(row["response"], str):
+            raise InputError(f"row {row.get('id', row)}: its 'response' is no text; mend or "
+                             f"drop it")
+        result = run_python(code_of(row["response"]), task.tests(row), unsafe=unsafe)
+        return row | {"outcome": PASSED if result.passed else (
             f"The tests did not pass ({result.status}). The end of their output:\n"
-            f"{result.stderr[-1500:]}")
+            f"{result.stderr[-1500:]}")}
 
-    todo = [example for example in examples(task, rows)
-            if "response" in example["row"] and "outcome" not in example]
     with ThreadPoolExecutor(2) as pool:
-        outcomes = list(tqdm(pool.map(run, todo), "tests", len(todo)))
-    said = {id(example["row"]): outcome for example, outcome in zip(todo, outcomes)}
-    return [row | {"outcome": said[id(row)]} if id(row) in said else row for row in rows]
+        return list(tqdm(pool.map(add, rows), "tests", len(rows)))
 
 
 def main():
@@ -267,6 +261,9 @@ def main():
                         help="run the code also where no sandbox can be put up")
     args = parser.parse_args()
     task, output = get_task(args.task), args.output or args.rows
+    if task.tests is None:
+        raise InputError(f"--task {task.name}: it has no tests to run; kodcode has, and so has "
+                         f"a Task of your own with `tests`")
     rows = read_rows(args.rows, task.needs)
     if not any("response" in row for row in rows):
         raise InputError(f"{args.rows}: no row has a response; add a field 'response'")

@@ -79,25 +79,19 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
 @pytest.mark.parametrize("text, words", [
     (b"[]", ["no rows"]), (gzip.compress(b"{"), ["line 1", "JSON"]),
     (b'[{"a": 1}, 3]', ["row 1", "field"]), (b"\x1f\x8bnothing", ["gzip"]),
-    (b'{"id": "a", "question": {}, "answerKey": "A"}', ["is missing or empty"]),
-    *((json.dumps({k: v for k, v in row.items() if k != name}).encode(),
-       ["line 1", f"field '{name}' is missing"])
-      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (MBPP, "code"), (SANITIZED, "test_list"))),
-    (json.dumps(FULL | {"prompt": ""}).encode(), ["line 1", "field 'prompt' is missing or empty"]),
-    (json.dumps(PLUS | {"base_input": []}).encode(), ["'base_input' is missing or empty"]),
-    *((json.dumps({k: v for k, v in FULL.items() if k != name}).encode(), ["row 1", "+ tests"])
-      for name in ("base_input", "atol")),
-    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(),
-       ["row 2", "+ tests", "plus_input"])
-      for row, more in ((HUMANEVAL, {"plus_input": [[1]]}), (MBPP, {"plus_input": [[1]]}),
-                        (SANITIZED, {"test": "assertion(grow(1), 2)"}))),
-    (json.dumps(PLUS).encode() + b"\n" + json.dumps({k: v for k, v in FULL.items() if k != "plus_input"}
-                                                    | {"task_id": "x/1"}).encode(), ["row 2", "'plus_input'"]),
+    *((json.dumps({k: v for k, v in row.items() if k != name}).encode(), ["row 1", name])
+      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (FULL, "base_input"), (MBPP, "test_list"),
+                        (SANITIZED, "prompt"))),
+    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(), ["row 2", words])
+      for row, more, words in ((HUMANEVAL, {"base_input": [[1]], "plus_input": [[1]], "atol": 0}, "'plus_input'"),
+                               (MBPP, {"plus_input": [[1]]}, "+ tests"),
+                               (SANITIZED, {"test": "assertion(grow(1), 2)"}, "+ tests"))),
+    (json.dumps(FULL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["row 2", "'plus_input'"]),
+    (json.dumps({"id": "a", "question": {}, "answerKey": "A"}).encode(), ["'task_id' is missing"]),
     (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "IndexError"]),
     (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["row 1", "SyntaxError"]),
     (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["row 1", "TypeError"]),
-    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["row 2", "has come before"]),
-    (json.dumps(HUMANEVAL).encode() + b"\n" + json.dumps(MBPP).encode(), ["line 2", "canonical_solution"]),
+    (json.dumps(SHARED | {"base_input": []}).encode(), ["row 1", "which every program would pass"]),
 ])
 def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(text)
@@ -153,6 +147,7 @@ RIGHT = "def grow(x):\n" + BODY
     ("    return half(2 * x) + 1", "def half", "#"),
     (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"), "grow(1)", "#"),         # unfenced
     ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "#"),    # the prompt's
+    ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "List", "print"),
     ("grow = lambda x: x + 1", "lambda", "def grow"),
     ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```", "lru_cache", "#"),
     ("```python\nt = [0] * 9\nfor i in range(8):\n    t[i] = i + 1\ndef grow(x):\n    return t[x]\n```", "range", "#"),
@@ -376,10 +371,10 @@ def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
 
 
 @pytest.mark.parametrize("row, words", [
-    (arc_row("4"), "'4' is not in list"), (arc_row(labels="112"), "choices"),
-    (arc_row("1", ["a"]), "at least two choices"), (arc_row(choices=["a", "", "b"]), "'text': ''"),
+    (arc_row("4"), "'4' is not in list"),
     (arc_row(question={"stem": "s"}), "KeyError('choices')"),
     (arc_row(question={"stem": "s", "choices": ["a", "b"]}), "TypeError"),
+    (arc_row("A", ["", "b"], "AB"), "a choice without a text"),
     (arc_row(question="s"), "TypeError"), ({"id": "q", "question": {}}, "'question' is missing"),
     (HUMANEVAL, "'id' is missing")])
 def test_arc_rows_of_another_form_are_named(row, words, tmp_path):

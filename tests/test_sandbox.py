@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -92,10 +93,12 @@ def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine(
     assert "sandbox" not in told and tempfile.gettempdir() not in told
 
 
-def test_tests_of_pytest_overwrite_no_name_of_the_code_and_plain_ones_share_its_namespace():
+def test_tests_of_pytest_overwrite_no_name_of_the_code_and_plain_ones_share_what_they_import():
     code = "def help():\n    return 1\ndef f():\n    return help()"
     assert status(code, "def help():\n    return 2\ndef test_f():\n    assert f() == 1 and help() == 2") == "passed"
-    assert status("def f():\n    return math.pi", "import math\nassert f() > 3") == "passed"
+    plain, code = "import math\nassert f() > 3", "def f():\n    return math.pi"
+    assert status(code, plain) == "passed"
+    assert status(code, plain.replace("assert", "def test_f(): assert")) == "error"
 
 
 def test_any_text_is_code_and_any_bytes_are_output():
@@ -337,8 +340,8 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
         raise SandboxError("the sandbox lacks files")
 
     assert "rows.jsonl, line 1: field 'test' or 'test_code'" in run(rows=[kodcode("x", test="")])
+    assert "row q7: its 'response' is no text" in run(rows=[kodcode(7, id="q7")])
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
-    assert "row 1 (1): the response is empty" in run(rows=[kodcode(" ")])
     assert "--task ultrafeedback: it has no tests" in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")])
     assert "no such file" in fails("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", no_layers)
@@ -364,7 +367,7 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     assert [row["outcome"] for row in outcomes] == ["All tests passed."] * 29
     trials = [trial for row in rows for trial in row["trials"].values()]
     for code in [trial["solution_code"] for trial in trials]:
-        assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
+        assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == textwrap.dedent(code) + "\n"
     found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
     assert len(trials) == 87
     assert [status == "passed" for status in found] == [trial["test_result"] == "Pass" for trial in trials]
