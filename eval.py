@@ -50,7 +50,7 @@ from measures.spans import (FIGURES, SIGNS, audit, audit_text, colour_spans, com
                             words)
 from model import (checksum, encode_prompt, eos_ids, load_lora, load_model, lock_directory,
                    use_lora)
-from sampling import generate
+from sampling import context_length, generate
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,
                    "max_new_tokens": 32, "batch_size": 200},
@@ -86,17 +86,14 @@ class EvalConfig(judges.JudgeConfig):
     allow_code_execution: bool = flag(False, "code: run what the model wrote, in the sandbox")
     unsafe_sandbox: bool = flag(False, "code: run it also where a layer of that is lacking")
     code_timeout: float = flag(10.0, "code: CPU seconds for each program", least=0.01)
-    judge_model: str | None = flag(None, "model on a server that judges (paper: gpt-4o); "
-                                         "none: no judge is asked")
-    dry_run: bool = flag(False, "write the answers, then say what the judge would cost")
     references: str | None = flag(None, "mt_bench: reference answers in FastChat's form")
     difficulty: str | None = flag(None, "alpaca_eval: its df_gamed.csv, for the "
                                         "length-controlled rate")
 
     @property
-    def sources(self) -> list[str]:
-        """The adapters and files that were named."""
-        return [*filter(None, (self.before, self.adapter))]
+    def adapters(self) -> list[str]:
+        """The directories that were named, not the files of answers."""
+        return [path for path in (self.before, self.adapter) if os.path.isdir(path or "")]
 
     GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "writing the answers",
               "encoder": "of one benchmark, which the help names"}
@@ -108,20 +105,20 @@ NAMES = "id", "task_id", "question_id", "prompt_id", "index"       # what data s
 
 
 def name_rows(rows: list[dict], limit: int | None = None) -> list[dict]:
-    """The first `limit` rows, or all, each with an `id`: its own, else its number."""
+    """The first `limit` rows, or all, each with an `id`: its own, else its number from 0."""
     out = []
-    for number, row in enumerate(rows[:limit], 1):
+    for number, row in enumerate(rows[:limit]):
         own = (row[key] for key in NAMES if row.get(key) is not None)
         out.append(row | {"id": str(next(own, number))})
     return out
 
 
-@functools.cache
-def identity(path: str | None) -> str | None:
-    """What tells one model from another: the files of a directory; a hub id stays itself."""
-    if not os.path.isdir(path or ""):
+def identity(path: str) -> list | str:
+    """What tells one base from another: its files, by size and time; a hub id stays itself."""
+    if not os.path.isdir(path):
         return path
-    return checksum(*sorted(filter(Path.is_file, Path(path).iterdir())))
+    files = sorted((file.name, file.stat()) for file in Path(path).iterdir())
+    return [path, *((name, found.st_size, found.st_mtime_ns) for name, found in files)]
 
 
 @dataclass
@@ -129,8 +126,8 @@ class Side:
     """One side of the table: the base, the base with an adapter, or a file of answers.
 
     source: the adapter or the file; None: the bare base. load: () → (model, tokenizer), called
-    when the first answer is to be written. rows, counts: what its benchmark returned; tables:
-    (title, header, lines).
+    where a benchmark needs them. rows, counts: what it returned; tables: (title, header,
+    lines).
     """
     name: str
     source: str | None
@@ -177,23 +174,30 @@ class Side:
         reused. Each has random numbers of its own, of the seed and the conversation: it depends
         on no batch, and two sides are compared on the same draws."""
         n, seed = self.config.max_new_tokens, self.config.seed
-        made = question_key(identity(self.config.model), identity(self.source),
-                            self.config.dtype, temperature, n)
+        adapter = checksum(*sorted(Path(self.source).glob("adapter_*"))) if self.lora else None
+        made = question_key(identity(self.config.model), adapter, self.config.dtype,
+                            temperature, n)
         path = Path(self.config.output_dir, f"answers-{made[:12]}.jsonl")
         write_rows(path, whole_rows(path))                      # without what a kill has torn
         kept = {row["key"]: row["response"] for row in whole_rows(path)}
         drawn = [*product(talks, range(draws))]
         names = [question_key(seed, talk, k) for talk, k in drawn]
         asked = {key: talk for key, (talk, _) in zip(names, drawn) if key not in kept}
+        model, tokenizer = self.model if asked else (None, None)
+        prompts = {key: encode_prompt(tokenizer, talk) for key, talk in asked.items()}
+        for key, prompt in prompts.items():
+            if len(prompt) + n > context_length(model):
+                raise InputError(f"a prompt of {len(prompt)} tokens and {n} new ones exceed "
+                                 f"the model's context: lower --max_new_tokens, or shorten or "
+                                 f"drop the row {asked[key][-1]['content'][:80]!r}")
         for keys in tqdm(chunks([*asked], self.config.batch_size), self.name,
                          disable=not asked):
-            model, tokenizer = self.model
-            prompts = [encode_prompt(tokenizer, asked[key]) for key in keys]
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
             uniforms = torch.stack([torch.rand(n, generator=one) for one in seeds])
             with use_lora(model, self.lora):
-                ids = generate(model, prompts, n, temperature, eos_ids(tokenizer, model),
-                               tokenizer.pad_token_id, uniforms=uniforms)
+                ids = generate(model, [prompts[key] for key in keys], n, temperature,
+                               eos_ids(tokenizer, model), tokenizer.pad_token_id,
+                               uniforms=uniforms)
             for key, y in zip(keys, ids):
                 kept[key] = tokenizer.decode(y, skip_special_tokens=True).strip()
                 append_row(path, {"key": key, "response": kept[key]})
@@ -206,7 +210,7 @@ class Side:
             texts = self.write(talks, self.config.temperature, draws)
             return [row | {"response": text}
                     for (row, _), text in zip(product(rows, range(draws)), texts)]
-        theirs = name_rows(read_rows(self.source, (NAMES,)))
+        theirs = name_rows(read_rows(self.source))
         found = {row["id"]: row.get("response", row.get("output")) for row in theirs}
         if len(found) < len(theirs):
             raise InputError(f"{self.source}: two rows have one id; leave one of them out")
@@ -277,7 +281,7 @@ def held_out(side: Side) -> list[dict]:
     """The rows of --data that no tested R_φ was trained on, as samples.jsonl beside its adapter
     says; all of them, and a note, where that names none."""
     rows = name_rows(read_rows(side.config.data, (("prompt",), ("response",))))
-    for source in filter(os.path.isdir, side.config.sources):
+    for source in side.config.adapters:
         path = Path(source).parent / "samples.jsonl"
         unseen = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
         kept = [row for row in rows if (row["id"], row["response"]) in unseen]
@@ -297,31 +301,25 @@ def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1,
     signs = [name for name, sign in SIGNS.items() if sign in labels]
     asked = [row | {"prompt": reward_prompt(row["prompt"], row["response"])} for row in rows]
     replies, tokens = column(side.answer(asked), "response"), None
-    if any(map(os.path.isdir, config.sources)):
+    if config.adapters:
         tokens = functools.partial(response_tokens, side.load()[1])
     side.notes.append(f"counted in {'tokens' if tokens else 'words'} of the response; signs "
                       f"that somebody marked: {', '.join(signs)}; no other is judged")
-    for row, spans, text in zip(rows, marked, replies):
-        places = (tokens or words)(row["response"])
-        counts.append(compare(row["response"], places, spans, readable(text), signs))
-        found.append(as_feedback(row, text, side.name, labels))
+    for row, gold, reply in zip(rows, marked, replies):
+        response, shown = row["response"], {"reply": reply, "gold_spans": row["spans"]}
+        feedback = readable(reply, response)
+        counts.append(compare(response, (tokens or words)(response), gold, feedback, signs))
+        if feedback is None:
+            found.append(row | shown | {"reason": "this critique cannot be read"})
+            continue
+        placed = ground(response, feedback)
+        placed = replace(placed, spans=[span for span in placed.spans if span.label in labels])
+        found.append(shown | feedback_row("", row, feedback, placed, side.name))
     header = ["", "marked", "predicted", "exact", "partial"]
     side.tables.append(("Table 6: spans", header, span_table(total(counts))))
-    if read := [row for row in found if "reason" not in row]:
-        side.tables += audit(read, tokens)[:2]
+    side.tables += audit([row for row in found if "reason" not in row], tokens)[:2]
     known = [key for key, value in figures(total(counts)).items() if value is not None]
     return found, {FIGURES[key][0]: [parts(one)[key] for one in counts] for key in known}
-
-
-def as_feedback(row: dict, reply: str, name: str, labels: set[int]) -> dict:
-    """R_φ's reply as a row of annotate.py, without spans of a sign that nobody marked, which
-    no table is to call wrong; gold_spans: those of the data."""
-    known, feedback = {"reply": reply, "gold_spans": row["spans"]}, readable(reply)
-    if feedback is None:
-        return row | known | {"reason": "this critique cannot be read"}
-    found = ground(row["response"], feedback)
-    found = replace(found, spans=[span for span in found.spans if span.label in labels])
-    return feedback_row(row.get("task", ""), row, feedback, found, name) | known
 
 
 def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
@@ -361,15 +359,15 @@ def arc(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
 def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     """Both turns of every question, rated by the judge; answers also in FastChat's form."""
     config = side.config
-    questions = name_rows(judges.read_mt_bench(config.data), config.limit)
-    references = judges.read_model_answers(config.references) if config.references else None
+    questions = judges.read_mt_bench(config.data, config.references)
+    questions = name_rows(questions, config.limit)
     if side.given:
         answers = judges.read_model_answers(side.source)
     else:
         answers = judges.mt_bench_answers(questions, side.write)
         model = side.source or config.model
         write_rows(side.path("_answers.jsonl"), judges.model_answers(answers, model))
-    asked = judges.mt_bench_questions(questions, answers, config, references)
+    asked = judges.mt_bench_questions(questions, answers, config)
     scores = judges.mt_bench_scores(ask_judge(side, asked))
     counts = {"rating": column(scores, "score"), "rating, turn 1": column(scores, "turn_1"),
               "rating, turn 2": column(scores, "turn_2")}
@@ -426,10 +424,8 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], others: list[str],
 
 def compare_sides(before: Side, after: Side):  # Figure 3, Table 1's win rate
     """The judge's view of `after` beside `before`: of the answers, or of R_φ's critiques."""
-    critiques = after.config.task == "reward_model"
-    key, of = ("reply", "feedback") if critiques else ("response", "response")
-    texts = [column(side.rows, key) for side in (after, before)]
-    wins = ask_wins(after, after.rows, *texts, of)
+    of = "reply" if after.config.task == "reward_model" else "response"
+    wins = ask_wins(after, after.rows, column(after.rows, of), column(before.rows, of), of)
     after.counts["win rate"] = column(wins, "win")
 
 
@@ -524,12 +520,15 @@ def check(config: EvalConfig):
         if getattr(config, name) and task not in tasks:
             raise InputError(f"--{name} does nothing for --task {task}; it is for "
                              f"{', '.join(tasks)}")
-    written = not os.path.isfile(config.adapter or "")
-    if draws > 1 and config.temperature == 0 or written and config.k > draws:
+    files = [path for path in (config.before, config.adapter) if os.path.isfile(path or "")]
+    many = config.k > draws and config.adapter not in files
+    if many or draws > 1 and config.temperature == 0:
         raise InputError(f"--k {config.k} needs as many --samples_per_row (now {draws}), and "
                          f"these a --temperature above 0")
     if task != "toy" and config.data is None:
         raise InputError(f"--task {task} needs --data, the rows of the benchmark")
+    if task == "arc" and files:
+        raise InputError(f"--task arc reads probabilities, and {files[0]} has none")
     if task == "reward_model" and config.adapter is None:
         raise InputError("--task reward_model needs --adapter, R_φ or a file of its critiques")
     judges.check(config)

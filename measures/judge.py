@@ -34,7 +34,8 @@ from data import InputError, chunks, flag, read_rows
 @dataclass
 class JudgeConfig:
     """A judge behind an OpenAI-compatible server, and what it may cost."""
-    judge_model: str = flag("gpt-4o", "model that judges, on the server (paper: gpt-4o)")
+    judge_model: str | None = flag(None, "model on a server that judges (paper: gpt-4o); "
+                                         "none: no judge is asked")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; else our own")
     judge_temperature: float = flag(0.0, "temperature of the judge", least=0)
@@ -43,6 +44,7 @@ class JudgeConfig:
     price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
     price_out: float | None = flag(None, "USD per million reply tokens", least=0)
     max_usd: float | None = flag(None, "what the judge may cost, all runs together", least=0)
+    dry_run: bool = flag(False, "write the answers, then say what the judge would cost")
 
     @property
     def prices(self) -> tuple:
@@ -60,7 +62,7 @@ class JudgeConfig:
 
 def check(config: JudgeConfig):
     """Raise InputError for what would end the asking, before anything is spent."""
-    free = not config.judge_model or getattr(config, "dry_run", False)
+    free = config.judge_model is None or config.dry_run
     check_asking(*config.prices, config.base_url, free)
     config.prompts                                                   # read now
 
@@ -166,19 +168,19 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
 
 # ── Pairs: who wins?
 
-# What is compared → the name of its prompt, and of a side in it.
-PAIRS = {"response": ("pair-v2", "answer"), "feedback": ("feedback", "feedback")}
+# The field that is compared → the name of its prompt, and of a side in it.
+PAIRS = {"response": ("pair-v2", "answer"), "reply": ("feedback", "feedback")}
 
 
 def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
                        config: JudgeConfig, of: str = "response") -> list[Question]:
     """Two questions for each row {id, prompt}: side a first, then side b first.
 
-    of: "response" (Figure 3), or "feedback" on the row's own (Table 1's win rate, Appendix E).
+    of: "response" (Figure 3), or "reply": critiques of it (Table 1's win rate, Appendix E).
     """
     (kind, side), questions = PAIRS[of], []
     for row, a, b in zip(rows, texts_a, texts_b, strict=True):
-        about = {"answer": row["response"]} if of == "feedback" else {}
+        about = {"answer": row["response"]} if of == "reply" else {}
         for first, second in ((a, b), (b, a)):
             values = {"question": row["prompt"], **about,
                       f"{side}_a": first, f"{side}_b": second}
@@ -187,15 +189,15 @@ def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
 
 
 def pairwise_scores(verdicts: list[dict]) -> list[dict]:
-    """A row {id, win, inconsistent, reason} for each pair: a has won (1) or lost (0) where both
-    orders say so; where they disagree it is a tie (0.5), and inconsistent."""
+    """A row {id, win, inconsistent} for each pair: a has won (1) or lost (0) where both orders
+    say so; where they disagree it is a tie (0.5), and inconsistent; None: one is unjudged."""
     scores = []
     for one, turned in chunks(verdicts, 2):
         assert one["id"] == turned["id"], "both orders of a pair follow each other"
-        reason = one["reason"] or turned["reason"]
-        odd = not reason and one["verdict"] != 1 - turned["verdict"]
-        win = None if reason else 0.5 if odd else one["verdict"]
-        scores.append({"id": one["id"], "win": win, "inconsistent": odd, "reason": reason})
+        win, lost = one["verdict"], turned["verdict"]
+        odd = None not in (win, lost) and win != 1 - lost
+        win = 0.5 if odd else None if lost is None else win
+        scores.append({"id": one["id"], "win": win, "inconsistent": odd})
     return scores
 
 
@@ -229,12 +231,16 @@ def _both_turns(value, where: str) -> list[str]:
     return value
 
 
-def read_mt_bench(path) -> list[dict]:
-    """Its questions {question_id, category, turns}, and perhaps a `reference` of two texts."""
+def read_mt_bench(path, references=None) -> list[dict]:
+    """Its questions {question_id, category, turns}, and perhaps a `reference` of two texts;
+    that of a file of `references` in FastChat's form comes first."""
     rows = read_rows(path, (("question_id",), ("category",), ("turns",)))
+    known = read_model_answers(references) if references else {}
     for number, row in enumerate(rows, 1):
         for name in {"turns", "reference"} & row.keys():
             _both_turns(row[name], f"{path}, row {number}: {name!r}")
+        if row["question_id"] in known:
+            row["reference"] = known[row["question_id"]]
     return rows
 
 
@@ -276,18 +282,18 @@ TURNS = (("v1", ("question", "answer")),
          ("v1-multi-turn", ("question_1", "answer_1", "question_2", "answer_2")))
 
 
-def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig,
-                       references: dict | None = None) -> list[Question]:
+def mt_bench_questions(questions: list[dict], answers: dict,
+                       config: JudgeConfig) -> list[Question]:
     """Two for each of MT-Bench's: rate the first answer, and the second in its conversation.
 
-    answers, references: question_id → both texts. Math, reasoning and coding are judged beside
-    the reference, of `references` or else of the question itself, where the turn has one.
+    answers: question_id → both texts. Math, reasoning and coding are judged beside the
+    question's reference, where the turn has one.
     """
     asked = []
     for q in questions:
         name, category = q["question_id"], q["category"]
         first, second = answers.get(name, (None, None))
-        known = (references or {}).get(name) or q.get("reference") or ["", ""]
+        known = q.get("reference", ["", ""])
         talk = q["turns"][0], first, q["turns"][1], second
         for turn, (version, parts) in enumerate(TURNS, 1):
             values, kind = dict(zip(parts, talk)), "single"
@@ -300,14 +306,14 @@ def mt_bench_questions(questions: list[dict], answers: dict, config: JudgeConfig
 
 
 def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
-    """A row {id, category, turn_1, turn_2, score, reason} for each question; score: the mean of
-    both turns, 1–10, or None where a turn has no verdict, with the reason."""
+    """A row {id, category, turn_1, turn_2, score} for each question; score: the mean of both
+    turns, 1–10, or None where a turn has no verdict."""
     rows = []
     for one, two in chunks(verdicts, 2):
-        reason = one["reason"] or two["reason"]
-        score = None if reason else (one["verdict"] + two["verdict"]) / 2
-        rows.append({"id": one["id"], "category": one["category"], "turn_1": one["verdict"],
-                     "turn_2": two["verdict"], "score": score, "reason": reason})
+        turns = one["verdict"], two["verdict"]
+        score = None if None in turns else sum(turns) / 2
+        rows.append({"id": one["id"], "category": one["category"], "turn_1": turns[0],
+                     "turn_2": turns[1], "score": score})
     return rows
 
 

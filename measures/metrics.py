@@ -32,18 +32,6 @@ BERT_SCORE_LAYERS = {"roberta-large": 17, "roberta-base": 10, "bert-base-uncased
                      "distilbert-base-uncased": 5, "deberta-xlarge-mnli": 40}
 
 
-def check_texts(**columns: list):
-    """Raises InputError unless all columns are equally long, not empty, and hold only texts."""
-    sizes = " and ".join(f"{len(column)} {name}" for name, column in columns.items())
-    if str in map(type, columns.values()) or len({0, *map(len, columns.values())}) != 2:
-        raise InputError(f"{sizes} do not pair: give lists, with a text of each for every row")
-    for name, column in columns.items():
-        for number, text in enumerate(column, 1):
-            if not isinstance(text, str):
-                raise InputError(f"row {number} of the {name} is {shown(text)}, no text: mend "
-                                 f"the row, or drop it")
-
-
 # ── ROUGE (Lin 2004)
 
 def _ngrams(tokens: list[str], n: int) -> Counter:
@@ -113,9 +101,9 @@ def bleu_of(sums: np.ndarray) -> np.ndarray:
 
 
 def bleu(predictions: list[str], references: list[str]) -> float:
-    """Corpus BLEU, 0–1 (Table 2). Raises InputError as `check_texts`."""
-    check_texts(predictions=predictions, references=references)
-    return corpus([bleu_counts(*pair) for pair in zip(predictions, references)], bleu_of)
+    """Corpus BLEU, 0–1 (Table 2)."""
+    pairs = zip(predictions, references, strict=True)
+    return corpus([bleu_counts(*pair) for pair in pairs], bleu_of)
 
 
 # ── BERTScore (Zhang et al. 2020)
@@ -135,45 +123,36 @@ def load_encoder(path):
 
 
 def bert_score(predictions: list[str], references: list[str], encoder, tokenizer,
-               layer: int | None = None, idf: bool = False) -> list[dict[str, float]]:
+               layer: int | None = None) -> list[dict[str, float]]:
     """One {"precision", "recall", "f1"} per row: each token beside the most like of the other
-    text (Table 2).
+    text (Table 2); [CLS] and [SEP] may be that, and have no mean of their own.
 
     layer: of `hidden_states`, 0 are the embeddings; None where BERT_SCORE_LAYERS has the
-    encoder. idf: a token weighs log((M + 1) / (m + 1)), where m of M references have it; else
-    all weigh 1, [CLS] and [SEP] nothing. A text is cut at the tokenizer's model_max_length; one
-    that is empty, or weighs nothing, scores 0. A cosine below 0 counts as 0, as beside padding
-    in the package. Raises InputError where the texts do not pair, or no layer is known.
+    encoder. A text is cut at the tokenizer's model_max_length; one without words scores 0. A
+    cosine below 0 counts as 0, as beside padding in the package. Raises InputError where no
+    layer is known.
     """
     import torch
-    check_texts(predictions=predictions, references=references)
-    layer = _known_layer(encoder, layer)
-    columns = [[text.strip() for text in texts] for texts in (predictions, references)]
-    ends, found = (tokenizer.cls_token_id, tokenizer.sep_token_id), Counter()
-    for ids in tokenizer(columns[1], truncation=True).input_ids if idf else []:
-        found.update(set(ids))
-    M, rows = len(references), []
+    layer, rows = _known_layer(encoder, layer), []
+    ends = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id], device=encoder.device)
 
     def embed(texts):
-        """The direction [T, H] and the weight [T] of each token of each text."""
+        """The direction [T, H] of each token of each text, and whether it is a word's [T]."""
         batch = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
         batch = batch.to(encoder.device)
         hidden = encoder(**batch, output_hidden_states=True).hidden_states[layer]
         units = torch.nn.functional.normalize(hidden, dim=-1)
         for ids, unit, mask in zip(batch.input_ids, units, batch.attention_mask.bool()):
-            weights = [math.log((M + 1) / (found[i] + 1)) if idf else float(i not in ends)
-                       for i in ids[mask].tolist()]
-            yield unit[mask], unit.new_tensor(weights)
+            yield unit[mask], ~torch.isin(ids[mask], ends)
 
-    def mean(best, weights):
-        return (best @ weights / weights.sum().clamp(min=1e-9)).item()
-
-    for texts in chunks(list(zip(*columns)), 64):
+    pairs = [(p.strip(), r.strip()) for p, r in zip(predictions, references, strict=True)]
+    for texts in chunks(pairs, 64):
         with torch.no_grad():
-            for pair, (x, p_weights), (y, r_weights) in zip(texts, *map(embed, zip(*texts))):
+            for (x, p_words), (y, r_words) in zip(*map(embed, zip(*texts))):
                 like = (x @ y.T).clamp(min=0)                             # [T, T']
-                p, r = mean(like.amax(1), p_weights), mean(like.amax(0), r_weights)
-                p, r = (p, r) if all(pair) else (0.0, 0.0)
+                best = like.amax(1)[p_words], like.amax(0)[r_words]
+                known = all(map(len, best))
+                p, r = (one.mean().item() if known else 0.0 for one in best)
                 f1 = 2 * p * r / (p + r) if p + r else 0.0
                 rows.append({"precision": p, "recall": r, "f1": f1})
     return rows
@@ -190,26 +169,25 @@ def _known_layer(encoder, layer: int | None) -> int:
 
 # ── Perplexity (Table 8) and pass@k (Table 3)
 
-def perplexity(model, tokenizer, prompts: list[str], texts: list[str],
-               adapter: str | None = None, batch_size: int = 8) -> list[tuple[float, int]]:
-    """(nats, tokens) of each text, given its prompt as the policy answers it (Table 8, which
-    does not say what is given); the perplexity of all is `corpus(rows, perplexity_of)`.
+def perplexity(model, tokenizer, prompts: list[str],
+               texts: list[str]) -> list[tuple[float, int]]:
+    """(nats, tokens) of each text under the bare base, given its prompt as the policy answers
+    it (Table 8, which does not say what is given); the perplexity of all is
+    `corpus(rows, perplexity_of)`.
 
     EOS is not scored: it is about the length, not the wording. An empty text gives (0.0, 0).
-    adapter: a loaded adapter's name, None the bare base. Raises InputError where a row does not
-    fit the context.
+    Raises InputError where a row does not fit the context.
     """
     from model import encode_prompt
     from sampling import context_length
-    check_texts(prompts=prompts, texts=texts)
     pairs = [(encode_prompt(tokenizer, x), tokenizer(y, add_special_tokens=False).input_ids)
-             for x, y in zip(prompts, texts)]
+             for x, y in zip(prompts, texts, strict=True)]
     longest, most = context_length(model), [len(x) + len(y) for x, y in pairs]
     if max(most) > longest:
         raise InputError(f"row {np.argmax(most) + 1}: prompt and text are {max(most)} tokens, "
                          f"the model's context is {longest}: shorten or drop the row")
-    found = answer_logprobs(model, pairs, adapter, batch_size)
-    return [(-sum(logprobs) or 0.0, len(logprobs)) for logprobs in found]
+    return [(-sum(logprobs) or 0.0, len(logprobs))
+            for logprobs in answer_logprobs(model, pairs)]
 
 
 def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch_size: int = 8
@@ -284,15 +262,14 @@ def corpus(rows, figure=ratio) -> float | None:
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def bootstrap(rows, figure=ratio, n: int = 10_000,
-              seed: int = 0) -> tuple[float, float] | None:
+def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None:
     """The 95 % interval of `corpus(rows, figure)`: percentiles over n draws of as many rows
     with replacement (Efron 1979).
 
     figure: sums [..., K] → [...]. Draws where it is 0/0 are left out; None where these are more
     than the 5 % that an interval leaves out anyway, and for fewer than two rows.
     """
-    counts, rng = _counts(rows), np.random.default_rng(seed)
+    counts, rng = _counts(rows), np.random.default_rng(0)
     if (N := len(counts)) < 2:
         return None
     draws = (rng.integers(N, size=N) for _ in range(n))
@@ -317,10 +294,11 @@ def interval(rows, figure=ratio) -> tuple[float, float] | None:
     return (1 - room, 1.0) if value else (0.0, room)
 
 
-def paired_bootstrap(before, after, figure=ratio, **options) -> tuple[float, float] | None:
+def paired_bootstrap(before, after, figure=ratio,
+                     n: int = 10_000) -> tuple[float, float] | None:
     """The interval of figure(after) − figure(before), the same rows drawn for both, so that
     hard rows cancel."""
     before, after = _counts(before), _counts(after)
     K = before.shape[-1]
     return bootstrap(np.hstack([before, after]),
-                     lambda sums: figure(sums[..., K:]) - figure(sums[..., :K]), **options)
+                     lambda sums: figure(sums[..., K:]) - figure(sums[..., :K]), n)

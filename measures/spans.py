@@ -2,7 +2,7 @@
 
     python -m measures.spans --audit feedback.jsonl --html page.html     # tables; in colour
     python -m measures.spans --people marked.jsonl --output feedback.jsonl
-    figures(total(compare(y, offsets, spans, readable(z)) for …))        # R_φ, over many y
+    figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # R_φ, over many y
 
 Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -114,50 +113,12 @@ def span_length(response: str, offsets, span: Span) -> int:
 
 # ── A critique against what somebody marked (§4.2)
 
-def readable(critique: str) -> Feedback | None:
-    """The feedback in a critique, or None where it cannot be read."""
+def readable(critique: str, response: str = "") -> Feedback | None:
+    """The feedback in a critique of the response, or None where it cannot be read."""
     try:
-        return parse_feedback(critique)
+        return parse_feedback(critique, response=response)
     except FeedbackError:
         return None
-
-
-def confidences(z: str, offsets, logprobs: list[float]) -> list[tuple[str, str, float]]:
-    """The sentences and the quotes of z, each with the probability that R_φ gave to its words.
-
-    logprobs: of z's tokens, [T] in nats. → (kind, words, probability), where kind is
-    "sentence", "good_spans" or "poor_spans"; a z that cannot be read has sentences alone.
-    """
-    feedback, critique = readable(z), z.partition("\n")[0]
-    places = [("sentence", *match.span()) for match in re.finditer(r"[^.]+\.", critique)]
-    for kind in ("good_spans", "poor_spans") if feedback else ():
-        end = z.index("[", z.rindex(f'"{kind}"'))
-        for quote in getattr(feedback, kind):
-            written = json.dumps(quote, ensure_ascii=False)
-            start = z.index(written, end) + 1
-            end = start + len(written) - 2
-            places.append((kind, start, end))
-    found = []
-    for kind, start, end in places:
-        inside = (p for p, (a, b) in zip(logprobs, offsets) if a < end and start < b)
-        found.append((kind, z[start:end].strip(" ."), math.exp(sum(inside))))
-    return found
-
-
-def calibration(cases: list[tuple[float, bool]], bins: int = 5) -> tuple[list[list], float]:
-    """Is what is held likely right as often? cases: (probability, whether it was right).
-
-    → a line for each of `bins` equal parts of [0, 1]: from, to, how many, how many right, their
-    mean probability; and the expected calibration error, |mean probability − share right|
-    weighted by how many (Guo et al. 2017).
-    """
-    lines, error = [], 0.0
-    for part in range(bins):
-        inside = [case for case in cases if min(int(case[0] * bins), bins - 1) == part]
-        n, likely, right = len(inside), sum(p for p, _ in inside), sum(r for _, r in inside)
-        lines.append([part / bins, (part + 1) / bins, n, right, likely / n if n else None])
-        error += abs(likely - right) / len(cases)
-    return lines, error
 
 
 def overlaps(response: str, gold: list[Span], said: list[Span]) -> list[tuple[float, float]]:
@@ -290,17 +251,17 @@ def _by_length(found: list[tuple], unit: str) -> tuple:
         response, known = row["response"], "gold_spans" in row
         gold = character_labels(response, read_spans(row, "gold_spans")) if known else []
         for span in spans:
-            right = 100 * span_accuracy(response, span, gold) if known else math.nan
+            right = 100 * span_accuracy(response, span, gold) if known else None
             measured.append((span.label, span_length(response, tokens, span), right))
     for name, sign in SIGNS.items():
-        own = np.array([one for label, *one in measured if label == sign]).reshape(-1, 2)
-        lengths, right = own.T
-        cuts = np.quantile(lengths, (0.25, 0.5, 0.75, 1)) if len(own) else []
-        for k, cut in enumerate(cuts):
-            inside = right[np.searchsorted(cuts, lengths) == k]
-            known = inside[~np.isnan(inside)]
-            lines.append([f"{name}, quarter {k + 1}", cut, len(inside), len(known),
-                          known.mean() if len(known) else None])
+        own = [(length, right) for label, length, right in measured if label == sign]
+        lengths = [length for length, _ in own]
+        cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if own else []
+        for k, (low, high) in enumerate(pairwise(cuts), 1):
+            inside = [right for length, right in own if low < length <= high]
+            known = [right for right in inside if right is not None]
+            lines.append([f"{name}, quarter {k}", high, len(inside), len(known),
+                          fmean(known) if known else None])
     return (f"Table 18, Table 19: {unit} of a span, and how much of it is truly of its label",
             ["spans", f"{unit}, at most", "number", "of known truth", "right %"], lines)
 
@@ -312,8 +273,8 @@ def written_replies(row: dict) -> tuple[str, str]:
     signs = token_rewards(response, places, read_spans(row))
     labels = [{"word": response[start:end], "label": ("neutral", "good", "poor")[int(sign)]}
               for (start, end), sign in zip(places, signs)]
-    spans = {"good_spans": row["good_spans"], "poor_spans": row["poor_spans"]}
-    return (f"{row['critique']}\n{json.dumps(spans, ensure_ascii=False)}",
+    quotes = Feedback(row["critique"], row["good_spans"], row["poor_spans"])
+    return (quotes.text(),
             f"{row['critique']}\n{json.dumps({'labels': labels}, ensure_ascii=False)}")
 
 

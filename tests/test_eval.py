@@ -122,6 +122,10 @@ def test_answers_on_file_are_not_written_again_and_depend_on_no_batch(
     assert sum(asked) == 24 - 7                                       # all are there now
     run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--seed", "1", "--limit", "3")
     assert sum(asked) == 24 - 7 + 6                                   # another seed, other answers
+    other = tmp_path / "other_base"                     # the same corners, merged perhaps
+    shutil.copytree(ROOT / "toy" / "base", other)
+    run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--limit", "3", "--model", other)
+    assert sum(asked) == 24 - 7 + 6 + 6
 
 
 def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path, monkeypatch, capsys):
@@ -323,6 +327,9 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
         assert figure(result, "win rate")["rows"] == 6 and printed.count("length-controlled, %") == 2
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
         assert [set(row) for row in outputs] == [{"instruction", "output", "generator"}] * 6
+        again, _ = run(monkeypatch, capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6", "--adapter",
+                       tmp_path / "alpaca" / "after_outputs.json", *judge, "--output_dir", tmp_path / "again")
+        assert figure(again, "win rate")["after"] == figure(result, "win rate")["after"]
 
 
 def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path, monkeypatch, capsys):
@@ -405,6 +412,7 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
     (("--task", "code", "--samples_per_row", "2", "--data", "d"), "--temperature above 0"),
     (("--max_usd", "1"), "--price_in"), (("--judge_prompts", "nowhere"), "nowhere: no such file"),
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
+    (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py has none"),
     (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
     (("--task", "poetry"), "--task: invalid choice: 'poetry'")])
 def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch,
@@ -422,6 +430,8 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
     assert "row 1: " in told and "is no span" in told
     assert "spans.jsonl, line 1: field" in fails("eval.py", "--task", "code", *out[2:],
                                                   "--output_dir", tmp_path / "code")
+    told = fails("eval.py", "--adapter", "none", "--limit", "2", "--max_new_tokens", "9999", *out[:2])
+    assert "9999 new ones exceed" in told and "row 'Summarise the post in one sentence." in told
 
 
 def test_none_names_the_base_alone(tmp_path, monkeypatch, capsys):

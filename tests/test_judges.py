@@ -91,19 +91,17 @@ def test_a_judge_that_always_likes_one_place_gives_only_ties(config, server, tmp
 
 @pytest.mark.parametrize("one, turned, win, odd", [
     (1.0, 0.5, 0.5, True), (0.5, 0.5, 0.5, False), (0.0, 1.0, 0.0, False),
-    (1.0, 0.0, 1.0, False), (0.0, 0.0, 0.5, True), (1.0, None, None, False)])
+    (1.0, 0.0, 1.0, False), (0.0, 0.0, 0.5, True), (1.0, None, None, False),
+    (None, 0.0, None, False)])
 def test_a_side_wins_where_both_orders_say_so(one, turned, win, odd):
-    said = [{"id": 1, "verdict": x, "reason": "lost" if x is None else None}
-            for x in (one, turned)]
-    score, = pairwise_scores(said)
+    score, = pairwise_scores([{"id": 1, "verdict": x} for x in (one, turned)])
     assert (score["win"], score["inconsistent"]) == (win, odd)
-    assert score["reason"] == ("lost" if win is None else None)
 
 
 def test_two_pieces_of_feedback_on_one_response_are_compared(config, server, tmp_path):
     rows = [row | {"response": f"It is {row['id']}."} for row in made_rows(4)]
     a, b = ["Good."] * 4, ["It leaves out {what} matters."] * 4
-    questions = pairwise_questions(rows, a, b, config, "feedback")
+    questions = pairwise_questions(rows, a, b, config, "reply")
     scores = pairwise_scores(ask_judge(questions, config, tmp_path / "j"))
     assert [row["win"] for row in scores] == [1.0] * 4
     seen = parts(server.stats()["recent"][-1])
@@ -154,7 +152,7 @@ def test_replies_without_a_clear_verdict_are_not_guessed(kind, text, reason):
 def test_a_judge_that_answers_prose_is_counted_and_asked_again(config, server, tmp_path):
     server.settings.responder = lambda body: "The first one is far better, clearly."
     scores = judge(5, config, tmp_path / "j")
-    assert {(row["win"], row["reason"]) for row in scores} == {(None, "no verdict in the reply")}
+    assert {row["win"] for row in scores} == {None}
     assert win_tie_loss(scores) == {
         "win": 0, "tie": 0, "loss": 0, "inconsistent": 0, "unjudged": 5, "win_rate": None,
         "standard_error": None}
@@ -166,8 +164,9 @@ def test_a_judge_that_answers_prose_is_counted_and_asked_again(config, server, t
 def test_a_verdict_in_a_reply_that_was_cut_off_does_not_count(config, tmp_path, monkeypatch):
     cut = {"reason": "cut off after 9 tokens", "reply": "Neither [[A]]"}
     monkeypatch.setattr(judges, "ask", lambda questions, *_: {q.key: cut for q in questions})
-    score, = judge(1, config, tmp_path / "j")
-    assert (score["win"], score["reason"]) == (None, cut["reason"])
+    questions = pairwise_questions(made_rows(1), ["a"], ["b"], config)
+    said = ask_judge(questions, config, tmp_path / "j")
+    assert {(row["verdict"], row["reason"]) for row in said} == {(None, cut["reason"])}
 
 
 def test_25_replies_in_prose_end_the_run(config, server, tmp_path):
@@ -308,7 +307,10 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
         config, theirs, server, tmp_path):  # Table 4
     answers = {q["question_id"]: [f"a{q['question_id']}", f"b{q['question_id']} {{answer}}"]
                for q in BENCH}
-    questions = judges.mt_bench_questions(BENCH, answers, theirs, {111: ["two", "four"]})
+    known = judges.model_answers({111: ["two", "four"]}, "gpt-4")
+    bench = judges.read_mt_bench(write_lines(tmp_path / "q.jsonl", BENCH),
+                                 write_lines(tmp_path / "r.jsonl", known))
+    questions = judges.mt_bench_questions(bench, answers, theirs)
     texts = [q.messages[-1]["content"] for q in questions]
     assert texts == [
         "Q Write. A a81", "Write.|a81|Again.|b81 {answer}",
@@ -319,11 +321,9 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
     rated = dict(zip(texts, said))
     server.settings.responder = lambda body: rated[body["messages"][1]["content"]]
     scores = judges.mt_bench_scores(ask_judge(questions, theirs, tmp_path / "j"))
-    keys = "id", "category", "turn_1", "turn_2", "score", "reason"
-    assert [tuple(row[key] for key in keys) for row in scores] == [
-        (81, "writing", 9.0, 7.0, 8.0, None),
-        (111, "math", 3.0, None, None, "no verdict in the reply"),
-        (103, "reasoning", 5.0, 4.0, 4.5, None), (95, "roleplay", 10.0, 1.0, 5.5, None)]
+    assert [tuple(row.values()) for row in scores] == [
+        (81, "writing", 9.0, 7.0, 8.0), (111, "math", 3.0, None, None),
+        (103, "reasoning", 5.0, 4.0, 4.5), (95, "roleplay", 10.0, 1.0, 5.5)]
     own = judges.mt_bench_questions(BENCH, answers, config)[3]
     assert parts({"messages": own.messages}) == {
         "question_1": "1+1?", "answer_1": "a111", "question_2": "And 2+2?",

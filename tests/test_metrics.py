@@ -90,13 +90,9 @@ def test_bleu_is_that_of_sacrebleu(pairs, real_pairs):
         assert bleu(predictions, references) == pytest.approx(theirs, abs=1e-12, rel=0), chosen
 
 
-def test_texts_that_do_not_pair_are_named():
-    for predictions, references, said in (
-            (["a", "b"], ["a"], "2 predictions and 1 references"), ([], [], "0 predictions"),
-            ("ab", ["a", "b"], "2 predictions"), (["a", None], ["a", "b"], "row 2 of the predictions is None"),
-            (["a"], [7], "row 1 of the references is 7")):
-        with pytest.raises(InputError, match=said):
-            bleu(predictions, references)
+def test_texts_that_do_not_pair_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        bleu(["a", "b"], ["a"])
 
 
 # ── BERTScore ───────────────────────────────────────────────────────────────────────────────────────────
@@ -140,23 +136,15 @@ def rows_of(scores):
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-@pytest.mark.parametrize("idf", [False, True])
-def test_bert_score_is_that_of_the_package(encoders, package, pairs, name, idf):
-    """Empty, repeated, too long texts among them; first, middle, last layer; a smaller batch."""
-    some = pairs[:62] + pairs[:5] + [("x " * 90, "a cat " * 60), ("", "a")]
+def test_bert_score_is_that_of_the_package(encoders, package, pairs, name):
+    """Empty, repeated, too long texts among them; the first and the last layer; a smaller batch."""
+    some = pairs[:62] + pairs[:5] + [("x " * 90, "a cat " * 60), ("\u200b", "the mat"), ("", "a")]
     encoder, tokenizer = load_encoder(encoders / name)
-    for layer in (2,) if idf else (0, 3):
-        ours = rows_of(bert_score(*map(list, zip(*some)), encoder, tokenizer, layer, idf))
-        theirs = np.array(package(some, encoders / name, num_layers=layer, idf=idf))
+    for layer in (0, 3):
+        ours = rows_of(bert_score(*map(list, zip(*some)), encoder, tokenizer, layer))
+        theirs = np.array(package(some, encoders / name, num_layers=layer))
         assert np.abs(ours - theirs).max() < 1e-5
     assert (ours[-1] == 0).all() and ours.std() > 0.05
-
-
-def test_a_text_of_no_weight_scores_0(encoders, package):
-    """The package says NaN where every token stands in every reference; its F1 is 0 as well."""
-    ours, = rows_of(bert_score(["dog the"], ["the cat"], *load_encoder(encoders / "bert"), 1, idf=True))
-    theirs, = np.array(package([("dog the", "the cat")], encoders / "bert", num_layers=1, idf=True))
-    assert np.isnan(theirs[1]) and ours[1:].tolist() == [0, 0] and ours[0] == pytest.approx(theirs[0], abs=1e-5)
 
 
 def test_the_layer_is_known_or_given(encoders):
@@ -188,29 +176,26 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
     texts = ["They met in May and parted in June.", "", "Yes."]
     seen = []
     for adapter in (None, "policy"):
-        rows = perplexity(model, tokenizer, prompts, texts, adapter, batch_size=2)
-        for prompt, text, (nats, tokens) in zip(prompts, texts, rows):
+        for prompt, text in zip(prompts, texts):
             ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
             x = encode_prompt(tokenizer, prompt)
             with torch.no_grad(), use_lora(model, adapter):
                 logits = model(torch.cat([torch.tensor(x), ids])[None]).logits[0, len(x) - 1 : -1]
             each = F.cross_entropy(logits, ids, reduction="none")
-            assert tokens == len(ids)
-            assert nats == pytest.approx(each.sum().item(), abs=1e-4)
             scored, = answer_logprobs(model, [(list(x), ids.tolist())], adapter)
             assert scored == pytest.approx((-each).tolist(), abs=1e-5)
-        total = np.array(rows).sum(0)
-        assert corpus(rows, perplexity_of) == pytest.approx(math.exp(total[0] / total[1]))
-        seen.append(corpus(rows, perplexity_of))
-    assert abs(seen[0] - seen[1]) > 1e-3
+            seen.append((each.sum().item(), len(ids)))
+    rows = perplexity(model, tokenizer, prompts, texts)                       # in one batch, the bare base
+    assert np.array(rows) == pytest.approx(np.array(seen[:3]), abs=1e-4)
+    total = np.array(rows).sum(0)
+    assert corpus(rows, perplexity_of) == pytest.approx(math.exp(total[0] / total[1]))
+    assert abs(seen[0][0] - seen[3][0]) > 1e-3
 
 
 def test_perplexity_names_the_row_that_does_not_fit(toy_model):
     model, tokenizer = toy_model
     with pytest.raises(InputError, match="row 2: prompt and text are .* the model's context"):
         perplexity(model, tokenizer, ["a", "b"], ["short", "long " * model.config.max_position_embeddings])
-    with pytest.raises(InputError, match="1 prompts and 2 texts"):
-        perplexity(model, tokenizer, ["a"], ["a", "b"])
 
 
 # ── pass@k and intervals
@@ -229,12 +214,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
 
 
 def test_bootstrap_of_a_mean_is_a_plain_loop():
-    values, rng = np.random.default_rng(0).normal(size=30), np.random.default_rng(7)
+    values, rng = np.random.default_rng(3).normal(size=30), np.random.default_rng(0)
     means = [values[rng.integers(30, size=30)].mean() for _ in range(400)]
-    low, high = bootstrap(values, n=400, seed=7)
+    low, high = bootstrap(values, n=400)
     assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])))
     assert corpus(values) == pytest.approx(values.mean())
-    assert bootstrap(values, n=400, seed=7) == bootstrap(values.tolist(), n=400, seed=7) != bootstrap(values, n=400)
+    assert bootstrap(values, n=400) == bootstrap(values.tolist(), n=400)
 
 
 def test_bootstrap_of_bleu_scores_the_drawn_rows(pairs):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import random
 import re
 import sys
@@ -18,12 +17,10 @@ import annotate
 from annotate import Feedback, Span, ground
 from data import InputError, read_rows, write_rows
 from measures import spans as script
-from measures.spans import (FIGURES, SIGNS, audit, audit_text, calibration, character_labels,
-                            colour_spans,
-                            compare, confidences, feedback_page, figures, krippendorff_alpha,
-                            merge, overlaps, parts, read_people, read_spans, readable,
-                            span_accuracy, span_length, span_table, total, words,
-                            written_replies)
+from measures.spans import (FIGURES, SIGNS, audit, audit_text, character_labels, colour_spans,
+                            compare, feedback_page, figures, krippendorff_alpha, merge,
+                            overlaps, parts, read_people, read_spans, readable, span_accuracy,
+                            span_length, span_table, total, words, written_replies)
 from test_report import HOSTILE, Page, assert_closed, often
 
 TEXT = "The cat sat on the mat and slept all day long"
@@ -57,6 +54,8 @@ def test_a_hand_counted_response():  # Table 1; Table 6
 def test_an_unreadable_critique_is_wrong_and_not_left_out():
     gold = marked("The cat")
     assert readable("I like it.") is None
+    echo = '{"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": []}'
+    assert readable(echo) and readable(f"You say {echo}", echo) is None    # nothing of its own
     lost = figures(compare(TEXT, words(TEXT), gold, readable("I like it.")))
     names = "row_f1", "good_recall", "unparseable", "good_precision"
     assert [lost[name] for name in names] == [0, 0, 1, None]
@@ -125,22 +124,6 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
             assert got[f"{name} predicted"] == len(said)
             assert got[f"{name} hit"] == len(set(marked) & set(said))
 
-
-def test_what_was_said_has_the_probability_of_its_own_tokens():
-    """One token a character, of probability .5: n have .5 ** n. A quote may stand twice."""
-    quote = 'a "b"\\c'
-    quotes = {"poor_spans": ["mat", quote], "good_spans": ["mat"]}
-    z = f"The cat sat. It slept, wrong.\n{json.dumps(quotes)}"
-    offsets, logprobs = [(i, i + 1) for i in range(len(z))], [math.log(0.5)] * len(z)
-    found = confidences(z, offsets, logprobs)
-    assert [(kind, words, round(-math.log2(p))) for kind, words, p in found] == [
-        ("sentence", "The cat sat", 12),
-        ("sentence", "It slept, wrong", 17),
-        ("good_spans", "mat", 3),
-        ("poor_spans", "mat", 3),
-        ("poor_spans", json.dumps(quote)[1:-1], len(json.dumps(quote)) - 2),
-    ]
-    assert [kind for kind, *_ in confidences(z[:40], offsets, logprobs)] == ["sentence"] * 2
 
 def test_each_figure_has_the_name_that_people_say():
     assert FIGURES["good_near"][0] == "good spans, ≥ 90 % overlap"
@@ -655,14 +638,3 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(
         run(monkeypatch, capsys, *flags.split())
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
     assert (tmp_path / "e.json").read_text() == text
-
-
-def test_calibration_by_hand_and_of_a_critic_that_is_calibrated():
-    lines, error = calibration([(0.1, False), (0.15, True), (0.7, True), (1.0, True)])
-    assert lines == [[0.0, 0.2, 2, 1, pytest.approx(0.125)], [0.2, 0.4, 0, 0, None],
-                     [0.4, 0.6, 0, 0, None], [0.6, 0.8, 1, 1, 0.7], [0.8, 1.0, 1, 1, 1.0]]
-    assert error == pytest.approx((2 * 0.375 + 0.3 + 0) / 4)
-    rng = random.Random(0)
-    honest = [(p, rng.random() < p) for p in (rng.random() for _ in range(20_000))]
-    wrong = [(p, not right) for p, right in honest]
-    assert calibration(honest)[1] < 0.02 < 0.2 < calibration(wrong)[1]
