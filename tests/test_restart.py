@@ -38,7 +38,7 @@ def unbroken(reward, tmp_path_factory):
     """A run of phase 3 that nothing stopped."""
     out = tmp_path_factory.mktemp("restart") / "unbroken"
     process = start(reward, out)
-    _, complained = process.communicate(timeout=300)
+    _, complained = process.communicate(timeout=900)
     assert process.returncode == 0, complained
     return out
 
