@@ -211,7 +211,7 @@ def true_figures(rollouts, critiques: list[str]) -> dict:
     counts, lengths = [], {}
     places = zip(rollouts.rows, rollouts.texts, rollouts.offsets, critiques)
     for row, text, offsets, z in places:
-        said, truth = readable(z), true_spans(row, text)
+        said, truth = readable(z, text), true_spans(row, text)
         spans = ground(text, said).spans if said else []
         counts.append(compare(text, offsets, truth, said))
         for kind, marked, other in (("quoted", spans, truth), ("true", truth, spans)):
