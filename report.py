@@ -79,10 +79,6 @@ th:first-child, td:first-child, .wide td { text-align: left; } .code { font-fami
 .card, figure { border: 1px solid #8885; padding: .6rem 1rem; margin: .5rem 0;
   break-inside: avoid; } .columns, .curves { display: grid; gap: .2rem 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); }
-mark { color: inherit; text-underline-offset: .22em; print-color-adjust: exact; }
-mark.good { background: #009e7340; text-decoration: underline 2px #009e73; }
-mark.poor { background: #d55e0040; text-decoration: underline wavy 1.5px #d55e00; }
-mark.both { background: #e69f0060; text-decoration: underline double 2px #e69f00; }
 @media print { :root { font-size: 12px; } .prompt { max-height: none; opacity: 1; } }
 """
 
