@@ -117,8 +117,8 @@ def identity(path: str) -> list | str:
     """What tells one base from another: its files, by size and time; a hub id stays itself."""
     if not os.path.isdir(path):
         return path
-    files = sorted((file.name, file.stat()) for file in Path(path).iterdir())
-    return [path, *((name, found.st_size, found.st_mtime_ns) for name, found in files)]
+    found = {file.name: file.stat() for file in Path(path).iterdir()}
+    return sorted((name, one.st_size, one.st_mtime_ns) for name, one in found.items())
 
 
 @dataclass

@@ -371,11 +371,12 @@ def _parametrize(names, rows, ids=None):         # noqa: ARG001 - tests name the
     return decorate
 
 
-class _Pytest:
-    raises, approx = _Raises, _approx
+class _Mark:
+    parametrize = _parametrize
 
-    class mark:
-        parametrize = _parametrize
+
+class _Pytest:
+    raises, approx, mark = _Raises, _approx, _Mark
 
 
 BASES = int, float, complex, str, bytes, list, tuple, set, frozenset, dict

@@ -222,8 +222,10 @@ def fences(text: str) -> list[tuple[int, int]]:
 
 def code_blocks(text: str) -> list[str]:
     """The code in each fence, moved to the left where it is indented, as in a list."""
-    text = text.replace("\r\n", "\n")                 # in which no blank line is dedented
-    return [textwrap.dedent(text[start:end]) for start, end in fences(text)]
+    text = text.replace("\r\n", "\n")                 # where no blank line is dedented
+    blocks = [text[start:end] for start, end in fences(text)]
+    # dedent also strips lines of white space, which may stand in a string.
+    return [textwrap.dedent(block) if block[:1].isspace() else block for block in blocks]
 
 
 def code_of(text: str) -> str:

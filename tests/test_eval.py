@@ -122,9 +122,13 @@ def test_answers_on_file_are_not_written_again_and_depend_on_no_batch(
     assert sum(asked) == 24 - 7                                       # all are there now
     run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--seed", "1", "--limit", "3")
     assert sum(asked) == 24 - 7 + 6                                   # another seed, other answers
-    other = tmp_path / "other_base"                     # the same corners, merged perhaps
+    other = tmp_path / "other_base"
     shutil.copytree(ROOT / "toy" / "base", other)
-    run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--limit", "3", "--model", other)
+    again = *flags, "--output_dir", tmp_path / "b", "--limit", "3", "--model", other
+    run(monkeypatch, capsys, *again)
+    assert sum(asked) == 24 - 7 + 6                                   # a copy is the same base
+    os.utime(other / "model.safetensors", (1, 1))                     # overwritten in place
+    run(monkeypatch, capsys, *again)
     assert sum(asked) == 24 - 7 + 6 + 6
 
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -367,7 +366,7 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     assert [row["outcome"] for row in outcomes] == ["All tests passed."] * 29
     trials = [trial for row in rows for trial in row["trials"].values()]
     for code in [trial["solution_code"] for trial in trials]:
-        assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == textwrap.dedent(code) + "\n"
+        assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
     found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
     assert len(trials) == 87
     assert [status == "passed" for status in found] == [trial["test_result"] == "Pass" for trial in trials]
