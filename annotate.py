@@ -412,6 +412,14 @@ def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
     return len(good & poor)
 
 
+def half_inside_tokens(text: str, offsets, spans: list[Span]) -> int:
+    """How many tokens lie half in a span, and in none wholly, and so get 0."""
+    inside = set().union(*tokens_inside(text, offsets, spans))
+    touched = {t for t, (start, end) in enumerate(offsets) for span in spans
+               if text[max(start, span.start) : min(end, span.end)].strip()}
+    return len(touched - inside)
+
+
 # ── What the annotator is told (Appendix B)
 
 @dataclass(frozen=True)
@@ -716,7 +724,7 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
     server = answer if isinstance(answer, Server) else None
     under_way, stop = set(), asyncio.Event()
     before, in_a_row, failed, too_dear = set(journal.records), 0, 0, False
-    bar = tqdm(total=len(todo), desc="ask")
+    bar = tqdm(total=len(todo), desc="ask", delay=1)
 
     async def settle(question: Question):
         nonlocal in_a_row, failed
@@ -728,7 +736,7 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
             journal.append(question, reply, reason)
         bar.update()
         failed += bool(reason)
-        bar.set_postfix(failed=failed)
+        bar.set_postfix(failed=failed, refresh=failed > 0)
         # What has failed in an earlier run may never succeed.
         in_a_row = in_a_row + (question.key not in before) if reason else 0
         if in_a_row == MOST_FAILURES_IN_A_ROW:
@@ -793,7 +801,8 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
                 await wait()
         finally:       # it is paid for, whatever has ended the run: an error, the first Ctrl-C
             stop.set()
-            bar.set_description("waiting for what is under way" if under_way else "ask")
+            if under_way:
+                bar.set_description("waiting for what is under way")
             await asyncio.gather(*under_way, return_exceptions=True)
             bar.close()
     return too_dear
@@ -976,6 +985,11 @@ class AnnotateConfig:
               "price_in": "what it may cost", "skip_failed": "other"}
 
     @property
+    def prices(self) -> tuple:
+        """What a journal is told of money."""
+        return self.price_in, self.price_out, self.max_usd
+
+    @property
     def annotator(self) -> str:
         """Who annotated, for the rows and the journal."""
         mode = "" if self.mode == "cot" else f" ({self.mode})"
@@ -1015,16 +1029,39 @@ def check_annotator(config: AnnotateConfig):
 
 def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
     """The request for every response, in the order of the data; `about` is the example."""
-    task, mode = get_task(config.task), get_mode(config.mode)
+    task = get_task(config.task)
     for example in islice(examples(task, iter_rows(config.data, task.needs)), config.limit):
         if task.tests and "outcome" not in example and not (config.critic or config.dry_run):
             raise InputError(f"{config.data}, row {example['id']}: the annotator is told what "
                              f"its tests said, and it has no field 'outcome'; first run "
                              f"python -m measures.sandbox {config.data} --task {config.task}")
-        messages = annotation_messages(task, example, config.mode)
-        own = [example["row"]] if config.critic else []     # a function may look at any field
-        key = question_key(task.name, config.annotator, messages, *own)
-        yield Question(key, example["id"], messages, schema_of(mode.form), example)
+        yield annotation_question(example, config)
+
+
+def annotation_question(example: dict, config: AnnotateConfig) -> Question:
+    """The request for one response; `about` is the example."""
+    task, mode = get_task(config.task), get_mode(config.mode)
+    messages = annotation_messages(task, example, config.mode)
+    own = [example["row"]] if config.critic else []         # a function may look at any field
+    key = question_key(task.name, config.annotator, messages, *own)
+    return Question(key, example["id"], messages, schema_of(mode.form), example)
+
+
+def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateConfig):
+    """Each question with its record, and its (Feedback, Grounding), or None without any."""
+    def review(question: Question, text: str) -> str | None:
+        try:
+            read_reply(question.about, text, config.mode)
+        except FeedbackError as error:
+            return str(error)
+        return None
+
+    records = ask(questions, journal, load_annotator(config), review, config.concurrency)
+    for question in questions:
+        record = records[question.key]
+        found = None if record["reason"] else read_reply(question.about, record["reply"],
+                                                         config.mode)
+        yield question, record, found
 
 
 def annotate(config: AnnotateConfig) -> str:
@@ -1034,16 +1071,7 @@ def annotate(config: AnnotateConfig) -> str:
     are left without feedback (unless --skip_failed); nothing takes its place.
     """
     check_annotator(config)
-
-    def review(question: Question, text: str) -> str | None:
-        try:
-            read_reply(question.about, text, config.mode)
-        except FeedbackError as error:
-            return str(error)
-        return None
-
-    prices = config.price_in, config.price_out, config.max_usd
-    with Journal(f"{config.output}.journal", *prices) as journal:
+    with Journal(f"{config.output}.journal", *config.prices) as journal:
         questions = list(tqdm(annotation_questions(config), "read", delay=2))
         if not questions:
             raise InputError(f"{config.data}: no row has a response; add a field 'response', "
@@ -1055,14 +1083,11 @@ def annotate(config: AnnotateConfig) -> str:
             return said
         if not config.critic:
             print(said)
-        records = ask(questions, journal, load_annotator(config), review, config.concurrency)
         rows, failed = [], []
-        for question in questions:                                               # l.8–10
-            record = records[question.key]
-            if record["reason"]:
+        for question, record, found in ask_annotator(questions, journal, config):    # l.8–10
+            if found is None:
                 failed.append(f"{question.id}: {record['reason'][:150]}")
                 continue
-            found = read_reply(question.about, record["reply"], config.mode)
             row = feedback_row(config.task, question.about, *found, config.annotator)
             rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
         if failed and not (config.skip_failed and rows):

@@ -58,8 +58,8 @@ def load_model(path, dtype=None, device=None):  # Table 5
     """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
 
     dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
-    slow, float32. Raises ModelError where there is no such model, or where its head is not the
-    product `hidden @ weight.T` that is scored.
+    slow, float32. Raises ModelError where there is no such model, where the tokenizer has more
+    tokens than it, or where the head is not the product `hidden @ weight.T` that is scored.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
@@ -71,6 +71,9 @@ def load_model(path, dtype=None, device=None):  # Table 5
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"cannot load a model from {path}: {reason} (--model takes a hub id "
                          f"or a directory in Hugging Face format)") from error
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ModelError(f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and the "
+                         f"model {model.config.vocab_size}; they do not belong together")
     model.requires_grad_(False).eval().to(device)
     _check_plain_head(model, path)
     return model, tokenizer

@@ -198,6 +198,10 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
 # Of each metric of an iteration: its unit, and what is healthy.
 NOTES = {
     "delta": "δ_t per token, −1 to 1, as R_φ sees it; rises, and the truth beside it too",
+    "true_delta": "δ_t per token, as the annotator sees it; rises with R_φ's",
+    **{f"{sign}_{figure}": f"{sign} tokens by R_φ, beside the annotator's; falls where the "
+                           "policy leaves what R_φ was trained on"
+       for sign in ("poor", "good") for figure in ("recall", "precision")},
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
     "entropy": "nats per token; falls slowly; near 0 every rollout is the same",
@@ -209,6 +213,7 @@ NOTES = {
     "unmatched": "share of quotes that are not in the response; under .05",
     "ambiguous": "share of quotes that stand there more than once; under .05",
     "conflicting": "tokens in spans of both signs, so δ_t = 0; near 0",
+    "half_inside": "tokens half in a span, so δ_t = 0; few",
     "policy_loss": "about 0, as A_t is whitened; shows no trend",
     "value_loss": "squared units of the return; falls at first, then noise",
     "ratio": "mean ρ_t; about 1",
@@ -239,6 +244,7 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
         "unmatched": sum(found.unmatched for found in judged) / quotes,
         "ambiguous": sum(found.ambiguous for found in judged) / quotes,
         "conflicting": sum(found.conflicts for found in judged),
+        "half_inside": sum(found.half_inside for found in judged),
     }
     for name, truth in task.truth.items():
         metrics[name] = sum(map(truth, rollouts.rows, rollouts.texts)) / len(judged)
@@ -291,10 +297,15 @@ def _samples(rows: list[dict]) -> str:
 
 def curves(rows: list[dict]) -> str:  # Figure 3
     """Every metric of metrics.jsonl's rows, a small chart above its note; the task's first."""
-    x, html = [row["iteration"] for row in rows], ""
+    html = ""
     own = sorted(rows[0].keys() - {"iteration", *NOTES})
     for key in own + [key for key in NOTES if key in rows[0]]:
-        chart = svg_line(key.replace("_", " "), x, {"last": [row.get(key) for row in rows]})
+        known = [row for row in rows if key in row]
+        lines = {"last": [row[key] for row in known]}
+        if key == "true_delta":
+            lines = {"annotator": lines["last"], "R_φ": [row["delta"] for row in known]}
+        x = [row["iteration"] for row in known]
+        chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"
     return f'<div class="curves">{html}</div>'
 

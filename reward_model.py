@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
-                      parse_feedback, token_offsets, token_rewards)
+                      half_inside_tokens, parse_feedback, token_offsets, token_rewards)
 from data import (DTYPES, InputError, chunks, flag, get_task, parse_flags, read_rows,
                   reward_prompt, run_script, write_rows)
 from model import (RANK, RANKS, add_lora, all_sum, checkpoint_activations, checksum,
@@ -55,7 +55,7 @@ class RewardConfig:
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
                              "layers that get it (paper: q_proj,v_proj)")
     max_tokens: int = flag(512, "of x, y, z; longer rows are left out and counted", least=1)
-    max_critique_tokens: int = flag(128, "longest z it may write (paper: 500, 768)", least=1)
+    max_critique_tokens: int = flag(96, "longest z it may write (paper: 500, 768)", least=1)
     held_out: int = flag(200, "rows kept for judging, at most a tenth of all")
     dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
                              DTYPES)
@@ -207,6 +207,7 @@ class Judgement:
     unmatched: int = 0
     ambiguous: int = 0
     conflicts: int = 0                    # tokens in a good and in a poor span
+    half_inside: int = 0                  # tokens half in a span
     spans: list[Span] = field(default_factory=list)
 
 
@@ -228,10 +229,11 @@ def reward_tokens(critique: str, text: str, offsets, feedback, found) -> Judgeme
     """δ' of feedback whose quotes are found (Alg. 4 l.13), and what could not be used."""
     delta = token_rewards(text, offsets, found.spans)                                  # l.13
     assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
-    conflicts = conflicting_tokens(text, offsets, found.spans)
+    lost = (conflicting_tokens(text, offsets, found.spans),
+            half_inside_tokens(text, offsets, found.spans))
     quotes = len(feedback.good_spans + feedback.poor_spans)
     return Judgement(critique, delta, "", quotes, len(found.unmatched), found.ambiguous,
-                     conflicts, found.spans)
+                     *lost, found.spans)
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
@@ -291,12 +293,18 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
                             "annotator": row["critique"], "reward_model": z,
                             "unreadable": found.reason})
     counts, samples = sum(everyone([counts]), Counter()), everyone(samples)
-    figures = {"unparseable": counts["unparseable"] / max(1, len(rows))}
+    unparseable = counts["unparseable"] / max(1, len(rows))
+    return {"unparseable": unparseable, **token_figures(counts)}, samples
+
+
+def token_figures(counts: Counter) -> dict[str, float | None]:
+    """Precision and recall of summed `count_tokens`; None where there is nothing to find."""
+    figures = {}
     for name in ("good", "poor"):
         for figure, of in (("precision", "predicted"), ("recall", "marked")):
             hit, whole = counts[f"{name} hit"], counts[f"{name} {of}"]
             figures[f"{name}_{figure}"] = hit / whole if whole else None
-    return figures, samples
+    return figures
 
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:

@@ -27,6 +27,7 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from annotate import AnnotateConfig, annotate, check_annotator, token_offsets
+from annotate import (AnnotateConfig, Journal, annotate, annotation_question, ask_annotator,
+                      check_annotator, token_offsets, token_rewards)
 from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task, load_object,
                   parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
 from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations, checksum,
@@ -46,8 +48,8 @@ from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activat
                    optimizer_parameters, response_hidden, restore_optimizer,
                    save_lora, say, shard, start_ranks, target_layers, together, use_lora)
 from report import batch_metrics, colour_tokens, public, run_report, sample_row, table
-from reward_model import (Judgement, RewardConfig, fit, judge, reward_preset, summary,
-                          write_critiques)
+from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
+                          summary, token_figures, write_critiques)
 from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -62,8 +64,8 @@ class Config:
     annotator_model: str = flag("gpt-4o", "annotator on an OpenAI-compatible server")
     critic: str | None = flag("toy:critique", "annotator module:function instead of a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
-    iterations: int = flag(50, "of Algorithm 4's outer loop", least=1)
-    learning_rate: float = flag(7e-4, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", most=10)
+    iterations: int = flag(25, "of Algorithm 4's outer loop", least=1)
+    learning_rate: float = flag(1e-3, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", most=10)
     seed: int = flag(0, "of everything that is drawn", most=10**9)
     adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
     base_url: str | None = flag(None, "the annotator's server; none: OPENAI_BASE_URL")
@@ -77,8 +79,8 @@ class Config:
     temperature: float = flag(1.0, "of π, sampled and scored (paper: .6)", least=0.01)
     max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
     max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)", least=1)
-    max_critique_tokens: int = flag(128, "longest critique of R_φ (paper: 500, 768)", least=1)
-    kl_coef: float = flag(0.2, "first KL coefficient β (paper: .2, .07, .05)")
+    max_critique_tokens: int = flag(96, "longest critique of R_φ (paper: 500, 768)", least=1)
+    kl_coef: float = flag(0.5, "first KL coefficient β (paper: .2, .07, .05)")
     kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays")
     gamma: float = flag(1.0, "discount γ (paper: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (paper: .95)", most=1)
@@ -103,6 +105,7 @@ class Config:
     rank_timeout: float = flag(30.0, "minutes that ranks wait for one another", least=0.01)
     shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
     save_every: int = flag(20, "iterations between checkpoints", least=1)
+    probe_rows: int = flag(64, "rollouts of which the annotator is asked ten times in a run")
     wandb: str | None = flag(None, "also send the metrics to this project of wandb")
 
     GROUPS = {"task": "start here", "adapter": "phases 1 and 2", "dtype": "the machine",
@@ -115,6 +118,7 @@ class Config:
 
 
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6,
+             probe_rows=0,
              annotated_rows=10000, iterations=1000, rollout_batch_size=64, micro_batch_size=1,
              learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
              max_new_tokens=512, max_critique_tokens=768, value_learning_rate=None,
@@ -131,7 +135,7 @@ PRESETS = {  # Table 10
 # What a run may change when it goes on: neither weights nor texts depend on it.
 FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
         "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout", "save_every",
-        "wandb", "allow_code_execution"}
+        "probe_rows", "wandb", "allow_code_execution"}
 # What phase 1 reads: to sample the responses, to have them annotated. Phase 3 reads the rest.
 SAMPLING = {"task", "model", "adapter", "data", "seed", "temperature", "dtype", "eval_rows",
             "annotated_rows", "max_prompt_tokens", "max_new_tokens", "max_critique_tokens",
@@ -477,6 +481,9 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
         metrics |= {f"seconds_{k}": b - a for k, a, b in zip(phases, clock, clock[1:])}
         kl.update(metrics["kl"], config.batch_size)
         if RANK == 0:
+            tenth = (iteration + 1) * PROBES // config.iterations
+            if config.probe_rows and tenth > iteration * PROBES // config.iterations:
+                metrics |= probe(batch, config, out)
             bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
             record(metrics, sample_row(batch, iteration % len(batch.rows)), config, out)
         state = {"iteration": iteration + 1, "kl_coef": kl.beta}
@@ -484,6 +491,34 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                    # l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")
+
+
+PROBES = 10                               # in a run, the last after the last iteration
+
+
+def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]:
+    """R_φ beside the annotator on the policy's own rollouts, the first --probe_rows of them.
+
+    R_φ was trained on another policy's: where its δ' rises and the annotator's does not, the
+    policy has learnt to please R_φ. Journal, budget and prices are phase 1's.
+    """
+    task, asked = get_task(config.task), annotator(config, out)
+    first = range(min(config.probe_rows, len(batch.rows)))
+    there = [i for i in first if batch.texts[i].strip()]
+    rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in there]
+    if task.tests and config.allow_code_execution:
+        from measures.sandbox import add_outcomes
+        rows = add_outcomes(rows, task)
+    questions = [annotation_question(example, asked) for example in examples(task, rows)]
+    counts, true_delta = Counter(), []
+    with Journal(f"{asked.output}.journal", *asked.prices) as journal:
+        for i, (_, _, found) in zip(there, ask_annotator(questions, journal, asked)):
+            if found:                          # else there is no reply; nothing takes its place
+                truth = token_rewards(batch.texts[i], batch.offsets[i], found[1].spans)
+                counts += count_tokens(truth, batch.feedback[i].delta)
+                true_delta += truth
+    mean = sum(true_delta) / len(true_delta) if true_delta else None
+    return {"true_delta": mean, **token_figures(counts)}
 
 
 def batch_rows(rows: list, config: Config, iteration: int) -> list:
@@ -539,7 +574,15 @@ def check(config: Config, out: Path, learnt: bool):
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb:
         load_object("--wandb", "wandb:init")
-    if learnt and not (config.reward_model or done(out / "feedback.jsonl")):
+    if config.probe_rows and config.mode == "align":
+        raise InputError("--mode align reads what people wrote of a response, and of the "
+                         "policy's own they wrote nothing: set --probe_rows 0")
+    told = config.critic or config.allow_code_execution
+    if config.probe_rows and get_task(config.task).tests and not told:
+        raise InputError("--probe_rows: the annotator is told what the tests said of each "
+                         "response; set --allow_code_execution, or --probe_rows 0")
+    made = config.reward_model or done(out / "feedback.jsonl")
+    if config.probe_rows or learnt and not made:
         check_annotator(annotator(config, out))
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import annotate
 from annotate import (Feedback, FeedbackError, Span, annotation_messages, conflicting_tokens,
-                      ground, parse_feedback, token_offsets, token_rewards, tokens_inside)
+                      ground, half_inside_tokens, parse_feedback, token_offsets, token_rewards,
+                      tokens_inside)
 from conftest import ROOT
 from data import InputError, examples, get_task, load_object, read_rows, run_script
 
@@ -508,6 +509,10 @@ def test_delta_equals_brute_force_over_characters(tiling, data):  # Eq. §3.3 δ
     assert conflicting_tokens(text, offsets, spans) == sum(found == {1, -1} for found in labels)
     assert tokens_inside(text, offsets, spans) == [
         [t for t, offset in enumerate(offsets) if lies_in(text, offset, span)] for span in spans]
+    marked = {i for span in spans for i in range(span.start, span.end) if not text[i].isspace()}
+    touched = [bool(marked & {*range(*offset)}) for offset in offsets]
+    assert half_inside_tokens(text, offsets, spans) == sum(
+        some and not found for some, found in zip(touched, labels))
 
 
 def test_tokens_by_hand():  # Alg. 2 l.15; Alg. 2 l.16–17
@@ -525,7 +530,9 @@ def test_a_token_of_spaces_alone_is_in_a_span_only_where_all_of_it_is():
 
 
 def test_two_halves_in_two_spans_are_no_whole():
-    assert token_rewards("abcd", [(0, 4)], [Span(0, 2, 1), Span(2, 4, 1)]) == [0]
+    text, offsets, spans = "abcd", [(0, 4)], [Span(0, 2, 1), Span(2, 4, 1)]
+    assert token_rewards(text, offsets, spans) == [0]
+    assert half_inside_tokens(text, offsets, spans) == 1
 
 
 def test_human_spans_hold_on_real_tokens(tokenizer, shared):

@@ -925,7 +925,7 @@ def test_batch_metrics_against_plain_formulas():
                 "good": (delta == 1).double().mean(), "poor": (delta == -1).double().mean(),
                 "kl": log_ratio.sum(1).mean(), "entropy": rollouts.entropy[at].mean(),
                 "response_tokens": 14 / 3, "unparseable": 1 / 3, "unmatched": 0.3,
-                "ambiguous": 0.2, "conflicting": 3, "length": (1 + 12 + 23) / 3}
+                "ambiguous": 0.2, "conflicting": 3, "half_inside": 0, "length": (1 + 12 + 23) / 3}
     assert got == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 
 

@@ -17,8 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
-                          GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig,
-                          PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM)
+                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM)
 
 import model as model_file
 import sampling
@@ -460,6 +461,13 @@ def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
     refused(str(tmp_path), load_model, tmp_path, device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     refused(str(tmp_path), load_model, tmp_path, device="cpu")
+
+
+def test_a_tokenizer_of_another_model_is_refused(toy_model, tmp_path):
+    small = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=8, intermediate_size=8,
+                                         num_hidden_layers=1, num_attention_heads=1))
+    small.save_pretrained(tmp_path), toy_model[1].save_pretrained(tmp_path)
+    refused("tokenizer has 900 tokens and the model 500", load_model, tmp_path, device="cpu")
 
 
 def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):

@@ -242,6 +242,6 @@ def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
 def test_metrics_and_state_are_json_alone(unbroken):
     """No pickle lies in a run directory (invariant 8)."""
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
-    assert kinds <= {".json", ".jsonl", ".safetensors", ".html", ""}
+    assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     state = json.loads((unbroken / "checkpoint-6" / "state.json").read_text())
     assert state["iteration"] == 6 and state["ranks"] == 1

@@ -19,8 +19,9 @@ from report import (NOTES, batch_metrics, curves, heatmap, public, run_report, s
 from test_report import HOSTILE, Page, assert_closed, often
 
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
-METRICS = """delta good poor entropy kl kl_coef response_tokens explained_variance unparseable
-    unmatched ambiguous conflicting policy_loss value_loss ratio policy_kl clip_fraction grad_norm
+METRICS = """delta true_delta poor_recall poor_precision good_recall good_precision good poor
+    entropy kl kl_coef response_tokens explained_variance unparseable unmatched ambiguous
+    conflicting half_inside policy_loss value_loss ratio policy_kl clip_fraction grad_norm
     skipped_steps learning_rate seconds_rollout seconds_critique seconds_score
     seconds_update""".split()
 
@@ -122,11 +123,24 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
     assert [*found][:2] == ["fact accuracy", "new <thing>"]           # the task's own come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS] and [*NOTES] == METRICS
     for key, note in NOTES.items():
-        ((points,),), said = found[key.replace("_", " ")]
+        ((points, *_), *_), said = found[key.replace("_", " ")]
         assert said == note and note.strip()
         assert [v for _, v in points] == pytest.approx([row[key] for row in rows], abs=.02)
+    (_, (beside,)), _ = found["true delta"]
+    assert [v for _, v in beside] == pytest.approx([row["delta"] for row in rows], abs=.02)
     ((points,),), _ = found["new <thing>"]
     assert points == [pytest.approx((i, i), abs=.05) for i in range(1, 9)]
+
+
+def test_what_is_measured_now_and_then_is_a_curve_of_those_iterations():
+    """As `text2grad.probe`'s: R_φ's δ stands beside the annotator's, where it was asked."""
+    rows = [{"iteration": i, "delta": i / 10} for i in range(1, 9)]
+    for row in rows[::3]:
+        row["true_delta"] = row["delta"] / 2
+    (_, chart, *_) = re.findall("(?s)<svg.*?</svg>", curves(rows))
+    (annotator,), (learnt,) = drawn(chart)
+    for points, factor in ((annotator, .5), (learnt, 1)):
+        assert points == [pytest.approx((i, i / 10 * factor), abs=.05) for i in (1, 4, 7)]
 
 
 # ── The page
@@ -226,9 +240,9 @@ def test_a_damaged_line_is_named_and_the_old_page_stays(run, file, line, message
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Tokens of padding count for nothing; KL is per response, counts per critique or quote."""
     judged = [SimpleNamespace(critique="c", delta=[1.0, 0.0], reason="", quotes=3, unmatched=1,
-                              ambiguous=0, conflicts=1),
+                              ambiguous=0, conflicts=1, half_inside=0),
               SimpleNamespace(critique="d", delta=[-1.0], reason="unread", quotes=1, unmatched=0,
-                              ambiguous=2, conflicts=0)]
+                              ambiguous=2, conflicts=0, half_inside=3)]
     batch = SimpleNamespace(
         mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
         texts=["a b", "c"], offsets=[[(0, 1), (1, 3)], [(0, 1)]], advantages=None,
@@ -239,7 +253,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     assert batch_metrics(batch, task) == pytest.approx({
         "delta": 0, "good": 1 / 3, "poor": 1 / 3, "entropy": 2, "kl": (2 + 1 + 0) / 2,
         "response_tokens": 1.5, "explained_variance": 1 - (8 / 9) / (2 / 3), "unparseable": .5,
-        "unmatched": .25, "ambiguous": .5, "conflicting": 1, "right": (6 + 5) / 2})
+        "unmatched": .25, "ambiguous": .5, "conflicting": 1, "half_inside": 3, "right": (6 + 5) / 2})
     sample = sample_row(batch, 0)
     assert sample == {"prompt": "x", "response": "a b", "critique": "c", "unreadable": "",
                       "tokens": ["a", " b"], "delta": [1.0, 0.0]}
