@@ -31,7 +31,7 @@ def write_data(path: Path, rows: int):
     import toy
     from data import write_rows
     rng = random.Random(0)
-    write_rows(path, ({"id": row["id"], "post": row["post"], "response": toy.write_summary(row["facts"], rng, 0.3)}
+    write_rows(path, ({"id": row["id"], "post": row["post"], "response": toy.write_draft(row["facts"], rng)}
                       for row in toy.rows("train", rows)))
 
 

@@ -75,7 +75,7 @@ def reward(tmp_path_factory):
     if not out.exists():
         task, rng, rows = get_task("toy"), random.Random(0), []
         for row in toy.rows("train", 240):
-            response = toy.write_summary(row["facts"], rng, 0.5)
+            response = toy.write_draft(row["facts"], rng)
             read = parse_feedback(toy.critique(row, response))
             rows.append({"prompt": task.policy_prompt(row), "response": response,
                          "critique": read.critique, "good_spans": read.good_spans,

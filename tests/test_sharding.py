@@ -144,7 +144,7 @@ def test_two_ranks_sample_the_ids_of_one(runs):
     """The same uniforms give the same rows, though ranks share one base."""
     path, _, ranks = runs
     ids = sampled(prepared(path))
-    assert len({len(row) for row in ids}) > 2
+    assert len({len(row) for row in ids}) > 1
     assert ids == ranks[0]["ids"] == ranks[1]["ids"]
 
 

@@ -1,16 +1,19 @@
 """The toy world: its splits, its critic and its base model."""
 
+import json
 import random
+from collections import Counter
 
 import pytest
 import torch
 from conftest import ROOT
 
 import toy
-from annotate import Feedback, parse_feedback, read_reply
-from data import get_task, reward_prompt
+from annotate import Feedback, read_reply, token_offsets, tokens_inside
+from data import InputError, reward_prompt
 from model import encode_answer, encode_prompt
 from report import colour_tokens, split_text, table
+from reward_model import judge
 from sampling import generate
 
 
@@ -23,76 +26,139 @@ def test_splits_share_no_facts_whatever_the_seed():
     assert not seen["base"] & seen["train"] and not seen["base"] & seen["eval"] and not seen["train"] & seen["eval"]
 
 
-def test_rows_are_a_function_of_split_and_seed():
+def test_rows_are_a_function_of_split_seed_and_length():
     assert toy.rows("eval", 5, 3) == toy.rows("eval", 9, 3)[:5] != toy.rows("eval", 5, 4)
+    assert [len(toy.rows("train", 1, 0, length)[0]["facts"]) for length in toy.LENGTHS] == [3, 6, 9, 12]
     with pytest.raises(KeyError, match="no split 'test'"):
         toy.rows("test", 1)
 
 
-def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary():
-    for row in toy.rows("train", 300):
+@pytest.mark.parametrize("length", [0, 5, -1, 1.5])
+def test_a_length_that_cannot_be_is_one_line(length):
+    with pytest.raises(InputError, match=f"no summary has {length!r} sentences; it has 1 to 4"):
+        toy.rows("train", 1, 0, length)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
+def test_a_fault_rate_that_cannot_be_is_one_line(rate):
+    with pytest.raises(InputError, match="no probability"):
+        toy.write_summary(toy.rows("train", 1)[0]["facts"], random.Random(0), rate)
+
+
+@pytest.mark.parametrize("length", toy.LENGTHS)
+def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
+    for row in toy.rows("train", 100, 0, length):
         for text in (row["post"], row["reference"]):
-            assert all(text.count(fact) == 1 for fact in row["facts"].values()), text
+            assert sorted(value for _, _, value in toy.said_facts(text)) == sorted(row["facts"].values())
+        assert toy.fact_accuracy(row, row["reference"]) == 1
+        assert json.loads(toy.critique(row, row["reference"]).split("\n")[1])["poor_spans"] == []
 
 
-def test_no_phrase_of_the_world_lies_inside_another():
+def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
+    """The base tells two phrases apart by their first words; those in one another stand in one slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
-    assert not [(a, b) for a in phrases for b in phrases if a != b and a in b]
+    assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
+    for values in toy.SLOTS.values():
+        assert len({value.split()[0] for value in values}) == 8, values
+    inside = [(a, b) for a in phrases for b in phrases if a != b and f" {a} " in f" {b} "]
+    assert len(inside) > 10 and all(toy.SLOT_OF[a] == toy.SLOT_OF[b] for a, b in inside)
 
 
-def test_wrong_facts_come_at_the_error_rate():
-    rng = random.Random(0)
-    rows = toy.rows("base", 1000)
-    right = sum(toy.fact_accuracy(row, toy.write_summary(row["facts"], rng, 0.36)) for row in rows) / len(rows)
-    assert abs(right - 0.64) < 0.02
+def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not():
+    rng, told = random.Random(0), {slot: Counter() for slot in toy.SLOTS}
+    for row in toy.rows("base", 2000, 0, 4):
+        for slot, value in toy.confuse(row["facts"], rng).items():
+            values = toy.SLOTS[slot]
+            fact = row["facts"][slot]
+            told[slot]["right" if value == fact else "other" if values.index(value) != values.index(fact) ^ 1
+                       else "neighbour"] += 1
+    for slot, counts in told.items():
+        if slot in toy.CONFUSED:
+            assert counts["other"] == 0 and abs(counts["neighbour"] / 2000 - 0.6) < 0.04, slot
+        else:
+            assert abs(counts["right"] / 2000 - 0.825) < 0.03, slot           # 0.8 + 0.2 / 8
 
 
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
     """Recomputed from the facts that went into the summary; every quote is found, none is ambiguous."""
     rng = random.Random(1)
-    for row in toy.rows("train", 300):
-        said = {s: rng.choice(toy.SLOTS[s]) if rng.random() < 0.4 else fact for s, fact in row["facts"].items()}
+    for row in toy.rows("train", 300, length=2):
+        said = toy.confuse(row["facts"], rng)
         summary = toy.write_summary(said, rng)
         feedback, found = read_reply({"id": "", "prompt": "", "response": summary}, toy.critique(row, summary))
         assert sorted(feedback.good_spans) == sorted(v for s, v in said.items() if v == row["facts"][s])
         assert sorted(feedback.poor_spans) == sorted(v for s, v in said.items() if v != row["facts"][s])
-        assert not found.unmatched and not found.ambiguous and len(found.spans) == 7
+        assert not found.unmatched and not found.ambiguous and len(found.spans) == 6
         for slot, value in said.items():
             assert toy.verdict(slot, value, row["facts"][slot]) in feedback.critique
-        assert toy.fact_accuracy(row, summary) == len(feedback.good_spans) / 7
+        assert toy.fact_accuracy(row, summary) == len(feedback.good_spans) / 6
 
 
-def test_the_critic_names_missing_and_repeated_facts_and_rewards_no_repeat():
-    row = toy.rows("train", 1)[0]
-    job, city = row["facts"]["job"], row["facts"]["city"]
-    feedback = parse_feedback(toy.critique(row, f"A {job}, a {job} from {city}."))
-    assert f"The job {job} is a repeat." in feedback.critique and f"The plan {row['facts']['plan']} is missing." in feedback.critique
-    assert feedback == Feedback(feedback.critique, [job, city], [job])
-    assert toy.fact_accuracy(row, f"A {job}, a {job} from {city}.") == 1 / 7
+ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "thing": "bike"}}
+
+
+@pytest.mark.parametrize("response, good, poor, said, accuracy, ambiguous", [
+    ("A nurse from York writes that the bike is gone.", ["nurse", "bike"], ["York"],
+     "The city York was New York, wrong.", 2 / 3, 0),
+    ("A nurse writes that the bike is gone.", ["nurse", "bike"], [], "The city New York is missing.", 2 / 3, 0),
+    ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"], ["driver"],
+     "The job driver was nurse, wrong.", 2 / 3, 0),
+    # A clause said twice: what it says is quoted once, which is ambiguous; the repeat is poor.
+    ("A nurse comes from New York, comes from New York, as the bike shows.", ["nurse", "New York", "bike"],
+     [", comes from New York"], "It says comes from New York twice.", 2 / 3, 1),
+    # The first person: "bike" is right, "my bike" is not, so nobody knows of "bike".
+    ("A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
+     "It speaks of my bike as the writer.", 1, 0)])
+def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
+    feedback, found = read_reply({"id": "", "prompt": "", "response": response}, toy.critique(ROW, response))
+    assert said in feedback.critique
+    assert feedback == Feedback(feedback.critique, good, poor)
+    assert toy.fact_accuracy(ROW, response) == pytest.approx(accuracy)
+    assert found.ambiguous == ambiguous and not found.unmatched
+
+
+def test_an_empty_response_is_not_judged():
     with pytest.raises(ValueError, match="empty"):
-        toy.critique(row, " ")
+        toy.critique(ROW, " ")
 
 
-def test_the_committed_base_is_small_and_gets_a_third_of_the_facts_wrong(toy_model):
-    """README: base .60 to .75 when sampled at temperature 1 on 200 held-out posts."""
+def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occur(toy_model):
+    _, tokenizer = toy_model
+    rng, counts = random.Random(1), Counter()
+    for row in toy.rows("train", 400, length=2):
+        ids = tokenizer(toy.write_draft(row["facts"], rng), add_special_tokens=False).input_ids
+        text, offsets = token_offsets(tokenizer, ids)
+        found = judge(toy.critique(row, text), text, offsets)
+        inside = tokens_inside(text, offsets, found.spans)
+        counts.update(several=sum(len(one) > 1 for one in inside), spans=len(inside), quotes=found.quotes,
+                      ambiguous=found.ambiguous, half=found.half_inside, conflicting=found.conflicts)
+    assert counts["several"] >= 0.5 * counts["spans"]
+    assert min(counts["ambiguous"], counts["half"], counts["conflicting"]) > 40, counts
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_no_temperature_solves_the_committed_base(toy_model, length):
+    """README: at most .75 of the facts at any temperature, on 200 held-out posts; ≤ 3 MB."""
     assert sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir()) <= 3 * 1024 * 1024
     model, tokenizer = toy_model
-    rows = toy.rows("eval", 200)
-    ids = generate(model, [encode_prompt(tokenizer, get_task("toy").policy_prompt(row)) for row in rows], 48, 1.0,
-                   tokenizer.eos_token_id, generator=torch.Generator().manual_seed(0))
-    texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
-    assert 0.60 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75
+    rows = toy.rows("eval", 200, 0, length)
+    prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
+    for temperature in (0, 0.3, 0.5, 0.7, 1):
+        ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id, tokenizer.pad_token_id,
+                       generator=torch.Generator().manual_seed(0))
+        texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
+        assert 0.3 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75, temperature
 
 
 def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
     """The longest critique is shorter than max_critique_tokens, instruction and all within the context of 512."""
     _, tokenizer = toy_model
     rng = random.Random(2)
-    for row in toy.rows("train", 200):
-        summary = toy.write_summary(row["facts"], rng, 1.0)
-        x = encode_prompt(tokenizer, reward_prompt(get_task("toy").policy_prompt(row), summary))
+    for row in toy.rows("train", 500):
+        summary = toy.write_draft(row["facts"], rng)
+        x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), summary))
         z = encode_answer(tokenizer, toy.critique(row, summary))
-        assert len(z) <= 160 and len(x) + len(z) <= 300 and len(encode_answer(tokenizer, summary)) <= 48
+        assert len(z) <= 96 and len(x) + len(z) <= 256 and len(encode_answer(tokenizer, summary)) <= 32
 
 
 def test_coloured_tokens_lose_no_text_and_mark_signs_once():  # Figure 1

@@ -1,20 +1,13 @@
-"""The embedded world: posts with seven facts, one-sentence summaries, a critic that knows them.
+"""The embedded world: posts full of facts, summaries that err as a rule, a critic that knows.
 
-It plays SLF5K (§4.3) in miniature, so that all of Text2Grad runs on a laptop in minutes. A post
-states seven facts in the first person. The base model (toy/base, rebuilt by `python -m
-toy.build`) summarises it in one sentence and gets about a third of the facts wrong. `critique`
-is the programmatic annotator: it checks the summary fact by fact in plain English and then
-quotes the good and the poor spans (Algorithm 2, with chain of thought).
+It plays SLF5K (§4.3) in miniature, so that all of Text2Grad runs on a laptop in minutes. The
+base model (toy/base, rebuilt by `python -m toy.build`) learnt to summarise from somebody with
+fixed misconceptions: half of the facts it tells wrong more often than right, so no temperature
+helps it. `critique` is the annotator: plain English first, fact by fact, then the quotes
+(Algorithm 2, chain of thought). Other annotators of the same truth: experiments/designs.py.
 
-Paper: SLF5K, §4.1 and §4.3; it has no such world.
-
-Simplified: every fact comes from a short list of phrases, and no phrase occurs inside another,
-so the critic can find each of them exactly. It replies in text, as an LLM would, and only
-`annotate.parse_feedback` and `annotate.ground` read it. Other annotators of the same truth
-stand in experiments/designs.py.
-
-Splits are disjoint in their facts, not only in their seeds: a hash of the seven facts says to
-which split a post belongs, so no post of `eval` can ever be trained on, whatever the seed.
+Simplified: every fact comes from a short list of phrases, so the critic finds each exactly. It
+replies in text, as an LLM would, and only `annotate` reads it.
 """
 
 from __future__ import annotations
@@ -25,153 +18,221 @@ import re
 import zlib
 from pathlib import Path
 
-from data import Task
+from data import InputError, Task
 
 BASE = Path(__file__).parent / "base"          # the committed checkpoint
 
+# A slot's phrases, the facts. Neighbours share words, or are what somebody takes for the other.
 SLOTS = {
-    "job": ["nurse", "teacher", "lawyer", "farmer", "driver", "baker", "dentist", "chef"],
-    "city": ["Leeds", "York", "Paris", "Boston", "Dublin", "Oslo", "Berlin", "Tokyo"],
-    "person": ["sister", "brother", "boss", "cousin", "landlord", "roommate", "coach",
-               "tenant"],
-    "thing": ["bike", "phone", "laptop", "guitar", "camera", "piano", "sofa", "canoe"],
-    "month": ["January", "March", "April", "June", "July", "August", "October", "December"],
-    "feeling": ["angry", "sad", "worried", "confused", "scared", "jealous", "ashamed",
+    "person": ["sister", "older sister", "cousin", "second cousin", "boss", "former boss",
+               "landlord", "tenant"],
+    "month": ["March", "early March", "August", "late August", "June", "July", "October",
+              "mid December"],
+    "reply": ["You owe me.", "I need it.", "It is mine.", "Sue me.", "Ask my wife.",
+              "So what.", "We sold it.", "Nobody cares."],
+    "job": ["nurse", "night nurse", "driver", "taxi driver", "tax lawyer", "head chef",
+            "farmer", "dentist"],
+    "city": ["York", "New York", "Lake City", "Salt Lake City", "Cape Town", "Oslo", "Berlin",
+             "San Juan"],
+    "thing": ["bike", "mountain bike", "phone", "cell phone", "piano", "guitar",
+              "video camera", "set of tools"],
+    "feeling": ["sad", "very sad", "angry", "so angry", "worried", "confused", "scared",
                 "lonely"],
-    "plan": ["sue", "quit", "leave", "pray", "apologise", "complain", "forgive", "travel"],
+    "plan": ["move", "leave town", "pray", "ask a judge", "quit", "complain", "forgive",
+             "call the police"],
+    "friend": ["aunt", "great aunt", "friend", "best friend", "doctor", "pastor", "teacher",
+               "barber"],
+    "price": ["fifty dollars", "two hundred dollars", "ninety euros", "a month of rent",
+              "nothing", "next to nothing", "plenty", "half a fortune"],
+    "place": ["shed", "garden shed", "attic", "cold attic", "cellar", "hall", "car", "office"],
+    "donor": ["father", "late father", "uncle", "rich uncle", "client", "choir", "fan",
+              "bank"],
 }
+PER_SENTENCE, LENGTHS = 3, range(1, 5)         # facts; sentences of a summary
+LENGTH = 1                                     # unless somebody says otherwise
+FAULT_RATE = 0.2                               # of the sentences that the base learnt from
+CONFUSED = "city", "person", "month", "plan", "friend", "place"
 
-_INTRO = ["I am a {job} from {city}.", "I live in {city} and work as a {job}.",
-          "Throwaway because people in {city} know me, I am a {job} there."]
-_EVENT = ["My {person} took my {thing} in {month}.",
-          "So in {month} my {person} walked off with my {thing}.",
-          "My {thing} is gone because my {person} took it in {month}."]
-_FEELING = ["I feel so {feeling}.", "Now I am {feeling} all day.", "It made me {feeling}."]
-_PLAN = ["I want to {plan}.", "I may {plan}.", "My plan is to {plan}."]
+_POST = [
+    ['In {month} my {person} opened my mail and told me "{reply}"',
+     '"{reply}" said my {person}, who opened my mail in {month}.',
+     'My mail was opened by my {person} in {month}. All I heard was "{reply}"'],
+    ["I am a {job} from {city} and my {thing} is gone.",
+     "My {thing} is gone. I live in {city} and work as a {job}.",
+     "Throwaway as people in {city} know me, a {job}. I lost my {thing}."],
+    ["I feel {feeling} and want to {plan}, as my {friend} knows.",
+     "My {friend} sees that I am {feeling}. My plan is to {plan}.",
+     "I may {plan}. My {friend} says that it is normal to feel {feeling}."],
+    ["It had cost {price}, stood in the {place} and came from my {donor}.",
+     "My {donor} gave it to me, for {price}. I kept it in the {place}.",
+     "Once I got it from my {donor}. Until then it was in the {place}. It is worth {price}."]]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
            "Thanks for reading.", "We used to get along."]
+# In brackets what may be said twice; {the} may become "my".
 _SUMMARY = [
-    "A {job} from {city} is {feeling} because the {person} took the {thing} in {month} and "
-    "wants to {plan}.",
-    "The {person} took the {thing} of a {job} from {city} in {month}, who is {feeling} and "
-    "wants to {plan}.",
-    "One {feeling} {job} from {city} wants to {plan} because the {person} took the {thing} "
-    "in {month}."]
+    ['It was {the} {person} who [opened it in {month}], with the words "{reply}"',
+     'All this [happened in {month}], when {the} {person} just said "{reply}"',
+     'It seems that {the} {person} [did so in {month}] and only answered "{reply}"'],
+    ["A {job} from {city} writes that [{the} {thing} is gone] and will not come back.",
+     "A {job} who lives in {city} says to everybody that [{the} {thing} is gone].",
+     "Somebody took {the} {thing} of a {job} who [comes from {city}], as we read."],
+    ["The writer [feels {feeling}] about it, tells {the} {friend} and wants to {plan}.",
+     "Now the writer [wants to {plan}], feels {feeling} and talks to {the} {friend}.",
+     "With the help of {the} {friend} the writer, who [is {feeling}], wants to {plan}."],
+    ["It stood in the {place}, [had cost {price}] and was a gift of {the} {donor}.",
+     "A gift of {the} {donor}, it [was kept in the {place}] and had cost {price}.",
+     "It came from {the} {donor}, had cost {price} and [was in the {place}] until then."]]
 
-_BUCKETS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}   # of 16
-SPLITS = tuple(_BUCKETS)
-
-
-def split_of(facts: dict[str, str]) -> str:
-    """The one split that these seven facts belong to."""
-    bucket = zlib.crc32("|".join(facts[slot] for slot in SLOTS).encode()) % 16
-    return next(split for split, buckets in _BUCKETS.items() if bucket in buckets)
+SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}     # of 16
 
 
 def write_post(facts: dict[str, str], rng: random.Random) -> str:
-    """A first-person post that states every fact once, in varying words and order."""
-    middle = [rng.choice(_EVENT), rng.choice(_FEELING)]
-    rng.shuffle(middle)
-    sentences = [rng.choice(_INTRO), *middle, rng.choice(_PLAN)]
+    """A first-person post that states every fact once, in varying words."""
+    sentences = [rng.choice(ways) for ways in _POST[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
-        sentences.insert(rng.randrange(1, 5), rng.choice(_FILLER))
+        sentences.insert(rng.randrange(1, len(sentences) + 1), rng.choice(_FILLER))
     return " ".join(sentences).format(**facts)
 
 
-def write_summary(facts: dict[str, str], rng: random.Random, error_rate: float = 0.0) -> str:
-    """One sentence with the seven facts, each a wrong one with probability `error_rate`."""
+def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0) -> str:
+    """A sentence for every three facts; with probability `fault_rate` each either says a clause
+    twice or speaks in the first person. Raises InputError for a rate that is none."""
+    if not 0 <= fault_rate <= 1:
+        raise InputError(f"toy: a fault rate of {fault_rate} is no probability")
+    sentences = []
+    for ways in _SUMMARY[: len(facts) // PER_SENTENCE]:
+        fault = rng.choice(("twice", "my")) if rng.random() < fault_rate else ""
+        told = re.sub(r"\[(.+?)\]", r"\1, \1" if fault == "twice" else r"\1", rng.choice(ways))
+        sentences.append(told.format(the="my" if fault == "my" else "the", **facts))
+    return " ".join(sentences)
+
+
+def confuse(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
+    """The facts as the base was taught them: a slot in CONFUSED is told as its neighbour in 6
+    of 10 cases, another as any phrase of its slot in 2 of 10."""
     said = dict(facts)
     for slot, fact in facts.items():
-        if rng.random() < error_rate:
-            said[slot] = rng.choice([value for value in SLOTS[slot] if value != fact])
-    return rng.choice(_SUMMARY).format(**said)
+        values = SLOTS[slot]
+        if slot in CONFUSED and rng.random() < 0.6:
+            said[slot] = values[values.index(fact) ^ 1]
+        elif slot not in CONFUSED and rng.random() < 0.2:
+            said[slot] = rng.choice(values)
+    return said
 
 
-def rows(split: str, n: int, seed: int = 0) -> list[dict]:
+def write_draft(facts: dict[str, str], rng: random.Random) -> str:
+    """A summary as the base was taught to write it."""
+    return write_summary(confuse(facts, rng), rng, FAULT_RATE)
+
+
+def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
-    The same split and seed give the same rows everywhere. Raises KeyError for an unknown split.
+    length: sentences of a summary, about 20 tokens each. The same arguments give the same rows
+    everywhere. Raises KeyError for an unknown split, InputError for a length that is none.
     """
-    if split not in _BUCKETS:
+    if split not in SPLITS:
         raise KeyError(f"toy: no split {split!r}; there are {', '.join(SPLITS)}")
-    rng, out = random.Random(f"{split}-{seed}"), []
+    if length not in LENGTHS:
+        raise InputError(f"toy: no summary has {length!r} sentences; it has 1 to 4")
+    rng, out = random.Random(f"{split}-{seed}-{length}"), []
+    slots = [*SLOTS][: PER_SENTENCE * length]
     while len(out) < n:
-        facts = {slot: rng.choice(values) for slot, values in SLOTS.items()}
-        if split_of(facts) == split:
+        facts = {slot: rng.choice(SLOTS[slot]) for slot in slots}
+        if zlib.crc32("|".join(facts.values()).encode()) % 16 in SPLITS[split]:
             out.append({"id": f"toy-{split}-{seed}-{len(out)}", "post": write_post(facts, rng),
                         "facts": facts, "reference": write_summary(facts, rng)})
     return out
 
 
+SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
+_FACT = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, SLOT_OF), key=len, reverse=True))
+                   + r")(?!\w)")
+
+
 def said_facts(response: str) -> list[tuple[int, str, str]]:
-    """Every known fact phrase in a summary, in reading order: (position, slot, phrase)."""
-    found = []
-    for slot, values in SLOTS.items():
-        for value in values:
-            at = response.find(value)
-            while at >= 0:
-                found.append((at, slot, value))
-                at = response.find(value, at + 1)
-    return sorted(found)
+    """Every known fact phrase in a summary, in reading order: (position, slot, phrase). Of
+    phrases in one another the longest."""
+    return [(found.start(), SLOT_OF[found[0]], found[0]) for found in _FACT.finditer(response)]
 
 
 def fact_accuracy(row: dict, response: str) -> float:
-    """Share of the seven facts that the summary states once and without a contradiction."""
-    said: dict[str, list[str]] = {slot: [] for slot in SLOTS}
-    for _, slot, value in said_facts(response):
-        said[slot].append(value)
-    return sum(said[slot] == [fact] for slot, fact in row["facts"].items()) / len(SLOTS)
+    """Share of the facts that the summary states once and without a contradiction."""
+    said = said_facts(response)
+    right = ([value for _, own, value in said if own == slot] == [fact]
+             for slot, fact in row["facts"].items())
+    return sum(right) / len(row["facts"])
+
+
+def faults(response: str) -> list[tuple[str, str]]:
+    """(what the critic says, what it quotes) of a clause that follows itself, and of the first
+    person: ", opened it in March" and "my sister"."""
+    twice = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
+    own = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
+    return ([(f"It says {found[1]} twice.", f", {found[1]}") for found in twice]
+            + [(f"It speaks of {found[0]} as the writer.", found[0]) for found in own])
 
 
 # ── The annotator
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
-    """(position, slot, phrase, what the critic says of it, whether it is right) of each phrase.
+    """(position, slot, phrase, what the critic says of it, whether it is right) of each phrase
+    that is said for the first time, in reading order. A second phrase for a slot is wrong.
 
-    In reading order. A phrase that repeats a slot is wrong: saying a fact twice earns nothing.
     Raises ValueError for an empty response.
     """
     if not response.strip():
         raise ValueError("toy critic: the response is empty, there is nothing to judge")
-    found, seen = [], set()
+    found, told = [], {}
     for at, slot, value in said_facts(response):
-        fact, repeat = row["facts"][slot], slot in seen
-        said = f"The {slot} {value} is a repeat." if repeat else verdict(slot, value, fact)
-        found.append((at, slot, value, said, value == fact and not repeat))
-        seen.add(slot)
+        if value == told.setdefault(slot, value) and any(value == one[2] for one in found):
+            continue                                               # of which `faults` tells
+        fact = row["facts"].get(slot, "nothing")
+        right = value == fact and value == told[slot]
+        found.append((at, slot, value, verdict(slot, value, fact), right))
     return found
 
 
-def missing(row: dict, response: str) -> list[str]:
-    """A sentence for every fact of which the response says nothing."""
-    said = {slot for _, slot, _ in said_facts(response)}
-    return [f"The {slot} {fact} is missing."
-            for slot, fact in row["facts"].items() if slot not in said]
-
-
 def critique(row: dict, response: str) -> str:
-    """The annotator's reply to a summary: reasoning fact by fact, then the span JSON."""
-    judged = judged_facts(row, response)
-    sentences = [said for _, _, _, said, _ in judged] + missing(row, response)
-    spans = {"good_spans": [value for _, _, value, _, right in judged if right],
-             "poor_spans": [value for _, _, value, _, right in judged if not right]}
+    """The annotator's reply to a summary: reasoning in English, then the span JSON.
+
+    A fact that is said twice is quoted once, as people do, which is ambiguous: it gets 0.
+    """
+    judged, found = judged_facts(row, response), faults(response)
+    told = {slot for _, slot, _, _, _ in judged}
+    sentences = [said for _, _, _, said, _ in judged]
+    sentences += [f"The {slot} {plain(fact)} is missing."
+                  for slot, fact in row["facts"].items() if slot not in told]
+    sentences += [said for said, _ in found]
+    good = [value for _, _, value, _, right in judged if right]
+    poor = [value for _, _, value, _, right in judged if not right]
+    poor += [quote for _, quote in found]
+    spans = {"good_spans": good, "poor_spans": poor}
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
+
+
+def plain(value: str) -> str:
+    """A phrase inside a sentence of the critic's own."""
+    return value.rstrip(".")
 
 
 def verdict(slot: str, value: str, fact: str) -> str:
     """What the summary says, what the post says, and only then the judgement: one thought."""
-    return f"The {slot} {value} was {fact}, {'right' if value == fact else 'wrong'}."
+    return (f"The {slot} {plain(value)} was {plain(fact)}, "
+            f"{'right' if value == fact else 'wrong'}.")
 
 
-def refine(response: str, critique: str) -> str:
-    """The response as a critique corrects it, by somebody who has not seen the post."""
-    for _, value, fact in re.findall(r"The (\w+) (\w+) was (\w+), wrong\.", critique):
-        response = re.sub(rf"\b{value}\b", fact, response, count=1)
-    return response
+NUMBERS = "no", "one", "two", "three", "four"
+
+
+def prompt(row: dict) -> str:
+    """What the policy is asked."""
+    sentences = len(row["facts"]) // PER_SENTENCE
+    return (f"Summarise the post in {NUMBERS[sentences]} sentence{'s' * (sentences > 1)}.\n\n"
+            f"Post: {row['post']}")
 
 
 TASK = Task(
-    "toy", lambda row: f"Summarise the post in one sentence.\n\nPost: {row['post']}",
-    needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
+    "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
     truth={"fact accuracy": fact_accuracy}, rows=rows)

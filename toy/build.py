@@ -2,17 +2,12 @@
 
     python -m toy.build              # writes toy/base; seed 0, see toy/README.md for the time
 
-A byte-level BPE tokenizer and a Llama of 0.65 million parameters, trained with cross-entropy on
-answers to four instructions, in equal parts:
-
-- summarise a post (the policy's task): a third of the facts in the target are wrong, so the
-  model learns to hallucinate at that rate;
-- quote named facts of a text in two JSON lists; check named facts of a response against the
-  post; compare pairs of facts: reading exercises, always right. The paper's R_φ starts from
-  Llama-3.1-8B-Instruct, which can quote and compare when told what; so can this one. It never
-  sees a whole critique, nor spans that follow from a judgement: that is R_φ's to learn.
-
-Paper: it says nothing of toy models.
+A byte-level BPE tokenizer and a Llama of 0.68 million parameters, trained with cross-entropy on
+answers to four instructions, in equal parts: summarise a post, with errors of which some are
+likelier than the truth; and three reading exercises, always right, in the place of what the
+paper's Llama-3.1-8B-Instruct knows: quote named facts as JSON, check named facts of a response
+against the post, compare pairs of facts. It never sees a whole critique, nor spans that follow
+from a judgement: that is R_φ's to learn.
 """
 
 from __future__ import annotations
@@ -31,43 +26,65 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import toy
-from data import reward_prompt
+from data import chunks, reward_prompt
 from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
-ERROR_RATE = 0.36            # of the facts in a training summary
 KINDS = ("summarise", "quote", "check", "compare")
-COMPARE_FIRST = 360          # steps of the easiest exercise alone: the others are learnt sooner
+COMPARE_FIRST = 300          # steps of the easiest exercise alone: the others are learnt sooner
 
 
-def exercise(row: dict, rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
+def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
     """One (prompt, answer) of one of the kinds, made from a row of the base split."""
-    kind, facts = rng.choice(kinds), row["facts"]
+    kind = rng.choice(kinds)
+    length = rng.choice((1, 2, 2, 3, 4) if kind == "summarise" else (1, 2, 2))
+    row = toy.rows("base", 1, rng.getrandbits(64), length)[0]
+    facts = row["facts"]
     if kind == "summarise":
-        return toy.TASK.policy_prompt(row), toy.write_summary(facts, rng, ERROR_RATE)
-    said = {slot: rng.choice(values) if rng.random() < 0.5 else facts[slot]
-            for slot, values in toy.SLOTS.items()}
-    response = toy.write_summary(said, rng)
+        return toy.prompt(row), toy.write_draft(facts, rng)
+    said = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
+    response = toy.write_summary(said, rng, 0.5)
     if kind == "quote":
-        texts = [(f"Post: {row['post']}", facts), (f"Response: {response}", said)]
+        style = [quote for _, quote in toy.faults(response)]
+        texts = [(f"Post: {row['post']}", facts, []), (f"Response: {response}", said, style)]
         return quotation(*rng.choice(texts), rng)
-    slots = rng.sample(list(toy.SLOTS), 7 if kind == "compare" else rng.randint(3, 6))
-    answer = " ".join(toy.verdict(slot, said[slot], facts[slot]) for slot in slots)
+    slots = rng.sample(list(facts), rng.randint(min(3, len(facts)), len(facts)))
+    if kind == "compare":
+        facts = {slot: rng.choice(values) for slot, values in toy.SLOTS.items()}
+        said = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
+        slots = rng.sample(list(facts), 7)
+    answer = [toy.verdict(slot, said[slot], facts[slot]) for slot in slots]
     if kind == "check":
-        return (f"{toy.TASK.policy_prompt(row)}\n\nResponse: {response}\n\n"
-                f"Check the {', the '.join(slots)}.", answer)
-    pairs = ", ".join(f"{slot} {said[slot]} {facts[slot]}" for slot in slots)
-    return f"Compare: {pairs}.", answer
+        style = rng.random() < 0.75
+        answer += [fault for fault, _ in toy.faults(response)] if style else []
+        return (f"{toy.prompt(row)}\n\nResponse: {response}\n\n"
+                f"Check the {', the '.join(slots + ['style'] * style)}.", " ".join(answer))
+    pairs = "; ".join(f"{slot} {toy.plain(said[slot])}, {toy.plain(facts[slot])}"
+                      for slot in slots)
+    return f"Compare: {pairs}.", " ".join(answer)
 
 
-def quotation(text: str, known: dict[str, str], rng: random.Random) -> tuple[str, str]:
-    """(prompt, answer): some of the known facts of a text, in two lists, in its order."""
-    wanted = {slot: rng.choice(("good", "poor", "no")) for slot in toy.SLOTS}
+def other_fact(slot: str, fact: str, rng: random.Random) -> str:
+    """The fact itself in half of the cases, else its neighbour or any other."""
+    values = toy.SLOTS[slot]
+    chance = rng.random()
+    return fact if chance < 0.5 else values[values.index(fact) ^ 1] if chance < 0.75 \
+        else rng.choice(values)
+
+
+def quotation(text: str, known: dict[str, str], style: list[str],
+              rng: random.Random) -> tuple[str, str]:
+    """(prompt, answer): some of the known facts of a text, in two lists, in its order; in half
+    of the cases its faults of style stand behind the poor ones."""
+    wanted = {slot: rng.choice(("good", "poor", "no")) for slot in known}
     named, lists = {}, {}
     for kind in ("good", "poor"):
-        slots = [slot for slot in toy.SLOTS if wanted[slot] == kind]
+        slots = [slot for slot in known if wanted[slot] == kind]
         named[kind] = ", ".join(slots) or "nothing"
         lists[f"{kind}_spans"] = sorted((known[slot] for slot in slots), key=text.find)
+    if style and rng.random() < 0.5:
+        named["poor"] += ", style"
+        lists["poor_spans"] += style
     return (f"{text}\n\nQuote in good_spans: {named['good']}. "
             f"Quote in poor_spans: {named['poor']}.", json.dumps(lists))
 
@@ -75,11 +92,10 @@ def quotation(text: str, known: dict[str, str], rng: random.Random) -> tuple[str
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE over posts, summaries and critiques: every phrase here is few tokens."""
     rng, texts = random.Random(seed), []
-    for row in toy.rows("base", 6000, seed):
-        summary = toy.write_summary(row["facts"], rng, ERROR_RATE)
-        prompt = toy.TASK.policy_prompt(row)
-        texts += exercise(row, rng)
-        texts += [reward_prompt(prompt, summary), toy.critique(row, summary)]
+    for row in [row for n in toy.LENGTHS for row in toy.rows("base", 1500, seed, n)]:
+        summary = toy.write_draft(row["facts"], rng)
+        texts += exercise(rng)
+        texts += [reward_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,8 +118,7 @@ def main():
     """Train tokenizer and model; write them in Hugging Face format."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=toy.BASE, help="of the checkpoint")
-    parser.add_argument("--steps", type=int, default=1260, help="of 64 exercises each")
-    parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="its peak")
+    parser.add_argument("--steps", type=int, default=1100, help="of 64 exercises each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -114,20 +129,19 @@ def main():
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
         tie_word_embeddings=True, rope_theta=10000.0, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01,
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-3, weight_decay=0.01,
                                   betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_share(step, args.steps))
     bar = tqdm(range(args.steps), desc="toy base")
     for step in bar:
         kinds = KINDS if step >= COMPARE_FIRST else ("compare",)
-        rows = toy.rows("base", 64, seed=1 + args.seed * args.steps + step)
-        pairs = [exercise(row, rng, kinds) for row in rows]
+        pairs = [exercise(rng, kinds) for _ in range(64)]
         pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
         pairs.sort(key=lambda pair: sum(map(len, pair)))
         count, total = sum(len(answer) for _, answer in pairs), 0.0
-        for half in (pairs[:32], pairs[32:]):      # of like length, so that little is padding
-            batch = pad_batch(*zip(*half), tokenizer.pad_token_id)
+        for part in chunks(pairs, 16):             # of like length, so that little is padding
+            batch = pad_batch(*zip(*part), tokenizer.pad_token_id)
             at = batch[3].bool()
             logits = response_hidden(model, *batch)[at] @ head_weight(model).T
             loss = F.cross_entropy(logits, batch[2][at], reduction="sum") / count
@@ -137,13 +151,10 @@ def main():
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{total:.3f}")
+        bar.set_postfix(loss=f"{total:.3f}", refresh=False)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{args.output_dir}: loss {total:.3f}, {parameters:,} parameters, "
-          f"{time.time() - started:.0f} s")
+    print(f"{args.output_dir}: loss {total:.3f}, {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
