@@ -1,16 +1,16 @@
 """Reward designs: other critics in the place of R_φ's (§4.3, Table 11, Appendices A, I and N).
 
-    python -m experiments.designs true             # the annotator itself judges every rollout
-    python -m experiments.designs end --seed 1     # the same feedback, not placed: B of App. A
+    python -m experiments.baselines true            # the annotator itself judges every rollout
+    python -m experiments.baselines end --seed 1    # the same feedback, not placed: B of App. A
 
-The flags behind the name are those of text2grad.py. A critic takes rollouts to a Judgement of
-each row of this rank's share, and changes nothing else of Algorithm 4:
+A critic takes rollouts to a Judgement of each row of this rank's share, and changes nothing
+else of Algorithm 4. Those of DESIGNS, by name:
 
     critique           δ' from the spans of the critique that R_φ writes (the method)
     graded             the mean δ' of four critiques drawn from R_φ at temperature 1
-    end, true_end      Σ_t δ_t paid at the last token: the same information with no placement
-    true               the function of --critic judges the rollout itself
-    linear_decay, importance, importance_code     weights within a span (Appendix I.1)
+    end                Σ_t δ_t paid at the last token: the same information with no placement
+    linear_decay, importance   weights within a span (Appendix I.1)
+    true, true_end, …  the function of --critic judges the rollout itself
     scalar             a Bradley–Terry reward model's score r(x, y) at the last token (PPO)
     steps              a process reward model, tanh(ℓ/2) at the end of each step (PRM-PPO)
 
@@ -24,24 +24,20 @@ B rows, T response tokens.
 
 from __future__ import annotations
 
-import ast
 import json
-import keyword
 import random
 import re
-import sys
 import zlib
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-import text2grad
 import toy
-from annotate import FeedbackError, read_reply, tokens_inside
-from data import InputError, chunks, load_object, parse_flags, run_script
-from measures.sandbox import fences, parse_python
+from annotate import (FeedbackError, Span, parse_feedback, quoted, read_reply, token_rewards,
+                      tokens_inside)
+from data import chunks, load_object
 from model import RANK, RANKS, encode_prompt, response_hidden, use_lora
 from reward_model import Judgement, judge, reward_tokens, write_critiques
 from sampling import head_weight, pad_batch
@@ -55,96 +51,100 @@ def share(rollouts) -> range:
 
 # ── Critics around another critic
 
+def changed(critic, change):
+    """A critic whose δ is change(text, offsets, judgement) of what another one says."""
+    def changed_critic(rollouts, model, tokenizer, config):
+        judged = zip(share(rollouts), critic(rollouts, model, tokenizer, config))
+        return [replace(found, delta=change(rollouts.texts[i], rollouts.offsets[i], found))
+                for i, found in judged]
+    return changed_critic
+
+
 def at_end(critic):
     """Setting B of Appendix A: r_T = Σ_t δ_t at the last token, 0 before it."""
-    def critic_at_end(rollouts, model, tokenizer, config):
-        judged = critic(rollouts, model, tokenizer, config)
-        # Eq. §3.6 A^B
-        return [replace(found, delta=[0.0] * (len(found.delta) - 1) + [sum(found.delta)])
-                for found in judged]
-    return critic_at_end
+    # Eq. §3.6 A^B
+    return changed(critic, lambda _, offsets, found:
+                   [0.0] * (len(offsets) - 1) + [sum(found.delta)])
 
 
 def weighted(critic, weighting: str):
     """Another share of the reward for each token of a span (Appendix I.1)."""
-    def weighted_critic(rollouts, model, tokenizer, config):
-        judged = critic(rollouts, model, tokenizer, config)
-        return [replace(found, delta=weigh(rollouts.texts[i], rollouts.offsets[i], found,
-                                           weighting))
-                for i, found in zip(share(rollouts), judged)]
-    return weighted_critic
+    def weigh(text, offsets, found):
+        delta = list(found.delta)
+        for span, inside in zip(found.spans, tokens_inside(text, offsets, found.spans)):
+            weights = span_weights(text, [offsets[i] for i in inside], weighting)
+            for i, weight in zip(inside, weights):
+                delta[i] = weight * span.label if found.delta[i] else 0.0      # in conflict
+        return delta
+    return changed(critic, weigh)
 
 
-def weigh(text: str, offsets, found: Judgement, weighting: str) -> list[float]:
-    """δ with the weights of its spans; what is 0, being in no span or in two, stays 0."""
-    delta = list(found.delta)
-    for span, inside in zip(found.spans, tokens_inside(text, offsets, found.spans)):
-        weights = span_weights(text, [offsets[i] for i in inside], weighting)
-        for i, weight in zip(inside, weights):
-            delta[i] = weight * span.label if found.delta[i] else 0.0
-    return delta
+def noisy(critic, kind: str, percent: int):
+    """A critic of whose spans so many per cent are `damaged`; a text always in the same way."""
+    def damage(text, offsets, found):
+        spans = damaged(text, found.spans, kind, percent / 100, random.Random(text))
+        return token_rewards(text, offsets, spans)
+    return changed(critic, damage)
+
+
+def damaged(text: str, spans: list[Span], kind: str, share: float, rng) -> list[Span]:
+    """Spans of which a share is "flipped" in sign, "dropped", "shifted" to the nearest word
+    without a label, or "widened" by the words around. ⌊n · share + u⌋ of n, u uniform: exact in
+    the mean."""
+    wrong = rng.sample(range(len(spans)), int(len(spans) * share + rng.random()))
+    out = [span for i, span in enumerate(spans) if i not in wrong]
+    for span in (spans[i] for i in wrong):
+        if kind == "flipped":
+            out.append(replace(span, label=-span.label))
+        if kind == "widened":
+            before = re.search(r"(?:\S+\s+){0,2}$", text[: span.start])
+            after = re.compile(r"\S*(?:\s+\S+)?").match(text, span.end)
+            out.append(replace(span, start=before.start(), end=after.end()))
+        words = [word.span() for word in re.finditer(r"\S+", text)]
+        free = [(a, b) for a, b in words
+                if all(b <= s.start or s.end <= a for s in spans + out)]
+        if kind == "shifted" and free:
+            start, end = min(free, key=lambda word: abs(word[0] - span.start))
+            out.append(replace(span, start=start, end=end))
+    return out
 
 
 # ── Critics of their own
 
-def silent(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """Nobody judges: for the tables of baselines that have no reward."""
-    return [Judgement("", [0.0] * len(rollouts.offsets[i]), "nobody judges")
-            for i in share(rollouts)]
-
-
 def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """The function of --critic judges, and is read as phase 1 reads it."""
-    return [true_judgement(rollouts.rows[i], rollouts.texts[i], rollouts.offsets[i], config)
-            for i in share(rollouts)]
-
-
-def true_judgement(row: dict, text: str, offsets, config) -> Judgement:
-    """What the annotator says of a response; an empty one is not shown to it."""
-    critic = load_object("--critic", config.critic)
-    example = {"id": "", "prompt": "", "response": text}
-    if not text.strip():
-        return judge("", text, offsets)
-    reply = critic(row, text)
-    try:
-        return reward_tokens(reply, text, offsets, *read_reply(example, reply, config.mode))
-    except FeedbackError as error:
-        return Judgement(reply, [0.0] * len(offsets), str(error))
+    """The function of --critic judges, read as phase 1 reads it; it is shown no empty text."""
+    critic, judged = load_object("--critic", config.critic), []
+    for i in share(rollouts):
+        text, offsets = rollouts.texts[i], rollouts.offsets[i]
+        reply = critic(rollouts.rows[i], text) if text.strip() else ""
+        example = {"id": "", "prompt": "", "response": text}
+        try:
+            read = read_reply(example, reply, config.mode)
+            judged.append(reward_tokens(reply, text, offsets, *read))
+        except FeedbackError as error:
+            judged.append(Judgement(reply, [0.0] * len(offsets), str(error)))
+    return judged
 
 
 def graded(rollouts, model, tokenizer, config, draws: int = 4) -> list[Judgement]:
     """The mean δ' of critiques at temperature 1: E[δ'_t] in [−1, 1], by Monte Carlo.
 
-    What is drawn depends on the seed and the rollout, and neither on the batch nor on ranks.
+    What is drawn depends on the seed and the rollout, and neither on the batch nor on ranks; an
+    unreadable critique counts as zeros. The rest of a Judgement is of the first critique.
     """
-    judged = []
-    for part in chunks(share(rollouts), max(1, config.rollout_batch_size // draws)):
-        many = [i for i in part for _ in range(draws)]
-        x, y = ([texts[i] for i in many] for texts in (rollouts.prompts, rollouts.texts))
-        shape = draws, config.max_critique_tokens
-        uniforms = torch.cat([own_uniforms(rollouts, i, config, shape) for i in part])
-        written = write_critiques(model, tokenizer, x, y, config.max_critique_tokens, 1.0,
-                                  uniforms)
-        found = [judge(z, rollouts.texts[i], rollouts.offsets[i])
-                 for z, i in zip(written, many)]
-        judged += [mean(few) for few in chunks(found, draws)]
-    return judged
-
-
-def own_uniforms(rollouts, row: int, config, shape) -> Tensor:
-    """Numbers in [0, 1) to draw from for one rollout: a function of its texts and the seed."""
-    said = f"{config.seed} {rollouts.prompts[row]} {rollouts.texts[row]}"
-    generator = torch.Generator().manual_seed(zlib.crc32(said.encode()))
-    return torch.rand(shape, generator=generator)
-
-
-def mean(judged: list[Judgement]) -> Judgement:
-    """The mean δ of several critiques of one response; an unreadable one counts as zeros."""
-    first = next((found for found in judged if not found.reason), judged[0])
-    total = {name: sum(getattr(found, name) for found in judged)
-             for name in ("quotes", "unmatched", "ambiguous", "conflicts")}
-    delta = [sum(column) / len(judged) for column in zip(*(found.delta for found in judged))]
-    return replace(first, delta=delta, **total)
+    asked = [i for i in share(rollouts) for _ in range(draws)]
+    x, y = ([texts[i] for i in asked] for texts in (rollouts.prompts, rollouts.texts))
+    uniforms = torch.zeros(len(asked), config.max_critique_tokens)
+    for k in range(0, len(asked), draws):
+        seed = zlib.crc32(f"{config.seed} {x[k]} {y[k]}".encode())
+        uniforms[k : k + draws].uniform_(generator=torch.Generator().manual_seed(seed))
+    written = write_critiques(model, tokenizer, x, y, uniforms.shape[1], 1.0, uniforms)
+    judged = [judge(z, rollouts.texts[i], rollouts.offsets[i]) for z, i in zip(written, asked)]
+    out = []
+    for few in chunks(judged, draws):
+        columns = zip(*(found.delta for found in few))
+        out.append(replace(few[0], delta=[sum(column) / draws for column in columns]))
+    return out
 
 
 # ── Scores: Bradley–Terry and process reward models (Appendix N)
@@ -155,8 +155,6 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     pairs: [(x, y)] as ids → scores [B, T], mask [B, T].
     """
     plus, minus = (tokenizer(mark, add_special_tokens=False).input_ids[-1] for mark in "+-")
-    if plus == minus:
-        raise InputError("this tokenizer has no tokens for + and −, from which scores are read")
     # One more token, so that there is a state after the last one of y.
     batch = pad_batch([x for x, _ in pairs], [[*y, plus] for _, y in pairs],
                       tokenizer.pad_token_id or 0, model.device)
@@ -164,65 +162,51 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     return hidden.float() @ (weight[plus].float() - weight[minus].float()), batch[3][:, 1:]
 
 
-def sequence_scores(model, tokenizer, pairs: list[tuple]) -> Tensor:
-    """r(x, y): the score at the last token of each y, EOS included. [(x, y)] as ids → [B]"""
-    scores, mask = token_scores(model, tokenizer, pairs)
-    return scores.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
-
-
-def step_ends(text: str, offsets, spans) -> list[int | None]:
-    """For each span of characters the last token that wrote some of it, white space aside."""
-    def wrote(place, start, end):
-        return bool(text[max(place[0], start) : min(place[1], end)].strip())
-    return [next((i for i in reversed(range(len(offsets))) if wrote(offsets[i], *span)), None)
-            for span in spans]
+def step_ends(text: str, offsets, places) -> list[int | None]:
+    """The last token of each step, which stands at characters [start, end)."""
+    found = tokens_inside(text, offsets, [Span(*place, 1) for place in places])
+    return [inside[-1] if inside else None for inside in found]
 
 
 @torch.no_grad()
-def scores_of(rollouts, model, tokenizer, config, steps: bool) -> list[Judgement]:
+def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgement]:
     """What the adapter "reward" pays, at the last token of y or of every step; 0 at others.
 
-    scalar, for PPO: r(x, y). steps, for PRM-PPO: 2σ(ℓ) − 1, how surely a step is right.
+    For PPO (Tables 2 and 3) r(x, y). For PRM-PPO (Appendix N) 2σ(ℓ) − 1: how surely a step is
+    right.
     """
     judged = []
     with use_lora(model, "reward"):
         for part in chunks(share(rollouts), config.micro_batch_size):
-            ids = [rollouts.response_ids[i][rollouts.mask[i].bool()].tolist() for i in part]
-            prompts = [encode_prompt(tokenizer, rollouts.prompts[i]) for i in part]
-            scores, _ = token_scores(model, tokenizer, list(zip(prompts, ids)))
-            paid = (torch.tanh(scores / 2) if steps else scores).tolist()
-            for i, y, row in zip(part, ids, paid):
-                text, ends = rollouts.texts[i], [len(y) - 1]
-                if steps:
-                    spans = step_spans(text, config.task == "kodcode")
-                    ends = step_ends(text, rollouts.offsets[i], spans)
-                judged.append(Judgement("", [row[t] if t in ends else 0.0
-                                             for t in range(len(y))]))
+            pairs = [(encode_prompt(tokenizer, rollouts.prompts[i]),
+                      rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()) for i in part]
+            scores, _ = token_scores(model, tokenizer, pairs)
+            for i, row in zip(part, torch.tanh(scores / 2) if by_step else scores):
+                text, offsets = rollouts.texts[i], rollouts.offsets[i]
+                places = step_spans(text, config.task == "kodcode")
+                ends = step_ends(text, offsets, places) if by_step else [len(offsets) - 1]
+                judged.append(Judgement("", [row[t].item() if t in ends else 0.0
+                                             for t in range(len(offsets))]))
     return judged
 
 
-def scalar(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """PPO of Tables 2 and 3: a sequence-level score at the last token."""
-    return scores_of(rollouts, model, tokenizer, config, steps=False)
-
-
-def steps(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """PRM-PPO (Appendix N): a score at the last token of each step."""
-    return scores_of(rollouts, model, tokenizer, config, steps=True)
-
-
-WEIGHTINGS = ("linear_decay", "importance", "importance_code")
+WEIGHTINGS, DAMAGES = ("linear_decay", "importance"), ("flipped", "shifted", "dropped")
 LEARNT = {"critique": critique, "graded": graded, "end": at_end(critique),
           **{name: weighted(critique, name) for name in WEIGHTINGS}}     # R_φ judges
-SCORED = {"scalar": scalar, "steps": steps}                   # need an adapter of baselines.py
-DESIGNS = {**LEARNT, **SCORED, "true": true_critic, "true_end": at_end(true_critic)}
+SCORED = {"scalar": partial(pay_scores, by_step=False),       # an adapter of baselines.py
+          "steps": partial(pay_scores, by_step=True)}
+TRUE = {"true": true_critic, "true_end": at_end(true_critic),
+        **{f"true_{name}": weighted(true_critic, name) for name in WEIGHTINGS},
+        **{f"true_{kind}_{percent}": noisy(true_critic, kind, percent)
+           for kind in DAMAGES for percent in (10, 20, 40)}}
+DESIGNS = {**LEARNT, **SCORED, **TRUE}
 
 
 # ── Weights within a span (Appendix I.1)
 
 OTHERS = 0.2                            # what a token that is no content word gets
 
-FUNCTION_WORDS = frozenset("""
+FUNCTION_WORDS = """
     i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
     his himself she her hers herself it its itself they them their theirs themselves one
     oneself who whom whose which what that this these those someone somebody something
@@ -237,172 +221,109 @@ FUNCTION_WORDS = frozenset("""
     was were be been being have has had having do does did doing will would shall should can
     could may might must ought cannot not there here then thus hence also too very just only
     even still already how why however therefore
-""".split())
-
-
-def word_of(text: str, start: int, end: int) -> str:
-    """The whole word that the first letter or digit of text[start:end] belongs to, or ""."""
-    first = re.compile(r"\w").search(text, start, end)
-    if not first:
-        return ""
-    before = re.search(r"[\w'’]*$", text[: first.start()])
-    after = re.compile(r"[\w'’]*").match(text, first.start())
-    return (before.group() + after.group()).strip("'’")
-
-
-def is_content(word: str, code: bool = False) -> bool:
-    """Whether a word carries meaning by itself. The paper weighs nouns and verbs, as a tagger
-    saw them; here every word of English is content that is not in a closed list, and in code
-    every name, number and word that is no keyword."""
-    if code:
-        return bool(word) and not keyword.iskeyword(word)
-    word = word.lower().replace("’", "'")
-    return (bool(word) and not word.endswith("n't")
-            and word.split("'")[0] not in FUNCTION_WORDS)
+""".split()
+_FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
 
 
 def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     """The weight in (0, 1] of each of a span's n tokens, by their characters (Appendix I.1).
 
-    "linear_decay": 1 − (i−1)·0.9/(n−1). "importance": 1 on content words, 0.2 on others;
-    "importance_code" reads the text as Python. A token weighs as the word that it is part of.
+    "linear_decay": 1 − (i−1)·0.9/(n−1). "importance": 1 on content words and parts of them, 0.2
+    on others. The paper weighs nouns and verbs, as a tagger saw them; here every word of
+    English is content that is not in a closed list.
     """
     if weighting == "linear_decay":
         return [1.0 - 0.9 * i / max(1, len(places) - 1) for i in range(len(places))]
-    if weighting in ("importance", "importance_code"):
-        code = weighting == "importance_code"
-        return [1.0 if is_content(word_of(text, *place), code) else OTHERS for place in places]
-    raise ValueError(f"weighting must be one of {', '.join(WEIGHTINGS)}, not {weighting!r}")
+    words = re.finditer(r"\w[\w'’]*", text)
+    content = [word.span() for word in words if not _FUNCTION.fullmatch(word.group())]
+    return [1.0 if any(start < b and a < end for a, b in content) else OTHERS
+            for start, end in places]
 
 
 # ── Steps (Appendix N)
 
-_CLAUSE = (r"(?<=[.!?;:,])\s+|\s*\n\s*|\s+(?=(?:and|but|because|so|who|which|while|although|"
+_LINE = r"\s*\n\s*"
+_CLAUSE = (rf"(?<=[.!?;:,])\s+|{_LINE}|\s+(?=(?:and|but|because|so|who|which|while|although|"
            r"though|if|when|unless)\b)")
-WORDS = re.compile(r"\S(?:.*\S)?", re.DOTALL)      # without the white space at both ends
 
 
 def step_spans(text: str, code: bool = False) -> list[tuple[int, int]]:
-    """The characters [start, end) of each step: clauses of a text, or statements of code."""
-    if code:
-        return statement_spans(text)
-    cuts = [(0, 0), *(match.span() for match in re.finditer(_CLAUSE, text)),
-            (len(text), len(text))]
-    return [WORDS.search(text, a, b).span()
-            for (_, a), (b, _) in pairwise(cuts) if text[a:b].strip()]
-
-
-def statement_spans(text: str) -> list[tuple[int, int]]:
-    """Every statement of a Python program, in order; of a compound one (def, if, …) its head.
-
-    Where there are fences, of what stands in them. What does not parse has a statement in every
-    line that is not blank.
-    """
-    blocks = fences(text) or [(0, len(text))]
-    return sum([_statements_of(text, *block) for block in blocks], [])
-
-
-def _statements_of(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    code = text[start:end]
-    lines = code.splitlines(keepends=True)
-    begins = [start + sum(map(len, lines[:i])) for i in range(len(lines))]
-    tree = parse_python(code)
-    if tree is None:
-        return [WORDS.search(text, at, at + len(line)).span()
-                for at, line in zip(begins, lines) if line.strip()]
-
-    def place(line: int, column: int) -> int:                       # ast counts bytes of UTF-8
-        return begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
-
-    def first(node) -> int:
-        head = min([node, *getattr(node, "decorator_list", [])],
-                   key=lambda n: (n.lineno, n.col_offset))
-        return place(head.lineno, head.col_offset) - (head is not node)  # @ before a decorator
-
-    found = []
-    for node in (n for n in ast.walk(tree) if isinstance(n, ast.stmt)):
-        within = [child for child in ast.walk(node)
-                  if isinstance(child, ast.stmt) and child is not node]
-        end = min(map(first, within)) if within else place(node.end_lineno, node.end_col_offset)
-        found.append(WORDS.search(text, first(node), end).span())
-    return sorted(found)
+    """The characters [start, end) of each step: clauses of a text, or lines of code."""
+    cuts = [match.span() for match in re.finditer(_LINE if code else _CLAUSE, text)]
+    begins, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
+    return [(a, b) for a, b in zip(begins, ends) if text[a:b].strip()]
 
 
 # ── Other annotators of the toy world's truth, each with its --mode
 
-def critique_no_cot(row: dict, response: str) -> str:
-    """Mode no_cot: a verdict on every fact, and never what the post says (Table 1)."""
-    judged = toy.judged_facts(row, response)
-    sentences = [f"The {slot} is {'right' if right else 'wrong'}."
-                 for _, slot, _, _, right in judged]
-    return _spans_reply(sentences or ["No fact is there."],
-                        [value for _, _, value, _, right in judged if right],
-                        [value for _, _, value, _, right in judged if not right])
+@dataclass(frozen=True)
+class Mark(Span):
+    """A span of which the careful critic speaks, and what it calls it."""
+    name: str
 
 
-def _spans_reply(sentences: list[str], good: list[str], poor: list[str]) -> str:
-    spans = json.dumps({"good_spans": good, "poor_spans": poor})
-    return f"{' '.join(sentences)}\n{spans}"
+def marks(row: dict, response: str) -> list[Mark]:
+    """What the careful critic speaks of, in reading order."""
+    found = [Mark(at, at + len(value), 1 if right else -1, slot)
+             for at, slot, value, _, right in toy.judged_facts(row, response)]
+    for _, words in toy.faults(response):
+        at, name = response.index(words), "repetition" if words[0] == "," else "voice"
+        found.append(Mark(at, at + len(words), -1, name))
+    return sorted(found, key=lambda mark: mark.start)
+
+
+def critique_no_cot(row: dict, response: str, *damages: tuple[str, float]) -> str:
+    """Mode no_cot: a verdict on every fact, and never what the post says (Table 1).
+
+    damages: (kind, share) of `damaged`. A post and a response always get the same reply.
+    """
+    rng, found = random.Random(f"{row['post']}|{response}"), marks(row, response)
+    for kind, part in damages:
+        found = damaged(response, found, kind, part, rng)
+    found = sorted(found, key=lambda mark: mark.start)
+    said = [f"The {mark.name} is {'right' if mark.label > 0 else 'wrong'}." for mark in found]
+    return quoted(response, " ".join(said) or "It says nothing.", found).text()
+
+
+def critique_hasty(row: dict, response: str) -> str:
+    """Mode no_cot, by somebody who did not think first: one verdict in ten is wrong."""
+    return critique_no_cot(row, response, ("flipped", 0.1))
+
+
+def critique_human(row: dict, response: str) -> str:
+    """Mode no_cot, as people would: a third of the facts is passed over, one verdict in twenty
+    is mistaken, and half of the quotes hold the words around them too."""
+    return critique_no_cot(row, response, ("dropped", 1 / 3), ("flipped", 0.05),
+                           ("widened", 0.5))
+
+
+def critique_steps(row: dict, response: str) -> str:
+    """Mode experiments.modes:STEPS: every clause, correct where nothing in it is wrong."""
+    found, wrong = [], [mark for mark in marks(row, response) if mark.label < 0]
+    for start, end in step_spans(response):
+        faults = [mark.name for mark in wrong if start < mark.end <= end]
+        reason = f"the {', the '.join(faults)}" if faults else "as in the post"
+        found.append({"step": response[start:end], "reason": reason, "correct": not faults})
+    return json.dumps({"steps": found})
 
 
 def critique_dense(row: dict, response: str) -> str:
     """Mode experiments.modes:DENSE, a label for every word (Table 11): the words that lead to a
     fact share its label, so that most of what is labelled are function words, as in the paper.
     """
-    judged, labels = toy.judged_facts(row, response), []
+    found, labels = marks(row, response), []
     for word in re.finditer(r"\S+", response):
-        right = next((right for at, _, value, _, right in judged
-                      if at + len(value) > word.start()), None)
-        label = "neutral" if right is None else "good" if right else "poor"
-        labels.append({"word": word.group(), "label": label})
-    said = [said for _, _, _, said, _ in judged] + toy.missing(row, response)
-    return json.dumps({"textual_feedback": " ".join(said), "labels": labels})
+        label = next((mark.label for mark in found if word.start() < mark.end), 0)
+        name = {1: "good", -1: "poor", 0: "neutral"}[label]
+        labels.append({"word": word.group(), "label": name})
+    said = parse_feedback(toy.critique(row, response)).critique
+    return json.dumps({"textual_feedback": said, "labels": labels})
 
 
-def critique_steps(row: dict, response: str) -> str:
-    """Mode experiments.modes:STEPS: every clause, correct where all its facts are (App. N)."""
-    judged, found = toy.judged_facts(row, response), []
-    for start, end in step_spans(response):
-        wrong = [value for at, _, value, _, right in judged if start <= at < end and not right]
-        found.append({"step": response[start:end], "correct": not wrong,
-                      "reason": f"{', '.join(wrong)} is wrong" if wrong else "as in the post"})
-    return json.dumps({"steps": found})
-
-
-def critique_human(row: dict, response: str) -> str:
-    """Mode no_cot, as people would: a fifth of the wrong facts is missed and half of the right
-    ones passed over, one verdict in twenty is mistaken, and half of the quotes hold the words
-    around the fact too. A post and a response always get the same reply.
-    """
-    rng = random.Random(f"{row['post']}|{response}")
-    sentences, quotes = [], {True: [], False: []}
-    for at, slot, value, _, right in toy.judged_facts(row, response):
-        if rng.random() < (0.5 if right else 0.2):
-            continue
-        right = right != (rng.random() < 0.05)
-        start, end = at, at + len(value)
-        if rng.random() < 0.5:
-            start = re.search(r"(?:\S+\s+){0,2}$", response[:start]).start()
-            end += re.match(r"\S*(?:\s+\S+)?", response[end:]).end()
-        quotes[right].append(response[start:end])
-        sentences.append(f"I like that it says {value}." if right
-                         else f"The {slot} is not {value}.")
-    return _spans_reply(sentences or ["It is fine."], quotes[True], quotes[False])
-
-
-def main():
-    """text2grad.py with the design that the first word names, and its flags."""
-    name, *flags = sys.argv[1:] or [""]
-    if name not in DESIGNS:
-        raise InputError(f"{name or 'no design'}: name one of {', '.join(DESIGNS)}, then flags "
-                         f"of text2grad.py")
-    config = parse_flags(text2grad.Config, flags, __doc__, text2grad.preset)
-    if name in SCORED and not config.reward_model:
-        raise InputError(f"{name} needs --reward_model, an adapter of experiments/baselines.py")
-    if name.startswith("true") and not config.critic:
-        raise InputError(f"{name} needs --critic module:function, which judges every rollout")
-    text2grad.main(flags, DESIGNS[name], learnt=name in LEARNT)
-
-
-if __name__ == "__main__":
-    run_script(main, "designs", torch.OutOfMemoryError)
+# Name → (--critic, --mode)
+ANNOTATORS = {"careful": ("toy:critique", "cot"),
+              "no_cot": ("experiments.designs:critique_no_cot", "no_cot"),
+              "hasty": ("experiments.designs:critique_hasty", "no_cot"),
+              "human": ("experiments.designs:critique_human", "no_cot"),
+              "steps": ("experiments.designs:critique_steps", "experiments.modes:STEPS"),
+              "dense": ("experiments.designs:critique_dense", "experiments.modes:DENSE")}

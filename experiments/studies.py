@@ -1,516 +1,643 @@
 """Studies on the embedded world, where truth is known: what the paper claims or left open.
 
-    python -m experiments.studies --study 1            # a page and figure in notebooks/studies/
-    python -m experiments.studies --study all          # all eight, within an hour on two cores
+    python -m experiments.studies --study 1            # a page and figure in runs/studies/
+    python -m experiments.studies --study all          # all nine, in 90 minutes on two cores
     python -m experiments.studies --study all --quick  # in minutes: shows that everything works
 
-    1 Text2Grad against PPO, PRM-PPO, DPO, SFT, ILF and reflection
-    2 reward designs of Table 11 and Appendix I
-    3 with and without chain of thought
-    4 wrong spans: flipped, shifted, dropped
-    5 δ in {−1, 0, 1} against graded δ
-    6 programmatic against human-like feedback
-    7 R_φ against the true critic as reward
-    8 Appendix A on real trajectories
+A study is a table of arms: a name, and the `Run` behind it. One runner does them all: it tunes
+the learning rate over one grid, with a seed and held-out posts that are not among the reported,
+and writes a page with the arms' table and curves. What a run found is kept in --cache under a
+hash of its settings: what was stopped goes on, and studies share runs; delete the cache after a
+change of code. A run has a process and one thread of its own. People write what was found on
+each page; a new run leaves it there.
 
-What one run is stands in trials.py. The learning rate of every arm is tuned over one grid, with
-a seed and held-out posts that are not among the reported. People write what was found on each
-page; a new run leaves it there.
-
-Paper: §4.3, Tables 1, 2 and 11, Figure 3, Appendices A, I and N.
+Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import multiprocessing
 import os
 import platform
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
-from html import escape
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from statistics import fmean as mean
+from statistics import fmean as mean, stdev
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from data import flag, parse_flags, run_script
-from experiments.trials import (HELD_OUT, STEPS, Run, Trajectories, interval, judge_of,
-                                plus_minus, settle, shown_arrival, smooth, workers)
-from report import ticks
+import toy
+from data import (InputError, chunks, flag, parse_flags, read_rows, run_script, whole_rows,
+                  write_rows)
+from experiments.baselines import METHODS, annotated, fit_scores, reflect, start_policy
+from experiments.designs import ANNOTATORS, DAMAGES, DESIGNS, LEARNT, SCORED, true_critic
+from model import load_lora, load_model, lora_parameters
+from report import svg_line, table
+from reward_model import count_tokens, fit, token_figures
+from sampling import head_weight, token_logprobs
+from text2grad import (Config, add_feedback, critique, forward, gae, reward_settings,
+                       sample_rollouts, train, whiten)
 
+# ── Runs: what a study compares
 
-# ── Arms: what a study compares
+POSTS = 3000                                       # to train on
+BETA = 0.2                                         # the paper's, of SLF5K
+RATES, TUNING = (3e-4, 1e-3, 3e-3), 100            # the grid of every arm, and its seed
+
 
 @dataclass(frozen=True)
-class Plan:
-    """How much the studies do."""
-    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)       # the grid for every arm
-    tuning: tuple[int, ...] = (100,)                    # seeds that only tune
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)            # seeds that are reported
-    updates: int = 15
-    batch: int = 32
-    judge_rows: int = 2000
-    posts: int = 512                                    # of study 8
-
-    def sized(self, run: Run) -> Run:
-        """The run with this plan's budget; one with a batch of its own has as many rollouts."""
-        batch = run.batch or self.batch
-        return replace(run, batch=batch, updates=self.updates * self.batch // batch,
-                       judge_rows=self.judge_rows)
+class Run:
+    """One policy, or what it needs: all that the record depends on."""
+    method: str = "critique"        # of DESIGNS or METHODS, or "two_rounds"; else see `work`
+    annotator: str = "careful"      # whom R_φ learnt from, or who judges itself
+    settings: tuple = ()            # of text2grad.Config, as (name, value)
+    judge: tuple = ()               # of R_φ's RewardConfig
+    length: int = toy.LENGTH        # sentences of a summary, of 20 tokens each
+    updates: int = 16               # batches of rollouts, each for 4 optimizer steps
+    batch: int = 24
+    rows: int = 3000                # annotated for R_φ
+    rate: float = 0.0
+    seed: int = 0
+    posts: int = 300                # held out, to be judged by
 
 
-QUICK = Plan(rates=(1e-3,), tuning=(), seeds=(0, 1), updates=8, judge_rows=400, posts=48)
+@dataclass(frozen=True)
+class Study:
+    """A page: its arms by name, how their rates are found, what it cannot show."""
+    title: str
+    question: str
+    arms: dict[str, Run]
+    cannot: str
+    tuned: int | None = None        # this many arms, the others as the first; None: every arm
+    looks: tuple[Run, ...] = ()     # at trajectories of the base
+    seeds: int = 5
 
 
-@dataclass(eq=False)
-class Arm:
-    """One line of a study: its run, what every rate gave in tuning, the reported records."""
-    name: str
-    run: Run
-    tuned: dict[float, float]
-    records: list[dict]
-
-    @property
-    def accuracy(self) -> list[float]:
-        """Share of right facts in summaries of the held-out posts, one per seed."""
-        return [record["accuracy"] for record in self.records]
-
-    @property
-    def curves(self) -> list[list[float]]:
-        """The same in training rollouts, update by update, one curve per seed."""
-        return [record["curve"] for record in self.records if record.get("curve")]
-
-    @property
-    def end(self) -> float:
-        """Where the curves end: the mean of their last three points."""
-        return mean(mean(curve[-3:]) for curve in self.curves)
-
-
-def tune(runs: dict[str, Run], plan: Plan, do) -> dict[str, tuple[Run, dict[float, float]]]:
-    """Every run with its rate, and what each rate gave.
-
-    The rate is the smallest of the grid that tunes within 0.01 of the best.
-    """
-    runs = {name: plan.sized(run) for name, run in runs.items()}
-    do([judge for run in runs.values() if (judge := judge_of(run))])
-    jobs = {(name, rate, seed): replace(run, learning_rate=rate, seed=seed, tuning=True)
-            for name, run in runs.items() for rate in plan.rates for seed in plan.tuning}
-    found, out = dict(zip(jobs, do(list(jobs.values())))), {}
-    for name, run in runs.items():
-        gave = {rate: mean(found[name, rate, seed]["accuracy"] for seed in plan.tuning)
-                for rate in plan.rates if plan.tuning}
-        good = [rate for rate in gave if gave[rate] >= max(gave.values()) - 0.01]
-        out[name] = replace(run, learning_rate=[*good, plan.rates[0]][0]), gave
-    return out
-
-
-def follow(leader: Run, runs: dict[str, Run], plan: Plan, do):
-    """`tune` with the rate that the leader tunes to: for studies whose arms are many."""
-    rate = tune({"": leader}, plan, do)[""][0].learning_rate
-    return tune(runs, replace(plan, rates=(rate,), tuning=()), do)
-
-
-def reported(tuned: dict[str, tuple[Run, dict]], plan: Plan, do) -> list[Arm]:
-    """The reported seeds of tuned runs."""
-    jobs = [replace(run, seed=seed) for run, _ in tuned.values() for seed in plan.seeds]
-    records = iter(do(jobs))
-    return [Arm(name, run, gave, [next(records) for _ in plan.seeds])
-            for name, (run, gave) in tuned.items()]
-
-
-def arm_table(arms: list[Arm], start: float, goals: list[str]) -> str:
-    """One row per arm: rate, held-out accuracy, less the first's, updates to 90 % of gains."""
-    ends = {name: next(arm.end for arm in arms if arm.name == name) for name in goals}
-    header = ["", "learning rate", "right facts, held out", f"less {arms[0].name}",
-              "updates to 90 % of its own gain",
-              *(f"… of the gain of {name}" for name in goals), "seconds"]
-    rows = []
-    for arm in arms:
-        apart = [a - b for a, b in zip(arm.accuracy, arms[0].accuracy)]
-        reach = [shown_arrival(arm.curves, start, end) if arm.curves else None
-                 for end in [None, *ends.values()]]
-        rows.append([arm.name, f"{arm.run.learning_rate:g}", plus_minus(arm.accuracy),
-                     None if arm is arms[0] else plus_minus(apart, "+"), *reach,
-                     f"{mean(record['seconds'] for record in arm.records):.0f}"])
-    return md_table(header, rows)
-
-
-def judge_tables(arms: list[Arm], do) -> list[str]:
-    """The reward models: what they say of themselves, and R_φ against the truth."""
-    first = {judge_of(arm.run): arm for arm in reversed(arms) if judge_of(arm.run)}
-    if not first:
-        return []
-    judged = {first[judge]: do([judge])[0] for judge in reversed(first)}
-    tokens, lengths = [], []
-
-    def add_row(who, where, found):
-        means = (average([each[figure] for each in found]) for figure in _TOKENS)
-        tokens.append([who, where, *means])
-
-    for arm in arms:
-        if "tokens" in judged.get(arm, {}):
-            add_row(arm.name, "the base", [judged[arm]["tokens"]])
-        if after := [record["judge"] for record in arm.records if "judge" in record]:
-            add_row(arm.name, "its policies", after)
-    for arm, judge in judged.items():
-        for label, (right, count) in sorted(judge.get("lengths", {}).items()):
-            sign, kind, length = label.split()
-            what = {"quoted": "precision", "true": "recall"}[kind]
-            lengths.append([arm.name, sign, what, length, count, right / count])
-    return [
-        "Reward models, by annotations that they did not see:",
-        "\n".join(f"- {arm.name}: {judge['said']}" for arm, judge in judged.items()),
-        "R_φ against the truth, token by token, on responses to held-out posts:",
-        md_table(["", "responses of", *(name.replace("_", " ") for name in _TOKENS)], tokens),
-        ("The same by the length of spans (6: or more), on responses of the base. Precision is "
-         "of quoted spans, recall of true ones; a span is right if over half of its characters "
-         "have its label on the other side:"),
-        md_table(["", "spans", "", "tokens", "in all", "share right"], lengths)]
-
-
-_TOKENS = ("good_precision", "good_recall", "poor_precision", "poor_recall")
-
-
-def average(values: list[float | None]) -> float | None:
-    """The mean of those that there are."""
-    known = [v for v in values if v is not None]
-    return mean(known) if known else None
-
-
-# ── Figures and pages
-
-_COLOURS = ("#2f7fd1", "#c9700a", "#1a9a7a", "#8a63d2", "#c2477f", "#7d8f1f", "#8a6a4a",
-            "#4aa3b5", "#a04a3a")
-_LOOK = ("svg{color:#1b2027}"
-         "@media(prefers-color-scheme:dark){svg{color:#e4e8ec}}")
-
-
-def figure(titles: tuple[str, str, str], lines: dict[str, list], dots: dict[str, tuple]) -> str:
-    """SVG: left, lines of (x, y, least, most) with bands; right, (value, least, most) by name.
-
-    A name has one colour on both sides. titles: of the left, of its x axis, of the right.
-    """
-    colours = dict(zip([*dots], _COLOURS))
-    points = [point for line in lines.values() for point in line]
-    bottom, low = max(300, 60 + 26 * len(dots)), 56 + 26 * len(dots)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {bottom + 20}" '
-           f'role="img" font-size="12" fill="currentColor" '
-           f'font-family="system-ui,sans-serif"><style>{_LOOK}</style>']
-
-    def text(x, y, said, anchor="start", more=""):
-        out.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>'
-                   f'{escape(said)}</text>')
-
-    def grid(path):
-        out.append(f'<path d="{path}" stroke="currentColor" opacity=".16"/>')
-
-    text(10, 18, titles[0], more='font-weight="600"')
-    text(500, 18, titles[2], more='font-weight="600"')
-    text(265, bottom + 14, titles[1], "middle", 'opacity=".75"')
-    xs = ticks(min(p[0] for p in points), max(p[0] for p in points), 6)
-    ys = ticks(min(p[2] for p in points), max(p[3] for p in points))
-    across, up = scale(xs, 50, 480), scale(ys, bottom - 20, 34)
-
-    def path_of(points, i):
-        return " ".join(f"{across(p[0]):.1f},{up(p[i]):.1f}" for p in points)
-
-    for y in ys:
-        grid(f"M50 {up(y):.1f}H480")
-        text(44, up(y) + 4, f"{y:g}", "end", 'opacity=".75"')
-    for x in xs:
-        text(across(x), bottom - 3, f"{x:g}", "middle", 'opacity=".75"')
-    for name, line in lines.items():
-        band = f"{path_of(line, 2)} {path_of(line[::-1], 3)}"
-        out += [f'<polygon points="{band}" fill="{colours[name]}" opacity=".1"/>',
-                f'<polyline points="{path_of(line, 1)}" fill="none" '
-                f'stroke="{colours[name]}" stroke-width="2"/>']
-    marks = ticks(min(d[1] for d in dots.values()), max(d[2] for d in dots.values()), 4)
-    along = scale(marks, 670, 850)
-    for mark in marks:
-        grid(f"M{along(mark):.1f} 32V{low - 16}")
-        text(along(mark), low, f"{mark:g}", "middle", 'opacity=".75"')
-    for i, (name, (value, least, most)) in enumerate(dots.items()):
-        y, colour = 50 + 26 * i, colours[name]
-        text(660, y + 4, name, "end", f'fill="{colour}" font-weight="600"')
-        out += [f'<path d="M{along(least):.1f} {y}H{along(most):.1f}" stroke="{colour}" '
-                f'stroke-width="2"/>',
-                f'<circle cx="{along(value):.1f}" cy="{y}" r="4.5" fill="{colour}"/>']
-        text(868, y + 4, f"{value:.3g}")
-    return "".join(out) + "</svg>\n"
-
-
-def scale(marks: list[float], begin: float, end: float):
-    """The line that takes the first mark to `begin` and the last to `end`."""
-    return lambda value: begin + (end - begin) * (value - marks[0]) / (marks[-1] - marks[0])
-
-
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """(mean, least, most) of the 95 % interval."""
-    centre, half = interval(values)
-    return centre, centre - half, centre + half
-
-
-def arm_figure(arms: list[Arm]) -> str:  # Figure 5; Figure 6
-    """The smoothed curves of every arm by rollouts, and its held-out accuracy."""
-    lines = {}
-    for arm in arms:
-        if arm.curves:
-            steps = enumerate(zip(*map(smooth, arm.curves)))
-            lines[arm.name] = [(i * arm.run.batch, *spread(values)) for i, values in steps]
-    return figure(("right facts in training rollouts", "rollouts", "right facts, held out"),
-                  lines, {arm.name: spread(arm.accuracy) for arm in arms})
-
-
-def md_table(header: list[str], rows: list[list]) -> str:
-    """A Markdown table: numbers with three decimals, None as a dash."""
-    def line(values):
-        cells = []
-        for value in values:
-            cells.append("–" if value is None else
-                         f"{value:.3f}" if isinstance(value, float) else str(value))
-        return f"| {' | '.join(cells)} |"
-
-    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
-
-
-def machine() -> str:
-    """What the runs were made on."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return (f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, "
-            f"{platform.system()}, Python {platform.python_version()}, "
-            f"torch {torch.__version__}")
-
-
-def kept_words(path: Path) -> str:
-    """What people wrote on a page below "What was found"; "" where there is nothing."""
-    page = path.read_text() if path.exists() else ""
-    found = re.search(r"^## What was found\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
-    return found.group(1).strip() if found else ""
-
-
-_TUNED = {4: "the true critic without noise, and all have its rate",
-          6: "the first arm, and both have its rate",
-          8: "both settings at batches of 32, and those of 8 have the same"}
-
-
-def listed(values) -> str:
-    """Numbers, with commas between them."""
-    return ", ".join(f"{value:g}" for value in values)
-
-
-def how(number: int, plan: Plan, records: list[dict], quick: bool) -> str:
-    """Everything that is needed to judge a study, or to repeat it."""
-    tuned = f"none, {plan.rates[0]:g} for all"
-    if plan.tuning:
-        tuned = (f"grid {listed(plan.rates)} for {_TUNED.get(number, 'every arm')}; seed "
-                 f"{listed(plan.tuning)}; the smallest rate within 0.01 of the best on "
-                 f"{HELD_OUT} held-out posts that are not the reported ones")
-    seconds = sum(record["seconds"] for record in records)
-    return "\n".join(f"- {line}" for line in (
-        f"Command: `python -m experiments.studies --study {number}{' --quick' * quick}`. Date: "
-        f"{time.strftime('%Y-%m-%d')}. Machine: {machine()}.",
-        f"Time: {seconds:.0f} seconds, summed over {len(records)} jobs of one thread, two at a "
-        f"time; studies share jobs.",
-        f"Seeds: {listed(plan.seeds)}. A seed draws the training posts, the adapter's first "
-        f"values and every sample. Differences are paired by seed.",
-        "Intervals: 95 %; of means by Student's t over seeds, of updates by resampling seeds.",
-        f"Tuning of the learning rate: {tuned}.",
-        f"Budget of a run: {plan.updates * plan.batch} rollouts, in updates of {plan.batch} if "
-        f"nothing else is said, each used for {STEPS} optimizer steps; a method that is fitted "
-        f"to rows gets as many responses and steps. LoRA on toy/base; all other settings as "
-        f"text2grad.py and baselines.py have them.",
-        f"Held out: one sampled summary of each of {HELD_OUT} posts of the split eval.",
-        f"Reward models: trained once, on {plan.judge_rows} responses of the base to other "
-        f"posts (PPO: a pair for each post), and shared by all seeds: the intervals do not "
-        f"hold what another one would change."))
-
-
-def write_study(number: int, title: str, question: str, svg: str, parts: list[str], plan: Plan,
-                do, config) -> Path:
-    """Write figure and page of a study; what people wrote on the page stays."""
-    name = f"{number}_{re.sub('[^a-z0-9]+', '_', title.lower())}"
-    path = Path(config.output_dir) / f"{name}.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".svg").write_text(svg)
-    words = kept_words(path)
-    found = [f"## What was found\n\n{words}"] if words else []
-    parts = [f"# Study {number}: {title}", question, *found, "## Table and figure",
-             f"![{title}]({name}.svg)", *parts,
-             "## How", how(number, plan, do.records, config.quick)]
-    path.write_text("\n\n".join(parts) + "\n")
-    return path
-
-
-# ── The studies
-
-TRUE = Run(reward="true")
-HUMAN = "experiments.designs:critique_human"
-DENSE = replace(TRUE, critic="experiments.designs:critique_dense")
-COMPARED = {                            # number: title, question, arms, whose gains are goals
-    1: ("Text2Grad and its baselines",
+TRUE, END = Run("true"), Run("true_end")
+DENSE = Run("true", annotator="dense")
+NOISY = {f"{percent} % {kind}": Run(f"true_{kind}_{percent}")
+         for kind in DAMAGES for percent in (10, 20, 40)}
+LOOKS = tuple(Run("look", length=n, posts=256) for n in (1, 2, 4))
+SMALL = "One world, one tiny base, short runs: an order of methods here is none elsewhere."
+STUDIES = {
+    1: Study(
+        "Text2Grad and its baselines",
         "How far does each method get with as many rollouts, and how fast? The paper claims 22 "
         "% fewer steps than PPO.",
-        {"Text2Grad": Run(), "PPO": Run("ppo"), "PRM-PPO": Run("prm_ppo"), "DPO": Run("dpo"),
-         "SFT": Run("sft"), "ILF": Run("ilf"), "SFT + reflection": Run("reflection"),
-         "PPO, R_φ's sum": Run(reward="end"),
-         "PPO, true sum": replace(TRUE, reward="true_end")},
-        ["Text2Grad", "PPO"]),
-    2: ("Reward designs",
+        {"Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
+         "PPO, R_φ's sum": Run("end"), "PPO, true sum": END, "true critic": TRUE,
+         "DPO": Run("dpo"), "SFT": Run("sft"), "ILF": Run("ilf"),
+         "reflection": Run("reflection"), "SDPO": Run("sdpo")},
+        "SFT imitates perfect references and ILF refinements by a function that reads "
+        "the critique's corrections, which no real row brings. SDPO's policy was first taught "
+        "to rewrite, from as many annotated rows again."),
+    2: Study(
+        "Reward designs",
         "Which tokens should be paid (Table 11, Appendix I)? The true critic judges, so that "
-        "only the design differs. Its own spans are single words, in which all weights are 1; "
-        "weights are compared on its dense labels.",
-        {"facts": TRUE, "dense labels": DENSE,
-         "dense, importance": replace(DENSE, weighting="importance"),
-         "dense, linear decay": replace(DENSE, weighting="linear_decay"),
-         "human-like spans": replace(TRUE, critic=HUMAN),
-         "end of sequence": replace(TRUE, reward="true_end")}, ["facts"]),
-    3: ("Chain of thought",
-        "What does the reasoning before the spans do for R_φ, and for the policy that it "
-        "rewards (Tables 1, 2, 19)?",
-        {"with": Run(), "without": Run(critic="experiments.designs:critique_no_cot")},
-        ["with"]),
-    5: ("Graded rewards",
+        "only the design differs; weights within spans are compared on its dense labels.",
+        {"spans": TRUE, "dense labels": DENSE,
+         "dense, importance": replace(DENSE, method="true_importance"),
+         "dense, linear decay": replace(DENSE, method="true_linear_decay"),
+         "human-like spans": Run("true", annotator="human"), "end of sequence": END},
+        "Content words are told by a list, not by a tagger; and no person marked."),
+    3: Study(
+        "Chain of thought",
+        "What does reasoning do for R_φ, and for the policy that it rewards (Tables 1, 2, 19)? "
+        "Reasoning may stand in z, or only lead the annotator to what z says.",
+        {"in z": Run(), "not in z": Run(annotator="no_cot"),
+         "none, one verdict in ten wrong": Run(annotator="hasty")},
+        "That an annotator errs in one verdict of ten without reasoning is assumed.",
+        tuned=1, seeds=3),
+    4: Study(
+        "Wrong labels",
+        "How fast does the gain fall with wrong spans, and which noise hurts most? Flipped "
+        "ones change their sign, shifted ones stand at the nearest word that has none, dropped "
+        "ones are gone.",
+        {"none": TRUE, **NOISY},
+        "The noise is independent of the text; an annotator's errors are not.",
+        tuned=1, seeds=3),
+    5: Study(
+        "Graded rewards",
         "Is δ of one greedy critique, −1, 0 or 1, enough, or is the mean of four sampled "
         "critiques better?",
-        {"discrete": Run(), "graded": Run(reward="graded")}, ["discrete"]),
-    6: ("Human-like feedback",
+        {"discrete": Run(), "graded": Run("graded")},
+        "Its facts are right or wrong: there is no degree to be learnt.",
+        tuned=1, seeds=3),
+    6: Study(
+        "Human-like feedback",
         "What if R_φ learns from rougher feedback: facts passed over, quotes too long, "
         "verdicts wrong?",
-        {"programmatic": Run(), "human-like": Run(critic=HUMAN)}, ["programmatic"]),
-    7: ("The price of a learned critic",
-        "What would the true critic have given in R_φ's place?",
-        {"R_φ": Run(), "true critic": TRUE}, ["R_φ"]),
+        {"programmatic": Run(), "human-like": Run(annotator="human")},
+        "A random generator played the people; theirs are other errors.",
+        tuned=1, seeds=3),
+    7: Study(
+        "A critic that falls behind",
+        "R_φ has learnt from the base's responses and is asked about those of a policy that "
+        "has moved. What keeps it right, at equal annotations?",
+        {"as it is": Run(), "β of .5": Run(settings=(("kl_coef", 0.5),)),
+         "β of 1": Run(settings=(("kl_coef", 1.0),)),
+         "R_φ of rank 128": Run(judge=(("lora_r", 128), ("lora_alpha", 256))),
+         "four critiques": Run("graded"), "two rounds": Run("two_rounds"),
+         "true critic": TRUE},
+        "Two rounds cost a second phase 1 and 2; what a person's hour costs is not in "
+        "the table.", tuned=1),
+    8: Study(
+        "Discriminative power", "What does Appendix A come to on real trajectories?", {},
+        "The gradients are of the base, before any update, with V = 0 and without clipping.",
+        looks=LOOKS),
+    9: Study(
+        "Placement and length",
+        "The same δ per token, or as a sum at the end: how does the gain of placing it grow "
+        "with the length of a response?",
+        {f"{name}, {20 * n} tokens": replace(run, length=n)
+         for n in (1, 2, 4) for name, run in (("placed", TRUE), ("at the end", END))},
+        "80 tokens are no essay; the critic is the true one, which never errs; facts "
+        "are as dense in long responses as in short ones.", looks=LOOKS),
 }
 
 
-def compared(number: int, plan: Plan, do, config) -> Path:
-    """A study of tuned arms."""
-    title, question, runs, goals = COMPARED[number]
-    start = do([Run("base")])[0]["accuracy"]
-    plan = replace(plan, seeds=plan.seeds[:3]) if number == 6 else plan
-    tuned = follow(Run(), runs, plan, do) if number == 6 else tune(runs, plan, do)
-    arms = reported(tuned, plan, do)
-    parts = [arm_table(arms, start, goals),
-             f"Before training: {start:.3f}. Updates are counted on the curve of the figure, "
-             f"the mean over seeds of curves that are smoothed over three updates; a gain ends "
-             f"at the mean of its curve's last three points."]
-    if arms[0].tuned:
-        rows = [[arm.name, *arm.tuned.values()] for arm in arms]
-        parts += ["Right facts in tuning, by learning rate:",
-                  md_table(["", *(f"{rate:g}" for rate in plan.rates)], rows)]
-    return write_study(number, title, question, arm_figure(arms),
-                       parts + judge_tables(arms, do), plan, do, config)
+# ── Doing a run, and keeping its record
+
+def key(run: Run) -> str:
+    """A name for the record of a run: a hash of all of its settings."""
+    return hashlib.sha256(repr(run).encode()).hexdigest()[:16]
 
 
-def noise(number: int, plan: Plan, do, config) -> Path:
-    """Study 4: the true critic's labels, a share of them wrong; three seeds for many arms."""
-    plan = replace(plan, seeds=plan.seeds[:3])
-    start = do([Run("base")])[0]["accuracy"]
-    kinds, shares = ("flipped", "shifted", "dropped"), (0.1, 0.2, 0.4)
-    clean = replace(TRUE, critic="experiments.trials:noisy_critique")
-    runs = {("none", 0): clean}
-    runs |= {(kind, share): replace(clean, noise=kind, share=share)
-             for kind in kinds for share in shares}
-    arms = reported(follow(TRUE, runs, plan, do), plan, do)
-    found = {arm.name: arm.accuracy for arm in arms}
-    clean, rows = found["none", 0], []
-    for (kind, share), right in found.items():
-        apart = plus_minus([a - b for a, b in zip(right, clean)], "+") if share else None
-        rows.append([f"{share:.0%} {kind}" if share else kind, plus_minus(right), apart,
-                     f"{(mean(right) - start) / (mean(clean) - start):.0%}"])
-    lines = {kind: [(0, *spread(clean)),
-                    *((100 * share, *spread(found[kind, share])) for share in shares)]
-             for kind in kinds}
-    titles = "right facts, held out", "% of spans that are wrong", "right facts, 40 % wrong"
-    svg = figure(titles, lines, {kind: spread(found[kind, 0.4]) for kind in kinds})
-    header = ["wrong labels", "right facts, held out", "less none",
-              "share of the gain that is left"]
-    parts = [md_table(header, rows),
-             f"Before training: {start:.3f}. All have the rate tuned for the true critic, "
-             f"{arms[0].run.learning_rate:g}. Flipped labels change their sign, shifted ones "
-             f"stand at the nearest word that has none, dropped ones are gone; which, is drawn "
-             f"for every summary, and a summary of a post always gets the same reply."]
-    question = "How fast does the gain fall with wrong spans, and which noise hurts most?"
-    return write_study(number, "Wrong labels", question, svg, parts, plan, do, config)
+def judge_of(run: Run) -> Run | None:
+    """The reward model that a run needs: trained once, and shared by all seeds."""
+    if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
+        return None
+    kind = run.method if run.method in SCORED else "critique"
+    rows = run.rows // (1 + (run.method == "two_rounds"))
+    return Run(f"fit {kind}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
 
 
-def discrimination(number: int, plan: Plan, do, config) -> Path:
-    """Study 8: Appendix A by its inequality, by advantages, and by the gradient's noise."""
-    found, start = do([Trajectories(plan.posts), Run("base")])
-    plan, pairs, runs = replace(plan, seeds=plan.seeds[:3]), found["pairs"], {}
-    for setting, leader in {"A": TRUE, "B": replace(TRUE, reward="true_end")}.items():
-        sizes = {f"{setting}, batch {batch}": replace(leader, batch=batch) for batch in (8, 32)}
-        runs |= follow(leader, sizes, plan, do)
-    arms = reported(runs, plan, do)
-    lines = {name: [(x, y, y, y) for x, y in line] for name, line in found["places"].items()}
-    equal = "batch at which noise equals signal"
-    titles = "correlation of A_t with the truth of a fact token", "tokens after it", equal
-    svg = figure(titles, lines, found["noise"])
-    rows = [[name, found["all"][name], "{:.1f} ({:.1f} to {:.1f})".format(*values)]
-            for name, values in found["noise"].items()]
-    held = pairs["held"] / max(1, pairs["premise"])
-    parts = [
-        md_table(["", "correlation of A_t with δ_t", equal], rows),
-        (f"On responses of the base to {plan.posts} held-out posts, four each, judged by the "
-         f"true critic; V = 0, γ = 1, no KL. Setting A pays every token its δ, setting B their "
-         f"sum at the last token. Correlation: over tokens of facts, δ = ±1. Noise equals "
-         f"signal at a batch of tr Σ / |E g|² responses, g the policy gradient of one response "
-         f"with whitened advantages; in brackets 95 % by resampling posts. In batches far "
-         f"below that, twice the rollouts are worth twice as much; far above it, nothing."),
-        (f"The inequality ΔA^A_t > ΔA^B_t, at γλ = .95, for {pairs['pairs']} pairs of equally "
-         f"long responses to one post, one better by Σ δ: its premise (some Δδ_k > 0 with t ≤ "
-         f"k < T) holds at {pairs['premise']} of {pairs['places']} places, and there the "
-         f"inequality holds at {held:.1%}. The factor 0.95^−(T−k) is {found['alpha']:.2f} in "
-         f"the mean over tokens of facts."),
-        "What this means in training, with equal rollouts in small and large batches:",
-        arm_table(arms, start["accuracy"], [])]
-    question = "What does Appendix A come to on real trajectories?"
-    return write_study(number, "Discriminative power", question, svg, parts, plan, do, config)
+def work(run: Run, cache: Path):
+    """Do a run in one thread, without a word, and keep its record."""
+    torch.set_num_threads(1)
+    special, started = {"fit": fit_judge, "look": follow_trajectories}, time.process_time()
+    does = special.get(run.method.split()[0], train_policy)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        record = does(run, cache)
+    record = {"run": asdict(run), **record, "seconds": time.process_time() - started}
+    write_rows(cache / f"{key(run)}.json", [record])
+
+
+def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
+    """The records of runs, in order; the pool does what the cache lacks, each once."""
+    absent = {pool.submit(work, run, cache): run for run in dict.fromkeys(runs)
+              if not (cache / f"{key(run)}.json").exists()}
+    for done in tqdm(as_completed(absent), "runs", len(absent), disable=not absent):
+        if error := done.exception():
+            for other in absent:
+                other.cancel()
+            raise InputError(f"{absent[done]}: {type(error).__name__}: {error}") from error
+    return [json.loads((cache / f"{key(run)}.json").read_text()) for run in runs]
+
+
+def settings(run: Run, out: Path) -> Config:
+    """A run's settings for text2grad.py; what is not named has its default."""
+    critic, mode = ANNOTATORS[run.annotator]
+    return Config(output_dir=str(out), seed=run.seed, critic=critic, mode=mode, probe_rows=0,
+                  learning_rate=run.rate, iterations=run.updates, batch_size=run.batch,
+                  minibatch_size=run.batch, save_every=10**9, max_new_tokens=28 * run.length,
+                  **{"kl_coef": BETA} | dict(run.settings))
+
+
+def fit_judge(run: Run, cache: Path) -> dict:
+    """A reward model → CACHE/KEY/reward/adapter; R_φ is judged by the truth, on the base's."""
+    out, config = cache / key(run), settings(run, cache / key(run))
+    out.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load_model(toy.BASE, device="cpu")
+    rows = toy.rows("train", run.rows, 1000)
+    if run.method != "fit critique":
+        steps = run.method == "fit steps"
+        return {"right": fit_scores(model, tokenizer, rows, config, out, steps)}
+    annotated(model, tokenizer, rows, config, out)
+    fit(model, tokenizer, replace(reward_settings(config, out), **dict(run.judge)))
+    rollouts = answers(model, tokenizer, run, config, None)
+    return probe(rollouts, model, tokenizer, config, critique)
+
+
+def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
+    """Precision and recall of a critic's tokens against the careful annotator's (Table 1).
+
+    A token of mean δ counts as what half of the critiques or more say of it.
+    """
+    careful = replace(config, **dict(zip(("critic", "mode"), ANNOTATORS["careful"])))
+    truth, counts = true_critic(rollouts, model, tokenizer, careful), Counter()
+    for one, found in zip(truth, critic(rollouts, model, tokenizer, config)):
+        said = [math.copysign(abs(d) >= 0.5, d) for d in found.delta]
+        counts += count_tokens(one.delta, said)
+    return token_figures(counts)
+
+
+def train_policy(run: Run, cache: Path) -> dict:
+    """Train as the run says; the curve: right facts in rollouts before each update."""
+    model, tokenizer = load_model(toy.BASE, device="cpu")
+    rows = toy.rows("train", POSTS, run.seed, run.length)
+    critic, judge, record = DESIGNS.get(run.method), judge_of(run), {}
+    if judge:
+        load_lora(model, "reward", cache / key(judge) / "reward" / "adapter")
+        record["before"] = read_rows(cache / f"{key(judge)}.json")[0].get("poor_recall")
+    if run.method == "two_rounds":
+        critic = renewed(run, read_rows(cache / key(judge) / "feedback.jsonl"))
+    with TemporaryDirectory() as directory:
+        out = Path(directory)
+        config = settings(run, out)
+        start_policy(model, config)
+        if critic:
+            train(model, tokenizer, rows, config, out, critic)
+        else:
+            METHODS[run.method](model, tokenizer, rows, config, out)
+        curve = whole_rows(out / "metrics.jsonl")
+    record["curve"] = [row["fact accuracy"] for row in curve]
+    for name, temperature in (("greedy", 0.0), ("accuracy", 1.0)):
+        cooled = replace(config, temperature=temperature)
+        final = answers(model, tokenizer, run, cooled, "policy")
+        record[name] = mean(map(toy.fact_accuracy, final.rows, final.texts))
+    if judge and critic and run.method not in SCORED:
+        record |= probe(final, model, tokenizer, config, DESIGNS.get(run.method, critique))
+    return record
+
+
+def answers(model, tokenizer, run: Run, config: Config, adapter):
+    """A policy's responses to held-out posts; by reflection the second ones."""
+    posts = toy.rows("eval", run.posts, int(run.seed == TUNING), run.length)
+    generator = torch.Generator().manual_seed(run.seed)
+    rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
+    if run.method == "reflection":
+        rollouts = reflect(rollouts, model, tokenizer, config, generator)
+    return rollouts
+
+
+def renewed(run: Run, feedback: list[dict]):
+    """Algorithm 1 repeated: when half of the updates are done, the policy's own responses are
+    annotated and R_φ learns on, from all rows so far; the policy's optimizer and β go on."""
+    batches = count()
+
+    def renewed_critique(rollouts, model, tokenizer, config):
+        if next(batches) == config.iterations // 2:
+            out = Path(config.output_dir) / "round-2"
+            posts = toy.rows("train", run.rows // 2, 2000 + run.seed)
+            generator = torch.Generator().manual_seed(run.seed)
+            own = sample_rollouts(model, tokenizer, posts, config, "policy", generator)
+            rows = [row | {"response": text} for row, text in zip(posts, own.texts)]
+            out.mkdir()
+            fresh = annotated(model, tokenizer, rows, config, out)
+            write_rows(out / "feedback.jsonl", feedback + fresh)
+            fit(model, tokenizer, reward_settings(config, out))
+        return critique(rollouts, model, tokenizer, config)
+    return renewed_critique
+
+
+# ── Appendix A on real trajectories
+
+SETTINGS = {"A, λ = .95": (False, 0.95), "A, λ = 1": (False, 1.0), "B, λ = .95": (True, 0.95),
+            "B, λ = 1": (True, 1.0)}
+SAMPLES = 4                                        # responses to each post
+
+
+def follow_trajectories(run: Run, cache: Path) -> dict:
+    """Responses of the base to held-out posts, and the true critic's δ; V = 0, γ = 1, no KL."""
+    model, tokenizer = load_model(toy.BASE, device="cpu")
+    config, generator = settings(run, cache), torch.Generator().manual_seed(2)
+    posts = toy.rows("eval", run.posts, 2, run.length)
+    posts = [row for row in posts for _ in range(SAMPLES)]
+    rollouts = sample_rollouts(model, tokenizer, posts, config, None, generator)
+    add_feedback(rollouts, true_critic(rollouts, model, tokenizer, config))
+    start_policy(model, config)
+    mask, at = rollouts.mask, rollouts.mask.bool()
+    advantages = advantages_of(rollouts.delta, mask)
+    whitened = {name: whiten(a, mask) for name, a in advantages.items()}
+    dots = gradient_products(model, rollouts, range(0, len(posts), SAMPLES), whitened,
+                             lora_parameters(model, "policy"))
+    left = (mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1]))[at]
+    label = rollouts.delta[at]
+    fact = label != 0
+    return {"tokens": mask.sum().item() / len(posts),
+            "pairs": ordered_pairs(rollouts.delta, mask, 0.95),
+            "correlation": {name: correlation(a[at][fact], label[fact])
+                            for name, a in advantages.items()},
+            "alpha": (0.95 ** -left[fact].float()).mean().item(),  # Eq. Appendix A α
+            "noise": {name: noise_scale(products) for name, products in dots.items()}}
+
+
+def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
+    """A_t of both settings without V: B pays Σ_t δ_t at the last token. [B, T] each."""
+    nothing, last = torch.zeros_like(delta), mask.sum(1, keepdim=True).long() - 1
+    end = nothing.scatter(1, last, delta.sum(1, keepdim=True))
+    return {name: gae(end if late else delta, nothing, mask, 1.0, lam)[0]
+            for name, (late, lam) in SETTINGS.items()}
+
+
+def correlation(x, y) -> float:
+    """Pearson's."""
+    return torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1].item()
+
+
+def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. Appendix A ΔA
+    """ΔA^A_t > ΔA^B_t, for equally long responses to one post, the first better, at all t < T.
+
+    As Appendix A has it: ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k; it
+    says that the first is the greater wherever any Δδ_k > 0 with t ≤ k < T. Better: by Σ δ.
+    """
+    def tail(x):
+        return x.flip(0).cumsum(0).flip(0)                                  # Σ_{k≥t} x_k
+
+    found = Counter(pairs=0, places=0, premise=0, held=0)
+    for i in range(len(delta)):
+        for j in range(i - i % samples, i - i % samples + samples):
+            T = int(mask[i].sum())
+            if T == int(mask[j].sum()) and delta[i].sum() > delta[j].sum():
+                apart, power = (delta[i] - delta[j])[:T].double(), weight ** torch.arange(T)
+                a, b = tail(apart * power) / power, tail(apart) * power.flip(0)
+                premise = tail((apart[:-1] > 0).int()) > 0
+                held = premise & (a > b + 1e-9)[:-1]
+                found.update(pairs=1, places=T - 1, premise=int(premise.sum()),
+                             held=int(held.sum()))
+    return found
+
+
+def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str, Tensor]:
+    """g_i · g_j for the gradients g_i = Σ_t A_t ∇ log π(y_t) of single responses. → [B, B]"""
+    found = {name: [] for name in advantages}
+    for i in rows:
+        hidden, targets = forward(model, rollouts.part([i]), "policy")                  # [T, H]
+        logprobs = token_logprobs(hidden, head_weight(model), targets)
+        for name, a in advantages.items():
+            gain = (a[i, : len(targets)] * logprobs).sum()
+            grads = torch.autograd.grad(gain, parameters, retain_graph=True)
+            found[name].append(torch.cat([g.flatten() for g in grads]))
+    stacked = {name: torch.stack(g) for name, g in found.items()}
+    return {name: g @ g.T for name, g in stacked.items()}
+
+
+def noise_scale(dots: Tensor) -> tuple[float, float, float]:
+    """The batch at which a gradient's noise equals its signal, and a 95 % interval of it.
+
+    tr Σ / |E g|² (McCandlish et al. 2018), over resampled posts. dots: g_i · g_j, [B, B].
+    """
+    rng, n = torch.Generator().manual_seed(0), len(dots)
+
+    def scale(index):
+        drawn, same = dots[index][:, index], (index[:, None] == index[None, :])
+        signal = drawn[~same].mean()
+        noise = drawn.diagonal().mean() - signal
+        return (noise / signal).item() if signal > 0 else math.inf
+
+    drawn = sorted(scale(torch.randint(n, (n,), generator=rng)) for _ in range(200))
+    return scale(torch.arange(n)), drawn[5], drawn[194]
+
+
+# ── Statistics over seeds
+
+# The 97.5 % point of Student's t with 1 to 9 degrees of freedom.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """(mean, half width of the 95 % interval by Student's t), of 2 to 10 values."""
+    return mean(values), _T[len(values) - 2] * stdev(values) / math.sqrt(len(values))
+
+
+def plus_minus(values: list[float], digits=3, sign="") -> str | None:
+    """Mean ± half of the 95 % interval; of one value itself, of none None."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}" if values else None
+    centre, half = interval(values)
+    return f"{centre:{sign}.{digits}f} ± {half:.{digits}f}"
+
+
+def smooth(curve: list[float]) -> list[float]:
+    """The mean of every point and its two neighbours; the ends, which have one, stay."""
+    inner = (mean(curve[i - 1 : i + 2]) for i in range(1, len(curve) - 1))
+    return [curve[0], *inner, curve[-1]]
+
+
+# ── Pages# ── Pages
+
+@dataclass(eq=False)
+class Arm:
+    """One line of a study: its run, and the records of the reported seeds."""
+    name: str
+    run: Run
+    records: list[dict]
+
+    def of(self, figure: str) -> list:
+        """What the seeds have of a figure."""
+        found = [record.get(figure) for record in self.records]
+        return [value for value in found if value not in (None, [])]
+
+    def rollouts_to(self, goal: float) -> str:
+        """Rollouts after which a smoothed curve's best, between two points on a line, reaches a
+        share of right facts; how many seeds never show it."""
+        found = []
+        for curve in self.of("curve"):
+            best = np.maximum.accumulate(smooth(curve))
+            updates = np.interp(goal, best, range(len(best)), right=math.inf)
+            found.append(self.run.batch * float(updates))
+        reached = [x for x in found if x < math.inf]
+        late = f" ({len(found) - len(reached)} of {len(found)} never)"
+        return (plus_minus(reached, 0) or "–" * bool(found)) + late * (reached != found)
+
+
+READ = ("Right facts: in the first rollouts, before any update; of held-out posts, at T = 1 "
+        "and greedy, and less the first arm's of the same length. Rollouts: to 90 % of that "
+        "arm's gain, which ends at the mean of its curve's last three points. Recall and "
+        "precision: of R_φ's poor tokens, by the careful annotator's, on responses of the base "
+        "(before) and of the final policy.")
+
+
+def arm_table(arms: list[Arm]) -> str:
+    """A row for each arm, beside the first of its length; `READ` says what stands where."""
+    header = ["", "rate", "at first", "right facts", "greedy", "less the first",
+              "rollouts to 90 %", "recall, before", "recall", "precision", "seconds"]
+    rows = []
+    for arm in arms:
+        first = next(other for other in arms if other.run.length == arm.run.length)
+        apart = [a - b for a, b in zip(arm.of("accuracy"), first.of("accuracy"))]
+        start = mean(curve[0] for curve in first.of("curve"))
+        end = mean(mean(curve[-3:]) for curve in first.of("curve"))
+        rows.append([arm.name, f"{arm.run.rate:g}",
+                     plus_minus([curve[0] for curve in arm.of("curve")]),
+                     plus_minus(arm.of("accuracy")), plus_minus(arm.of("greedy")),
+                     plus_minus(apart, sign="+"), arm.rollouts_to(start + 0.9 * (end - start)),
+                     plus_minus(arm.of("before")[:1]), plus_minus(arm.of("poor_recall")),
+                     plus_minus(arm.of("poor_precision")), f"{mean(arm.of('seconds')):.0f}"])
+    return table(header, rows)
+
+
+def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
+    """A chart of every arm that has curves: smoothed, by rollouts, with the 95 % interval over
+    seeds, and the first one's."""
+    charts, first = [], {}
+    for arm in arms:
+        found = [interval(values) for values in zip(*map(smooth, arm.of("curve")))]
+        if found:
+            means, halves = zip(*found)
+            first = first or {arm.name: means}
+            lines = {"mean": means, "least": [m - half for m, half in found],
+                     "most": [m + half for m, half in found], **first}
+            x = [arm.run.batch * i for i in range(len(found))]
+            title = f"{arm.name}: right facts in rollouts"
+            charts.append(svg_line(title, x, lines, "rollouts"))
+    return charts
+
+
+def look_tables(looks: list[dict]) -> list[str]:
+    """What the base's trajectories say of Appendix A, at every length of a response."""
+    settings = [[name, f"{look['tokens']:.0f}", look["correlation"][name],
+                 "{:.1f} ({:.1f} to {:.1f})".format(*look["noise"][name])]
+                for look in looks for name in SETTINGS]
+    pairs = [[f"{look['tokens']:.0f}", *look["pairs"].values(), look["alpha"]]
+             for look in looks]
+    return [
+        table(["", "tokens", "correlation of A_t with δ_t",
+               "batch at which noise equals signal"], settings),
+        "Setting A pays every token its δ, setting B their sum at the last token: responses of "
+        "the base, judged by the true critic; V = 0, γ = 1, no KL. Correlation: over tokens "
+        "with δ ≠ 0. Noise equals signal at a batch of tr Σ / |E g|² responses, g the policy "
+        "gradient of one response with whitened advantages; in brackets 95 % by resampling "
+        "posts.",
+        table(["tokens", "pairs", "their places", "where the premise holds",
+               "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"], pairs),
+        "Pairs of equally long responses to one post, one better by Σ δ, at γλ = .95; the "
+        "premise of Appendix A: some Δδ_k > 0 with t ≤ k < T."]
+
+
+def look_figure(looks: list[dict]) -> str:
+    """The noise scale of the settings by the length of responses."""
+    noise = {name: [look["noise"][name][0] for look in looks] for name in SETTINGS}
+    return svg_line("batch at which noise equals signal",
+                    [round(look["tokens"]) for look in looks], noise, "tokens of a response")
+
+
+def sheet(charts: list[str], across: int = 3) -> str:
+    """Charts of `svg_line`, 340 × 180 each, as one SVG."""
+    out = "".join(f'<svg x="{350 * (i % across)}" y="{190 * (i // across)}" width="340" '
+                  f'height="180">{chart}</svg>' for i, chart in enumerate(charts))
+    height = 190 * math.ceil(len(charts) / across)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {350 * across} {height}" '
+            f'color="#777">{out}</svg>\n')
+
+
+def kept_words(path: Path) -> list[str]:
+    """What people wrote on a page below "What was found", with the heading."""
+    page = path.read_text() if path.exists() else ""
+    return re.findall(r"^## What was found\n.*?(?=\n+## )", page, re.DOTALL | re.MULTILINE)
+
+
+def how(command: str, study: Study, seconds: float) -> str:
+    """What is needed to judge a study, or to repeat it."""
+    run = [*study.arms.values(), *study.looks][0]
+    rates = {0: "not tuned", 1: "tuned for the first arm, whose rate all have",
+             None: "tuned for every arm"}[study.tuned]
+    return (
+        f"`python -m experiments.studies {command}`, {time.strftime('%Y-%m-%d')}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; "
+        f"{seconds:.0f} CPU seconds of the reported runs, which other studies share. Seeds: 0 "
+        f"to {study.seeds - 1}; each draws the training posts, the adapter's first values and "
+        f"every sample. Intervals: 95 %, by Student's t; differences are paired by seed. "
+        f"Learning rate: {rates}; of {RATES}, the smallest within 0.01 of the best by another "
+        f"seed, {TUNING}, and other held-out posts. A run has {run.updates * run.batch} "
+        f"rollouts, in updates of {run.batch}, each used for 4 optimizer steps; a method that "
+        f"is fitted to rows has as many responses and steps. β starts at {BETA}. Held out: "
+        f"{run.posts} posts. "
+        f"Reward models are trained once, on {run.rows} responses of the base, and shared by "
+        f"all seeds: no interval holds what another would change.")
 
 
 # ── Command line
 
+QUICK = {"updates": 5, "batch": 16, "rows": 240, "posts": 40, "rate": 1e-3}
+
+
 @dataclass
 class StudyConfig:
     """Which studies, and where they go."""
-    study: str = flag("all", "1 to 8, or all", ("all", *"12345678"))
+    study: str = flag("all", "1 to 9, or all", ("all", *map(str, STUDIES)))
     quick: bool = flag(False, "two seeds, short runs, nothing tuned: shows that all works")
-    output_dir: str | None = flag(None, "for pages; none: notebooks/studies, or with --quick "
-                                  "runs/studies/quick")
+    output_dir: str = flag("runs/studies", "for pages and figures")
     cache: str = flag("runs/studies", "records of runs that are done, and the reward models")
     workers: int = flag(2, "runs at once, one core each", least=1)
 
 
-class Desk:
-    """Does jobs, and remembers the records that a study rests on."""
+def shortened(study: Study) -> Study:
+    """A study as --quick has it."""
+    arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
+    looks = tuple(replace(run, **QUICK) for run in study.looks)
+    return replace(study, arms=arms, looks=looks, tuned=0, seeds=2)
 
-    def __init__(self, cache: Path, pool):
-        self.cache, self.pool, self.seen = cache, pool, {}
 
-    def __call__(self, jobs: list) -> list[dict]:
-        self.seen |= dict(zip(jobs, settle(jobs, self.cache, self.pool)))
-        return [self.seen[job] for job in jobs]
+def tune(runs: list[Run], do) -> list[Run]:
+    """Runs with the smallest rate that tunes within 0.01 of the best."""
+    tries = [replace(run, rate=rate, seed=TUNING) for run in runs for rate in RATES]
+    out = []
+    for run, records in zip(runs, chunks(do(tries), len(RATES))):
+        found = [record["accuracy"] for record in records]
+        good = [rate for rate, x in zip(RATES, found) if x >= max(found) - 0.01]
+        out.append(replace(run, rate=good[0]))
+    return out
 
-    @property
-    def records(self) -> list[dict]:
-        """One for every job."""
-        return [*self.seen.values()]
+
+def do_study(number: int, study: Study, config: StudyConfig, do) -> Path:
+    """Do the runs of a study; write its page and figure. What people wrote there stays."""
+    study = shortened(study) if config.quick else study
+    runs = [*study.arms.values()]
+    do([judge for run in runs if (judge := judge_of(run))])
+    if tuned := tune(runs[: study.tuned], do):
+        runs = tuned + [replace(run, rate=tuned[0].rate) for run in runs[len(tuned):]]
+    records = do([replace(run, seed=seed) for run in runs for seed in range(study.seeds)])
+    arms = [Arm(name, run, found)
+            for name, run, found in zip(study.arms, runs, chunks(records, study.seeds))]
+    looks = do(study.looks)
+    parts, charts = [], arm_figure(arms)
+    if arms:
+        parts += [arm_table(arms), READ]
+    if looks:
+        parts += look_tables(looks)
+        charts.append(look_figure(looks))
+    # A table has to be set in one width.
+    parts = [f"```\n{part}\n```" if "\n" in part else part for part in parts]
+    name = f"{number}_{re.sub('[^a-z0-9]+', '_', study.title.lower())}"
+    path = Path(config.output_dir) / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".svg").write_text(sheet(charts))
+    command = f"--study {number}{' --quick' * config.quick}"
+    seconds = sum(record["seconds"] for record in records + looks)
+    parts = [f"# Study {number}: {study.title}", study.question, *kept_words(path),
+             "## Table and figure", f"![{study.title}]({name}.svg)", *parts,
+             "## How", how(command, study, seconds),
+             "## What it cannot show", f"{study.cannot} {SMALL}"]
+    path.write_text("\n\n".join(parts) + "\n")
+    return path
 
 
 def main(argv=None):
     """Do studies and write their pages."""
     config = parse_flags(StudyConfig, sys.argv[1:] if argv is None else argv, __doc__)
-    studies = dict.fromkeys(COMPARED, compared) | {4: noise, 8: discrimination}
-    wanted = [number for number in sorted(studies) if config.study in ("all", str(number))]
-    pages = "runs/studies/quick" if config.quick else "notebooks/studies"
-    config = replace(config, output_dir=config.output_dir or pages)
-    plan, started = QUICK if config.quick else Plan(), time.time()
-    with workers(config.workers) as pool:
-        for number in wanted:
-            path = studies[number](number, plan, Desk(Path(config.cache), pool), config)
-            print(f"{path} ({time.time() - started:.0f} s so far)")
+    started = time.time()
+    with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
+        do = partial(settle, Path(config.cache), pool)
+        for number, study in STUDIES.items():
+            if config.study in ("all", str(number)):
+                path = do_study(number, study, config, do)
+                print(f"{path} ({time.time() - started:.0f} s so far)")
 
 
 if __name__ == "__main__":

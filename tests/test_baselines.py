@@ -6,25 +6,28 @@ import math
 import random
 import re
 from dataclasses import replace
+from functools import partial
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from safetensors.torch import load_file
 
 import toy
-from annotate import Span, read_reply, token_offsets, token_rewards
+from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, read_rows
 from experiments import baselines, designs
-from experiments.baselines import (BaselineConfig, bradley_terry_loss, dpo_loss, labelled_loss,
-                                   labelled_steps, merit, own_pairs, preference_loss,
-                                   ranking_loss, reference, refinements, reflect, step_loss)
-from experiments.designs import (OTHERS, WEIGHTINGS, at_end, is_content, scalar,
-                                 sequence_scores, span_weights, step_ends, step_spans, steps,
-                                 token_scores, true_critic, weighted)
+from experiments.baselines import (bradley_terry_loss, distil, dpo_loss,
+                                   labelled_losses, labelled_steps, mend, pair_losses,
+                                   preference_loss, preferences, reflect, rewrite_prompt,
+                                   sdpo_loss, step_loss)
+from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged, marks,
+                                 noisy, span_weights, step_ends, step_spans, token_scores,
+                                 true_critic, weighted)
 from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
+from reward_model import Judgement
 from sampling import pad_batch
 from text2grad import Config, Rollouts
 
@@ -75,8 +78,21 @@ def test_step_loss_is_binary_cross_entropy_over_the_labelled_tokens():
     scores, labels = numbers(2, 3, 9), torch.randint(-1, 2, (3, 9), generator=generator)
     at = labels != 0
     expected = F.binary_cross_entropy_with_logits(scores[at], (labels[at] > 0).double(),
-                                                  reduction="sum")
+                                                  reduction="none")
     close(step_loss(scores, labels), expected)
+
+
+def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
+    """KL(p ‖ q) as torch has it; ∂/∂z_v = p_v (log p_v/q_v − KL); none into the teacher."""
+    student, teacher = (numbers(i, 6, 9).requires_grad_() for i in (1, 2))
+    loss = sdpo_loss(student, teacher)
+    p, q = student.log_softmax(-1), teacher.log_softmax(-1)
+    close(loss, F.kl_div(q, p, log_target=True, reduction="sum"))
+    up, none = torch.autograd.grad(loss, (student, teacher), allow_unused=True)
+    ratio = (p - q).detach()
+    kl = (p.exp() * ratio).sum(-1, keepdim=True)
+    close(up, p.exp() * (ratio - kl))
+    assert none is None and sdpo_loss(student, student).item() == pytest.approx(0)
 
 
 PAIRS = [([5, 6, 7, 8], [9, 10, 1], [20, 1]), ([11], [12, 13, 14, 15, 1], [30, 31, 1]),
@@ -97,7 +113,7 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
     """Row by row through the plain logits, so that padding changes nothing; log 2 at first."""
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
-    loss_of = preference_loss(BaselineConfig())
+    loss_of = partial(preference_loss, reference=None)
     with use_lora(model, "policy"):
         assert loss_of(model, PAIRS, 0).item() == pytest.approx(3 * math.log(2), abs=1e-5)
     for p in lora_parameters(model, "policy"):
@@ -125,25 +141,20 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
     plus, minus = (tokenizer(mark).input_ids[-1] for mark in "+-")
     with use_lora(model, "reward"), torch.no_grad():
         scores, mask = token_scores(model, tokenizer, side(PAIRS, 1))
-        last = sequence_scores(model, tokenizer, side(PAIRS, 1))
-        for (x, y), row, n, end in zip(side(PAIRS, 1), scores, mask.sum(1), last):
+        ends = []
+        for x, y in side(PAIRS, 1) + side(PAIRS, 2):
             logits = model(torch.tensor([x + y])).logits[0, len(x):]
-            close(row[: len(y)], logits[:, plus] - logits[:, minus], rtol=1e-3, atol=1e-3)
-            assert n == len(y) and end == row[len(y) - 1]
-
-
-def test_ranking_and_step_losses_of_rows_are_those_of_their_scores(toy_model):
-    model, tokenizer = toy_model
-    randomise(model, "reward")
-    with use_lora(model, "reward"):
-        r_w, r_l = (sequence_scores(model, tokenizer, side(PAIRS, k)) for k in (1, 2))
-        close(ranking_loss(tokenizer)(model, PAIRS, 0), bradley_terry_loss(r_w, r_l).sum(),
-              rtol=1e-4, atol=1e-4)
+            ends.append(logits[-1, plus] - logits[-1, minus])
+            if len(ends) <= 3:
+                row, n = scores[len(ends) - 1], mask.sum(1)[len(ends) - 1]
+                close(row[: len(y)], logits[:, plus] - logits[:, minus], rtol=1e-3, atol=1e-3)
+                assert n == len(y)
+        want = bradley_terry_loss(*torch.stack(ends).chunk(2))
+        close(pair_losses(model, tokenizer, PAIRS), want, rtol=1e-3, atol=1e-3)
         rows = [([5, 6], [7, 8, 9], [0, 1, -1]), ([5], [6], [1])]
-        loss = labelled_loss(tokenizer)(model, rows, 0)
         a, b = (token_scores(model, tokenizer, [row[:2]])[0][0] for row in rows)
-        want = -F.logsigmoid(a[1]) - F.logsigmoid(-a[2]) - F.logsigmoid(b[0])
-        close(loss, want, rtol=1e-4, atol=1e-4)
+        want = -F.logsigmoid(torch.stack([a[1], -a[2], b[0]]))
+        close(labelled_losses(model, tokenizer, rows), want, rtol=1e-4, atol=1e-4)
 
 
 # ── Content words and steps
@@ -167,19 +178,11 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line():
     text = "the wheelbarrow, without it"
     places = [(0, 3), (3, 9), (9, 15), (15, 16), (16, 21), (21, 24), (24, 27)]
     assert span_weights(text, places, "importance") == [.2, 1, 1, .2, .2, .2, .2]
-    assert not is_content("couldn’t") and not is_content("it's") and is_content("John's")
+    some = "John's boss couldn’t, it's"
+    apart = [(0, 4), (4, 6), (6, 11), (12, 18), (18, 20), (22, 26)]
+    assert span_weights(some, apart, "importance") == [1, 1, 1, .2, .2, .2]
     assert span_weights(text, places[:4], "linear_decay") == pytest.approx([1, .7, .4, .1])
     assert span_weights(text, places[:1], "linear_decay") == [1]
-    with pytest.raises(ValueError, match="'tfidf'"):
-        span_weights("a", [(0, 1)], "tfidf")
-
-
-def test_importance_of_code():
-    """Names, numbers and words of strings; no keyword and no mark."""
-    text = 'def total(n):\n    return sum(range(n)) + 12 if n else "none of it"'
-    weights = span_weights(text, pieces(text), "importance_code")
-    content = [text[a:b].strip() for (a, b), w in zip(pieces(text), weights) if w == 1]
-    assert content == ["total", "n", "sum", "range", "n", "12", "n", "none", "of", "it"]
 
 
 def shown(text, code=False):
@@ -194,87 +197,121 @@ def test_steps_of_a_text_are_its_clauses():
     assert shown("") == [] and shown("one, 1,000") == ["one,", "1,000"]
 
 
-PROGRAM = '''import os
-
-@cache
-def größe(n):
-    """Doc."""
-    for i in range(n):
-        if i > 2: return "é"
-    else:
-        x = (1 +
-             2)
-    return x
-
-print("ü", größe(3)); y = 1
-'''
-
-
-@pytest.mark.parametrize("before, after", [
-    ("", ""), ("Here it is:\n```python\n", "```\nDone, I hope.")])
-def test_steps_of_code_are_its_statements(before, after):
-    """Heads of compound statements, statements within, two on a line, several lines."""
-    assert shown(before + PROGRAM + after, code=True) == [
-        "import os", "@cache\ndef größe(n):", '"""Doc."""', "for i in range(n):", "if i > 2:",
-        'return "é"', "x = (1 +\n             2)", "return x", 'print("ü", größe(3))', "y = 1"]
-
-
-def test_steps_of_code_that_does_not_parse_are_its_lines_and_have_their_last_tokens():
-    assert shown("def f(:\n\n  return 1\nend", code=True) == ["def f(:", "return 1", "end"]
-    parts = "First\n```py\nx = 1\n```\nthen\n```py\nif x:\n```\nprints\n```\n1\n```"
-    assert shown(parts, code=True) == ["x = 1", "if x:"]
-    assert shown("s = '''\n```\nx = 1\n```'''", code=True) == ["s = '''\n```\nx = 1\n```'''"]
+def test_steps_of_code_are_its_lines_and_steps_have_their_last_tokens():
+    program = "def f(x):\n    if x: return 1\n\n  y = 2 \n"
+    assert shown(program, code=True) == ["def f(x):", "if x: return 1", "y = 2"]
     text = "It is, so be it."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 16), (16, 16)]
     assert step_ends(text, offsets, step_spans(text)) == [2, 5]
-    assert step_ends(text, offsets, [(6, 7), (0, 4)]) == [None, 1]
+    assert step_ends(text, offsets, [(6, 7), (0, 4)]) == [None, 0]
+
+
+def faulty(row, seed=0):
+    """A summary with facts that are wrong, clauses said twice and a first person."""
+    rng = random.Random(f"{row['id']} {seed}")
+    return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
 
 
 def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
-    """An annotation in mode STEPS → labels; a clause is correct where all its facts are."""
+    """An annotation in mode STEPS → labels; a clause with nothing wrong in it is correct."""
     _, tokenizer = toy_model
-    row = toy.rows("train", 1)[0]
-    other = next(p for p in toy.SLOTS["person"] if p != row["facts"]["person"])
-    text = toy._SUMMARY[0].format(**row["facts"] | {"person": other})
-    reply = designs.critique_steps(row, text)
-    spans = feedback_of(text, reply, "experiments.modes:STEPS")[1].spans
-    assert [span.label for span in spans] == [1, -1, 1]
-    annotated = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
-    x, y, labels = labelled_steps(annotated, tokenizer)
-    ends = [tokenizer.decode(y[: t + 1]) for t, label in enumerate(labels) if label]
-    assert ends == [text[: s.end] for s in spans]
-    assert [label for label in labels if label] == [1, -1, 1]
-    assert x == encode_prompt(tokenizer, "p") and y == encode_answer(tokenizer, text)
+    labels_seen = set()
+    for row in toy.rows("train", 12):
+        text = faulty(row)
+        critic, mode = ANNOTATORS["steps"]
+        reply = designs.critique_steps(row, text)
+        spans = feedback_of(text, reply, mode)[1].spans
+        wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
+        want = [-1 if any(a < end <= b for end in wrong) else 1 for a, b in step_spans(text)]
+        assert [span.label for span in spans] == want and critic.endswith("critique_steps")
+        kept = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
+        x, y, labels = labelled_steps(kept, tokenizer)
+        ends = [tokenizer.decode(y[: t + 1]) for t, label in enumerate(labels) if label]
+        assert ends == [text[: span.end] for span in spans]
+        assert [label for label in labels if label] == want
+        assert x == encode_prompt(tokenizer, "p") and y == encode_answer(tokenizer, text)
+        labels_seen |= {*want}
+    assert labels_seen == {1, -1}
 
 
 # ── Annotators of the toy world
 
-MODES = {"critique_no_cot": "no_cot", "critique_dense": "experiments.modes:DENSE",
-         "critique_steps": "experiments.modes:STEPS", "critique_human": "no_cot"}
-
-
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
-    critic = getattr(designs, name)
+    critic = getattr(toy if name == "careful" else designs, ANNOTATORS[name][0].split(":")[1])
+    seen, kinds, whole = 0, set(), name in ("careful", "no_cot", "dense")
     for row in toy.rows("train", 40):
-        response = toy.write_summary(row["facts"], random.Random(row["id"]), 0.4)
+        response = faulty(row)
         reply = critic(row, response)
-        feedback, grounding = feedback_of(response, reply, MODES[name])
+        feedback, grounding = feedback_of(response, reply, ANNOTATORS[name][1])
         assert reply == critic(row, response)
         assert feedback.critique and not grounding.unmatched
-        if name == "critique_dense":            # a fact has the label of the careful critic
-            for truth in feedback_of(response, toy.critique(row, response))[1].spans:
-                around = next(s for s in grounding.spans
-                              if s.start <= truth.start and truth.end <= s.end)
-                assert around.label == truth.label
+        found = marks(row, response)
+        for truth in found:               # a quote that stands there once has its true label
+            once = response.count(response[truth.start : truth.end]) == 1
+            alone = sum(s.start < truth.end and truth.start < s.end for s in found) == 1
+            around = {s.label for s in grounding.spans
+                      if s.start <= truth.start + 2 * (truth.name == "repetition")
+                      and truth.end <= s.end}
+            kinds.add(truth.name)
+            if whole and once and alone:
+                seen += 1
+                assert around == {truth.label}, (response, reply)
+    assert kinds > {"repetition", "voice", "month"} and (seen > 80 or not whole)
+
+
+def test_reasoning_stands_in_z_or_not():
+    """"The city Oslo was Berlin, wrong." against "The city is wrong."; the quotes are equal."""
+    row = toy.rows("train", 1)[0]
+    response = faulty(row, 3)
+    careful, brief = (parse_feedback(critic(row, response))
+                      for critic in (toy.critique, designs.critique_no_cot))
+    assert sorted(careful.poor_spans) == sorted(brief.poor_spans) and brief.poor_spans
+    assert sorted(careful.good_spans) == sorted(brief.good_spans)
+    assert " was " in careful.critique and " was " not in brief.critique
+    hasty = [parse_feedback(designs.critique_hasty(row, faulty(row, seed)))
+             for row in toy.rows("train", 100) for seed in (3,)]
+    true = [parse_feedback(designs.critique_no_cot(row, faulty(row, 3)))
+            for row in toy.rows("train", 100)]
+    moved = mean(len({*a.good_spans} & {*b.poor_spans}) + len({*b.good_spans} & {*a.poor_spans})
+                 for a, b in zip(hasty, true))
+    assert 0.06 < moved / mean(len(b.good_spans + b.poor_spans) for b in true) < 0.14
+
+
+@pytest.mark.parametrize("share, wrong", [(0.1, 1), (0.2, 2), (0.4, 4), (0, 0)])
+def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
+    text = "abc " * 30
+    words = [(4 * i, 4 * i + 3) for i in range(30)]
+    spans = [Span(12 * i, 12 * i + 3, 1 if i % 3 else -1) for i in range(9)]
+    spans.append(Span(108, 115, 1))                                   # of two words
+    for seed in range(20):
+        flipped, dropped, shifted, wide = (
+            damaged(text, spans, kind, share, random.Random(seed))
+            for kind in ("flipped", "dropped", "shifted", "widened"))
+        undone = [replace(span, label=-span.label) for span in spans]
+        assert len(flipped) == 10 and len({*flipped} & {*undone}) == wrong
+        assert len({*flipped} & {*spans}) == 10 - wrong
+        assert len(dropped) == 10 - wrong and {*dropped} <= {*spans}
+        for span in {*wide} - {*spans}:                                # two words and one more
+            around = [s for s in spans if span.start <= s.start and s.end + 4 == span.end]
+            assert [s.start - span.start for s in around] in ([8], [0])
+        assert len(wide) == 10 and len({*wide} & {*spans}) == 10 - wrong
+        moved = {*shifted} - {*spans}
+        assert len(shifted) == 10 and len(moved) == wrong
+        assert sorted(s.label for s in shifted) == sorted(s.label for s in spans)
+        for span in moved:                                             # a word, next to a fact
+            assert (span.start, span.end) in words
+            assert min(abs(span.start - lost.start) for lost in {*spans} - {*shifted}) <= 8
+    few = [len(damaged(text, spans[:7], "dropped", 0.1, random.Random(i))) for i in range(4000)]
+    assert {*few} == {6, 7} and 7 - mean(few) == pytest.approx(0.7, abs=0.03)
 
 
 # ── Reward designs
 
 def rollouts_of(tokenizer, n=6, only=None):
     """Summaries with faults, the last one empty; only: of these one alone."""
-    rng, rows = random.Random(2), toy.rows("train", n)
-    texts = [toy.write_summary(row["facts"], rng, 0.4) for row in rows[:-1]] + [""]
+    rows = toy.rows("train", n)
+    texts = [faulty(row) for row in rows[:-1]] + [""]
     if only is not None:
         rows, texts = rows[only : only + 1], texts[only : only + 1]
     ids = [encode_answer(tokenizer, text) for text in texts]
@@ -288,20 +325,18 @@ def ids_of(rollouts, row):
     return rollouts.response_ids[row][rollouts.mask[row].bool()].tolist()
 
 
-@pytest.mark.parametrize("name, mode", [("toy:critique", "cot")] + [
-    (f"experiments.designs:{name}", MODES[name])
-    for name in ("critique_dense", "critique_steps")])
-def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name, mode):
+@pytest.mark.parametrize("name", ["careful", "dense", "steps"])
+def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     model, tokenizer = toy_model
-    rollouts, critic = rollouts_of(tokenizer), name.rpartition(":")[2]
-    critic = getattr(toy, critic, None) or getattr(designs, critic)
-    found = true_critic(rollouts, model, tokenizer, Config(critic=name, mode=mode))
+    rollouts, (critic, mode) = rollouts_of(tokenizer), ANNOTATORS[name]
+    found = true_critic(rollouts, model, tokenizer, Config(critic=critic, mode=mode))
+    critic = getattr(toy if name == "careful" else designs, critic.split(":")[1])
     places = zip(rollouts.rows, rollouts.texts, rollouts.offsets, found)
     for row, text, offsets, judged in list(places)[:-1]:
         spans = feedback_of(text, critic(row, text), mode)[1].spans
         assert judged.delta == token_rewards(text, offsets, spans)
         assert any(judged.delta) and not judged.reason
-    assert not any(found[-1].delta) and "empty" in found[-1].reason
+    assert not any(found[-1].delta) and found[-1].reason
 
 
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
@@ -314,6 +349,18 @@ def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
     assert any(sum(found.delta) for found in placed)
 
 
+def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
+    rollouts, asked = rollouts_of(toy_model[1]), (*toy_model, Config())
+    clean, flipped, dropped = (critic(rollouts, *asked) for critic in (
+        true_critic, noisy(true_critic, "flipped", 100), noisy(true_critic, "dropped", 100)))
+    assert any(any(found.delta) for found in clean)
+    for a, b, c in zip(clean, flipped, dropped, strict=True):
+        assert b.delta == [-d for d in a.delta] and not any(c.delta)
+    some = noisy(true_critic, "flipped", 40)
+    again, twice = some(rollouts, *asked), some(rollouts, *asked)
+    assert again == twice and clean != again != flipped
+
+
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_weighted_critics_pay_each_token_of_a_span_its_weight(toy_model, weighting):
     """Token by token (Appendix I.1): label · weight of the last span; conflicts stay 0."""
@@ -323,7 +370,7 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(toy_model, weighti
     delta = token_rewards(text, offsets, spans)
 
     def critic(rollouts, *_):
-        return [designs.Judgement("z", delta, spans=spans)]
+        return [Judgement("z", delta, spans=spans)]
 
     rollouts = SimpleNamespace(rows=[{}], texts=[text], offsets=[offsets])
     (found,) = weighted(critic, weighting)(rollouts, None, None, None)
@@ -339,8 +386,7 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(toy_model, weighti
         span, word = around[-1], text[a:b]
         want.append(span.label * {
             "linear_decay": 1 - 0.9 * held[span].index(t) / (len(held[span]) - 1),
-            "importance": 1.0 if word in ("nurse", "York", "sad") else 0.2,
-            "importance_code": 0.2 if word in (",", ".", "is", "not") else 1.0}[weighting])
+            "importance": 1.0 if word in ("nurse", "York", "sad") else 0.2}[weighting])
     assert want.count(0.0) == 5 and any(abs(x) not in (0, 1) for x in want)
     assert found.delta == pytest.approx(want) and found.critique == "z"
 
@@ -352,7 +398,7 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
     fact = toy.said_facts(text)[0][2]
 
     def write(model, tokenizer, prompts, texts, most, temperature=0.0, uniforms=None):
-        calls.append((list(texts), temperature, uniforms.shape))
+        calls.append((texts, temperature, uniforms.shape))
         good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
                       for g, p in (([fact], []), ([], [fact])))
         return [good, good, poor, "?"]
@@ -362,8 +408,8 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
     at = text.index(fact)
     discrete = token_rewards(text, offsets, [Span(at, at + len(fact), 1)])
     assert [4 * d for d in found.delta] == discrete and any(discrete)
-    assert calls == [([text] * 4, 1.0, (4, 128))]
-    assert found.quotes == 3 and not found.reason
+    assert calls == [([text] * 4, 1.0, (4, Config().max_critique_tokens))]
+    assert found.quotes == 1 and not found.reason
 
 
 def test_what_is_drawn_for_graded_rewards_does_not_depend_on_the_batch(toy_model):
@@ -379,7 +425,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     model, tokenizer = toy_model
     randomise(model, "reward")
     rollouts, config = rollouts_of(tokenizer), Config(micro_batch_size=4)
-    paid = [critic(rollouts, model, tokenizer, config) for critic in (scalar, steps)]
+    paid = [critic(rollouts, model, tokenizer, config) for critic in SCORED.values()]
     for i, (r, s) in enumerate(zip(*paid, strict=True)):
         x, y, text = rollouts.prompts[i], ids_of(rollouts, i), rollouts.texts[i]
         with use_lora(model, "reward"), torch.no_grad():
@@ -393,7 +439,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     assert sum(map(bool, paid[1][0].delta)) >= 2 and not any(paid[1][-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "RANKS", 2)
-    for critic in (steps, true_critic, weighted(true_critic, "importance")):
+    for critic in (SCORED["steps"], true_critic, weighted(true_critic, "importance")):
         found = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
         assert [len(judged.delta) for judged in found] == lengths
@@ -401,137 +447,141 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 @pytest.mark.parametrize("flags, said", [
     (["scalar"], "needs --reward_model"), (["true", "--critic", "none"], "needs --critic"),
-    (["best"], "best: name one of critique"), ([], "no design: name one of")])
+    (["best"], "best: name one of sft.* critique"), ([], "no method: name one of")])
 def test_a_design_that_cannot_be_is_refused(monkeypatch, flags, said):
-    monkeypatch.setattr("sys.argv", ["designs", *flags])
+    monkeypatch.setattr("sys.argv", ["baselines", *flags])
     with pytest.raises(InputError, match=said):
-        designs.main()
+        baselines.main()
 
 
-# ── Where pairs, references and refinements come from
+# ── Rows, and whole runs
 
-def test_pairs_of_the_three_data_sets():
-    def answer(text):
-        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
-
-    names = [f"generated_summary_for_comparison_{side}" for side in "AB"]
-    compared = dict(zip(names, "ab"))
-    assert own_pairs({"chosen": answer("w"), "rejected": answer("l")}) == [("w", "l")]
-    assert own_pairs(compared | {"comparison_preference": "Summary A"}) == [("a", "b")]
-    assert own_pairs(compared | {"comparison_preference": "B"}) == [("b", "a")]
-    trials = {str(i): {"solution_code": code, "test_result": result}
-              for i, (code, result) in enumerate([("f", "Fail"), ("p", "Pass"), ("q", "Pass")])}
-    assert own_pairs({"trials": trials}) == [("p", "f")]
-    assert own_pairs({"post": "x", "comparison_preference": None}) == []
-    rows = {"ideal_human_summary": "s"}, {"solution": "c"}, {"chosen": answer("w")}, {}
-    assert [reference(row) for row in rows] == ["s", "c", "w", None]
+def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
+    """Of each row two samples of the base, the better one first, ties left out."""
+    rows, config = toy.rows("train", 24), small(tmp_path)
+    found = preferences(*toy_model, rows, config, tmp_path)
+    asked = {toy.prompt(row): row for row in rows}
+    assert 3 < len(found) <= 24
+    for x, better, worse in found:
+        sums = []
+        for text in (better, worse):
+            spans = feedback_of(text, toy.critique(asked[x], text))[1].spans
+            sums.append(sum(span.label for span in spans))
+        assert sums[0] > sums[1]
 
 
-def test_samples_are_ranked_by_the_critic_or_by_tests():
-    row, config = toy.rows("train", 1)[0], BaselineConfig()
-    better = row["reference"]
-    worse = better.replace(row["facts"]["city"], "Nowhere")
-    assert merit(row, better, config) == 7 > merit(row, worse, config)
-    want = [{"chosen": better, "rejected": worse}]
-    assert baselines.rank_samples(row, [worse, better], config) == want
-    assert baselines.rank_samples(row, [better, better], config) == []
-    assert baselines.rank_samples(row, [worse], config) == want
-    code = BaselineConfig(task="kodcode", allow_code_execution=True, critic=None)
-    tested = {"test": "from solution import f\n\ndef test_f():\n    assert f() == 1\n"}
-    answers = [f"def f():\n    return {n}" for n in (1, 2)]
-    answers += [f"So:\n```python\n{answer}\n```\n" for answer in answers]
-    assert [merit(tested, answer, code) for answer in answers] == [1.0, 0.0, 1.0, 0.0]
-    assert baselines.rank_samples(tested, answers[2:0:-1], code) == [
-        {"chosen": answers[2], "rejected": answers[1]}]
-    assert merit(row, better, BaselineConfig(task="slf5k", critic=None)) is None
+def test_what_the_critique_names_is_mended():
+    """Facts of several words, clauses said twice, a first person; and nothing else."""
+    worst = 0
+    for row in toy.rows("train", 60):
+        response = faulty(row)
+        mended = mend(response, toy.critique(row, response))
+        worst = max(worst, 1 - toy.fact_accuracy(row, response))
+        assert toy.fact_accuracy(row, mended) == 1, (response, mended)
+        assert not toy.faults(mended)
+        assert mend(mended, toy.critique(row, mended)) == mended
+    assert worst > 0.5
 
 
-def test_refinements_mend_what_is_named_and_those_that_keep_a_fault_are_not_imitated(toy_model):
-    rows = [{"id": str(i), "prompt": "p", "response": "It was York.", "critique": said,
-             "poor_spans": ["York"]}
-            for i, said in enumerate(["The city York was Oslo, wrong.", "York is poor."])]
-    found = refinements(*toy_model, rows, BaselineConfig())
-    assert [(row["refinement"], row["kept"]) for row in found] == [
-        ("It was Oslo.", True), ("It was York.", False)]
-    row = toy.rows("train", 1)[0]
-    response = toy.write_summary(row["facts"], random.Random(5), 0.5)
-    mended = toy.refine(response, toy.critique(row, response))
-    assert toy.fact_accuracy(row, response) < 1 == toy.fact_accuracy(row, mended)
+def small(tmp_path, **more):
+    return Config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
+                         minibatch_size=8, eval_rows=4, iterations=2, ppo_epochs=2,
+                         learning_rate=3e-3, probe_rows=0, max_new_tokens=48) | more)
 
 
-# ── Whole runs
+@pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
+def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
+                                                            name):
+    """Its loss falls below that of the untrained policy on the rows that it was fitted to."""
+    (model, tokenizer), config, kept = toy_model, small(tmp_path, iterations=6), []
+    fit = baselines.fit_adapter
 
-SMALL = ["--annotated_rows", 48, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
-         "--iterations", 1, "--ppo_epochs", 1]
+    def watch(model, tokenizer, pairs, name, settings, *more, **loss):
+        losses = fit(model, tokenizer, pairs, name, settings, *more, **loss)
+        kept.append((pairs, losses, settings))
+        return losses
 
-
-def run(monkeypatch, method, out, *flags):
-    monkeypatch.chdir(ROOT)
-    baselines.main([str(x) for x in ("--method", method, "--output_dir", out, *flags)])
-    return read_rows(out / "result.json")[0]
-
-
-def falls(path, share):
-    """The losses of the last third of the steps, against those of the first."""
-    found = [row["loss"] for row in read_rows(path)]
-    third = len(found) // 3
-    return sum(found[-third:]) < share * sum(found[:third])
-
-
-def test_dpo_learns_on_the_toy_world_and_reuses_what_is_done(tmp_path, monkeypatch, capsys):
-    """Its loss falls, its policy moves, the table has the truth; other flags are refused."""
-    out = tmp_path / "run"
-    result = run(monkeypatch, "dpo", out, *SMALL)
-    assert falls(out / "policy-losses.jsonl", 0.95)
-    moved = load_file(out / "policy" / "adapter_model.safetensors")
-    assert any(x.abs().max() > 0 for name, x in moved.items() if "lora_B" in name)
-    assert {"fact accuracy", "response tokens"} <= result["before"].keys()
-    assert result["before"].keys() == result["after"].keys()
-    capsys.readouterr()
-    assert run(monkeypatch, "dpo", out, *SMALL) == result
-    assert capsys.readouterr().out.count("reused") == 3
-    with pytest.raises(InputError, match="method was dpo, is sft"):
-        run(monkeypatch, "sft", out, *SMALL)
-    with pytest.raises(InputError, match="invalid choice: 'rlhf'"):
-        run(monkeypatch, "rlhf", out)
+    monkeypatch.setattr(baselines, "fit_adapter", watch)
+    baselines.start_policy(model, config)
+    baselines.METHODS[name](model, tokenizer, toy.rows("train", 48), config, tmp_path)
+    ((pairs, losses, settings),) = kept
+    assert len(losses) == pytest.approx(6 * 2, abs=3) and settings.batch_size == 8
+    assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
+    assert any(p.any() for p in lora_parameters(model, "policy")[1::2])
 
 
-def test_reflection_learns_to_rewrite_and_rewrites_when_asked(tmp_path, monkeypatch, toy_model):
-    """SFT, R_φ, refinements and the rewriter; y' is drawn by the texts, not by the batch."""
-    result = run(monkeypatch, "reflection", tmp_path, *SMALL)
-    assert falls(tmp_path / "policy-losses.jsonl", 0.9)
-    assert falls(tmp_path / "rewriter-losses.jsonl", 0.9)
-    assert [*result] == ["before", "without reflection", "after"]
-    assert result["without reflection"] != result["after"]
-    model, tokenizer = toy_model
-    for name, path in (("rewriter", "rewriter"), ("reward", "reward/adapter")):
-        baselines.load_lora(model, name, tmp_path / path)
-    both = reflect(rollouts_of(tokenizer, 3), model, tokenizer, BaselineConfig())
-    alone = reflect(rollouts_of(tokenizer, 3, only=1), model, tokenizer, BaselineConfig())
-    assert both.texts[1] == alone.texts[0] and len(both.offsets[1]) == both.mask[1].sum()
+def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
+    """Its gradient is that of Σ_t KL over the model's own logits, row by row, per token."""
+    (model, tokenizer), config = toy_model, small(tmp_path, micro_batch_size=2)
+    randomise(model, "policy")
+    batch = rollouts_of(tokenizer, 4, None)
+    asked = [rewrite_prompt(x, y, f"No {i}.\n{{}}")
+             for i, (x, y) in enumerate(zip(batch.prompts, batch.texts))]
+    parameters = lora_parameters(model, "policy")
+    distil(model, tokenizer, batch, asked, [0, 1, 2, 3], config)
+    total, count = 0, 0
+    for i in range(4):
+        y, logits = ids_of(batch, i), []
+        said = f"{batch.prompts[i]}\n\nResponse: {batch.texts[i]}\n\nCritique: No {i}.\n\n"
+        for prompt in (batch.prompts[i], said + "Write the response anew, mended as the "
+                       "critique asks."):
+            x = encode_prompt(tokenizer, prompt)
+            with use_lora(model, "policy"):
+                logits.append(model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1])
+        p, q = (z.log_softmax(-1) for z in logits)
+        total, count = total + (p.exp() * (p - q.detach())).sum(), count + len(y)
+    for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
+        close(p.grad, want, rtol=1e-3, atol=1e-5)
 
 
-def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, monkeypatch):
+def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model):
+    """Each runs whole; a second answer is to the first one's critique, one for each post."""
+    (model, tokenizer), rows = toy_model, toy.rows("train", 24)
+    config = small(tmp_path, max_critique_tokens=16)
+    baselines.start_policy(model, config)
+    baselines.sdpo(model, tokenizer, rows, config, tmp_path)
+    curve = [row["fact accuracy"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert len(curve) == 2 and all(0 <= x <= 1 for x in curve)
+    baselines.reflection(model, tokenizer, rows, config, tmp_path)
+    add_lora(model, "reward", 4, 8)
+    batch, generator = rollouts_of(tokenizer, 3), torch.Generator().manual_seed(0)
+    second = reflect(batch, model, tokenizer, config, generator)
+    assert [row["id"] for row in second.rows] == [row["id"] for row in batch.rows]
+    for text, asked, prompt in zip(batch.texts, second.prompts, batch.prompts):
+        assert asked.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
+
+
+def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, toy_model):
     """Step labels of the true critic, their reward model, and Algorithm 4 with it as critic."""
-    result = run(monkeypatch, "prm_ppo", tmp_path, *SMALL)
-    assert falls(tmp_path / "reward" / "adapter-losses.jsonl", 0.95)
+    config = small(tmp_path, iterations=1)
+    baselines.start_policy(toy_model[0], config)
+    baselines.METHODS["prm_ppo"](*toy_model, toy.rows("train", 40), config, tmp_path)
     (sample,) = read_rows(tmp_path / "samples.jsonl")
     text, offsets = sample["response"], []
     for piece in sample["tokens"]:
         start = offsets[-1][1] if offsets else 0
         offsets.append((start, start + len(piece)))
     paid = [t for t, delta in enumerate(sample["delta"]) if delta]
-    assert paid == step_ends(text, offsets, step_spans(text)) and len(paid) > 1
-    assert result["after"]["response tokens"] > 0
+    assert paid == step_ends(text, offsets, step_spans(text)) and paid
 
 
-def test_a_design_runs_by_its_name(tmp_path, monkeypatch):
-    """The true critic's sum at the last token: no phase 1, no R_φ."""
+def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsys):
+    """One command each: a table before and after; the sum at the last token, and no R_φ."""
     monkeypatch.chdir(ROOT)
-    flags = ["true_end", "--output_dir", tmp_path, *SMALL]
-    monkeypatch.setattr("sys.argv", ["designs", *map(str, flags)])
-    designs.main()
-    (metrics,), (sample,) = (read_rows(tmp_path / f"{name}.jsonl")
-                             for name in ("metrics", "samples"))
+    flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
+             "--iterations", 1, "--ppo_epochs", 1]
+    baselines.main(["sft", *map(str, flags), "--output_dir", str(tmp_path / "sft")])
+    said = capsys.readouterr().out
+    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in said
+    assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
+    baselines.main(["true_end", *map(str, flags), "--output_dir", str(tmp_path / "end")])
+    (sample,) = read_rows(tmp_path / "end" / "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
-    assert math.isfinite(metrics["policy_loss"]) and not (tmp_path / "reward").exists()
+    assert not (tmp_path / "end" / "reward").exists()
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["rlhf"], "rlhf: name one of sft"), (["dpo", "--critic", "none:x"], "import")])
+def test_a_baseline_that_cannot_be_is_refused(tmp_path, flags, said):
+    with pytest.raises(InputError, match=said):
+        baselines.main([*flags, "--output_dir", str(tmp_path)])
