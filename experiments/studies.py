@@ -246,6 +246,10 @@ def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
     return token_figures(counts)
 
 
+# Whose tokens are critiques': where a design moves the reward, there is nothing to compare.
+PROBED = {"critique": critique, "two_rounds": critique, "graded": DESIGNS["graded"]}
+
+
 def train_policy(run: Run, cache: Path) -> dict:
     """Train as the run says; the curve: right facts in rollouts before each update."""
     model, tokenizer = load_model(toy.BASE, device="cpu")
@@ -270,8 +274,8 @@ def train_policy(run: Run, cache: Path) -> dict:
         cooled = replace(config, temperature=temperature)
         final = answers(model, tokenizer, run, cooled, "policy")
         record[name] = mean(map(toy.fact_accuracy, final.rows, final.texts))
-    if judge and critic and run.method not in SCORED:
-        record |= probe(final, model, tokenizer, config, DESIGNS.get(run.method, critique))
+    if run.method in PROBED:
+        record |= probe(final, model, tokenizer, config, PROBED[run.method])
     return record
 
 
@@ -429,7 +433,7 @@ def smooth(curve: list[float]) -> list[float]:
     return [curve[0], *inner, curve[-1]]
 
 
-# ── Pages# ── Pages
+# ── Pages
 
 @dataclass(eq=False)
 class Arm:
@@ -476,7 +480,8 @@ def arm_table(arms: list[Arm]) -> str:
         rows.append([arm.name, f"{arm.run.rate:g}",
                      plus_minus([curve[0] for curve in arm.of("curve")]),
                      plus_minus(arm.of("accuracy")), plus_minus(arm.of("greedy")),
-                     plus_minus(apart, sign="+"), arm.rollouts_to(start + 0.9 * (end - start)),
+                     plus_minus(apart, sign="+"),
+                     arm.rollouts_to(start + 0.9 * (end - start)) or None,
                      plus_minus(arm.of("before")[:1]), plus_minus(arm.of("poor_recall")),
                      plus_minus(arm.of("poor_precision")), f"{mean(arm.of('seconds')):.0f}"])
     return table(header, rows)
