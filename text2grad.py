@@ -770,6 +770,17 @@ def optimise(model, tokenizer, rows, held_out, config: Config, out: Path, critic
         write_rows(out / "result.json", [{"before": before, "after": after}])
 
 
+def start_policy(model, config: Config):
+    """The adapter "policy" before the first step, and π_ref's."""
+    if config.adapter:
+        load_lora(model, "reference", config.adapter)
+        load_lora(model, "policy", config.adapter)
+    else:
+        torch.manual_seed(config.seed)
+        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
+                 config.lora_targets.split(","))
+
+
 def main(argv=None, critic=critique, learnt=True):
     """Algorithm 1. learnt: whether the critic asks R_φ, which phases 1 and 2 then make."""
     config = parse_flags(Config, sys.argv[1:] if argv is None else argv, __doc__, preset)
@@ -782,13 +793,7 @@ def main(argv=None, critic=critique, learnt=True):
     rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
-    if config.adapter:
-        load_lora(model, "reference", config.adapter)
-        load_lora(model, "policy", config.adapter)
-    else:
-        torch.manual_seed(config.seed)
-        targets = config.lora_targets.split(",")
-        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0, targets)
+    start_policy(model, config)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     asked, makes = rows[: config.annotated_rows], learnt and config.reward_model is None

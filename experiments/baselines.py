@@ -46,14 +46,14 @@ from data import (InputError, Task, append_row, chunks, get_task, parse_flags, r
                   run_script)
 from experiments.designs import (ANNOTATORS, DESIGNS, LEARNT, SCORED, TRUE, pay_scores,
                                  step_ends, token_scores, true_critic)
-from model import (RANKS, add_lora, encode_answer, encode_prompt, load_lora,
+from model import (RANKS, encode_answer, encode_prompt, load_lora,
                    load_model, lock_directory, lora_parameters, response_hidden, save_lora,
                    start_ranks, use_lora)
 from reward_model import RewardConfig, fit_adapter, write_critiques
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, bind, check,
                        critique, decay, done, fitting, forward, preset, respond,
-                       reward_settings, sample_rollouts, split_rows, train)
+                       reward_settings, sample_rollouts, split_rows, start_policy, train)
 
 
 # ── The losses
@@ -218,17 +218,6 @@ def refinements(model, tokenizer, rows: list[dict], config: Config, out: Path) -
 
 
 # ── The methods: each leaves the adapter "policy", which is there before
-
-def start_policy(model, config: Config):
-    """The adapter "policy" before the first step, as text2grad.py has it."""
-    if config.adapter:
-        load_lora(model, "reference", config.adapter)
-        load_lora(model, "policy", config.adapter)
-    else:
-        torch.manual_seed(config.seed)
-        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
-                 config.lora_targets.split(","))
-
 
 def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, name="policy",
                **loss):

@@ -1,8 +1,8 @@
 """Studies on the embedded world, where truth is known: what the paper claims or left open.
 
     python -m experiments.studies --study 1            # a page and figure in runs/studies/
-    python -m experiments.studies --study all          # all nine, in 90 minutes on two cores
-    python -m experiments.studies --study all --quick  # in minutes: shows that everything works
+    python -m experiments.studies --study all          # all nine, some hours on two cores
+    python -m experiments.studies --study all --quick  # short runs: shows that everything works
 
 A study is a table of arms: a name, and the `Run` behind it. One runner does them all: it tunes
 the learning rate over one grid, with a seed and held-out posts that are not among the reported,
