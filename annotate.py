@@ -23,19 +23,15 @@ import json
 import math
 import os
 import re
-import socket
 import sys
-import time
 import unicodedata
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
-from itertools import islice, product
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from tqdm import tqdm
 
@@ -66,7 +62,6 @@ class Feedback:
 CRITIQUE_KEYS = ("textual_feedback", "code_feedback", "critique", "feedback")
 CODE_KEYS = ("wrong_code", "improvement_code")             # both say: this code should change
 SPAN_KEYS = ("good_spans", "poor_spans", *CODE_KEYS)
-LONGEST_REPLY = 100_000                    # characters; bounds the work on a hostile reply
 
 
 def parse_feedback(text: str, critique: str | None = None, response: str = "") -> Feedback:
@@ -91,87 +86,55 @@ def parse_feedback(text: str, critique: str | None = None, response: str = "") -
 def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple[dict, str]:
     """The one JSON object with wanted keys, and the prose before it; else FeedbackError.
 
-    Neither what is thought aloud (<think>) nor what only repeats the response is meant.
+    Neither what is thought aloud (<think>) nor what only repeats the response is meant. An
+    object that is a part of something, or whose keys stand outside of it too, is no answer: the
+    rest was broken or cut off, and may have taken it back.
     """
-    every, begin, broken = _objects(text, wanted)
-    found = [one for one in every if text[one[0] : one[1]] not in response]
+    answer = text.rpartition("</think>")[2]
+    if "<think>" in answer:
+        raise FeedbackError("the reply stops inside <think>")
+    decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
+    found, outside, end, broken = [], "", 0, ""
+    for mark in re.finditer(r'\{\s*"', answer):
+        start = mark.start()
+        if start < end:                                    # inside the object before
+            continue
+        try:
+            value, closed = decoder.raw_decode(answer, start)
+        except json.JSONDecodeError as error:
+            broken = broken or f"the JSON is broken or cut off ({error.msg})"
+            continue
+        except RecursionError as error:
+            raise FeedbackError("the JSON is nested too deeply") from error
+        outside += answer[end:start]
+        end = closed
+        if value.keys() & wanted and answer[start:end] not in response:
+            found.append((start, end, value))
+            outside += "\0"                                # here it stands
+    outside += answer[end:]
     if not found:
         raise FeedbackError(broken or f"no JSON object with {' or '.join(wanted)}")
-    (start, closed, value), (_, end, _) = found[0], every[-1]
+    start, closed, value = found[0]
     if any(other != value for _, _, other in found):
         raise FeedbackError(f"{len(found)} span objects that differ; which one is meant?")
-    if text[start - 1 : start] != "{" and re.match(r"[\s\]]*[},]", text[closed:]):
-        raise FeedbackError("the span object stands inside another that is no JSON")
-    # A last word that was cut off may have taken all of this back.
-    begun = '"(%s)"\\s*:' % "|".join(wanted).replace("_", "[^a-z]+")
-    if re.search(begun, text[end:], re.IGNORECASE):
-        raise FeedbackError("a part of a second span object stands after the first")
-    prose = text[begin:start]
-    if text[closed:].lstrip().startswith("```"):            # the fence of the object itself
+    keys = "|".join(("reasoning", *CRITIQUE_KEYS, *wanted)).replace("_", "[^a-z]+")
+    around = r"""(["']\s*:|[\[{])\s*\0|\0[\s`]*[]},]"""
+    if re.search(f'"({keys})"\\s*:|{around}', outside, re.IGNORECASE):
+        raise FeedbackError("the span object is a part of something that is no JSON")
+    prose = answer[:start]
+    if re.match(r"\s*```", answer[closed:]):               # the fence of the object itself
         prose = re.sub(r"```\w*\s*$", "", prose)
     return value, prose
 
 
-def _objects(text: str, wanted: tuple[str, ...]) -> tuple[list, int, str]:
-    """Every outermost JSON object with a wanted key as (start, end, value), where the answer
-    begins behind its thoughts, and what is wrong with the last object that is none."""
-    if len(text) > LONGEST_REPLY:
-        raise FeedbackError(f"the reply has {len(text):,} characters, over {LONGEST_REPLY:,}")
-    decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
-    found, begin, end, broken = [], 0, 0, ""
-    while mark := re.compile(r'\{\s*"|</?think>').search(text, end):
-        start, end = mark.span()
-        if mark[0] == "<think>" and "</think>" not in text[end:]:
-            return found, begin, broken or "the reply stops inside <think>"
-        if "think" in mark[0]:
-            found, broken = [], ""
-            begin = end = text.find("</think>", start) + len("</think>")
-            continue
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except json.JSONDecodeError as error:
-            end = _close(text, start)                  # what stands inside it is no answer
-            broken = _fault(text, error.pos, end)
-        except RecursionError as error:
-            raise FeedbackError("the JSON is nested too deeply") from error
-        except FeedbackError as error:                       # a key that stands twice
-            end, broken = _close(text, start), str(error)
-        else:
-            if value.keys() & wanted:
-                found.append((start, end, value))
-            elif any(f'"{key}"' in text[start:end] for key in wanted):
-                broken = "the keys stand in a nested object, not in the outermost"
-    return found, begin, broken
-
-
-def _close(text: str, start: int) -> int:
-    """Where an object that is no JSON ends: at its brace, with its thoughts, or not at all."""
-    depth = 0
-    marks = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}]|</think>', re.DOTALL)
-    for mark in marks.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(mark[0], 0)
-        if not depth:
-            return mark.end()
-        if mark[0] == "</think>":
-            return mark.start()
-    return len(text) + 1
-
-
-def _fault(text: str, at: int, end: int) -> str:
-    """Why the JSON is broken at a place."""
-    if re.match(r",\s*[}\]]", text[text.rfind(",", 0, at + 1) :]):
-        return "the JSON has a trailing comma"
-    if re.match(r"\s*(//|/\*|#)", text[at:]):
-        return "the JSON has a comment"
-    return "the reply stops inside its JSON" if end > len(text) else "the JSON is broken"
-
-
 def _plain_keys(pairs: list[tuple]) -> dict:
-    keys = [re.sub(r"[^a-z]+", "_", name.lower()).strip("_") for name, _ in pairs]
-    for key in CRITIQUE_KEYS + SPAN_KEYS:
-        if keys.count(key) > 1:
+    value = {}
+    for name, part in pairs:
+        key = re.sub(r"[^a-z]+", "_", name.lower()).strip("_")
+        if key in value and key in CRITIQUE_KEYS + SPAN_KEYS:
             raise FeedbackError(f"the key {key!r} stands twice in one object")
-    return dict(zip(keys, (part for _, part in pairs)))
+        value[key] = part
+    return value
 
 
 def read_critique(value: dict, prose: str) -> str:
@@ -223,7 +186,7 @@ def ground(response: str, feedback: Feedback) -> Grounding:
 
     The k-th repeat of a quote takes the k-th occurrence; repeats beyond the last are unmatched.
     A quote that occurs more often than it is quoted is ambiguous: no place is guessed. A place
-    that begins or ends inside a word, or inside one visible character, is none.
+    that begins or ends inside a word, or before a mark or a joiner, is none.
     """
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
@@ -253,26 +216,21 @@ def _exact_places(text: str, quote: str) -> Iterator[tuple[int, int]]:
         at = text.find(quote, at + 1)
 
 
-# Scripts whose words have no spaces between them, and marks that end no word.
-SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR",
-             "VARIATION", "COMBINING ENCLOSING", "HALFWIDTH KATAKANA")
-_FLAG = "[\U0001f1e6-\U0001f1ff]"
-# Behind another: skin tones, the letters of flags, a joiner, Korean vowels.
-_JOINED = "[\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f\u200d\u1160-\u11ff]"
+# Scripts that put no spaces between words.
+SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "HANGUL", "THAI", "LAO",
+             "KHMER", "MYANMAR")
 
 
 def _splits(text: str, at: int) -> bool:
-    """Whether a place lies inside a word, or inside one visible character (as 👩 of 👩‍🚀)."""
+    """Whether a place lies inside a word, or before what joins the character before it."""
     if not 0 < at < len(text):
         return False
-    sides = before, after = text[at - 1], text[at]
-    words = [unicodedata.category(c)[0] in "LNM" or c == "_" for c in sides]
-    if all(words) and not any(unicodedata.name(c, "").startswith(SPACELESS) for c in sides):
-        return True
-    if re.match(_FLAG, after):                                # two letters make a flag
-        return len(re.search(_FLAG + "*$", text[max(0, at - 80) : at])[0]) % 2 == 1
-    return (before == "\u200d" or unicodedata.category(after)[0] == "M"
-            or bool(re.match(_JOINED, after)))
+    sides = text[at - 1 : at + 1]
+    kinds = [unicodedata.category(char) for char in sides]
+    words = [(kind[0] in "LN" or kind in ("Mn", "Mc", "Pc"))
+             and not unicodedata.name(char, "").startswith(SPACELESS)
+             for char, kind in zip(sides, kinds)]
+    return all(words) or kinds[1][0] == "M" or "\u200d" in sides
 
 
 def normal_places(response: str, quote: str) -> Iterator[tuple[int, int]]:
@@ -283,9 +241,7 @@ def normal_places(response: str, quote: str) -> Iterator[tuple[int, int]]:
     origin = _origin(response)
     for start, end in _exact_places(normal, wanted):
         # A place that begins or ends inside a character of the response is none.
-        begins = start == 0 or origin[start - 1] != origin[start]
-        ends = end == len(origin) or origin[end] != origin[end - 1]
-        if begins and ends:
+        if all(origin[at - 1 : at] != origin[at : at + 1] for at in (start, end)):
             yield origin[start][0], origin[end - 1][1]
 
 
@@ -293,84 +249,55 @@ _MARKS = {ord(mark): "'" for mark in "‘’‚‛`´"} | {ord(mark): '"' for ma
 
 
 def normal_form(text: str) -> str:
-    """Text with one form of white space, of quotation marks and of Unicode (NFC)."""
-    return unicodedata.normalize("NFC", re.sub(r"\s+", " ", text)).translate(_MARKS)
+    """Text with one form of white space, of quotation marks and of Unicode (NFD)."""
+    return unicodedata.normalize("NFD", re.sub(r"\s+", " ", text)).translate(_MARKS)
 
 
 def _origin(text: str) -> list[tuple[int, int]]:
     """The characters [start, end) of the text behind each character of its normal form."""
-    starts = [i for i, c in enumerate(text) if i == 0 or not _continues(text[i - 1], c)]
     origin = []
-    for start, end in zip(starts, [*starts[1:], len(text)]):
-        origin += [(start, end)] * len(normal_form(text[start:end]))
+    for match in re.finditer(r"\s+|\S", text):
+        origin += [match.span()] * len(normal_form(match[0]))
     return origin
-
-
-def _continues(before: str, char: str) -> bool:
-    """Whether normal form may join it to the one before: a space, a mark, a Korean vowel."""
-    if before.isspace():
-        return char.isspace()
-    return unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
 
 
 # ── Algorithm 2: from spans to δ
 
+MARK = "\ufffd"                              # which stands where bytes are no character
+
+
 def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
     """The decoded text, and for every id the characters [start, end) it wrote (Appendix L).
 
-    Decodes piece by piece and encodes nothing: right for byte-level BPE and for SentencePiece
+    Decodes run by run and encodes nothing: right for byte-level BPE and for SentencePiece
     with byte fallback. Ids that share one character all get it; special tokens get nothing.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)   # faster without the wrapper
     decode = partial(backend.decode, skip_special_tokens=True)
     special, text = set(tokenizer.all_special_ids), decode(token_ids)
-    # What may write a part of a character; between two others the text can be cut.
-    parts = special | {i for i in set(token_ids) if MARK in decode([i]) or re.fullmatch(
-        "<0x..>", str(tokenizer.convert_ids_to_tokens(i)))}
-    offsets, at = [], 0
-    before = begin = 0       # ids[before:begin] go first, so that a piece keeps its first space
-    for end in range(1, len(token_ids) + 1):
-        if parts.issuperset(token_ids[end - 1 : end + 1]) and end < len(token_ids):
-            continue
-        piece, known = decode(token_ids[before:end]), len(decode(token_ids[before:begin]))
-        offsets += _piece_offsets(decode, special, token_ids[before:end], begin - before, piece,
-                                  known, at)
-        at += len(piece) - known
-        before, begin = (begin if len(piece) > known else before), end
-    written = [place for place in offsets if place[0] < place[1]]
-    assert len(offsets) == len(token_ids), "Appendix L: one offset per sampled token"
-    assert at == len(text), "Appendix L: the pieces are the text"
-    assert all(a <= c and b <= d for (a, b), (c, d) in zip(written, written[1:])), (
-        "Appendix L: tokens write the text from left to right")
-    return text, offsets
-
-
-MARK = "\ufffd"                              # which stands where bytes are no character
-
-
-def _piece_offsets(decode, special, ids, first: int, text: str, known: int, at: int) -> list:
-    """Offsets of ids[first:], which wrote text[known:], shifted to begin at `at`."""
-    offsets, agreed, window, shown, skip = [], known, 0, "", 0
-    for n, index in enumerate(ids[first:], first + 1):
+    offsets, end = [], 0
+    at, run, before, known = 0, [], [], 0    # `before` goes first: a run keeps its first space
+    for t, index in enumerate(token_ids, 1):
+        run.append(index)
+        written = decode(before + run)[known:]               # by the run up to here
+        start = end
+        agreed = os.path.commonprefix([written, text[at : at + len(written)]])
+        end = max(end, at + len(agreed))
         if index in special:
-            offsets.append((agreed - known + at, agreed - known + at))
-            continue
-        prefix = text if n == len(ids) else shown + decode(ids[window:n])[skip:]
-        start = agreed
-        if prefix.startswith(text[:agreed]):
-            agreed += len(os.path.commonprefix([prefix[agreed:], text[agreed:]]))
-        # A prefix that stops inside a character ends in marks that the text does not have.
-        inside = agreed < min(len(prefix), len(text))
-        if agreed + inside == start and text[known:start].endswith(MARK):
-            start -= 1             # one more byte of what is shown as a single replacement mark
-        offsets.append((start - known + at, agreed + inside - known + at))
-        # Decode no more than the last ids: a character has four bytes at most.
-        if n - window > 16 and agreed == len(prefix) and not prefix.endswith(MARK):
-            window, shown, skip = n, prefix, 0
-        elif n - window > 24:
-            window, shown = n - 8, prefix[:-1]
-            skip = len(decode(ids[window:n])) - 1
-    return offsets
+            offsets.append((start, start))
+        else:
+            # What stops inside a character ends in a mark that the text does not have.
+            inside = end < min(at + len(written), len(text))
+            # One more byte of what is shown as a single mark.
+            again = end + inside == start and text[at:start].endswith(MARK)
+            offsets.append((start - again, end + inside))
+        whole = written == agreed and not written.endswith(MARK)
+        if whole or t == len(token_ids):
+            at += len(written)
+            before = run if written else before + run
+            known, run = len(decode(before)), []
+    assert at == len(text), "Appendix L: the runs are the text, one offset per sampled token"
+    return text, offsets
 
 
 def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
@@ -399,17 +326,16 @@ def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
         for t in inside:                                                         # l.18–25
             labels[t].add(span.label)
     delta = [float(sum(found)) for found in labels]
-    assert len(delta) == len(offsets), "Alg. 2 l.15: one δ_t per token"
     assert all(-1 <= d <= 1 for d in delta), "§3.3: δ_t lies in [−1, 1]"
     return delta                                                                 # l.28
 
 
 def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
     """How many tokens lie in a good and in a poor span at once, and so get 0."""
-    good, poor = set(), set()
+    labelled = set()
     for span, inside in zip(spans, tokens_inside(text, offsets, spans)):
-        (good if span.label > 0 else poor).update(inside)
-    return len(good & poor)
+        labelled.update((t, span.label) for t in inside)
+    return len(labelled) - len({t for t, _ in labelled})       # those that stand there twice
 
 
 def half_inside_tokens(text: str, offsets, spans: list[Span]) -> int:
@@ -475,17 +401,6 @@ def get_mode(name: str) -> Mode:
         raise InputError(f"--mode must be one of {', '.join(MODES)}, not {name!r}; others are "
                          f"module:NAME, as experiments.modes:DENSE")
     return load_object("--mode", name, Mode)
-
-
-def schema_of(form) -> dict:
-    """The strict JSON schema of an example: "…" is any text, "a|b" one of these."""
-    if isinstance(form, dict):
-        return {"type": "object", "required": list(form), "additionalProperties": False,
-                "properties": {name: schema_of(part) for name, part in form.items()}}
-    if isinstance(form, list):
-        return {"type": "array", "items": schema_of(form[0])}
-    schema = {"type": {str: "string", bool: "boolean", int: "integer"}[type(form)]}
-    return schema | ({"enum": form.split("|")} if "|" in str(form) else {})
 
 
 def fenced(parts: dict[str, str]) -> tuple[str, str]:
@@ -556,13 +471,12 @@ class Question:
     key: str
     id: str
     messages: list[dict]
-    schema: dict = field(default_factory=dict)
     about: dict = field(default_factory=dict)
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Its bytes: no tokenizer makes more tokens of it."""
-        return len(json.dumps([self.messages, self.schema]).encode())
+        return len(json.dumps(self.messages))
 
 
 def question_key(*parts) -> str:
@@ -570,29 +484,30 @@ def question_key(*parts) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+FREE = {"prompt_tokens": 0, "completion_tokens": 0}
+
+
 @dataclass(frozen=True)
 class Reply:
-    """What came back. reason: why it cannot be used; usage: its tokens, None if it is free;
-    again: whether to ask once more, after `wait` seconds or as many as it takes."""
+    """What came back. reason: why it cannot be used; usage: the tokens that are billed for;
+    again: whether to ask once more, since the question is not at fault."""
     text: str
     reason: str | None = None
-    usage: dict | None = None
+    usage: dict = field(default_factory=FREE.copy)
     again: bool = False
-    wait: float | None = None
 
 
 class Journal:
-    """Every reply as a JSON line, written before its question is done with; and what it cost.
+    """Every request, before it is sent, and every reply as a JSON line; and what they cost.
 
     Prices are in USD per million tokens, max_usd in USD, of all runs together. records: key →
     the last reply; one that can be used is never asked for again. due: key → the most that a
-    request may cost that is under way, or that was so when a process was killed. A kill loses
-    no line, a power cut at most those of the last second.
+    request may cost that is under way, or that was so when a process was killed.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path, self.prices, self.max_usd = Path(path), (price_in, price_out), max_usd
-        self.records, self.due, self.spent, self.synced = {}, {}, 0.0, 0.0
+        self.records, self.due, self.spent = {}, {}, 0.0
 
     def __enter__(self) -> Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -608,8 +523,7 @@ class Journal:
         for number, line in enumerate(self.file, 1):
             try:
                 self._note(json.loads(line))
-            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                    RecursionError):
+            except (ValueError, LookupError, TypeError):
                 print(f"{self.path}, line {number}: damaged, and passed over", file=sys.stderr)
         if not line.endswith(b"\n"):                         # torn when a process was killed
             self.file.write(b"\n")
@@ -629,29 +543,19 @@ class Journal:
             return None
         return (prompt_tokens * self.prices[0] + completion_tokens * self.prices[1]) / 1e6
 
-    def affords(self, question: Question, usage: dict) -> bool:
+    def affords(self, usage: dict) -> bool:
         """Whether a request that may cost this much leaves all within max_usd."""
-        due = {**self.due, question.key: self.usd(**usage) or 0.0}
-        return self.max_usd is None or self.spent + sum(due.values()) <= self.max_usd
+        booked = self.spent + sum(self.due.values()) + (self.usd(**usage) or 0.0)
+        return self.max_usd is None or booked <= self.max_usd
 
     def begin(self, question: Question, usage: dict):
         """Book the most that a request may cost, before it is sent."""
-        if question.key not in self.due:
-            self._write({"key": question.key, "due": usage, "usd": self.usd(**usage)})
-
-    def release(self, question: Question):
-        """It was refused, and so nothing is due."""
-        self._write({"key": question.key, "due": {"prompt_tokens": 0, "completion_tokens": 0}})
-        del self.due[question.key]
+        self._write({"key": question.key, "due": usage, "usd": self.usd(**usage)})
 
     def append(self, question: Question, reply: Reply, reason: str | None):
         """Keep a reply with its bill, and with the reason why it cannot be used."""
-        usage = reply.usage or {"prompt_tokens": 0, "completion_tokens": 0}
         self._write({"key": question.key, "id": question.id, "reply": reply.text,
-                     "reason": reason, "usage": usage, "usd": self.usd(**usage)})
-        if time.monotonic() > self.synced + 1:               # for the case of a power cut
-            os.fsync(self.file.fileno())
-            self.synced = time.monotonic()
+                     "reason": reason, "usage": reply.usage, "usd": self.usd(**reply.usage)})
 
     def _write(self, record: dict):
         self.file.write(json.dumps(record).encode() + b"\n")
@@ -660,18 +564,17 @@ class Journal:
 
     def _note(self, record: dict):
         key, usage = record["key"], record.get("due") or record["usage"]
-        usd = record.get("usd") or self.usd(**usage)                 # of a run without prices
-        if not 0 <= (usd or 0.0) < math.inf or min(usage.values()) < 0:
+        usd = record["usd"] or self.usd(**usage)                     # of a run without prices
+        if not 0 <= (usd or 0.0) < math.inf:
             raise ValueError("no bill")
         if "due" in record:
-            killed = self.due.pop(key, 0.0) if any(usage.values()) else 0.0   # or refused
-            self.spent, self.due[key] = self.spent + killed, usd or 0.0
-            return
-        if not isinstance(record["reply"], str) or not isinstance(record["reason"], str | None):
-            raise ValueError("no reply")
-        self.spent += usd or 0.0
-        self.due.pop(key, None)
-        self.records[key] = {**record, "usd": usd}
+            self.spent += self.due.pop(key, 0.0)             # under way when a run was killed
+            self.due[key] = usd or 0.0
+        else:
+            self.records[key] = {"reply": record["reply"], "reason": record["reason"],
+                                 "usage": usage, "usd": usd}
+            self.due.pop(key, None)
+            self.spent += usd or 0.0
 
     def usable(self, key: str) -> bool:
         """Whether there is a reply that need not be asked for again."""
@@ -722,96 +625,74 @@ MOST_FAILURES_IN_A_ROW = 25           # then something is wrong, and money is be
 async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> bool:
     """Whether the budget ended it."""
     server = answer if isinstance(answer, Server) else None
-    under_way, stop = set(), asyncio.Event()
-    before, in_a_row, failed, too_dear = set(journal.records), 0, 0, False
+    before, in_a_row, failed = set(journal.records), 0, 0
+    waiting, stop = iter(todo), asyncio.Event()
     bar = tqdm(total=len(todo), desc="ask", delay=1)
 
-    async def settle(question: Question):
-        nonlocal in_a_row, failed
-        if server:
-            reason = await ask_server(question)
-        else:
-            reply = Reply(await asyncio.to_thread(answer, question))
-            reason = review(question, reply.text)
-            journal.append(question, reply, reason)
-        bar.update()
-        failed += bool(reason)
-        bar.set_postfix(failed=failed, refresh=failed > 0)
-        # What has failed in an earlier run may never succeed.
-        in_a_row = in_a_row + (question.key not in before) if reason else 0
-        if in_a_row == MOST_FAILURES_IN_A_ROW:
-            raise InputError(f"{in_a_row} replies in a row cannot be used, last {question.id}: "
-                             f"{reason}; they are kept in {journal.path}")
+    async def room(most: dict) -> bool:
+        """Whether to send what may cost this much, once it is known what the others cost."""
+        while not (stop.is_set() or journal.affords(most)):
+            if journal.due:
+                await asyncio.sleep(0.1)
+            else:
+                stop.set()
+        return not stop.is_set()
 
-    async def ask_server(question: Question) -> str | None:
-        """Ask until there is an answer; what may be billed is booked before it is sent."""
-        nonlocal too_dear
-        begun, worst = time.monotonic(), server.worst(question)
-        for n in range(server.retries + 1):
-            journal.begin(question, worst)
-            try:
+    async def attempt(question: Question) -> bool:
+        """Ask until there is an answer, which the journal then has; False: stopped before."""
+        most = server.most(question) if server else FREE
+        for n in range(server.retries + 1 if server else 1):
+            if n:                                            # after 1.5, 3, 6, … seconds
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), 0.75 * 2**n)
+            if not await room(most):
+                return False
+            journal.begin(question, most)
+            if server:
                 reply = await server.ask(question)
-            except InputError:                               # refused for good
-                journal.release(question)
-                raise
-            if not reply.usage:
-                journal.release(question)
+            else:
+                reply = Reply(await asyncio.to_thread(answer, question))
             reason = reply.reason or review(question, reply.text)
-            last = n == server.retries or not reply.again
-            if last and reply.again:
-                server.lose(begun, reason)
-            if last or reply.usage:
-                journal.append(question, reply, reason)
-            if last:
-                return reason
-            pause = 1.5 * 2**n if reply.wait is None else reply.wait
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), min(pause, server.timeout))
-            while journal.due and not journal.affords(question, worst):
-                await asyncio.sleep(0.1)                 # what is under way may cost less
-            too_dear |= not journal.affords(question, worst)
-            if too_dear or stop.is_set():
-                return reason
+            journal.append(question, reply, reason)
+            if not reply.again:
+                break
+            bar.set_postfix_str(reason[:60])                 # it is asked again
+        return True
 
-    async def wait():
-        nonlocal under_way
-        done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-        for error in [task.exception() for task in done]:
-            if error:
-                raise error
-
-    def has_room(question: Question) -> bool:
-        # Alone until the server has answered: the first finds out in which form to ask.
-        most = 1 if server and not server.form else concurrency
-        affords = not server or journal.affords(question, server.worst(question))
-        return len(under_way) < most and affords
+    async def worker():
+        nonlocal in_a_row, failed
+        for question in waiting:
+            if not await attempt(question):
+                return
+            reason = journal.records[question.key]["reason"]
+            if reason and server and not server.answered:
+                raise InputError(f"{server.client.base_url} with model {server.model!r}: "
+                                 f"{reason}; check OPENAI_API_KEY, the URL and the name of "
+                                 f"the model, and run the same command again")
+            bar.update()
+            failed += bool(reason)
+            bar.set_postfix(failed=failed, refresh=failed > 0)
+            # What has failed in an earlier run may never succeed.
+            in_a_row = in_a_row + (question.key not in before) if reason else 0
+            if in_a_row == MOST_FAILURES_IN_A_ROW:
+                stop.set()
+                raise InputError(f"{in_a_row} replies in a row cannot be used, last "
+                                 f"{question.id}: {reason}; they are kept in {journal.path}")
 
     async with server.connect() if server else nullcontext():
+        workers = [asyncio.create_task(worker()) for _ in range(min(concurrency, len(todo)))]
         try:
-            for question in todo:
-                while under_way and not has_room(question):
-                    await wait()
-                too_dear |= not has_room(question)
-                if too_dear:
-                    break
-                if server:
-                    journal.begin(question, server.worst(question))
-                under_way.add(asyncio.create_task(settle(question)))
-            while under_way:
-                await wait()
+            await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            too_dear = stop.is_set()
         finally:       # it is paid for, whatever has ended the run: an error, the first Ctrl-C
             stop.set()
-            if under_way:
+            if not all(task.done() for task in workers):
                 bar.set_description("waiting for what is under way")
-            await asyncio.gather(*under_way, return_exceptions=True)
+            ends = await asyncio.gather(*workers, return_exceptions=True)
             bar.close()
+    for error in filter(None, ends):
+        raise error
     return too_dear
-
-
-# How a server may want to be asked, tried in turn: the name of the limit, the kind of format.
-LIMITS, KINDS = ("max_tokens", "max_completion_tokens"), ("json_schema", "json_object", "")
-FORMS = list(product(LIMITS, KINDS))
-UNSENT = "ConnectError", "ConnectTimeout", "PoolTimeout"   # of the client's transport
 
 
 @dataclass
@@ -819,122 +700,75 @@ class Server:
     """A model behind an OpenAI-compatible server; its client reads the key."""
     model: str
     base_url: str | None = None
-    temperature: float = 0.3
+    temperature: float | None = 0.3                      # None: the model takes none
     max_tokens: int = 1200                               # of a reply
     retries: int = 6
     timeout: float = 120.0                               # seconds for a whole reply
-    form: tuple[str, str] | None = None                  # of FORMS, once one is answered
-    answered: float = 0.0                                # when it last did, time.monotonic()
-    silent: int = 0                                      # questions since, all retries failed
-    warned: bool = False
+    answered: bool = False                # ever; before, a failure ends the run at once
 
     def connect(self):
         """The client, to be closed behind the last question."""
         import openai                                    # half a second, for those who need it
-        self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=0,
-                                         timeout=self.timeout)
+        try:
+            self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=0,
+                                             timeout=None)
+        except Exception as error:                       # its transport has errors of its own
+            raise InputError(f"--base_url {self.base_url}: {error}") from error
         return self.client
 
-    def worst(self, question: Question) -> dict:
+    def most(self, question: Question) -> dict:
         """The most tokens that a reply can be billed for, where the server does not count."""
         return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
 
-    def lose(self, begun: float, said: str):
-        """Raise InputError where all retries of a question have failed as if no server were
-        there: the first question ever, or the second in a row without any answer meanwhile."""
-        self.silent = self.silent + 1 if self.answered < begun else 0
-        if not self.form or self.silent == 2:
-            raise self._useless(said)
-
-    def _useless(self, said: str) -> InputError:
-        return InputError(f"{without_password(self.client.base_url)} with model "
-                          f"{self.model!r}: {said}; check OPENAI_API_KEY, the URL and the name "
-                          f"of the model, and run the same command again")
-
     async def ask(self, question: Question) -> Reply:
-        """Send a question, at first in one form after another until the server takes one."""
-        for form in [self.form] if self.form else FORMS:
-            reply = await self._send(question, *form)
-            if reply.again:
-                break
-            if reply.usage:                              # a refusal is free, and no answer
-                if form != (self.form or FORMS[0]):
-                    print(f"{self.model} is asked with {' and '.join(filter(None, form))} only",
-                          file=sys.stderr)
-                self.form = form
-                break
-        return reply
-
-    async def _send(self, question: Question, limit: str, kind: str) -> Reply:
+        """Send a question once, or again in the form that today's hosted models want."""
         import openai
-        body = {"messages": question.messages, limit: self.max_tokens}
-        if limit == "max_tokens":             # models with the other limit take no temperature
-            body |= {"temperature": self.temperature, "top_p": 0.95}
-        if kind and question.schema:
-            schema = {"name": "reply", "strict": True, "schema": question.schema}
-            more = {"json_schema": schema} if kind == "json_schema" else {}
-            body["response_format"] = {"type": kind} | more
-        worst = self.worst(question)
+        most, how = self.most(question), {"max_completion_tokens": self.max_tokens}
+        if self.temperature is not None:
+            how = {"max_tokens": self.max_tokens, "temperature": self.temperature,
+                   "top_p": 0.95}
         try:
             async with asyncio.timeout(self.timeout):    # of all of it, however it trickles in
-                # What is given as "extra" the client does not look through, which takes long.
                 reply = await self.client.chat.completions.with_raw_response.create(
-                    model=self.model, messages=[], extra_body=body)
-            self.answered = time.monotonic()
-            return read_completion(reply.text, worst)
-        except UnicodeEncodeError as error:                # half of a surrogate pair
+                    model=self.model, messages=question.messages, **how)
+            self.answered = True
+            return read_completion(reply.text, most)
+        except TimeoutError:                             # it may have been billed
+            return Reply("", f"no answer in {self.timeout:g} s", most, True)
+        except openai.APIConnectionError as error:       # so may this, once it was sent
+            unsent = type(error.__cause__).__name__ == "ConnectError"
+            return Reply("", f"{error} {error.__cause__!r}", FREE if unsent else most, True)
+        except UnicodeEncodeError as error:              # half of a surrogate pair
+            self.answered = True
             return Reply("", f"it cannot be sent: {error}")
-        except openai.APIStatusError as error:             # refused, and so not billed
-            self.answered, status, said = time.monotonic(), error.status_code, str(error)[:500]
-            if status in (408, 409, 429) or status >= 500:
-                wait = error.response.headers.get("retry-after", "")
-                known = re.fullmatch(r"\d*\.?\d+", wait)         # else a date
-                return Reply("", said, None, True, float(wait) if known else None)
-            if self.form or status in (400, 413, 422):
-                return Reply("", said)
-            raise self._useless(said) from error
-        except (openai.APIConnectionError, TimeoutError) as error:
-            late = isinstance(error, (TimeoutError, openai.APITimeoutError))
-            sent = type(error.__cause__).__name__ not in UNSENT
-            said = f"{error} {error.__cause__!r}"
-            if late:
-                said = f"no answer in {self.timeout:g} s"
-            if not self.warned:
-                tqdm.write(f"{without_password(self.client.base_url)}: {said}", sys.stderr)
-            self.warned = True
-            # It may have been billed; a time-out has waited long enough.
-            return Reply("", said, worst if sent else None, True, 0.0 if late else None)
+        except openai.APIStatusError as error:           # refused, and so not billed
+            status, said = error.status_code, str(error)[:500]
+            if "max_tokens" in how and "max_completion_tokens' instead" in said:
+                if self.temperature is not None:
+                    print(f"{self.model} takes no temperature; it is asked without",
+                          file=sys.stderr)
+                self.temperature = None
+                return await self.ask(question)
+            self.answered |= status in (400, 413, 422)   # of this one question
+            return Reply("", said, again=status in (408, 409, 429) or status >= 500)
 
 
-def read_completion(text: str, worst: dict) -> Reply:
-    """A chat completion's JSON → Reply, billed by the server's own count, or else at worst."""
-    usage, reason = worst, None
+def read_completion(text: str, most: dict) -> Reply:
+    """A chat completion's JSON → Reply, billed by the server's own count, or else at most."""
+    usage = most
     try:
         body = json.loads(text)
-        told = body.get("usage")
-        counts = {name: told.get(name) if isinstance(told, dict) else None for name in worst}
-        if all(isinstance(n, int) and 0 <= n < 1e9 for n in counts.values()):
-            usage = counts
-        if body.get("error"):
-            return Reply(text, f"the server says: {body['error']}"[:500], usage)
+        counts = body.get("usage") or {}
+        if all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in most):
+            usage = {name: counts[name] for name in most}
         choice = body["choices"][0]
-        finish = choice.get("finish_reason")
-        refusal = str(choice["message"].get("refusal") or "")
-        content = choice["message"].get("content") or ""
-        if isinstance(content, list):
-            content = "".join(x if isinstance(x, str) else x.get("text") or "" for x in content)
-        if not content.strip():
-            reason = f"the reply is empty: {refusal or finish}"
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        return Reply(text, f"the server's answer is no chat completion ({error})", usage)
+        content, finish = choice["message"].get("content") or "", choice.get("finish_reason")
+        empty = not content.strip()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return Reply(text, f"the server's answer is no chat completion: {text[:300]}", usage)
     if finish == "length":
-        reason = f"cut off after {worst['completion_tokens']} tokens"
-    return Reply(content or refusal, reason, usage)
-
-
-def without_password(url) -> str:
-    """A URL that may be shown."""
-    return re.sub(r"(?s)^(\w+:/*)?.*@", r"\1", str(url))
+        return Reply(content, f"cut off after {most['completion_tokens']} tokens", usage)
+    return Reply(content, f"the reply is empty: {finish}" if empty else None, usage)
 
 
 def check_asking(price_in, price_out, max_usd, base_url=None, free=False):
@@ -946,17 +780,9 @@ def check_asking(price_in, price_out, max_usd, base_url=None, free=False):
     if not re.fullmatch("[!-~]+", os.environ.get("OPENAI_API_KEY", "")):
         raise InputError("OPENAI_API_KEY is not set, or no key; export it (any word does for a "
                          "local server without keys)")
-    url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    try:
-        parts = urlsplit(url)
-        port, known = parts.port or 443, parts.hostname and re.match("https?://[!-~]+$", url)
-        if known and not getproxies().keys() - {"no"}:       # a proxy may know other hosts
-            socket.getaddrinfo(parts.hostname, port)
-    except (ValueError, OSError):
-        known = False
-    if not known:
-        raise InputError(f"--base_url {without_password(url)}: no such host, or no URL such as "
-                         f"http://localhost:8000/v1")
+    url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://"
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"--base_url {url}: a URL begins as http://localhost:8000/v1 does")
 
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
@@ -1040,28 +866,27 @@ def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
 
 def annotation_question(example: dict, config: AnnotateConfig) -> Question:
     """The request for one response; `about` is the example."""
-    task, mode = get_task(config.task), get_mode(config.mode)
+    task = get_task(config.task)
     messages = annotation_messages(task, example, config.mode)
     own = [example["row"]] if config.critic else []         # a function may look at any field
     key = question_key(task.name, config.annotator, messages, *own)
-    return Question(key, example["id"], messages, schema_of(mode.form), example)
+    return Question(key, example["id"], messages, example)
 
 
 def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateConfig):
     """Each question with its record, and its (Feedback, Grounding), or None without any."""
+    read = {}
+
     def review(question: Question, text: str) -> str | None:
         try:
-            read_reply(question.about, text, config.mode)
+            read[question.key] = read_reply(question.about, text, config.mode)
         except FeedbackError as error:
             return str(error)
         return None
 
     records = ask(questions, journal, load_annotator(config), review, config.concurrency)
     for question in questions:
-        record = records[question.key]
-        found = None if record["reason"] else read_reply(question.about, record["reply"],
-                                                         config.mode)
-        yield question, record, found
+        yield question, records[question.key], read.get(question.key)
 
 
 def annotate(config: AnnotateConfig) -> str:

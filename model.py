@@ -22,9 +22,11 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
+import sys
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data import InputError
 from sampling import ModelError, head_weight, positions_of
 
+DATE = date(2024, 7, 26)             # in the place of today's; Llama 3.1's own
 # The prompt of a model that has no chat template of its own (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
@@ -58,7 +61,8 @@ def load_model(path, dtype=None, device=None):  # Table 5
     """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
 
     dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
-    slow, float32. Raises ModelError where there is no such model, where the tokenizer has more
+    slow, float32. A template that writes today's date is given DATE. Raises ModelError where
+    there is no such model, where the tokenizer has more
     tokens than it, or where the head is not the product `hidden @ weight.T` that is scored.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -74,6 +78,11 @@ def load_model(path, dtype=None, device=None):  # Table 5
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and the "
                          f"model {model.config.vocab_size}; they do not belong together")
+    if isinstance(tokenizer.chat_template, str):
+        # Whenever a run goes on, and for R_φ and eval.py on any day, x is to be the same.
+        tokenizer.chat_template = re.sub(
+            r"""strftime_now\((["'])(.*?)\1\)""",
+            lambda call: repr(DATE.strftime(call[2])), tokenizer.chat_template)
     model.requires_grad_(False).eval().to(device)
     _check_plain_head(model, path)
     return model, tokenizer
@@ -234,18 +243,19 @@ def fingerprint(model) -> str:
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, whole or not at all."""
+    """Write one adapter in PEFT's format, whole or not at all; PEFT finds its base from any
+    directory."""
     _check_name(model, name, loaded=True)
     layers, tensors = _lora_layers(model, name), {}
     for path, layer in layers.items():
         for side, x in (("A", layer.lora_A[name]), ("B", layer.lora_B[name])):
             key = f"base_model.model.{path}.lora_{side}.weight"
             tensors[key] = x.detach().cpu().contiguous()
-    r = len(layer.lora_A[name])
+    r, base = len(layer.lora_A[name]), model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
-              "base_model_name_or_path": model.config._name_or_path}
+              "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     with atomic_directory(directory) as temporary:
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
@@ -442,6 +452,14 @@ def all_sum(x: Tensor) -> Tensor:
     """The sum of a tensor of any shape over all ranks, in place where there are several."""
     together(dist.all_reduce, x)
     return x
+
+
+def peak_memory() -> float:
+    """GB that this process has held at most so far: of its GPU, else of main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def say(text: str):

@@ -207,7 +207,9 @@ NOTES = {
     "entropy": "nats per token; falls slowly; near 0 every rollout is the same",
     "kl": "nats per response from the reference; rises to kl_target and stays",
     "kl_coef": "β; rises while kl is over kl_target, falls while it is under",
-    "response_tokens": "steady; at max_new_tokens responses are cut off",
+    "response_tokens": "steady",
+    "truncated": "share of responses cut off at --max_new_tokens; V after them is 0, as after "
+                 "an EOS (Algorithm 4)",
     "explained_variance": "towards 1; below 0 the value head misleads",
     "unparseable": "share of critiques by R_φ that cannot be read; under .05",
     "unmatched": "share of quotes that are not in the response; under .05",
@@ -240,6 +242,7 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
         "kl": (old - reference).sum() / len(judged),             # nats of a response
         "response_tokens": len(delta) / len(judged),
         "explained_variance": 1 - left / variance.clamp(min=1e-12),
+        "truncated": sum(rollouts.truncated) / len(judged),
         "unparseable": sum(bool(found.reason) for found in judged) / len(judged),
         "unmatched": sum(found.unmatched for found in judged) / quotes,
         "ambiguous": sum(found.ambiguous for found in judged) / quotes,

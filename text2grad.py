@@ -45,7 +45,7 @@ from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_ta
 from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations, checksum,
                    encode_prompt, eos_ids, everyone, gathered, keep_checkpoint, load_lora,
                    load_model, lock_directory, lora_parameters, newest_checkpoint,
-                   optimizer_parameters, response_hidden, restore_optimizer,
+                   optimizer_parameters, peak_memory, response_hidden, restore_optimizer,
                    save_lora, say, shard, start_ranks, target_layers, together, use_lora)
 from report import batch_metrics, colour_tokens, public, run_report, sample_row, table
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
@@ -123,14 +123,15 @@ PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=
              learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
              max_new_tokens=512, max_critique_tokens=768, value_learning_rate=None,
              value_clip=0.2)
+# max_prompt_tokens: with y behind them, R_φ saw no longer prompts in the release.
 PRESETS = {  # Table 10
     "toy": {},
     "slf5k": {**PAPER, "batch_size": 12, "minibatch_size": 12, "schedule": "linear",
               "kl_coef": 0.2, "kl_target": 6.0, "max_new_tokens": 89,
-              "max_critique_tokens": 500, "annotated_rows": 5000},
-    "ultrafeedback": PAPER,
+              "max_critique_tokens": 500, "annotated_rows": 5000, "max_prompt_tokens": 811},
+    "ultrafeedback": {**PAPER, "max_prompt_tokens": 438},
     "kodcode": {**PAPER, "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
-                "kl_target": 1.0},
+                "kl_target": 1.0, "max_prompt_tokens": 644},
 }
 # What a run may change when it goes on: neither weights nor texts depend on it.
 FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
@@ -253,6 +254,7 @@ class Rollouts:
     rewards: Tensor | None = None         # r_t = δ'_t + r_t^KL
     advantages: Tensor | None = None      # A_t, whitened
     returns: Tensor | None = None         # what V is fitted to
+    truncated: list[bool] = field(default_factory=list)       # no EOS in max_new_tokens
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
         """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them."""
@@ -279,12 +281,14 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
             ids += generate(model, x, config.max_new_tokens, config.temperature, ends, pad,
                             uniforms=u)                                                  # l.11
     ids = everyone(ids)
-    assert all(y[-1] in ends or len(y) == config.max_new_tokens for y in ids), \
+    truncated = [y[-1] not in ends for y in ids]
+    assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
         "Alg. 4 l.11: y ends with its EOS, or is cut off"
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
     assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: each y_t has its characters"
     padded = pad_batch(prompt_ids, ids, pad or 0, model.device)
-    return Rollouts(rows, prompts, list(texts), list(offsets), *padded)                  # l.8
+    return Rollouts(rows, prompts, list(texts), list(offsets), *padded,                  # l.8
+                    truncated=truncated)
 
 
 def critique(rollouts: Rollouts, model, tokenizer, config: Config) -> list[Judgement]:
@@ -725,14 +729,16 @@ def once(work, *args):
 
 
 def phase(name: str, result: str, out: Path, work):
-    """Do phase 1 or 2, unless its result is there; a line in phases.jsonl."""
+    """Do a phase, unless its result is there; a line in phases.jsonl with its seconds, and the
+    GB that the process has held at most so far."""
     if everyone([done(out / result)])[0]:
         return say(f"{name}: reused {out / result}")
     started, said = time.time(), work()
     if RANK == 0:
-        row = {"phase": name, "seconds": time.time() - started, "summary": said}
+        row = {"phase": name, "seconds": time.time() - started, "GB": peak_memory(),
+               "summary": said}
         append_row(out / "phases.jsonl", row)
-        say(f"{name}: {said} ({row['seconds']:.0f} s)")
+        say(f"{name}: {said} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
@@ -744,30 +750,38 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
             batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
             add_feedback(batch, critic(batch, model, tokenizer, config))
         samples += [{"id": row.get("id"), **sample_row(batch, i)} for i, row in enumerate(part)]
-        for row, text, found in zip(part, batch.texts, batch.feedback):
+        for row, text, found, cut in zip(part, batch.texts, batch.feedback, batch.truncated):
             n = max(1, len(found.delta))
             scores.append({name: truth(row, text) for name, truth in truths.items()} | {
                 "mean δ per token": sum(found.delta) / n,
                 "tokens in good spans": sum(d > 0 for d in found.delta) / n,
                 "tokens in poor spans": sum(d < 0 for d in found.delta) / n,
                 "unparseable critiques": float(bool(found.reason)),
-                "response tokens": float(len(found.delta))})
+                "truncated responses": float(cut), "response tokens": float(len(found.delta))})
     means = {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
     return means, samples
 
 
-def optimise(model, tokenizer, rows, held_out, config: Config, out: Path, critic=critique):
+MOST_UNREADABLE = 0.2                     # a share of critiques
+
+
+def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
+             critic=critique) -> str:
     """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
-    if everyone([done(out / "result.json")])[0]:
-        return
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
+    if (lost := before["unparseable critiques"]) > MOST_UNREADABLE:
+        why = next(sample["unreadable"] for sample in samples if sample["unreadable"])
+        say(f"warning: {lost:.0%} of the critiques cannot be read, and pay nothing (one: "
+            f"{why}); stop, and let R_φ learn from more rows or epochs (reward_model.py), or "
+            f"raise --max_critique_tokens")
     train(model, tokenizer, rows, config, out, critic)                                  # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": before, "after": after}])
+    return f"{config.iterations} iterations"
 
 
 def start_policy(model, config: Config):
@@ -813,7 +827,9 @@ def main(argv=None, critic=critique, learnt=True):
                   lambda: fit_reward(model, tokenizer, config, out))                 # l.13–14
             if not lora_parameters(model, "reward"):            # made by an earlier start
                 load_lora(model, "reward", out / "reward" / "adapter")
-        optimise(model, tokenizer, rows, held_out, config, out, critic)              # l.16–19
+        phase("phase 3, policy", "result.json", out,
+              lambda: optimise(model, tokenizer, rows, held_out, config, out,
+                               critic))                                              # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "

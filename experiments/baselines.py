@@ -41,15 +41,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import text2grad
-from annotate import annotate, token_offsets
+from annotate import Span, annotate, token_offsets
 from data import (InputError, Task, append_row, chunks, get_task, parse_flags, read_rows,
                   run_script)
-from experiments.designs import (ANNOTATORS, DESIGNS, LEARNT, SCORED, TRUE, pay_scores,
-                                 step_ends, token_scores, true_critic)
-from model import (RANKS, encode_answer, encode_prompt, load_lora,
-                   load_model, lock_directory, lora_parameters, response_hidden, save_lora,
-                   start_ranks, use_lora)
-from reward_model import RewardConfig, fit_adapter, write_critiques
+from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
+                                 true_critic)
+from model import (RANKS, encode_answer, encode_prompt, load_lora, load_model, lock_directory,
+                   lora_parameters, response_hidden, save_lora, use_lora)
+from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, bind, check,
                        critique, decay, done, fitting, forward, preset, respond,
@@ -95,7 +94,7 @@ def sdpo_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 def sequence_logprobs(model, pairs: list[tuple], pad: int) -> Tensor:
     """log π(y|x) = Σ_t log π(y_t | x, y_<t), by the adapter in use. [(x, y)] as ids → [B]"""
-    *inputs, mask = pad_batch([x for x, _ in pairs], [y for _, y in pairs], pad, model.device)
+    *inputs, mask = pad_batch(*zip(*pairs), pad, model.device)
     at = mask.bool()
     hidden = response_hidden(model, *inputs, mask)[at]                                  # [N, H]
     found = token_logprobs(hidden, head_weight(model), inputs[2][at])
@@ -131,9 +130,9 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 
 # ── Rows: refinements, preference pairs, step labels
 
-def budget(rows: list[dict], config: Config) -> list[dict]:
-    """As many rows as Algorithm 4 samples rollouts."""
-    return rows[: config.iterations * config.batch_size]
+def budget(rows: list[dict], config: Config, each: int = 1) -> list[dict]:
+    """Rows for as many responses as Algorithm 4 samples, so many to each."""
+    return rows[: max(1, config.iterations * config.batch_size // each)]
 
 
 def annotated(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
@@ -152,28 +151,19 @@ def encode(tokenizer, texts) -> list[tuple]:
 
 def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
     """(x, y_w, y_l) of two responses to a row, the better first by the sum of labels."""
-    answers, found = defaultdict(list), []
-    twice = [row for row in rows for _ in range(2)]
+    twice, answers = [row for row in rows for _ in range(2)], defaultdict(list)
     for row in annotated(model, tokenizer, twice, config, out):
         merit = sum(span["label"] for span in row["spans"])
         answers[row["prompt"]].append((merit, row["response"]))
-    for prompt, said in answers.items():
-        (most, better), (least, worse) = max(said), min(said)
-        if most > least:
-            found.append((prompt, better, worse))
-    return found
+    sides = [(x, *max(said), *min(said)) for x, said in answers.items()]
+    return [(x, better, worse) for x, most, better, least, worse in sides if most > least]
 
 
 def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
     """(x, y, labels) of a row annotated in steps: ±1 at the last token of each, 0 elsewhere."""
-    y = encode_answer(tokenizer, row["response"])
-    text, offsets = token_offsets(tokenizer, y)
-    ends = step_ends(text, offsets, [(span["start"], span["end"]) for span in row["spans"]])
-    labels = [0] * len(y)
-    for end, span in zip(ends, row["spans"]):
-        if end is not None:
-            labels[end] = span["label"]
-    return encode_prompt(tokenizer, row["prompt"]), y, labels
+    ((x, y),) = encode(tokenizer, [(row["prompt"], row["response"])])
+    steps = [Span(**span) for span in row["spans"]]
+    return x, y, mark_ends(*token_offsets(tokenizer, y), steps)
 
 
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
@@ -194,27 +184,27 @@ def mend(response: str, critique: str) -> str:
     return response
 
 
-REWRITING = Task("rewriting", lambda row: row["asked"])
+REWRITING = Task("rewriting", str)                         # its rows are the prompts themselves
 
 
-def rewrite(model, tokenizer, asked: list[dict], config: Config, adapter, generator):
-    """y' ~ π'(· | x, y, c) for rows that hold the instruction as "asked"."""
+def rewrite(model, tokenizer, asked: list[str], config: Config, adapter, generator):
+    """Texts y' ~ π'(· | x, y, c), by instructions of `rewrite_prompt`."""
     own = replace(config, task="experiments.baselines:REWRITING")
-    return sample_rollouts(model, tokenizer, asked, own, adapter, generator)
+    return sample_rollouts(model, tokenizer, asked, own, adapter, generator).texts
 
 
-def refinements(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
-    """Phase 1's y and z → (x, the instruction to rewrite y, y⁺), less the empty ones; y⁺ of
-    `mend` in the toy world, else of π_ref."""
+def refinements(model, tokenizer, rows, config: Config, out: Path, told=False) -> list[tuple]:
+    """Phase 1's y and z → (x, y⁺), less the empty ones; y⁺ of `mend` in the toy world, else of
+    π_ref. told: the instruction to rewrite y in the place of x."""
     rows = annotated(model, tokenizer, budget(rows, config), config, out)
-    asked = [rewrite_prompt(row["prompt"], row["response"], row["critique"]) for row in rows]
+    x, y, c = ([row[key] for row in rows] for key in ("prompt", "response", "critique"))
+    asked = [*map(rewrite_prompt, x, y, c)]
     if config.task == "toy":
-        texts = [mend(row["response"], row["critique"]) for row in rows]
+        texts = map(mend, y, c)
     else:
         generator = torch.Generator().manual_seed(config.seed)
-        texts = rewrite(model, tokenizer, [{"asked": x} for x in asked], config,
-                        config.reference, generator).texts
-    return [(row["prompt"], x, y) for row, x, y in zip(rows, asked, texts) if y.strip()]
+        texts = rewrite(model, tokenizer, asked, config, config.reference, generator)
+    return [(x, y) for x, y in zip(asked if told else x, texts) if y.strip()]
 
 
 # ── The methods: each leaves the adapter "policy", which is there before
@@ -244,39 +234,38 @@ def sft(model, tokenizer, rows, config: Config, out: Path):
 
 def ilf(model, tokenizer, rows, config: Config, out: Path):
     """Imitation learning from language feedback (Scheurer et al. 2023): −E log π(y⁺|x)."""
-    texts = [(x, y) for x, _, y in refinements(model, tokenizer, rows, config, out)]
+    texts = refinements(model, tokenizer, rows, config, out)
     fit_policy(model, tokenizer, texts, config, out)
 
 
 def learn_to_rewrite(model, tokenizer, rows, config: Config, out: Path, name: str):
-    """The toy's: an adapter learns −E log π'(y⁺ | x, y, c) from mended responses."""
-    texts = [(asked, y) for _, asked, y in refinements(model, tokenizer, rows, config, out)]
-    fit_policy(model, tokenizer, texts, config, out, name)
+    """The toy's: an adapter learns −E log π'(y⁺ | x, y, c); an instructed model can rewrite."""
+    if config.task == "toy":
+        texts = refinements(model, tokenizer, rows, config, out, told=True)
+        fit_policy(model, tokenizer, texts, config, out, name)
+        save_lora(model, name, out / name)
 
 
 def reflection(model, tokenizer, rows, config: Config, out: Path):
-    """SFT, and in the toy world the "rewriter" of `reflect`; elsewhere the policy rewrites."""
+    """SFT, and the toy's "rewriter" of `reflect`."""
     sft(model, tokenizer, rows, config, out)
-    if config.task == "toy":
-        learn_to_rewrite(model, tokenizer, rows, config, out, "rewriter")
-        save_lora(model, "rewriter", out / "rewriter")
+    learn_to_rewrite(model, tokenizer, rows, config, out, "rewriter")
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
-    """Direct preference optimisation, of two responses to each of half as many prompts."""
-    some = budget(rows, config)
-    texts = preferences(model, tokenizer, some[: max(1, len(some) // 2)], config, out)
+    """Direct preference optimisation (Appendix N), of two responses to a row."""
+    texts = preferences(model, tokenizer, budget(rows, config, 2), config, out)
     loss_of = partial(preference_loss, reference=config.reference)
     fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=lambda _: 1)
 
 
-def fit_scores(model, tokenizer, rows, config: Config, out: Path, by_step: bool) -> float:
-    """A scalar or a step reward model, the adapter "reward" → its share right, held out.
+def fit_scores(model, tokenizer, rows, config: Config, out: Path, kind: str) -> float:
+    """A "scalar" or a "steps" reward model, the adapter "reward" → its share right, held out.
 
     A third of R_φ's rate and one pass more: a bit for a pair teaches less than a critique.
     """
-    rows, losses, count_of = rows[: config.annotated_rows], pair_losses, lambda _: 1
-    if by_step:
+    rows, settings = rows[: config.annotated_rows], reward_settings(config, out)
+    if kind == "steps":
         losses, count_of = labelled_losses, lambda row: sum(map(abs, row[2]))
         critic, mode = ANNOTATORS["steps"]
         own = replace(config, mode=mode, critic=critic if config.task == "toy" else
@@ -284,34 +273,35 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, by_step: bool)
         rows = annotated(model, tokenizer, rows, own, out)
         found = [labelled_steps(row, tokenizer) for row in rows if row["spans"]]
     else:
+        losses, count_of = pair_losses, lambda _: 1
         found = encode(tokenizer, preferences(model, tokenizer, rows, config, out))
-    settings = reward_settings(config, out)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
-    some = len(found) // 10
+    some = max(1, len(found) // 10)
     fit_adapter(model, tokenizer, found[some:], "reward", settings,
                 lambda model, part, _: losses(model, tokenizer, part).sum(), count_of)
     save_lora(model, "reward", out / "reward" / "adapter")
     with torch.no_grad(), use_lora(model, "reward"):
         parts = [losses(model, tokenizer, part) for part in chunks(found[:some], 64)]
-    return (torch.cat(parts) < math.log(2)).float().mean().item() if parts else math.nan
+    return (torch.cat(parts) < math.log(2)).float().mean().item()
 
 
-def ppo(model, tokenizer, rows, config: Config, out: Path, by_step=False):
-    """PPO of Tables 2 and 3: Algorithm 4 with r(x, y) at the last token. by_step: PRM-PPO
-    (Appendix N), with a score at the end of every step."""
-    fit_scores(model, tokenizer, rows, config, out, by_step)
-    train(model, tokenizer, rows, config, out, partial(pay_scores, by_step=by_step))
+def ppo(model, tokenizer, rows, config: Config, out: Path, kind="scalar"):
+    """PPO of Tables 2 and 3: Algorithm 4 with r(x, y) at the last token. "steps": PRM-PPO
+    (Appendix N), with a score at the end of every step. --reward_model: what it fitted before.
+    """
+    if not lora_parameters(model, "reward"):
+        fit_scores(model, tokenizer, rows, config, out, kind)
+    train(model, tokenizer, rows, config, out, SCORED[kind])
 
 
 def sdpo(model, tokenizer, rows, config: Config, out: Path):
     """Self-distillation from feedback (Hübotter et al. 2026), on the policy's own rollouts.
 
-    The critique is R_φ's where there is one, else the function of --critic. The toy's policy
-    first learns to rewrite: what an instructed model can do that is shown a critique.
+    The critique is R_φ's where there is one, else the function of --critic. A minibatch is one
+    forward pass. The toy's policy first learns to rewrite.
     """
-    if config.task == "toy":
-        learn_to_rewrite(model, tokenizer, rows, config, out, "policy")
+    learn_to_rewrite(model, tokenizer, rows, config, out, "policy")
     critic = critique if lora_parameters(model, "reward") else true_critic
     parameters, truths = lora_parameters(model, "policy"), get_task(config.task).truth
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
@@ -320,14 +310,13 @@ def sdpo(model, tokenizer, rows, config: Config, out: Path):
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         drawn = batch_rows(rows, config, iteration)
         batch = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
-        judged = critic(batch, model, tokenizer, config)
-        asked = [rewrite_prompt(x, y, found.critique)
-                 for x, y, found in zip(batch.prompts, batch.texts, judged)]
+        shown = show(batch, critic(batch, model, tokenizer, config), tokenizer)
         optimizer.param_groups[0]["lr"] = config.learning_rate * decay(config, iteration)
         for _ in range(config.ppo_epochs):
             order = rng.sample(range(len(drawn)), len(drawn))
             for minibatch in chunks(order, config.minibatch_size):
-                distil(model, tokenizer, batch, asked, minibatch, config)
+                distil(model, batch.part(minibatch), shown.part(minibatch),
+                       config.temperature)
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -336,62 +325,56 @@ def sdpo(model, tokenizer, rows, config: Config, out: Path):
         append_row(out / "metrics.jsonl", {"iteration": iteration + 1, **means})
 
 
-def distil(model, tokenizer, batch: Rollouts, asked: list[str], minibatch: list[int],
-           config: Config):
-    """The gradient of `sdpo_loss` per token of a minibatch, by one set of weights.
+def show(batch: Rollouts, judged: list[Judgement], tokenizer) -> Rollouts:
+    """The same responses to prompts that hold them and their critiques, as the teacher sees."""
+    asked = map(rewrite_prompt, batch.prompts, batch.texts, (one.critique for one in judged))
+    ids = [encode_prompt(tokenizer, prompt) for prompt in asked]
+    x, mask, *_ = pad_batch(ids, [], tokenizer.pad_token_id or 0, batch.mask.device)
+    return replace(batch, prompt_ids=x, prompt_mask=mask)
 
-    asked: the prompts that hold response and critique, the teacher's.
-    """
-    weight, count = head_weight(model), batch.mask[minibatch].sum()
-    for index in chunks(minibatch, config.micro_batch_size):
-        part = batch.part(index)
-        ids = [encode_prompt(tokenizer, asked[i]) for i in index]
-        prompt_ids, prompt_mask, *_ = pad_batch(ids, [[0]] * len(ids),
-                                                tokenizer.pad_token_id or 0, model.device)
-        shown = part | {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
-        with torch.no_grad():
-            teacher, _ = forward(model, shown, "policy")                               # [N, H]
-        student, _ = forward(model, part, "policy")
-        logits = (x @ weight.T / config.temperature for x in (student, teacher))
-        (sdpo_loss(*logits) / count).backward()
+
+def distil(model, seen: dict[str, Tensor], shown: dict[str, Tensor], temperature: float):
+    """The gradient of `sdpo_loss` per token, by one set of weights, of parts of `Rollouts`."""
+    with torch.no_grad():
+        teacher, _ = forward(model, shown, "policy")                                   # [N, H]
+    student, _ = forward(model, seen, "policy")
+    logits = (x @ head_weight(model).T / temperature for x in (student, teacher))
+    (sdpo_loss(*logits) / len(student)).backward()
 
 
 METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": ppo,
-           "prm_ppo": partial(ppo, by_step=True), "sdpo": sdpo}
+           "prm_ppo": partial(ppo, kind="steps"), "sdpo": sdpo}
 
 
 # ── What was learnt
 
-def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> Rollouts:
-    """z' of R_φ and y' ~ π'(· | x, y, z') for rollouts of y: rollouts of y'."""
-    rewriter = "rewriter" if lora_parameters(model, "rewriter") else "policy"
+def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> list[str]:
+    """z' of R_φ and y' ~ π'(· | x, y, z') for rollouts of y: the texts of y'."""
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
-    asked = map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)
-    rows = [row | {"asked": x} for row, x in zip(rollouts.rows, asked)]
-    return rewrite(model, tokenizer, rows, config, rewriter, generator)
+    asked = [*map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)]
+    return rewrite(model, tokenizer, asked, config, "rewriter", generator)
 
 
 def main(argv=None):
     """One design or baseline, from rows to the adapter that eval.py judges."""
     name, *flags = argv or sys.argv[1:] or [""]
-    if name not in DESIGNS and name not in METHODS:
-        raise InputError(f"{name or 'no method'}: name one of {', '.join([*METHODS, *DESIGNS])}"
+    designs = LEARNT | TRUE
+    if name not in designs and name not in METHODS:
+        raise InputError(f"{name or 'no method'}: name one of {', '.join([*METHODS, *designs])}"
                          f", then flags of text2grad.py")
     flags = ["--output_dir", f"runs/{name}", "--probe_rows", "0", *flags]   # or as they say
     config = parse_flags(Config, flags, __doc__, preset)
-    for names, needed in ((SCORED, "reward_model"), (TRUE, "critic")):
-        if name in names and not getattr(config, needed):
-            raise InputError(f"{name} needs --{needed}")
-    if name in DESIGNS:
-        return text2grad.main(flags, DESIGNS[name], name in LEARNT)
+    if name in TRUE and not config.critic:
+        raise InputError(f"{name} needs --critic")
+    if name in designs:
+        return text2grad.main(flags, designs[name], name in LEARNT)
     if RANKS > 1:
         raise InputError("a baseline runs in one process")
     out = Path(config.output_dir)
-    check(config, out, name not in ("sft", "reflection"))
-    device = start_ranks(minutes=30.0)
+    check(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process ends
-    model, tokenizer = load_model(config.model, config.dtype, device)
+    model, tokenizer = load_model(config.model, config.dtype)
     rows = fitting(split_rows(config)[0], model, tokenizer, config)
     bind(config, out)
     start_policy(model, config)

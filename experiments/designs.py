@@ -11,8 +11,8 @@ else of Algorithm 4. Those of DESIGNS, by name:
     end                Σ_t δ_t paid at the last token: the same information with no placement
     linear_decay, importance   weights within a span (Appendix I.1)
     true, true_end, …  the function of --critic judges the rollout itself
-    scalar             a Bradley–Terry reward model's score r(x, y) at the last token (PPO)
-    steps              a process reward model, tanh(ℓ/2) at the end of each step (PRM-PPO)
+    scalar, steps      a reward model's score at the last token, or at the end of each step:
+                       those of PPO and PRM-PPO in baselines.py, which fit them first
 
 "Human spans" (Table 11) are no design of their own: R_φ learns from what people marked. Dense
 labels and steps are modes of the annotator (experiments/modes.py).
@@ -30,13 +30,13 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 import toy
-from annotate import (FeedbackError, Span, parse_feedback, quoted, read_reply, token_rewards,
-                      tokens_inside)
+from annotate import FeedbackError, Span, get_mode, quoted, token_rewards, tokens_inside
 from data import chunks, load_object
 from model import RANK, RANKS, encode_prompt, response_hidden, use_lora
 from reward_model import Judgement, judge, reward_tokens, write_critiques
@@ -100,9 +100,8 @@ def damaged(text: str, spans: list[Span], kind: str, share: float, rng) -> list[
             before = re.search(r"(?:\S+\s+){0,2}$", text[: span.start])
             after = re.compile(r"\S*(?:\s+\S+)?").match(text, span.end)
             out.append(replace(span, start=before.start(), end=after.end()))
-        words = [word.span() for word in re.finditer(r"\S+", text)]
-        free = [(a, b) for a, b in words
-                if all(b <= s.start or s.end <= a for s in spans + out)]
+        free = [word.span() for word in re.finditer(r"\S+", text)
+                if all(word.end() <= s.start or s.end <= word.start() for s in spans + out)]
         if kind == "shifted" and free:
             start, end = min(free, key=lambda word: abs(word[0] - span.start))
             out.append(replace(span, start=start, end=end))
@@ -113,38 +112,39 @@ def damaged(text: str, spans: list[Span], kind: str, share: float, rng) -> list[
 
 def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     """The function of --critic judges, read as phase 1 reads it; it is shown no empty text."""
-    critic, judged = load_object("--critic", config.critic), []
+    critic, read = load_object("--critic", config.critic), get_mode(config.mode).read
+    judged = []
     for i in share(rollouts):
         text, offsets = rollouts.texts[i], rollouts.offsets[i]
         reply = critic(rollouts.rows[i], text) if text.strip() else ""
-        example = {"id": "", "prompt": "", "response": text}
         try:
-            read = read_reply(example, reply, config.mode)
-            judged.append(reward_tokens(reply, text, offsets, *read))
+            feedback, grounding = read({"response": text}, reply)
+            judged.append(reward_tokens(reply, text, offsets, feedback, grounding))
         except FeedbackError as error:
             judged.append(Judgement(reply, [0.0] * len(offsets), str(error)))
     return judged
 
 
-def graded(rollouts, model, tokenizer, config, draws: int = 4) -> list[Judgement]:
+DRAWS = 4                               # critiques of a rollout whose mean is `graded`
+
+
+def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
     """The mean δ' of critiques at temperature 1: E[δ'_t] in [−1, 1], by Monte Carlo.
 
     What is drawn depends on the seed and the rollout, and neither on the batch nor on ranks; an
     unreadable critique counts as zeros. The rest of a Judgement is of the first critique.
     """
-    asked = [i for i in share(rollouts) for _ in range(draws)]
+    asked = [i for i in share(rollouts) for _ in range(DRAWS)]
     x, y = ([texts[i] for i in asked] for texts in (rollouts.prompts, rollouts.texts))
     uniforms = torch.zeros(len(asked), config.max_critique_tokens)
-    for k in range(0, len(asked), draws):
+    for k in range(0, len(asked), DRAWS):
         seed = zlib.crc32(f"{config.seed} {x[k]} {y[k]}".encode())
-        uniforms[k : k + draws].uniform_(generator=torch.Generator().manual_seed(seed))
+        uniforms[k : k + DRAWS].uniform_(generator=torch.Generator().manual_seed(seed))
     written = write_critiques(model, tokenizer, x, y, uniforms.shape[1], 1.0, uniforms)
     judged = [judge(z, rollouts.texts[i], rollouts.offsets[i]) for z, i in zip(written, asked)]
-    out = []
-    for few in chunks(judged, draws):
-        columns = zip(*(found.delta for found in few))
-        out.append(replace(few[0], delta=[sum(column) / draws for column in columns]))
-    return out
+    deltas = [[sum(column) / DRAWS for column in zip(*(found.delta for found in few))]
+              for few in chunks(judged, DRAWS)]
+    return [replace(first, delta=delta) for first, delta in zip(judged[::DRAWS], deltas)]
 
 
 # ── Scores: Bradley–Terry and process reward models (Appendix N)
@@ -162,18 +162,21 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     return hidden.float() @ (weight[plus].float() - weight[minus].float()), batch[3][:, 1:]
 
 
-def step_ends(text: str, offsets, places) -> list[int | None]:
-    """The last token of each step, which stands at characters [start, end)."""
-    found = tokens_inside(text, offsets, [Span(*place, 1) for place in places])
-    return [inside[-1] if inside else None for inside in found]
+def mark_ends(text: str, offsets, steps: list[Span]) -> list[int]:
+    """The label of each step at its last token, 0 at all others: [T]"""
+    labels = [0] * len(offsets)
+    for step, inside in zip(steps, tokens_inside(text, offsets, steps)):
+        for last in inside[-1:]:
+            labels[last] = step.label
+    return labels
 
 
 @torch.no_grad()
 def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgement]:
     """What the adapter "reward" pays, at the last token of y or of every step; 0 at others.
 
-    For PPO (Tables 2 and 3) r(x, y). For PRM-PPO (Appendix N) 2σ(ℓ) − 1: how surely a step is
-    right.
+    For PPO (Tables 2 and 3) r(x, y). For PRM-PPO (Appendix N) 2σ(ℓ) − 1 = tanh(ℓ/2): how
+    surely a step is right.
     """
     judged = []
     with use_lora(model, "reward"):
@@ -183,10 +186,11 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
             scores, _ = token_scores(model, tokenizer, pairs)
             for i, row in zip(part, torch.tanh(scores / 2) if by_step else scores):
                 text, offsets = rollouts.texts[i], rollouts.offsets[i]
-                places = step_spans(text, config.task == "kodcode")
-                ends = step_ends(text, offsets, places) if by_step else [len(offsets) - 1]
-                judged.append(Judgement("", [row[t].item() if t in ends else 0.0
-                                             for t in range(len(offsets))]))
+                paid = [0] * (len(offsets) - 1) + [1]
+                if by_step:
+                    paid = mark_ends(text, offsets, step_spans(text, config.task == "kodcode"))
+                delta = [score if pays else 0.0 for score, pays in zip(row.tolist(), paid)]
+                judged.append(Judgement("", delta))
     return judged
 
 
@@ -206,24 +210,6 @@ DESIGNS = {**LEARNT, **SCORED, **TRUE}
 
 OTHERS = 0.2                            # what a token that is no content word gets
 
-FUNCTION_WORDS = """
-    i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
-    his himself she her hers herself it its itself they them their theirs themselves one
-    oneself who whom whose which what that this these those someone somebody something
-    anyone anybody anything everyone everybody everything nobody nothing none a an the some
-    any no each every either neither both all half many much more most few fewer less least
-    several such another other others own same enough about above across after against along
-    amid among around as at before behind below beneath beside besides between beyond by
-    despite down during except for from in inside into like near of off on onto opposite out
-    outside over past per since through throughout till to toward towards under underneath
-    unlike until up upon via with within without and but or nor so yet if unless because
-    although though while whereas when whenever where wherever whether than once am is are
-    was were be been being have has had having do does did doing will would shall should can
-    could may might must ought cannot not there here then thus hence also too very just only
-    even still already how why however therefore
-""".split()
-_FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
-
 
 def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     """The weight in (0, 1] of each of a span's n tokens, by their characters (Appendix I.1).
@@ -234,8 +220,7 @@ def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     """
     if weighting == "linear_decay":
         return [1.0 - 0.9 * i / max(1, len(places) - 1) for i in range(len(places))]
-    words = re.finditer(r"\w[\w'’]*", text)
-    content = [word.span() for word in words if not _FUNCTION.fullmatch(word.group())]
+    content = [word.span() for word in toy.content_words(text)]
     return [1.0 if any(start < b and a < end for a, b in content) else OTHERS
             for start, end in places]
 
@@ -247,11 +232,11 @@ _CLAUSE = (rf"(?<=[.!?;:,])\s+|{_LINE}|\s+(?=(?:and|but|because|so|who|which|whi
            r"though|if|when|unless)\b)")
 
 
-def step_spans(text: str, code: bool = False) -> list[tuple[int, int]]:
-    """The characters [start, end) of each step: clauses of a text, or lines of code."""
+def step_spans(text: str, code: bool = False) -> list[Span]:
+    """Each step, labelled +1: clauses of a text, or lines of code."""
     cuts = [match.span() for match in re.finditer(_LINE if code else _CLAUSE, text)]
-    begins, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
-    return [(a, b) for a, b in zip(begins, ends) if text[a:b].strip()]
+    at = [0, *chain(*cuts), len(text)]
+    return [Span(a, b, 1) for a, b in zip(at[::2], at[1::2]) if text[a:b].strip()]
 
 
 # ── Other annotators of the toy world's truth, each with its --mode
@@ -272,10 +257,10 @@ def marks(row: dict, response: str) -> list[Mark]:
     return sorted(found, key=lambda mark: mark.start)
 
 
-def critique_no_cot(row: dict, response: str, *damages: tuple[str, float]) -> str:
+def critique_no_cot(row: dict, response: str, damages=()) -> str:
     """Mode no_cot: a verdict on every fact, and never what the post says (Table 1).
 
-    damages: (kind, share) of `damaged`. A post and a response always get the same reply.
+    damages: [(kind, share)] of `damaged`. A post and a response always get the same reply.
     """
     rng, found = random.Random(f"{row['post']}|{response}"), marks(row, response)
     for kind, part in damages:
@@ -285,25 +270,21 @@ def critique_no_cot(row: dict, response: str, *damages: tuple[str, float]) -> st
     return quoted(response, " ".join(said) or "It says nothing.", found).text()
 
 
-def critique_hasty(row: dict, response: str) -> str:
-    """Mode no_cot, by somebody who did not think first: one verdict in ten is wrong."""
-    return critique_no_cot(row, response, ("flipped", 0.1))
-
-
-def critique_human(row: dict, response: str) -> str:
-    """Mode no_cot, as people would: a third of the facts is passed over, one verdict in twenty
-    is mistaken, and half of the quotes hold the words around them too."""
-    return critique_no_cot(row, response, ("dropped", 1 / 3), ("flipped", 0.05),
-                           ("widened", 0.5))
+# Somebody who did not think first: one verdict in ten is wrong.
+critique_hasty = partial(critique_no_cot, damages=[("flipped", 0.1)])
+# As people would: a third of the facts is passed over, one verdict in twenty is mistaken, and
+# half of the quotes hold the words around them too.
+critique_human = partial(critique_no_cot, damages=[("dropped", 1 / 3), ("flipped", 0.05),
+                                                   ("widened", 0.5)])
 
 
 def critique_steps(row: dict, response: str) -> str:
     """Mode experiments.modes:STEPS: every clause, correct where nothing in it is wrong."""
     found, wrong = [], [mark for mark in marks(row, response) if mark.label < 0]
-    for start, end in step_spans(response):
-        faults = [mark.name for mark in wrong if start < mark.end <= end]
-        reason = f"the {', the '.join(faults)}" if faults else "as in the post"
-        found.append({"step": response[start:end], "reason": reason, "correct": not faults})
+    for step in step_spans(response):
+        faults = [mark.name for mark in wrong if step.start < mark.end <= step.end]
+        found.append({"step": response[step.start : step.end], "correct": not faults,
+                      "reason": f"wrong: {faults}" if faults else "as in the post"})
     return json.dumps({"steps": found})
 
 
@@ -316,7 +297,7 @@ def critique_dense(row: dict, response: str) -> str:
         label = next((mark.label for mark in found if word.start() < mark.end), 0)
         name = {1: "good", -1: "poor", 0: "neutral"}[label]
         labels.append({"word": word.group(), "label": name})
-    said = parse_feedback(toy.critique(row, response)).critique
+    said, _, _ = toy.critique(row, response).partition("\n")
     return json.dumps({"textual_feedback": said, "labels": labels})
 
 

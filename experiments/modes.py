@@ -10,7 +10,7 @@ in spans, so that every phase behind goes on as with the paper's method.
 from __future__ import annotations
 
 import re
-from itertools import groupby, islice
+from itertools import groupby
 
 from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, check_characters,
                       find_object, normal_places, quoted, read_critique)
@@ -18,18 +18,13 @@ from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, che
 LABELS = {"good": 1, "neutral": 0, "poor": -1}
 
 
-def _items(value: dict, key: str, types: dict[str, type]) -> list[dict]:
-    """A list of objects with fields of these types; FeedbackError names the first other one."""
-    items = value[key]
-    if not isinstance(items, list):
-        raise FeedbackError(f"{key!r} must be a list of objects, not a {type(items).__name__}")
-    for number, item in enumerate(items, 1):
-        fits = isinstance(item, dict) and all(isinstance(item.get(name), kind)
-                                              for name, kind in types.items())
-        if not fits:
-            names = ", ".join(f"{name} ({kind.__name__})" for name, kind in types.items())
-            raise FeedbackError(f"entry {number} of {key!r} must have {names}")
-    return items
+def _read(value: dict, key: str, read) -> list[tuple]:
+    """read(item) of each object in a list; FeedbackError where one is of another form."""
+    try:
+        return [read(item) for item in value[key]]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise FeedbackError(f"{key!r} must be a list of objects of the form that is asked for "
+                            f"({type(error).__name__}: {error})") from error
 
 
 # ── Dense labels (Table 11)
@@ -41,17 +36,12 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """
     response = example["response"]
     value, prose = find_object(reply, ("labels",))
-    labels = _items(value, "labels", {"word": str, "label": str})
+    labels = _read(value, "labels", lambda item: (LABELS[item["label"]], item["word"].strip()))
     words = list(re.finditer(r"\S+", response))
-    if len(labels) != len(words):
-        raise FeedbackError(f"{len(labels)} labels for the {len(words)} words of the response")
-    for number, (item, word) in enumerate(zip(labels, words), 1):
-        if item["word"].strip() != word.group() or item["label"] not in LABELS:
-            raise FeedbackError(f"label {number} says {item['label']!r} of {item['word']!r}; "
-                                f"the word is {word.group()!r}")
+    if [word for _, word in labels] != [word.group() for word in words]:
+        raise FeedbackError("the labelled words are not those of the response, in order")
     spans = []
-    labelled = zip((LABELS[item["label"]] for item in labels), words)
-    for label, run in groupby(labelled, key=lambda pair: pair[0]):
+    for label, run in groupby(zip(labels, words), key=lambda pair: pair[0][0]):
         piece = [word for _, word in run]
         if label:
             spans.append(Span(piece[0].start(), piece[-1].end(), label))
@@ -79,27 +69,25 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """
     response = example["response"]
     value, _ = find_object(reply, ("steps",))
-    steps = _items(value, "steps", {"step": str, "reason": str, "correct": bool})
+    steps = _read(value, "steps", lambda item: (
+        {True: "Correct", False: "Incorrect"}[item["correct"]], item["step"].strip(),
+        item["reason"].strip()))
+    critique = "\n".join(f"{said}: {step} ({reason})" for said, step, reason in steps)
     if not steps:
         raise FeedbackError("the list of steps is empty")
-    texts = [item[name] for item in steps for name in ("step", "reason")]
-    check_characters("the reply", *texts)
+    check_characters("the reply", critique)
     spans, unmatched, ambiguous, at, lost = [], [], 0, 0, False
-    for item in steps:
-        found = (place for place in normal_places(response, item["step"]) if place[0] >= at)
-        places = list(islice(found, 2))
-        if not places:
-            unmatched.append(item["step"])
-            lost = True                          # the next step may stand anywhere from here on
-        elif lost and len(places) > 1:
+    for said, step, _ in steps:
+        places = [place for place in normal_places(response, step) if place[0] >= at]
+        if places and not (lost and places[1:]):
+            start, at = places[0]
+            spans.append(Span(start, at, 1 if said == "Correct" else -1))
+            lost = False
+        elif places:
             ambiguous += 1
         else:
-            start, at = places[0]
-            spans.append(Span(start, at, 1 if item["correct"] else -1))
-            lost = False
-    says = ("Correct" if item["correct"] else "Incorrect" for item in steps)
-    critique = "\n".join(f"{said}: {item['step']} ({item['reason']})"
-                         for said, item in zip(says, steps))
+            unmatched.append(step)
+            lost = True                          # the next step may stand anywhere from here on
     return quoted(response, critique, spans), Grounding(spans, unmatched, ambiguous)
 
 

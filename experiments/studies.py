@@ -17,7 +17,6 @@ Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B r
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -26,13 +25,13 @@ import re
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, permutations, repeat
 from pathlib import Path
-from statistics import fmean as mean, stdev
+from statistics import fmean as mean
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -43,14 +42,14 @@ from tqdm import tqdm
 import toy
 from data import (InputError, chunks, flag, parse_flags, read_rows, run_script, whole_rows,
                   write_rows)
-from experiments.baselines import METHODS, annotated, fit_scores, reflect, start_policy
+from experiments.baselines import METHODS, annotated, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DAMAGES, DESIGNS, LEARNT, SCORED, true_critic
 from model import load_lora, load_model, lora_parameters
 from report import svg_line, table
 from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
 from text2grad import (Config, add_feedback, critique, forward, gae, reward_settings,
-                       sample_rollouts, train, whiten)
+                       sample_rollouts, start_policy, train, whiten)
 
 # ── Runs: what a study compares
 
@@ -186,6 +185,11 @@ def judge_of(run: Run) -> Run | None:
     return Run(f"fit {kind}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
 
 
+def record_of(run: Run, cache: Path) -> dict:
+    """What a run that is done has found."""
+    return read_rows(cache / f"{key(run)}.json")[0]
+
+
 def work(run: Run, cache: Path):
     """Do a run in one thread, without a word, and keep its record."""
     torch.set_num_threads(1)
@@ -199,14 +203,14 @@ def work(run: Run, cache: Path):
 
 def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
     """The records of runs, in order; the pool does what the cache lacks, each once."""
-    absent = {pool.submit(work, run, cache): run for run in dict.fromkeys(runs)
-              if not (cache / f"{key(run)}.json").exists()}
-    for done in tqdm(as_completed(absent), "runs", len(absent), disable=not absent):
-        if error := done.exception():
-            for other in absent:
-                other.cancel()
-            raise InputError(f"{absent[done]}: {type(error).__name__}: {error}") from error
-    return [json.loads((cache / f"{key(run)}.json").read_text()) for run in runs]
+    absent = [run for run in dict.fromkeys(runs) if not (cache / f"{key(run)}.json").exists()]
+    done = pool.map(work, absent, repeat(cache))
+    for run in tqdm(absent, "runs", disable=not absent):
+        try:
+            next(done)
+        except Exception as error:
+            raise InputError(f"{run}: {type(error).__name__}: {error}") from error
+    return [record_of(run, cache) for run in runs]
 
 
 def settings(run: Run, out: Path) -> Config:
@@ -224,9 +228,9 @@ def fit_judge(run: Run, cache: Path) -> dict:
     out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(toy.BASE, device="cpu")
     rows = toy.rows("train", run.rows, 1000)
-    if run.method != "fit critique":
-        steps = run.method == "fit steps"
-        return {"right": fit_scores(model, tokenizer, rows, config, out, steps)}
+    _, kind = run.method.split()
+    if kind in SCORED:
+        return {"right": fit_scores(model, tokenizer, rows, config, out, kind)}
     annotated(model, tokenizer, rows, config, out)
     fit(model, tokenizer, replace(reward_settings(config, out), **dict(run.judge)))
     rollouts = answers(model, tokenizer, run, config, None)
@@ -257,7 +261,7 @@ def train_policy(run: Run, cache: Path) -> dict:
     critic, judge, record = DESIGNS.get(run.method), judge_of(run), {}
     if judge:
         load_lora(model, "reward", cache / key(judge) / "reward" / "adapter")
-        record["before"] = read_rows(cache / f"{key(judge)}.json")[0].get("poor_recall")
+        record["before"] = record_of(judge, cache).get("poor_recall")
     if run.method == "two_rounds":
         critic = renewed(run, read_rows(cache / key(judge) / "feedback.jsonl"))
     with TemporaryDirectory() as directory:
@@ -285,7 +289,7 @@ def answers(model, tokenizer, run: Run, config: Config, adapter):
     generator = torch.Generator().manual_seed(run.seed)
     rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
     if run.method == "reflection":
-        rollouts = reflect(rollouts, model, tokenizer, config, generator)
+        rollouts.texts = reflect(rollouts, model, tokenizer, config, generator)
     return rollouts
 
 
@@ -325,17 +329,15 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
     rollouts = sample_rollouts(model, tokenizer, posts, config, None, generator)
     add_feedback(rollouts, true_critic(rollouts, model, tokenizer, config))
     start_policy(model, config)
-    mask, at = rollouts.mask, rollouts.mask.bool()
-    advantages = advantages_of(rollouts.delta, mask)
+    mask, delta = rollouts.mask, rollouts.delta
+    fact, advantages = delta != 0, advantages_of(delta, mask)
     whitened = {name: whiten(a, mask) for name, a in advantages.items()}
     dots = gradient_products(model, rollouts, range(0, len(posts), SAMPLES), whitened,
                              lora_parameters(model, "policy"))
-    left = (mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1]))[at]
-    label = rollouts.delta[at]
-    fact = label != 0
+    left = mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1])
     return {"tokens": mask.sum().item() / len(posts),
-            "pairs": ordered_pairs(rollouts.delta, mask, 0.95),
-            "correlation": {name: correlation(a[at][fact], label[fact])
+            "pairs": ordered_pairs(delta, mask, 0.95),
+            "correlation": {name: correlation(a[fact], delta[fact])
                             for name, a in advantages.items()},
             "alpha": (0.95 ** -left[fact].float()).mean().item(),  # Eq. Appendix A α
             "noise": {name: noise_scale(products) for name, products in dots.items()}}
@@ -364,16 +366,16 @@ def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. A
         return x.flip(0).cumsum(0).flip(0)                                  # Σ_{k≥t} x_k
 
     found = Counter(pairs=0, places=0, premise=0, held=0)
-    for i in range(len(delta)):
-        for j in range(i - i % samples, i - i % samples + samples):
-            T = int(mask[i].sum())
-            if T == int(mask[j].sum()) and delta[i].sum() > delta[j].sum():
-                apart, power = (delta[i] - delta[j])[:T].double(), weight ** torch.arange(T)
-                a, b = tail(apart * power) / power, tail(apart) * power.flip(0)
-                premise = tail((apart[:-1] > 0).int()) > 0
-                held = premise & (a > b + 1e-9)[:-1]
-                found.update(pairs=1, places=T - 1, premise=int(premise.sum()),
-                             held=int(held.sum()))
+    lengths, sums = mask.sum(1).int().tolist(), delta.sum(1).tolist()
+    for i, j in permutations(range(len(delta)), 2):
+        T, one_post = lengths[i], i // samples == j // samples
+        if one_post and lengths[j] == T and sums[i] > sums[j]:
+            apart, power = (delta[i] - delta[j])[:T].double(), weight ** torch.arange(T)
+            a, b = tail(apart * power) / power, tail(apart) * power.flip(0)
+            premise = tail((apart[:-1] > 0).int()) > 0
+            held = premise & (a > b + 1e-9)[:-1]
+            found.update(pairs=1, places=T - 1, premise=int(premise.sum()),
+                         held=int(held.sum()))
     return found
 
 
@@ -387,8 +389,7 @@ def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str
             gain = (a[i, : len(targets)] * logprobs).sum()
             grads = torch.autograd.grad(gain, parameters, retain_graph=True)
             found[name].append(torch.cat([g.flatten() for g in grads]))
-    stacked = {name: torch.stack(g) for name, g in found.items()}
-    return {name: g @ g.T for name, g in stacked.items()}
+    return {name: (g := torch.stack(rows)) @ g.T for name, rows in found.items()}
 
 
 def noise_scale(dots: Tensor) -> tuple[float, float, float]:
@@ -414,23 +415,23 @@ def noise_scale(dots: Tensor) -> tuple[float, float, float]:
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """(mean, half width of the 95 % interval by Student's t), of 2 to 10 values."""
-    return mean(values), _T[len(values) - 2] * stdev(values) / math.sqrt(len(values))
+def interval(values):
+    """(mean, half width of the 95 % interval by Student's t), of 2 to 10 values or curves."""
+    half = _T[len(values) - 2] * np.std(values, 0, ddof=1) / math.sqrt(len(values))
+    return np.mean(values, 0), half
 
 
 def plus_minus(values: list[float], digits=3, sign="") -> str | None:
     """Mean ± half of the 95 % interval; of one value itself, of none None."""
     if len(values) < 2:
-        return f"{values[0]:.{digits}f}" if values else None
+        return f"{values[0]:.{digits}f}" if len(values) else None
     centre, half = interval(values)
     return f"{centre:{sign}.{digits}f} ± {half:.{digits}f}"
 
 
-def smooth(curve: list[float]) -> list[float]:
+def smooth(curve: list[float]):
     """The mean of every point and its two neighbours; the ends, which have one, stay."""
-    inner = (mean(curve[i - 1 : i + 2]) for i in range(1, len(curve) - 1))
-    return [curve[0], *inner, curve[-1]]
+    return np.r_[curve[0], np.convolve(curve, [1 / 3] * 3, "valid"), curve[-1]]
 
 
 # ── Pages
@@ -450,41 +451,41 @@ class Arm:
     def rollouts_to(self, goal: float) -> str:
         """Rollouts after which a smoothed curve's best, between two points on a line, reaches a
         share of right facts; how many seeds never show it."""
-        found = []
-        for curve in self.of("curve"):
-            best = np.maximum.accumulate(smooth(curve))
-            updates = np.interp(goal, best, range(len(best)), right=math.inf)
-            found.append(self.run.batch * float(updates))
+        bests = [np.maximum.accumulate(smooth(curve)) for curve in self.of("curve")]
+        found = [self.run.batch * np.interp(goal, best, range(len(best)), right=math.inf)
+                 for best in bests]
         reached = [x for x in found if x < math.inf]
-        late = f" ({len(found) - len(reached)} of {len(found)} never)"
-        return (plus_minus(reached, 0) or "–" * bool(found)) + late * (reached != found)
-
-
-READ = ("Right facts: in the first rollouts, before any update; of held-out posts, at T = 1 "
-        "and greedy, and less the first arm's of the same length. Rollouts: to 90 % of that "
-        "arm's gain, which ends at the mean of its curve's last three points. Recall and "
-        "precision: of R_φ's poor tokens, by the careful annotator's, on responses of the base "
-        "(before) and of the final policy.")
+        never = len(found) - len(reached)
+        late = f" ({never} of {len(found)} never)" if never else ""
+        return (plus_minus(reached, 0) or "–") + late
 
 
 def arm_table(arms: list[Arm]) -> str:
-    """A row for each arm, beside the first of its length; `READ` says what stands where."""
+    """A row for each arm, beside the first of its length, and what stands where."""
     header = ["", "rate", "at first", "right facts", "greedy", "less the first",
               "rollouts to 90 %", "recall, before", "recall", "precision", "seconds"]
     rows = []
     for arm in arms:
         first = next(other for other in arms if other.run.length == arm.run.length)
-        apart = [a - b for a, b in zip(arm.of("accuracy"), first.of("accuracy"))]
-        start = mean(curve[0] for curve in first.of("curve"))
-        end = mean(mean(curve[-3:]) for curve in first.of("curve"))
+        apart = np.subtract(arm.of("accuracy"), first.of("accuracy"))
+        start, end = np.mean([(curve[0], mean(curve[-3:])) for curve in first.of("curve")], 0)
         rows.append([arm.name, f"{arm.run.rate:g}",
                      plus_minus([curve[0] for curve in arm.of("curve")]),
                      plus_minus(arm.of("accuracy")), plus_minus(arm.of("greedy")),
                      plus_minus(apart, sign="+"),
-                     arm.rollouts_to(start + 0.9 * (end - start)) or None,
+                     arm.rollouts_to(start + 0.9 * (end - start)),
                      plus_minus(arm.of("before")[:1]), plus_minus(arm.of("poor_recall")),
                      plus_minus(arm.of("poor_precision")), f"{mean(arm.of('seconds')):.0f}"])
-    return table(header, rows)
+    return f"""
+```
+{table(header, rows)}
+```
+
+Right facts: in the first rollouts, before any update; of held-out posts, at T = 1 and greedy, \
+and less the first arm's of the same length. Rollouts: to 90 % of that arm's gain, which ends \
+at the mean of its curve's last three points. Recall and precision: of R_φ's poor tokens, by \
+the careful annotator's, on responses of the base (before) and of the final policy.
+"""
 
 
 def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
@@ -492,37 +493,43 @@ def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
     seeds, and the first one's."""
     charts, first = [], {}
     for arm in arms:
-        found = [interval(values) for values in zip(*map(smooth, arm.of("curve")))]
-        if found:
-            means, halves = zip(*found)
+        if curves := [smooth(curve) for curve in arm.of("curve")]:
+            means, halves = interval(curves)
             first = first or {arm.name: means}
-            lines = {"mean": means, "least": [m - half for m, half in found],
-                     "most": [m + half for m, half in found], **first}
-            x = [arm.run.batch * i for i in range(len(found))]
-            title = f"{arm.name}: right facts in rollouts"
-            charts.append(svg_line(title, x, lines, "rollouts"))
+            lines = {"mean": means, "least": means - halves, "most": means + halves, **first}
+            x = [arm.run.batch * i for i in range(len(means))]
+            charts.append(svg_line(f"{arm.name}: right facts in rollouts", x, lines,
+                                   "rollouts"))
     return charts
 
 
-def look_tables(looks: list[dict]) -> list[str]:
+def look_tables(looks: list[dict]) -> str:
     """What the base's trajectories say of Appendix A, at every length of a response."""
     settings = [[name, f"{look['tokens']:.0f}", look["correlation"][name],
                  "{:.1f} ({:.1f} to {:.1f})".format(*look["noise"][name])]
                 for look in looks for name in SETTINGS]
     pairs = [[f"{look['tokens']:.0f}", *look["pairs"].values(), look["alpha"]]
              for look in looks]
-    return [
-        table(["", "tokens", "correlation of A_t with δ_t",
-               "batch at which noise equals signal"], settings),
-        "Setting A pays every token its δ, setting B their sum at the last token: responses of "
-        "the base, judged by the true critic; V = 0, γ = 1, no KL. Correlation: over tokens "
-        "with δ ≠ 0. Noise equals signal at a batch of tr Σ / |E g|² responses, g the policy "
-        "gradient of one response with whitened advantages; in brackets 95 % by resampling "
-        "posts.",
-        table(["tokens", "pairs", "their places", "where the premise holds",
-               "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"], pairs),
-        "Pairs of equally long responses to one post, one better by Σ δ, at γλ = .95; the "
-        "premise of Appendix A: some Δδ_k > 0 with t ≤ k < T."]
+    header = ["", "tokens", "correlation of A_t with δ_t", "batch at which noise equals signal"]
+    below = ["tokens", "pairs", "their places", "where the premise holds",
+             "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"]
+    return f"""
+```
+{table(header, settings)}
+```
+
+Setting A pays every token its δ, setting B their sum at the last token: responses of the \
+base, judged by the true critic; V = 0, γ = 1, no KL. Correlation: over tokens with δ ≠ 0. \
+Noise equals signal at a batch of tr Σ / |E g|² responses, g the policy gradient of one \
+response with whitened advantages; in brackets 95 % by resampling posts.
+
+```
+{table(below, pairs)}
+```
+
+Pairs of equally long responses to one post, one better by Σ δ, at γλ = .95; the premise of \
+Appendix A: some Δδ_k > 0 with t ≤ k < T.
+"""
 
 
 def look_figure(looks: list[dict]) -> str:
@@ -541,30 +548,40 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
-def kept_words(path: Path) -> list[str]:
-    """What people wrote on a page below "What was found", with the heading."""
+def write_page(path: Path, study: Study, arms: list[Arm], looks: list[dict], flags: str):
+    """The page of a study; what people wrote below "What was found" stays."""
     page = path.read_text() if path.exists() else ""
-    return re.findall(r"^## What was found\n.*?(?=\n+## )", page, re.DOTALL | re.MULTILINE)
-
-
-def how(command: str, study: Study, seconds: float) -> str:
-    """What is needed to judge a study, or to repeat it."""
+    words = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.looks][0]
     rates = {0: "not tuned", 1: "tuned for the first arm, whose rate all have",
              None: "tuned for every arm"}[study.tuned]
-    return (
-        f"`python -m experiments.studies {command}`, {time.strftime('%Y-%m-%d')}, "
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; "
-        f"{seconds:.0f} CPU seconds of the reported runs, which other studies share. Seeds: 0 "
-        f"to {study.seeds - 1}; each draws the training posts, the adapter's first values and "
-        f"every sample. Intervals: 95 %, by Student's t; differences are paired by seed. "
-        f"Learning rate: {rates}; of {RATES}, the smallest within 0.01 of the best by another "
-        f"seed, {TUNING}, and other held-out posts. A run has {run.updates * run.batch} "
-        f"rollouts, in updates of {run.batch}, each used for 4 optimizer steps; a method that "
-        f"is fitted to rows has as many responses and steps. β starts at {BETA}. Held out: "
-        f"{run.posts} posts. "
-        f"Reward models are trained once, on {run.rows} responses of the base, and shared by "
-        f"all seeds: no interval holds what another would change.")
+    seconds = sum(record["seconds"] for record in sum((arm.records for arm in arms), looks))
+    tables = (arm_table(arms) if arms else "") + (look_tables(looks) if looks else "")
+    path.write_text(f"""# Study {path.stem[0]}: {study.title}
+
+{study.question}
+
+{words[0]}## Table and figure
+
+![{study.title}]({path.stem}.svg)
+{tables}
+## How
+
+`python -m experiments.studies --study {path.stem[0]}{flags}`, {time.strftime('%Y-%m-%d')}, \
+{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {seconds:.0f} CPU \
+seconds of the reported runs, which other studies share. \
+Seeds: 0 to {study.seeds - 1}; each draws the training posts, the adapter's first values and \
+every sample. Intervals: 95 %, by Student's t; differences are paired by seed. Learning rate: \
+{rates}; of {RATES}, the smallest within 0.01 of the best by another seed, {TUNING}, and other \
+held-out posts. A run has {run.updates * run.batch} rollouts, in updates of {run.batch}, each \
+used for 4 optimizer steps; a method that is fitted to rows has as many responses and steps. β \
+starts at {BETA}. Held out: {run.posts} posts. Reward models are trained once, on {run.rows} \
+responses of the base, and shared by all seeds: no interval holds what another would change.
+
+## What it cannot show
+
+{study.cannot} {SMALL}
+""")
 
 
 # ── Command line
@@ -582,67 +599,44 @@ class StudyConfig:
     workers: int = flag(2, "runs at once, one core each", least=1)
 
 
-def shortened(study: Study) -> Study:
-    """A study as --quick has it."""
-    arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
-    looks = tuple(replace(run, **QUICK) for run in study.looks)
-    return replace(study, arms=arms, looks=looks, tuned=0, seeds=2)
-
-
 def tune(runs: list[Run], do) -> list[Run]:
     """Runs with the smallest rate that tunes within 0.01 of the best."""
     tries = [replace(run, rate=rate, seed=TUNING) for run in runs for rate in RATES]
-    out = []
-    for run, records in zip(runs, chunks(do(tries), len(RATES))):
-        found = [record["accuracy"] for record in records]
-        good = [rate for rate, x in zip(RATES, found) if x >= max(found) - 0.01]
-        out.append(replace(run, rate=good[0]))
-    return out
+    found = np.reshape([record["accuracy"] for record in do(tries)], (-1, len(RATES)))
+    good = (found >= found.max(1, keepdims=True) - 0.01).argmax(1)
+    return [replace(run, rate=RATES[first]) for run, first in zip(runs, good)]
 
 
 def do_study(number: int, study: Study, config: StudyConfig, do) -> Path:
-    """Do the runs of a study; write its page and figure. What people wrote there stays."""
-    study = shortened(study) if config.quick else study
+    """Do the runs of a study; write its page and figure."""
+    if config.quick:
+        arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
+        looks = [replace(run, **QUICK) for run in study.looks]
+        study = replace(study, arms=arms, looks=looks, tuned=0, seeds=2)
     runs = [*study.arms.values()]
-    do([judge for run in runs if (judge := judge_of(run))])
+    do([*filter(None, map(judge_of, runs))])
     if tuned := tune(runs[: study.tuned], do):
         runs = tuned + [replace(run, rate=tuned[0].rate) for run in runs[len(tuned):]]
     records = do([replace(run, seed=seed) for run in runs for seed in range(study.seeds)])
-    arms = [Arm(name, run, found)
-            for name, run, found in zip(study.arms, runs, chunks(records, study.seeds))]
+    arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
     looks = do(study.looks)
-    parts, charts = [], arm_figure(arms)
-    if arms:
-        parts += [arm_table(arms), READ]
-    if looks:
-        parts += look_tables(looks)
-        charts.append(look_figure(looks))
-    # A table has to be set in one width.
-    parts = [f"```\n{part}\n```" if "\n" in part else part for part in parts]
-    name = f"{number}_{re.sub('[^a-z0-9]+', '_', study.title.lower())}"
-    path = Path(config.output_dir) / f"{name}.md"
+    charts = arm_figure(arms) + ([look_figure(looks)] if looks else [])
+    name = re.sub("[^a-z0-9]+", "_", study.title.lower())
+    path = Path(config.output_dir) / f"{number}_{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".svg").write_text(sheet(charts))
-    command = f"--study {number}{' --quick' * config.quick}"
-    seconds = sum(record["seconds"] for record in records + looks)
-    parts = [f"# Study {number}: {study.title}", study.question, *kept_words(path),
-             "## Table and figure", f"![{study.title}]({name}.svg)", *parts,
-             "## How", how(command, study, seconds),
-             "## What it cannot show", f"{study.cannot} {SMALL}"]
-    path.write_text("\n\n".join(parts) + "\n")
+    write_page(path, study, arms, looks, " --quick" if config.quick else "")
     return path
 
 
-def main(argv=None):
+def main():
     """Do studies and write their pages."""
-    config = parse_flags(StudyConfig, sys.argv[1:] if argv is None else argv, __doc__)
-    started = time.time()
+    config = parse_flags(StudyConfig, sys.argv[1:], __doc__)
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
         do = partial(settle, Path(config.cache), pool)
         for number, study in STUDIES.items():
             if config.study in ("all", str(number)):
-                path = do_study(number, study, config, do)
-                print(f"{path} ({time.time() - started:.0f} s so far)")
+                print(do_study(number, study, config, do))
 
 
 if __name__ == "__main__":

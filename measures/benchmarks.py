@@ -2,17 +2,16 @@
 log-likelihood.
 
     problems = read_problems("HumanEvalPlus.jsonl.gz")       # the published files as they are
-    samples = [{"task_id": p.task_id, "solution": extract_code(write(code_prompt(p)), p)}
-               for p in problems]
-    code_scores(execute(problems, samples))    # {"id", "pass@1", "plus pass@1"} of each task
+    programs = [extract_code(write(code_prompt(problem)), problem) for problem in problems]
+    code_scores(execute(problems, programs))   # {"id", "pass@1", "plus pass@1"} of each task
 
 Paper: §4.4 and §4.5, Tables 3 and 4; it says nothing of how answers are taken apart and run.
 
-Samples are what evalplus reads and writes. Its + files hold inputs and no outputs: once a
-sample's function has given its output for an input, the reference solution is asked for its
-own, in the same sandbox and in time of its own. They are compared as evalplus 0.3 does, with
-its exceptions. Departures: one time limit for all inputs of a task, not one for each; an answer
-need not repeat HumanEval's prompt. ARC is asked as lm-evaluation-harness asks, zero-shot and
+The + files of evalplus hold inputs and no outputs: once a program's function has given its
+output for an input, the reference solution is asked for its own, in the same sandbox. They are
+compared as evalplus 0.3 does, with its exceptions. Departures: one time limit for all inputs of
+a task, the reference's time included, not one for each; of HumanEval's prompt an answer need
+repeat no import and no helper. ARC is asked as lm-evaluation-harness asks, zero-shot and
 without a chat template, except that the tokenizer's BOS stands first.
 """
 
@@ -21,7 +20,6 @@ import inspect
 import marshal
 import math
 import re
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,6 +28,7 @@ from tqdm import tqdm
 from data import InputError, iter_rows
 from measures.metrics import answer_logprobs, pass_at_k
 from measures.sandbox import NO_PYTHON, code_blocks, run_python
+from sampling import context_length
 
 # ── Reading the published files
 
@@ -179,47 +178,41 @@ def _program(nodes: list[ast.stmt], problem: Problem) -> str:
 
 
 def extract_code(response: str, problem: Problem) -> str:
-    """The program in a chat model's answer; "" where nothing there can be the function, which
-    is a failed sample.
+    """The program in a chat model's answer; "" where nothing there is the function, which is a
+    failed sample.
 
     Looked for in turn: the first fenced block that defines the function; an answer without
-    fences, prose around it left out; the function's body alone, as a base model completes
-    HumanEval. As in evalplus imports and what the function needs are kept, from other blocks
-    and the prompt's head too; calls, prints, asserts are not. Nothing is executed.
+    fences, prose around it left out. As in evalplus imports and what the function needs are
+    kept, from other blocks and the prompt's head too; calls, prints, asserts are not. Nothing
+    is executed.
     """
     text = response.rpartition("</think>")[2]
-    name, head, blocks = problem.entry_point, problem.head, code_blocks(text)
+    blocks = code_blocks(text)
     starts = re.finditer(r"^(?:import|from|def|async|class|@|\w+ *=)", text, re.M)
     for whole in blocks or [text[start.start():] for start in starts]:
         main = _statements(whole)
         bound = set().union(*map(_binds, main))
-        if name in bound:
-            others = sum(map(_statements, [head + "    pass", *blocks]), [])
+        if problem.entry_point in bound:
+            others = sum(map(_statements, [problem.head + "    pass", *blocks]), [])
             others = [node for node in others if not _binds(node) & bound]
             return _program(others + main, problem)
-
-    def end(nodes):
-        return max((node.end_lineno for node in nodes if name in _binds(node)), default=0)
-
-    bodies = [_statements(head + body) for block in blocks or [text]
-              for body in ("    " + block.lstrip(), textwrap.indent(block, "    "))]
-    longest = max(bodies, key=end)
-    return _program(longest, problem) if head and end(longest) > head.count("\n") else ""
+    return ""
 
 
 # ── Execution
 
 def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float):
     """Runs in the sandbox, from its source: the outputs of `solve` beside the reference's, by
-    evalplus' rules. What is compared or subtracted there is made plain first.
+    evalplus' rules. What is compared there is made plain first, so it is never subtracted.
 
     task: the function's name. fresh: the inputs once more; a solution may change its own.
     """
     def close(out, expected):                                      # numpy.allclose, rtol=1e-7
         if isinstance(expected, (list, tuple)):
             return len(out) == len(expected) and all(map(close, out, expected))
-        return out == expected or (
-            abs(out - expected) <= atol + 1e-7 * abs(expected) < float("inf"))
+        room = atol + 1e-7 * abs(expected)
+        near = room < float("inf") and expected - room <= out <= expected + room
+        return near or out == expected
 
     def also_right(out, given):                                    # tasks read in two ways
         if task == "surface_Area":
@@ -237,8 +230,7 @@ def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float
     for number, (given, again) in enumerate(zip(inputs, fresh)):
         out = solve(*given)
         if task == "find_zero":                                    # any root of the polynomial
-            root = out - 0.0                                       # plain, before it is a power
-            zero = sum(factor * root ** power for power, factor in enumerate(again[0]))
+            zero = sum(x * float(out) ** power for power, x in enumerate(again[0]))
             assert abs(zero) <= atol, f"input {number}: the polynomial is {zero} there"
             continue
         expected = reference(*again)
@@ -268,67 +260,46 @@ import solution
 def test_outputs():
     right = {{}}
     exec({problem.solution!r}, right)
-    inputs, fresh = map(untimed(loads), [{values!r}] * 2)
-    _compare({name!r}, solution.{name}, untimed(right[{name!r}]), inputs, fresh, {problem.atol})
+    inputs, fresh = map(loads, [{values!r}] * 2)
+    _compare({name!r}, solution.{name}, right[{name!r}], inputs, fresh, {problem.atol})
 """
 
 
-def read_samples(path, problems: list[Problem]) -> list[dict]:
-    """Rows {task_id, solution} as evalplus writes them; HumanEval's {task_id, completion} go on
-    from the prompt. Raises InputError with file, row and field."""
-    heads, samples = {problem.task_id: problem.head for problem in problems}, []
-    for number, row in enumerate(iter_rows(path, [("task_id",)]), 1):
-        head = "" if "solution" in row else heads.get(row["task_id"], "")
-        code = row.get("solution", row.get("completion"))
-        if not isinstance(code, str):               # empty it may be: an answer without code
-            raise InputError(f"{path}, row {number}: field 'solution' is missing or no text")
-        samples.append({"task_id": row["task_id"], "solution": head + code})
-    return samples
-
-
-def execute(problems: list[Problem], samples: list[dict], workers: int = 2,
+def execute(problems: list[Problem], programs: list[str], workers: int = 2,
             timeout: float = 10.0, unsafe: bool = False) -> list[dict]:
-    """Rows {id, base, plus, status, stderr} of samples {task_id, solution}, by problem.
+    """Rows {id, base, plus, status, stderr} of one program for each of the problems, in which a
+    problem stands as often as it has programs.
 
-    timeout: CPU seconds of a sample for its base tests, and again for its + tests. base, plus:
+    timeout: CPU seconds of a program for its base tests, and again for its + tests. base, plus:
     passed or not; plus counts where base has passed too, and is None where a file has none.
-    Raises InputError for a task that is unknown or has no sample: none is left out of a mean.
     """
-    tasks, given = {one.task_id: one for one in problems}, {one["task_id"] for one in samples}
-    if strangers := sorted(tasks.keys() ^ given):
-        raise InputError(f"the samples do not fit the benchmark's {len(problems)} tasks: "
-                         f"{strangers[:5]} are on one side alone, as {len(strangers)} are; an "
-                         f"answer without code is a sample too, with an empty solution")
+    def run(problem: Problem, program: str) -> dict:
+        def result(plus: bool):
+            tests = test_program(problem, plus)
+            return run_python(program, tests, timeout, unsafe=unsafe)
 
-    def run(sample) -> dict:
-        problem = tasks[sample["task_id"]]
-
-        def result(plus):
-            return run_python(sample["solution"], test_program(problem, plus), timeout,
-                              unsafe=unsafe)
-
+        extended = problem.inputs is not None
         base = last = result(False)
-        if base.passed and problem.inputs is not None:
+        if base.passed and extended:
             last = result(True)
         return {"id": problem.task_id, "base": base.passed,
-                "plus": None if problem.inputs is None else last.passed,
+                "plus": last.passed if extended else None,
                 "status": last.status, "stderr": last.stderr[-1000:]}
 
-    jobs = sorted(samples, key=lambda sample: [*tasks].index(sample["task_id"]))
     with ThreadPoolExecutor(workers) as pool:
-        return list(tqdm(pool.map(run, jobs), "run the tests", len(jobs)))
+        return list(tqdm(pool.map(run, problems, programs), "run the tests", len(problems)))
 
 
 def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
     """{id, "pass@k", "plus pass@k"} of each task, from `execute`'s rows. Raises InputError for
-    too few samples."""
+    fewer than k samples."""
     scores = []
     for task in dict.fromkeys(row["id"] for row in rows):
-        score, found = {"id": task}, [row for row in rows if row["id"] == task]
+        score = {"id": task}
         for kind, name in (("base", "pass"), ("plus", "plus pass")):
-            passed = [row[kind] for row in found if row[kind] is not None]
-            score |= {f"{name}@{k}": pass_at_k(len(found), sum(passed), k)
-                      for k in ks if passed}
+            passed = [row[kind] for row in rows if row["id"] == task]
+            if None not in passed:
+                score |= {f"{name}@{k}": pass_at_k(len(passed), sum(passed), k) for k in ks}
         scores.append(score)
     return scores
 
@@ -359,8 +330,6 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
                     batch_size: int = 16) -> list[list[float]]:
     """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row. A question
     that is too long for the model's context loses its beginning, as in the harness."""
-    from sampling import context_length
-
     def encode(text):
         return bos + tokenizer(text, add_special_tokens=False).input_ids
 

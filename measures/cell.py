@@ -192,8 +192,8 @@ def _judge(order: dict, limits: tuple, output: int) -> bytes:
     home, solution, worker = os.environ["HOME"], type(sys)("solution"), os.getpid()
     path, ran, loaded = f"{home}/solution.py", set(), False
     statements = order["statements"]          # what is in a dict can be changed
-    names = _Tests({" reached": lambda value: (ran.add("assertion"), _plain(value))[1],
-                    " plain": _plain, " minus": _minus, "__name__": "tests",
+    names = _Tests({" reached": lambda value: (ran.add("assertion"), value)[1],
+                    " plain": _plain, "__name__": "tests",
                     "__builtins__": dict(vars(builtins))})
     names.program = vars(solution)
     with open(path, "wb") as file:
@@ -204,9 +204,8 @@ def _judge(order: dict, limits: tuple, output: int) -> bytes:
     del sys.modules["cell"]
     try:
         exec(order["imports"], names)
-        if not order["apart"]:                # pytest's tests are a module of their own
-            exec(order["imports"], names.program)
-        names["__builtins__"]["untimed"] = _start_clock(order["timeout"])
+        seconds = math.ceil(process_time() + order["timeout"])    # what tests import is apart
+        _set_limit(resource.RLIMIT_CPU, seconds, FAR * seconds)
         exec(compile(order["code"], path, "exec"), names.program)
         loaded = True
         _run(statements, names, ran)
@@ -234,30 +233,6 @@ def _explain(error: BaseException, tests: str) -> str:
     return "".join(told.format())
 
 
-def _start_clock(seconds: float):
-    """The kernel ends the program after that much CPU time, rounded up to whole seconds.
-
-    Returns `untimed` for the tests: it makes a function's time, as a reference's, not count."""
-    end = process_time() + seconds
-
-    def limit():
-        _set_limit(resource.RLIMIT_CPU, math.ceil(end), FAR * math.ceil(end))
-
-    def untimed(function):
-        def call(*arguments):
-            nonlocal end
-            begun = process_time()
-            _set_limit(resource.RLIMIT_CPU, 2**64, 0)     # as far as it goes
-            result = function(*arguments)
-            end += process_time() - begun
-            limit()
-            return result
-        return call
-
-    limit()
-    return untimed
-
-
 class _Tests(dict):
     """The tests' names and builtins; beneath them the program's, as they are at the time."""
 
@@ -267,24 +242,20 @@ class _Tests(dict):
 
 def _run(statements, names: _Tests, ran: set):
     """Run the tests' code, then each function named test*; what ran is added to `ran`."""
-    before = dict(names.program)
     exec(statements, names)
     for name, value in tuple(names.items()):
-        named = any(member.startswith("test") for member in [name, *dir(value)])
-        if callable(value) and named and before.get(name) is not value:
-            for case in getattr(value, "cases", [{}]):
-                if value(**case) is not None:        # a class, a coroutine, a forgotten assert
-                    raise SystemExit(f"{name} is no plain function that returns None: not run")
-                ran.add(name)
+        ours = callable(value) and names.program.get(name) is not value
+        if ours and name.lower().startswith("test"):
+            if value() is not None:           # a class, a coroutine, a forgotten assert
+                raise SystemExit(f"{name} is no plain function that returns None: not run")
+            ran.add(name)
 
 
-# ── Values that tests compare, subtract or assert ─────────────────────────────────────────
+# ── Values that tests compare ─────────────────────────────────────────────────────────────
 
 def _plain(value):
     """The value in exact built-in types; an object of another Python class, sealed."""
     kind = type(value)
-    if kind in (bool, range, _Near):
-        return value
     base = next((base for base in BASES if issubclass(kind, base)), None)
     if base in (int, float, complex):
         return base.__pos__(value)
@@ -294,36 +265,30 @@ def _plain(value):
         return {_plain(key): _plain(held) for key, held in dict.items(value)}
     if base:
         return base(map(_plain, base.__iter__(value)))
-    if type(kind) is not type or not kind.__flags__ & 1 << 8:         # not made in C
-        return _Sealed(value)
-    members = value.tolist if hasattr(kind, "tolist") else lambda: [*value]
-    held = members() if hasattr(kind, "__len__") else []
-    return value if _plain(held) == held else _Sealed(value)
-
-
-def _minus(left, right):
-    """left − right; where one is a number, so is the other, or there is none."""
-    number = {int, float} & {type(left), type(right)}
-    return _plain(left) - _plain(right) if number else left - right
-
-
-def _ask(operator: str):
-    def ask(self, other):
-        kind = type(self.value)
-        same = type(other) is _Sealed and type(other.value) is kind
-        return same and getattr(kind, operator)(self.value, other.value)
-    return ask
+    made_in_c = kind.__flags__ & 1 << 8
+    return value if made_in_c or kind is _Near else _Sealed(value)
 
 
 class _Sealed:
-    """An object that only one of its own class equals or orders; it is true."""
-    __eq__, __lt__, __le__ = map(_ask, ("__eq__", "__lt__", "__le__"))
-
+    """An object that only one of its own class equals or orders."""
     def __init__(self, value):
         self.value = value
 
     def __hash__(self):
         return hash(self.value)
+
+    def __eq__(self, other):
+        return _alike(self, other) and self.value == other.value
+
+    def __lt__(self, other):
+        return _alike(self, other) and self.value < other.value
+
+    def __le__(self, other):
+        return _alike(self, other) and self.value <= other.value
+
+
+def _alike(one, other) -> bool:
+    return type(other) is _Sealed and type(one.value) is type(other.value)
 
 
 # ── A stand-in for pytest, installed or not ───────────────────────────────────────────────
@@ -346,37 +311,18 @@ class _Raises:
 
 
 class _Near:
-    def __init__(self, expected, tolerance: float):
-        self.expected, self.tolerance = expected, tolerance
+    """pytest.approx of a number."""
+    def __init__(self, expected, rel=None, abs=None):
+        self.expected = expected
+        relative = (1e-6 if abs is None else 0) if rel is None else rel
+        self.room = max(relative * math.fabs(expected), 1e-12 if abs is None else abs)
 
     def __eq__(self, actual):
-        return math.isclose(actual, self.expected, rel_tol=0, abs_tol=self.tolerance)
-
-
-def _approx(expected, rel=None, abs=None):
-    if isinstance(expected, (list, tuple)):
-        return type(expected)(_approx(value, rel, abs) for value in expected)
-    relative = (1e-6 if abs is None else 0) if rel is None else rel
-    return _Near(expected, max(relative * math.fabs(expected), 1e-12 if abs is None else abs))
-
-
-def _parametrize(names, rows, ids=None):         # noqa: ARG001 - tests name their cases
-    keys = names.replace(",", " ").split() if isinstance(names, str) else names
-    one = keys == [names]
-    cases = [dict(zip(keys, [row] if one else row, strict=True)) for row in rows]
-
-    def decorate(test):
-        test.cases = [old | new for old in getattr(test, "cases", [{}]) for new in cases]
-        return test
-    return decorate
-
-
-class _Mark:
-    parametrize = _parametrize
+        return math.isclose(actual, self.expected, rel_tol=0, abs_tol=self.room)
 
 
 class _Pytest:
-    raises, approx, mark = _Raises, _approx, _Mark
+    raises, approx = _Raises, _Near
 
 
 BASES = int, float, complex, str, bytes, list, tuple, set, frozenset, dict

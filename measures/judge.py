@@ -31,6 +31,9 @@ from annotate import Journal, Question, Server, ask, check_asking, fenced, missi
 from data import InputError, chunks, flag, read_rows
 
 
+TEMPERATURE = 0.0                                                             # of the judge
+
+
 @dataclass
 class JudgeConfig:
     """A judge behind an OpenAI-compatible server, and what it may cost."""
@@ -38,7 +41,6 @@ class JudgeConfig:
                                          "none: no judge is asked")
     base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; else our own")
-    judge_temperature: float = flag(0.0, "temperature of the judge", least=0)
     judge_tokens: int = flag(2048, "longest reply of the judge, in tokens", least=1)
     concurrency: int = flag(8, "requests under way at once", least=1)
     price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
@@ -102,16 +104,14 @@ def judge_messages(prompt: dict, values: dict[str, str]) -> list[dict]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def _question(config: JudgeConfig, kind: str, values: dict, name, **about) -> Question:
+def _question(config: JudgeConfig, kind: str, values: dict, name) -> Question:
     """kind: the name of the prompt, as FastChat has it; name: the row's id."""
     if kind not in config.prompts:
         raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add it, "
                          f"or leave --judge_prompts out")
-    if lost := [part for part, text in values.items() if not isinstance(text, str)]:
-        raise InputError(f"row {name}: there is no text to judge as {lost[0]}")
     messages = judge_messages(config.prompts[kind], values)
-    key = question_key("judge", config.judge_model, config.judge_temperature, messages)
-    return Question(key, str(name), messages, about={"id": name, "kind": kind, **about})
+    key = question_key("judge", config.judge_model, TEMPERATURE, messages)
+    return Question(key, str(name), messages, about={"id": name, "kind": kind})
 
 
 # ── What the judge says
@@ -154,8 +154,7 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
         return read_verdict(question.about["kind"], text)[1]
 
     check(config)
-    server = Server(config.judge_model, config.base_url, config.judge_temperature,
-                    config.judge_tokens)
+    server = Server(config.judge_model, config.base_url, TEMPERATURE, config.judge_tokens)
     with Journal(path, *config.prices) as journal:
         records = ask(questions, journal, server, review, config.concurrency)
     verdicts = []
@@ -220,61 +219,35 @@ def win_rate(wins) -> dict:
 # ── MT-Bench (Zheng et al., 2023)
 
 NEED_REFERENCE = "math", "reasoning", "coding"   # judged beside a reference, where there is one
-TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
-               "stem": 0.1, "humanities": 0.1}   # FastChat's; of other categories 0.7
+ANSWER_TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
+                      "stem": 0.1, "humanities": 0.1}     # FastChat's; of other categories 0.7
 
 
-def _both_turns(value, where: str) -> list[str]:
-    """The texts of both turns, or InputError."""
-    if not isinstance(value, list) or [*map(type, value)] != [str, str]:
-        raise InputError(f"{where} must be a list of two texts, for two turns")
-    return value
-
-
-def read_mt_bench(path, references=None) -> list[dict]:
-    """Its questions {question_id, category, turns}, and perhaps a `reference` of two texts;
-    that of a file of `references` in FastChat's form comes first."""
+def read_mt_bench(path) -> list[dict]:
+    """Its questions {question_id, category, turns}, and perhaps a `reference` of two texts."""
     rows = read_rows(path, (("question_id",), ("category",), ("turns",)))
-    known = read_model_answers(references) if references else {}
     for number, row in enumerate(rows, 1):
         for name in {"turns", "reference"} & row.keys():
-            _both_turns(row[name], f"{path}, row {number}: {name!r}")
-        if row["question_id"] in known:
-            row["reference"] = known[row["question_id"]]
+            if not isinstance(row[name], list) or [*map(type, row[name])] != [str, str]:
+                raise InputError(f"{path}, row {number}: {name!r} must be a list of two texts, "
+                                 f"for two turns")
     return rows
 
 
 def mt_bench_answers(questions: list[dict], write) -> dict:
     """question_id → both answers, at FastChat's temperature for its category; the second sees
     the first. write(conversations, temperature=…) → the next turn of each."""
-    answers = {q["question_id"]: [] for q in questions}
-    heats = [TEMPERATURE.get(q["category"], 0.7) for q in questions]
+    talks = {q["question_id"]: [] for q in questions}
+    heats = [ANSWER_TEMPERATURE.get(q["category"], 0.7) for q in questions]
     for temperature in dict.fromkeys(heats):
         some = [q for q, heat in zip(questions, heats) if heat == temperature]
-        talks = [[] for _ in some]
+        own = [talks[q["question_id"]] for q in some]
         for turn in (0, 1):
-            for talk, q in zip(talks, some):
+            for talk, q in zip(own, some):
                 talk.append({"role": "user", "content": q["turns"][turn]})
-            written = write(talks, temperature=temperature)
-            for talk, q, text in zip(talks, some, written, strict=True):
+            for talk, text in zip(own, write(own, temperature=temperature), strict=True):
                 talk.append({"role": "assistant", "content": text})
-                answers[q["question_id"]].append(text)
-    return answers
-
-
-def model_answers(answers: dict, model: str) -> list[dict]:
-    """question_id → both answers, as rows of FastChat's model_answer files."""
-    return [{"question_id": name, "model_id": model, "choices": [{"index": 0, "turns": turns}]}
-            for name, turns in answers.items()]
-
-
-def read_model_answers(path) -> dict:
-    """question_id → both answers, of FastChat's model_answer or reference_answer file."""
-    rows, found = read_rows(path, (("question_id",), ("choices",))), {}
-    for number, row in enumerate(rows, 1):
-        where = f"{path}, row {number}: 'turns' of its first choice"
-        found[row["question_id"]] = _both_turns(row["choices"][0].get("turns"), where)
-    return found
+    return {name: [said["content"] for said in talk[1::2]] for name, talk in talks.items()}
 
 
 # By turn: which prompt, and the parts of the conversation in it.
@@ -291,29 +264,26 @@ def mt_bench_questions(questions: list[dict], answers: dict,
     """
     asked = []
     for q in questions:
-        name, category = q["question_id"], q["category"]
-        first, second = answers.get(name, (None, None))
-        known = q.get("reference", ["", ""])
-        talk = q["turns"][0], first, q["turns"][1], second
+        name, known = q["question_id"], q.get("reference", ["", ""])
+        talk = [text for pair in zip(q["turns"], answers[name]) for text in pair]
         for turn, (version, parts) in enumerate(TURNS, 1):
             values, kind = dict(zip(parts, talk)), "single"
-            if category in NEED_REFERENCE and all(known[:turn]):
+            if q["category"] in NEED_REFERENCE and all(known[:turn]):
                 values |= dict(zip(("ref_answer_1", "ref_answer_2"), known[:turn]))
                 kind = "single-math"
-            kind = f"{kind}-{version}"
-            asked.append(_question(config, kind, values, name, category=category))
+            asked.append(_question(config, f"{kind}-{version}", values, name))
     return asked
 
 
 def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
-    """A row {id, category, turn_1, turn_2, score} for each question; score: the mean of both
-    turns, 1–10, or None where a turn has no verdict."""
+    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question, 1–10; rating:
+    the mean of both turns, or None where one has no verdict."""
     rows = []
     for one, two in chunks(verdicts, 2):
         turns = one["verdict"], two["verdict"]
-        score = None if None in turns else sum(turns) / 2
-        rows.append({"id": one["id"], "category": one["category"], "turn_1": turns[0],
-                     "turn_2": turns[1], "score": score})
+        rating = None if None in turns else sum(turns) / 2
+        rows.append({"id": one["id"], "rating": rating, "rating, turn 1": turns[0],
+                     "rating, turn 2": turns[1]})
     return rows
 
 
@@ -321,9 +291,8 @@ def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
 
 def read_alpaca(path) -> list[dict]:
     """Instructions with a reference's outputs → rows {id, prompt, response}; id: from 0."""
-    rows = read_rows(path, (("instruction",),))
-    return [{"id": str(row.get("index", number)), "prompt": row["instruction"],
-             "response": row.get("output")}
+    rows = read_rows(path, (("instruction",), ("output",)))
+    return [{"id": str(number), "prompt": row["instruction"], "response": row["output"]}
             for number, row in enumerate(rows)]
 
 
@@ -334,17 +303,13 @@ def write_alpaca(path, rows: list[dict], texts: list[str], generator: str):
     Path(path).write_text(json.dumps(outputs, indent=1))
 
 
-FEATURES = "std_delta_len", "instruction_difficulty", "not_gamed_baseline"
-
-
 def read_difficulty(path) -> list[dict]:
     """Rows of AlpacaEval's df_gamed.csv: two baselines, and how hard each instruction is."""
-    truth, rows = {"True": 1, "False": 0, "": "nan"}, []
-    names = (*FEATURES, "preference")
+    names, rows = ("std_delta_len", "instruction_difficulty", "preference"), []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                numbers = {name: float(truth.get(row[name], row[name])) for name in names}
+                numbers = {name: float(row[name] or "nan") for name in names}
                 rows.append({"index": row["index"], **numbers})
     except (LookupError, ValueError, TypeError) as error:
         raise InputError(f"{path}: it is not df_gamed.csv of AlpacaEval ({error!r})") from error
@@ -369,7 +334,8 @@ def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
                        for row, text in zip(rows, texts, strict=True)])
     even = np.array([[0, hard[row["id"]], 1] for row in rows])                  # Δ = 0
     own = even + np.outer(longer / (longer.std(ddof=1) or 1), [1, 0, 0])
-    x = np.array([[row[name] for name in FEATURES] for row in gamed] + own.tolist())
+    x = np.array([[row["std_delta_len"], row["instruction_difficulty"], 0] for row in gamed]
+                 + own.tolist())
     x[:, 0] = np.tanh(x[:, 0])                                                  # [n, k]
     liked = [row["preference"] for row in gamed] + [score["win"] for score in scores]
     y = np.array(liked, dtype=float)                                            # None: nan

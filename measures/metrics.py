@@ -12,7 +12,7 @@ The numbers are those of rouge-score (no stemmer), sacrebleu (its defaults, one 
 bert-score (no rescaling by baselines, which are tables of the package), to rounding. One idea
 serves every figure: a row gives counts, the corpus is their sum, and the figure a function of
 that sum: a mean is Σ value / Σ 1, perplexity exp(Σ nats / Σ tokens). So whatever is reported
-has an interval, by drawing rows again. torch is imported where it is used, for a quick start.
+has an interval, by drawing rows again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from collections import Counter
 from reprlib import repr as shown
 
 import numpy as np
+import torch
 from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer
 
 from data import InputError, chunks
+from model import encode_prompt, response_hidden, use_lora
+from sampling import context_length, head_weight, pad_batch, token_logprobs
 
 # The layer that bert-score's authors found to agree best with people; no other has a default.
 BERT_SCORE_LAYERS = {"roberta-large": 17, "roberta-base": 10, "bert-base-uncased": 9,
@@ -39,16 +43,13 @@ def _ngrams(tokens: list[str], n: int) -> Counter:
 
 
 def _common_subsequence(a: list[str], b: list[str]) -> int:
-    """The length, by the usual table, a row of which is one integer (Hyyrö 2004): bit j is 0
-    where the row grows at b[j]."""
-    places: dict[str, int] = {}
-    for j, word in enumerate(b):
-        places[word] = places.get(word, 0) | 1 << j
-    row = ones = (1 << len(b)) - 1
+    """The length, by the usual table, of which one row is kept."""
+    row = [0] * (len(b) + 1)
     for word in a:
-        hits = row & places.get(word, 0)
-        row = (row + hits | row - hits) & ones
-    return len(b) - row.bit_count()
+        above, row = row, [0]
+        for j, other in enumerate(b):
+            row.append(above[j] + 1 if word == other else max(row[j], above[j + 1]))
+    return row[-1]
 
 
 def rouge(prediction: str, reference: str) -> dict[str, float]:
@@ -110,8 +111,6 @@ def bleu(predictions: list[str], references: list[str]) -> float:
 
 def load_encoder(path):
     """(encoder, tokenizer) from a directory or a hub id, in float32, from safetensors alone."""
-    import torch
-    from transformers import AutoModel, AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
@@ -132,7 +131,6 @@ def bert_score(predictions: list[str], references: list[str], encoder, tokenizer
     cosine below 0 counts as 0, as beside padding in the package. Raises InputError where no
     layer is known.
     """
-    import torch
     layer, rows = _known_layer(encoder, layer), []
     ends = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id], device=encoder.device)
 
@@ -178,8 +176,6 @@ def perplexity(model, tokenizer, prompts: list[str],
     EOS is not scored: it is about the length, not the wording. An empty text gives (0.0, 0).
     Raises InputError where a row does not fit the context.
     """
-    from model import encode_prompt
-    from sampling import context_length
     pairs = [(encode_prompt(tokenizer, x), tokenizer(y, add_special_tokens=False).input_ids)
              for x, y in zip(prompts, texts, strict=True)]
     longest, most = context_length(model), [len(x) + len(y) for x, y in pairs]
@@ -196,10 +192,6 @@ def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch
 
     adapter: a loaded adapter's name, None the bare base.
     """
-    import torch
-
-    from model import response_hidden, use_lora
-    from sampling import head_weight, pad_batch, token_logprobs
     order = [i for i, (_, y) in enumerate(pairs) if y]
     order.sort(key=lambda i: sum(map(len, pairs[i])))           # of like lengths: less padding
     found: list[list[float]] = [[] for _ in pairs]

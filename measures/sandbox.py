@@ -8,8 +8,8 @@
 Paper: pass@1 and the test outcomes of §4.4 and Appendix N; it says nothing of how code is run.
 
 Tests are statements, or functions named test*, called in order. Their imports come before the
-program, and their `pytest` is a small stand-in, installed or not; what it lacks (fixtures,
-classes, skip, ...) is an error and never a pass. Around a run (`measures/cell.py`):
+program, and their `pytest` is a small stand-in, installed or not: `raises`, and `approx` of a
+number; what it lacks is an error and never a pass. Around a run (`measures/cell.py`):
 
     namespaces   processes, users, memory and a network (not even loopback) of its own
     files        a root of its own, read-only, and one small directory, all in memory
@@ -19,11 +19,11 @@ classes, skip, ...) is an error and never a pass. Around a run (`measures/cell.p
 Where these cannot be put up (macOS, most containers) `run_python` refuses or, told `unsafe`,
 runs with an empty environment, a temporary directory and the limits, and with nothing else.
 
-What tests compare, subtract or assert is made plain first: exact built-in types, all the way
-down. An object of a Python class meets its own class alone: it equals nothing else, is true,
-and has no difference from a number and no `in`. What remains: code shares the interpreter with
-its tests. It can read them, patch Python modules that they use and, by walking frames or its
-own memory, rewrite what judges it: tests/EVALUATION.md counts what passes.
+What tests compare is made plain first: exact built-in types, all the way down. An object of a
+Python class meets its own class alone: it equals nothing else, and has no `in`. What remains:
+code shares the interpreter with its tests. It can read them, lie in other operators, patch
+Python modules that they use and, by walking frames or its own memory, rewrite what judges it:
+tests/EVALUATION.md counts what passes.
 """
 
 import argparse
@@ -38,7 +38,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -78,10 +77,9 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
                unsafe: bool = False) -> Result:
     """Whether `code`, importable as the module `solution`, passes `tests`.
 
-    timeout: CPU seconds of the code under its tests, rounded up to whole ones; what the tests
-    import, and what they call through `untimed(function)`, is apart. Code that sleeps has five
-    times that on the clock. memory_mb: MiB of a process; all together have twice that. Threads
-    may call it at once.
+    timeout: CPU seconds of the code and its tests, rounded up to whole ones; what the tests
+    import is apart. Code that sleeps has five times that on the clock. memory_mb: MiB of a
+    process; all together have twice that. Threads may call it at once.
     """
     try:
         with PARSING:
@@ -117,11 +115,10 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
 
 
 def _compile(tests: str) -> dict:
-    """The tests' imports and other statements; apart: whether they are pytest's.
-
-    Their assertions tell that they were reached; their operators see plain values."""
-    def call(name, *values):                  # no identifier, so it is in nobody's way
-        return ast.Call(ast.Name(f" {name}", ast.Load()), [*values], [])
+    """The tests' imports and other statements. Their assertions tell that they were reached;
+    their comparisons see plain values."""
+    def call(name, value):                    # no identifier, so it is in nobody's way
+        return ast.Call(ast.Name(f" {name}", ast.Load()), [value], [])
 
     class Guard(ast.NodeTransformer):
         def visit(self, node):
@@ -134,10 +131,6 @@ def _compile(tests: str) -> dict:
                 case ast.Compare():
                     node.left = call("plain", node.left)
                     node.comparators = [call("plain", value) for value in node.comparators]
-                case ast.UnaryOp(op=ast.Not()):
-                    node.operand = call("plain", node.operand)
-                case ast.BinOp(op=ast.Sub()):
-                    return call("minus", node.left, node.right)
             return node
 
     early, late = ast.Module([], []), ast.Module([], [])
@@ -147,8 +140,7 @@ def _compile(tests: str) -> dict:
         (early if ours else late).body.append(node)
     imports, statements = (compile(ast.fix_missing_locations(part), "tests.py", "exec")
                            for part in (early, late))
-    apart = any(getattr(node, "name", "").startswith("test") for node in late.body)
-    return {"imports": imports, "statements": statements, "apart": apart}
+    return {"imports": imports, "statements": statements}
 
 
 def _start(order: dict, home: str) -> tuple[list[str], str]:
@@ -163,30 +155,20 @@ def _start(order: dict, home: str) -> tuple[list[str], str]:
             process = subprocess.Popen([sys.executable, "-I", "-u", "-c", child], stdin=told,
                                        stdout=theirs, stderr=output, env=environment,
                                        start_new_session=True)
-        with process:
-            try:
-                said = _listen(ours, FAR * order["timeout"] + START)
-            finally:                          # not yet waited for, so the id is still its own
-                with contextlib.suppress(PermissionError):         # macOS, where all has ended
-                    os.killpg(process.pid, signal.SIGKILL)
+        said, late = b"", ""
+        try:
+            process.wait(FAR * order["timeout"] + START)
+        except subprocess.TimeoutExpired:
+            late = " timeout"
+        finally:                              # its group may have outlived it
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with contextlib.suppress(BlockingIOError):                # where nothing was said
+            said = ours.recv(KEPT, socket.MSG_DONTWAIT)
         output.seek(max(0, output.seek(0, os.SEEK_END) - 8 * KEPT))
         text = output.read().decode("utf-8", "replace").replace(home + "/", "")
-    return said.decode("utf-8", "replace").split(), text
-
-
-def _listen(ours: socket.socket, seconds: float) -> bytes:
-    """The lines of token, claim and end, then "timeout" where they do not come in time."""
-    said, end = b"", time.monotonic() + seconds
-    while said.count(b"\n") < 3 and len(said) < KEPT:
-        ours.settimeout(max(end - time.monotonic(), 1e-3))
-        try:
-            part = ours.recv(KEPT)
-        except TimeoutError:
-            return said + b" timeout"
-        if not part:
-            break
-        said += part
-    return said
+    return (said.decode("utf-8", "replace") + late).split(), text
 
 
 # ── Rows: what the tests say of a response ────────────────────────────────────────────────
@@ -205,25 +187,21 @@ def parse_python(text: str) -> ast.Module | None:
         return None
 
 
-def fences(text: str) -> list[tuple[int, int]]:
-    """The characters [start, end) of the code in each Markdown fence, closed or not.
+def code_blocks(text: str) -> list[str]:
+    """The code in each Markdown fence, closed or not, moved to the left where it is indented,
+    as in a list.
 
-    Those that say Python come alone, else those that say nothing, else all. A text that is
+    Fences that say Python come alone, else those that say nothing, else all. A text that is
     Python as it stands has none: what looks like a fence is in a string.
     """
+    text = text.replace("\r\n", "\n")                 # where no blank line is dedented
     found = list(FENCE.finditer(text))
     if found and parse_python(text):
         return []
     python = [one for one in found
               if one[3].lower().startswith("py") and not one[4].lstrip().startswith(">>>")]
     bare = [one for one in found if not one[3]]
-    return [one.span(4) for one in python or bare or found]
-
-
-def code_blocks(text: str) -> list[str]:
-    """The code in each fence, moved to the left where it is indented, as in a list."""
-    text = text.replace("\r\n", "\n")                 # where no blank line is dedented
-    blocks = [text[start:end] for start, end in fences(text)]
+    blocks = [one[4] for one in python or bare or found]
     # dedent also strips lines of white space, which may stand in a string.
     return [textwrap.dedent(block) if block[:1].isspace() else block for block in blocks]
 
@@ -254,15 +232,14 @@ def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
 
 
 def main():
-    """Rows with responses → the same rows with outcomes."""
+    """Rows with responses → the same file with outcomes."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("rows", help="JSON lines with a response and tests")
     parser.add_argument("--task", default="kodcode", help="or module:NAME, a Task with tests")
-    parser.add_argument("--output", help="default: the same file")
     parser.add_argument("--unsafe_sandbox", action="store_true",
                         help="run the code also where no sandbox can be put up")
     args = parser.parse_args()
-    task, output = get_task(args.task), args.output or args.rows
+    task = get_task(args.task)
     if task.tests is None:
         raise InputError(f"--task {task.name}: it has no tests to run; kodcode has, and so has "
                          f"a Task of your own with `tests`")
@@ -270,10 +247,10 @@ def main():
     if not any("response" in row for row in rows):
         raise InputError(f"{args.rows}: no row has a response; add a field 'response'")
     found = add_outcomes(rows, task, args.unsafe_sandbox)
-    write_rows(output, found)
+    write_rows(args.rows, found)
     new = [row["outcome"] for before, row in zip(rows, found) if row is not before]
-    print(f"{output}: {len(new)} responses run, {new.count(PASSED)} passed their tests\n"
-          f"next: python annotate.py --task {args.task} --data {output}")
+    print(f"{args.rows}: {len(new)} responses run, {new.count(PASSED)} passed their tests\n"
+          f"next: python annotate.py --task {args.task} --data {args.rows}")
 
 
 if __name__ == "__main__":

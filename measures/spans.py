@@ -1,6 +1,6 @@
 """Spans: how well a critique finds them, the paper's tables on a file of them, people's own.
 
-    python -m measures.spans --audit feedback.jsonl --html page.html     # tables; in colour
+    python -m measures.spans --audit feedback.jsonl --output page.html   # tables; in colour
     python -m measures.spans --people marked.jsonl --output feedback.jsonl
     figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # R_φ, over many y
 
@@ -8,7 +8,7 @@ Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 1
 
 Every figure of R_φ is made of counts summed over responses, so that an interval needs no more
 than those of resampled ones. A critique that cannot be read has found nothing: it costs
-recall, scores 0 in the F1 by response, and is counted.
+recall, and is counted.
 
 What the paper does not define, as read here. Predicted and marked spans of one sign are paired
 one to one, those first that share most. Exact: the same characters, white space at the ends
@@ -27,19 +27,19 @@ import re
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
-from html import escape
 from itertools import groupby, pairwise, product
-from statistics import fmean
+from statistics import fmean, median
 from textwrap import shorten
 from typing import Callable
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters,
-                      conflicting_tokens, feedback_row, ground, parse_feedback, quoted,
-                      token_offsets, token_rewards)
+                      feedback_row, ground, parse_feedback, quoted, token_offsets,
+                      token_rewards)
 from data import InputError, read_rows, run_script, write_rows
-from report import card, heatmap, html_table, page, split_text, table, text_block, write_page
+from report import card, heatmap, page, split_text, table, text_block, write_page
 from reward_model import count_tokens
 
 SIGNS = {"good": 1, "poor": -1}
@@ -66,8 +66,7 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
             case _:
                 raise InputError(
                     f"row {row.get('id')}: {span} is no span; it needs 0 ≤ start < end ≤ "
-                    f"{len(response)}, where its `text` stands if it has one, and a label of "
-                    f"{', '.join(LABELS)}")
+                    f"{len(response)}, a label of {', '.join(LABELS)}, and its own `text`")
     return found
 
 
@@ -90,16 +89,12 @@ def trimmed(text: str, span: Span) -> Span:
     return replace(span, start=start, end=start + len(piece.strip()))
 
 
-def character_labels(response: str, spans: list[Span]) -> list[int]:
+def character_labels(response: str, spans: list[Span]) -> list[float]:
     """Of each character: +1 in good spans only, −1 in poor spans only, else 0."""
-    found: list[set[int]] = [set() for _ in response]
-    for span in spans:
-        for labels in found[span.start : span.end]:
-            labels.add(span.label)
-    return [sum(labels) for labels in found]
+    return token_rewards(response, [(i, i + 1) for i in range(len(response))], spans)
 
 
-def span_accuracy(response: str, span: Span, labels: list[int]) -> float:
+def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
     """Share of the span's characters, spaces aside, that have its own label (Table 19)."""
     at = [i for i in range(span.start, span.end) if not response[i].isspace()]
     return sum(labels[i] == span.label for i in at) / max(1, len(at))
@@ -138,13 +133,8 @@ def overlaps(response: str, gold: list[Span], said: list[Span]) -> list[tuple[fl
     return pairs
 
 
-def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None,
-            signs=frozenset(SIGNS)) -> Counter:
-    """The counts of one response; feedback: None for a critique that nobody can read.
-
-    signs: those that somebody marked in the corpus; whether others are right nobody knows, so
-    they do not enter the F1 by response.
-    """
+def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> Counter:
+    """The counts of one response; feedback: None for a critique that nobody can read."""
     said = feedback or Feedback("", [], [])
     found, by_character = ground(response, said), character_labels(response, gold)
     counts = count_tokens(*(token_rewards(response, offsets, s) for s in (gold, found.spans)))
@@ -157,55 +147,41 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None,
         right = [span_accuracy(response, span, by_character) for span in placed]
         exact = sum(either == 1 for either, _ in pairs)
         counts.update({
+            f"{name} either": (counts[f"{name} marked"] + counts[f"{name} predicted"]) / 2,
             f"{name} spans marked": len(marked),
             f"{name} spans predicted": len(getattr(said, f"{name}_spans")),
+            f"{name} pairs": len(pairs),
             f"{name} exact": exact,
-            f"{name} partial": len(pairs) - exact,
             f"{name} near": sum(longer >= 0.9 for _, longer in pairs),
             f"{name} overlap": sum(either for either, _ in pairs),
             f"{name} agreed": sum(share > 0.5 for share in right)})
-    hit = sum(counts[f"{name} hit"] for name in signs)
-    either = sum(counts[f"{name} marked"] + counts[f"{name} predicted"] for name in signs)
-    # Where nothing was to be found, silence is right.
-    counts["f1 of rows"] = 2 * hit / either if either else float(feedback is not None)
     return counts
 
 
 def total(counts) -> Counter:
-    """The sum over responses; counts of nothing stay."""
-    out = Counter()
-    for one in counts:
-        out.update(one)
-    return out
+    """The sum over responses."""
+    return sum(counts, Counter())
 
 
-# Figure → (as people say it, the counts above the line, those below); {} is good or poor.
-_TEMPLATES = {
-    "row_f1": ("F1 of a response, mean", "f1 of rows", "rows"),
+# Figure → (as people say it, the count above the line, the one below).
+FIGURES = {
     "unparseable": ("critiques that cannot be read", "unparseable", "rows"),
     "unmatched": ("quotes that are not in the response", "unmatched", "quotes"),
-    "ambiguous": ("quotes that stand there more than once", "ambiguous", "quotes"),
-    "{}_precision": ("{} tokens, precision", "{} hit", "{} predicted"),              # Table 1
-    "{}_recall": ("{} tokens, recall", "{} hit", "{} marked"),
-    "{}_f1": ("{} tokens, F1", "{} hit + {} hit", "{} marked + {} predicted"),
-    "{}_overlap_index": (                                                            # Table 6
-        "{} spans, overlap index", "{} overlap", "{} exact + {} partial"),
-    "{}_exact": ("{} spans, exact", "{} exact", "{} spans predicted"),               # Table 7
-    "{}_near": ("{} spans, ≥ 90 % overlap", "{} near", "{} spans predicted"),
-    "{}_agreement": (                                                                # Table 16
-        "{} spans, people agree", "{} agreed", "{} spans predicted"),
-}
-FIGURES = {}
-for _sign, (_key, _texts) in product(SIGNS, _TEMPLATES.items()):
-    FIGURES[_key.replace("{}", _sign)] = [text.replace("{}", _sign) for text in _texts]
+    "ambiguous": ("quotes that stand there more than once", "ambiguous", "quotes")}
+for _sign, (_key, *_texts) in product(SIGNS, (
+        ("precision", "tokens, precision", "hit", "predicted"),                      # Table 1
+        ("recall", "tokens, recall", "hit", "marked"),
+        ("f1", "tokens, F1", "hit", "either"),
+        ("overlap_index", "spans, overlap index", "overlap", "pairs"),               # Table 6
+        ("exact", "spans, exact", "exact", "spans predicted"),                       # Table 7
+        ("near", "spans, ≥ 90 % overlap", "near", "spans predicted"),
+        ("agreement", "spans, people agree", "agreed", "spans predicted"))):         # Table 16
+    FIGURES[f"{_sign}_{_key}"] = [f"{_sign} {text}" for text in _texts]
 
 
 def parts(counts: Counter) -> dict[str, tuple[float, float]]:
     """Numerator and denominator of each of FIGURES (Tables 1, 6, 7 and 16)."""
-    def summed(names: str) -> float:
-        return sum(counts[name] for name in names.split(" + "))
-
-    return {key: (summed(above), summed(below)) for key, (_, above, below) in FIGURES.items()}
+    return {key: (counts[above], counts[below]) for key, (_, above, below) in FIGURES.items()}
 
 
 def figures(counts: Counter) -> dict[str, float | None]:
@@ -218,52 +194,56 @@ def figures(counts: Counter) -> dict[str, float | None]:
 
 def span_table(counts: Counter) -> list[list]:  # Table 6
     """Sign, marked, predicted, exact, partial."""
-    columns = "spans marked", "spans predicted", "exact", "partial"
-    return [[name, *(counts[f"{name} {what}"] for what in columns)] for name in SIGNS]
+    lines = []
+    for name in SIGNS:
+        columns = "spans marked", "spans predicted", "exact", "pairs"
+        *most, exact, pairs = (counts[f"{name} {what}"] for what in columns)
+        lines.append([name, *most, exact, pairs - exact])
+    return lines
 
 
 # ── The paper's tables on annotated rows: (title, header, lines) each
 
 def _shares(found: list[tuple], unit: str) -> tuple:
-    labels, counts, quotes = Counter(), Counter(), 0
-    for row, spans, tokens in found:
-        labels.update(token_rewards(row["response"], tokens, spans))
-        counts["both"] += conflicting_tokens(row["response"], tokens, spans)
+    labels, counts = Counter(), Counter()
+    for row, spans, offsets in found:
+        labels.update(token_rewards(row["response"], offsets, spans))
         if "unmatched" in row:            # of people, quotes that are lost stand there alone
             given = Counter(row["good_spans"] + row["poor_spans"]) | Counter(row["unmatched"])
-            quotes += given.total()
-            counts.update(unmatched=len(row["unmatched"]), ambiguous=row["ambiguous"])
-    every = labels.total()
-    lines = [["responses", len(found), None], ["quotes", quotes, None],
-             *([name, counts[name], quotes] for name in ("unmatched", "ambiguous")),
-             [unit, every, None], [f"good {unit}", labels[1], every],
-             [f"poor {unit}", labels[-1], every],
-             [f"labelled {unit}", labels[1] + labels[-1], every],
-             [f"{unit} of both, so 0", counts["both"], every]]
+            counts.update(quotes=given.total(), unmatched=len(row["unmatched"]),
+                          ambiguous=row["ambiguous"])
+    every, quotes = labels.total(), counts["quotes"]
+    lines = [["unmatched quotes", counts["unmatched"], quotes],
+             ["ambiguous quotes", counts["ambiguous"], quotes],
+             [f"good {unit}", labels[1], every], [f"poor {unit}", labels[-1], every],
+             [f"labelled {unit}", labels[1] + labels[-1], every]]
     return ("Table 15 (paper: 0.93–2.47 % unmatched), §3.3 (about 30 % labelled)",
-            ["", "number", "%"],
-            [[name, n, 100 * n / whole if whole else None] for name, n, whole in lines])
+            ["", "number", "of", "%"],
+            [[*line, 100 * line[1] / line[2] if line[2] else None] for line in lines])
 
 
 def _by_length(found: list[tuple], unit: str) -> tuple:
-    measured, lines = [], []
-    for row, spans, tokens in found:
+    measured = {sign: [] for sign in SIGNS.values()}        # [(tokens, right % or None)]
+    for row, spans, offsets in found:
         response, known = row["response"], "gold_spans" in row
         gold = character_labels(response, read_spans(row, "gold_spans")) if known else []
         for span in spans:
             right = 100 * span_accuracy(response, span, gold) if known else None
-            measured.append((span.label, span_length(response, tokens, span), right))
+            measured[span.label].append((span_length(response, offsets, span), right))
+    lines = []
     for name, sign in SIGNS.items():
-        own = [(length, right) for label, length, right in measured if label == sign]
-        lengths = [length for length, _ in own]
-        cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if own else []
+        lengths = [length for length, _ in measured[sign]]
+        cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if lengths else []
         for k, (low, high) in enumerate(pairwise(cuts), 1):
-            inside = [right for length, right in own if low < length <= high]
+            inside = [right for length, right in measured[sign] if low < length <= high]
             known = [right for right in inside if right is not None]
-            lines.append([f"{name}, quarter {k}", high, len(inside), len(known),
-                          fmean(known) if known else None])
+            lines.append([f"{name}, quarter {k}", high, len(inside), len(known), _mean(known)])
     return (f"Table 18, Table 19: {unit} of a span, and how much of it is truly of its label",
             ["spans", f"{unit}, at most", "number", "of known truth", "right %"], lines)
+
+
+def _mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def written_replies(row: dict) -> tuple[str, str]:
@@ -291,7 +271,7 @@ def _costs(found: list[tuple], places: Callable | None) -> tuple:
                                        if row.get("usd") is not None]}
     return (f"Table 12, Table 14: {'tokens' if places else 'words and marks'} of replies "
             "(paper: 6–8 × with a label a word), and the bill", ["", "rows", "mean", "total"],
-            [[name, len(known), *((fmean(known), sum(known)) if known else (None, None))]
+            [[name, len(known), _mean(known), sum(known) if known else None]
              for name, known in values.items()])
 
 
@@ -324,26 +304,18 @@ def colour_spans(response: str, spans: list[Span]) -> str:
     return text_block(response, heatmap(split_text(response, places), values, 1))
 
 
-def _problems(row: dict) -> list[str]:
-    """What gave no reward."""
-    lost = [f"unmatched: {quote}" for quote in row.get("unmatched", ())]
-    kinds = "ambiguous", "conflicting"
-    return lost + [f"{row[kind]} {kind}" for kind in kinds if row.get(kind)]
-
-
-def feedback_page(path, title: str, rows: list[dict], tables: list[tuple] = ()):  # Figure 2
+def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
     """Write a page of annotated responses, spans in colour beside the critique; MOST_ROWS of
-    them, those with problems first. tables: of `audit`, to stand above."""
-    shown = sorted(rows, key=lambda row: not _problems(row))[:MOST_ROWS]
-    body = "".join(f"<h3>{escape(name)}</h3>{html_table(header, lines)}"
-                   for name, header, lines in tables)
-    body += f"<p>{len(shown):,} of {len(rows):,} responses, those with problems first</p>"
+    them, those with lost quotes first."""
+    shown = sorted(rows, key=lambda row: not row.get("unmatched"))[:MOST_ROWS]
+    body = f"<p>{len(shown):,} of {len(rows):,} responses, those with lost quotes first</p>"
     body += heatmap(["good, +1", " ", "poor, −1"], [1, 0, -1])
     for row in shown:
         columns = {"Response": colour_spans(row["response"], read_spans(row)),
                    "Critique": text_block(row.get("critique", ""))}
+        lost = [f"unmatched: {quote}" for quote in row.get("unmatched", ())]
         body += card(f"{row.get('id', '')} · {row.get('annotator', '')}",
-                     row.get("prompt", ""), columns, _problems(row))
+                     row.get("prompt", ""), columns, lost)
     write_page(path, page(title, body))
 
 
@@ -380,31 +352,32 @@ def read_people(rows: list[dict]) -> list[dict]:
 
 def _finegrained(row: dict) -> dict:
     """Each error as a poor span; the critique says what is wrong with it, what is missing."""
-    passages, said, texts, gap = dict(enumerate(row["passages"], 1)), [], [], "\n\n"
+    response, passages = row["prediction 1"], row["passages"]
     errors = sorted(row["feedback"]["errors"], key=lambda error: error["start"])
+    said = [] if errors else ["No part of the answer is marked as wrong."]
 
     def cite(text: str) -> str:
         return f'"{shorten(text, 120, placeholder=" …")}"'
 
     def sentences(place: dict) -> str:
-        passage = dict(enumerate(passages[place["passage_id"]]))              # 0 is the title
-        return cite(" ".join(passage[number] for number in place["sentence_id"]))
+        passage = passages[place["passage_id"] - 1]
+        return cite(" ".join(passage[number] for number in place["sentence_id"]))  # 0: a title
 
     for error in errors:
         kind, why = error["error type"], error["explanation"]
         grounded = why and kind == "Wrong-Grounding"
         why = sentences(json.loads(why)) if grounded else cite(why)
-        quote = cite(row["prediction 1"][error["start"] : error["end"]])
+        quote = cite(response[error["start"] : error["end"]])
         said.append(f"{quote} is marked as {kind}: {why}".removesuffix(': ""'))
-    said = said or ["No part of the answer is marked as wrong."]
     for lack in row["feedback"]["missing-info"]:
         said.append(f"The answer has a {lack['error type']}: {sentences(lack)}")
-    for title, *rest in row["passages"]:
-        texts.append(f"{title}\n{' '.join(rest).removeprefix(title + gap)}{gap}")
-    return {**row, "response": row["prediction 1"],
+    texts = []
+    for title, *rest in passages:                      # the first sentence begins with it again
+        text = " ".join(rest).removeprefix(f"{title}\n\n")
+        texts.append(f"{title}\n{text}\n\n")
+    return {**row, "response": response, "critique": "\n".join(said),
             "prompt": f"Answer the question from the passages.\n\n{''.join(texts)}"
                       f"Question: {row['question']}",
-            "critique": "\n".join(said),
             "spans": [{**error, "label": -1} for error in errors]}
 
 
@@ -413,7 +386,8 @@ def merge(annotations: list[dict]) -> tuple[list[dict], float | None]:
     Krippendorff's α over all characters but spaces.
 
     The paper has one annotator, a model. People disagree, and what they disagree on must get 0,
-    not the sign of whoever came last: a character has a sign where more than half gave it that.
+    not the sign of whoever came last: a character has the sign that more than half gave it,
+    which is what the median says.
     """
     groups, rows, units = {}, [], []
     for said in annotations:
@@ -422,17 +396,15 @@ def merge(annotations: list[dict]) -> tuple[list[dict], float | None]:
         people = {said["annotator"]: [] for said in group}
         for said in group:
             people[said["annotator"]] += read_spans(said)
-        votes = [character_labels(response, spans) for spans in people.values()]
-        units += [Counter(column) for char, *column in zip(response, *votes) if char.strip()]
-        labels = [sum(sign for sign in (1, -1) if 2 * column.count(sign) > len(votes))
-                  for column in zip(*votes)]
+        votes = [*zip(*(character_labels(response, spans) for spans in people.values()))]
+        units += [Counter(vote) for char, vote in zip(response, votes) if char.strip()]
         spans, end = [], 0
-        for label, run in groupby(labels):
+        for label, run in groupby(int(median(vote)) for vote in votes):
             start, end = end, end + len([*run])
             span = trimmed(response, Span(start, end, label))
             spans += [span] if label and span.start < span.end else []
         critique = "\n".join(sorted({said["critique"] for said in group} - {""}))
-        found = Grounding(spans, sum((said["unmatched"] for said in group), []),
+        found = Grounding(spans, [quote for said in group for quote in said["unmatched"]],
                           sum(said["ambiguous"] for said in group))
         rows.append(feedback_row("", group[0], quoted(response, critique, spans), found,
                                  "a person" if len(people) == 1 else f"{len(people)} people"))
@@ -454,41 +426,43 @@ def krippendorff_alpha(units: list[Counter]) -> float | None:
 
 # ── The script
 
+def print_audit(path: str, output: str | None, tokenizer: str | None):
+    """Print the tables of a file of annotated rows; write its rows as a page."""
+    places, rows = None, read_rows(path)
+    if tokenizer:
+        places = partial(response_tokens, AutoTokenizer.from_pretrained(tokenizer))
+    read = [row for row in rows if not row.get("reason")]     # of others eval.py read nothing
+    print(f"{audit_text(audit(read, places))}\n\n"
+          f"{len(rows) - len(read)} rows without feedback left out")
+    if output:
+        feedback_page(output, path, read)
+
+
+def merge_people(path: str, output: str):
+    """Write what people marked as rows of feedback, and say how far they agree."""
+    rows, alpha = merge(read_people(read_rows(path)))
+    write_rows(output, rows)
+    mute = sum(not row["critique"] for row in rows)
+    print(f"{output}: {len(rows)} responses, {mute} of them without a critique, which "
+          f"reward_model.py needs; Krippendorff's alpha {'–' if alpha is None else alpha:.3}")
+
+
 def main():
     """Print the tables of annotated rows, or read what people marked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--audit", metavar="FILE", help="annotated rows: the paper's tables")
     what.add_argument("--people", metavar="FILE", help="rows that people marked: merge them")
+    parser.add_argument("--output", help="of the audit a page, of people's rows the merged")
     parser.add_argument("--tokenizer", help="directory of one; without it words are counted")
-    parser.add_argument("--html", help="write the audit's page there")
-    parser.add_argument("--output", help="write people's rows there")
     args = parser.parse_args()
-    source, written = args.audit or args.people, args.html if args.audit else args.output
-    if args.people and not written:
-        parser.error("--people needs --output FILE")
-    if written and os.path.realpath(written) == os.path.realpath(source):
-        raise InputError(f"{written} would be overwritten; name another file to write")
-    rows = read_rows(source)
+    source, output = args.audit or args.people, args.output
+    if os.path.realpath(output or "") == os.path.realpath(source) or args.people and not output:
+        raise InputError(f"name a file to write with --output, and not {source} itself")
     if args.people:
-        rows, alpha = merge(read_people(rows))
-        write_rows(written, rows)
-        lost = sum(len(row["unmatched"]) + row["ambiguous"] for row in rows)
-        mute = sum(not row["critique"] for row in rows)
-        print(f"{written}: {len(rows)} responses; {lost} quotes not found or found more than "
-              f"once; {mute} without a critique, which reward_model.py needs; agreement "
-              f"(Krippendorff's alpha): {'–' if alpha is None else f'{alpha:.3f}'}")
-        return
-    places = None
-    if args.tokenizer:
-        from transformers import AutoTokenizer
-        places = partial(response_tokens, AutoTokenizer.from_pretrained(args.tokenizer))
-    read = [row for row in rows if not row.get("reason")]     # of others eval.py read nothing
-    tables = audit(read, places)
-    print(f"{audit_text(tables)}\n\n{len(rows) - len(read)} rows without feedback left out")
-    if written:
-        feedback_page(written, source, read, tables)
-        print(f"look at {written}")
+        merge_people(source, output)
+    else:
+        print_audit(source, output, args.tokenizer)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,7 @@ class Settings:
     seed: int = 0                       # of the faults
     faults: dict = field(default_factory=dict)      # kind → share of the calls; the kinds are those of `Server._fault`
     plan: list = field(default_factory=list)        # kinds for the first calls in order of arrival, "ok" for none
-    retry_after: str = "0.05"           # of a 429, in seconds
     hang: float = 600.0                 # seconds that "timeout" keeps the connection open before it closes it
-    structured: str = "json_schema"     # "json_schema", "json_object" or "none": 400 beyond that; "ignored": takes all
-    vague: bool = False                 # whether that 400 hides which parameter it is about
     token_parameter: str = "either"     # or the only one taken: "max_tokens", "max_completion_tokens" (and then
                                         # no temperature or top_p but 1, as with models that reason first)
     key: str = ""                       # else 401
@@ -99,13 +96,11 @@ def critique(body: dict) -> str:
         quote = response[words[first][0] : words[last][1]] if words else ""
         if quote and response.count(quote) == 1 and not any(quote in q or q in quote for q in quotes):
             quotes.append(quote)
-    form = body.get("response_format") or {}
     value = {"textual_feedback": f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
              "good_spans": quotes[:2], "poor_spans": quotes[2:3]}
-    if "reasoning" in json.dumps([form, body["messages"][0].get("content")]):
+    if "reasoning" in str(body["messages"][0].get("content")):
         value = {"reasoning": "I read the response part by part.", **value}
-    text = json.dumps(value, ensure_ascii=False)
-    return text if form else f"Here is what I found.\n\n```json\n{text}\n```"
+    return f"Here is what I found.\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```"
 
 
 # ── Answers ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -115,7 +110,6 @@ class Answer:
     """What goes back; no status: nothing, and the connection closes after `wait` seconds."""
     status: int | None
     body: dict | bytes = b""
-    headers: tuple[str, ...] = ()
     wait: float = 0.0
     usage: dict = field(default_factory=dict)       # what is billed
     drip: float = 0.0                               # seconds between two bytes of the body
@@ -177,15 +171,10 @@ class Server:
         return ""
 
     def _refused(self, body: dict) -> Answer | None:
-        s, form = self.settings, (body.get("response_format") or {}).get("type", "text")
+        s = self.settings
         if s.models and body.get("model") not in s.models:
             return failed(404, f"The model `{body.get('model')}` does not exist or you do not have access to it.",
                           "model_not_found")
-        allowed = {"none": ("text",), "json_object": ("text", "json_object")}.get(s.structured)
-        if allowed and form not in allowed:
-            return failed(400, "Bad request.") if s.vague else failed(
-                400, f"Invalid parameter: 'response_format' of type '{form}' is not supported with this model.",
-                param="response_format")
         if s.token_parameter == "max_tokens" and "max_completion_tokens" in body:
             return failed(400, "Unrecognized request argument supplied: max_completion_tokens")
         if s.token_parameter == "max_completion_tokens":
@@ -205,24 +194,20 @@ class Server:
 
     def _fault(self, kind: str, body: dict) -> Answer | None:
         """The answer that goes wrong in the way of that kind, or None where nothing does."""
-        retry = (f"Retry-After: {self.settings.retry_after}",)
         text = self._reply(body) if kind == "truncated" else ""
         if kind in REPORTS:
             return self._completion(body, self._reply(body), reported=REPORTS[kind])
         return {
             "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
-            "parts": lambda: self._completion(body, self._reply(body), parts=True),
             "400": lambda: failed(400, "Bad request."),
             "error200": lambda: failed(200, "The provider has gone to lunch.", 502),
-            "429": lambda: failed(429, "Rate limit reached for requests.", "rate_limit_exceeded", kind="requests",
-                                  headers=retry),
+            "429": lambda: failed(429, "Rate limit reached for requests.", "rate_limit_exceeded", kind="requests"),
             "quota": lambda: failed(429, "You exceeded your current quota, please check your plan and billing details.",
                                     "insufficient_quota", kind="insufficient_quota"),
             "500": lambda: failed(500, "The server had an error while processing your request.", kind="server_error"),
             "timeout": lambda: Answer(None),
             "garbage": lambda: self._completion(body, "I am sorry, I would rather talk about the weather {today}."),
             "truncated": lambda: self._completion(body, text[: len(text) * 2 // 3], "length"),
-            "refusal": lambda: self._completion(body, None, refusal="I'm sorry, I can't help with that."),
             "filter": lambda: self._completion(body, None, "content_filter"),
             "empty": lambda: self._completion(body, "", choices=False),
             "null": lambda: self._completion(body, None),
@@ -236,18 +221,16 @@ class Server:
             responder = self.settings.responder = getattr(importlib.import_module(module), name)
         return responder(body)
 
-    def _completion(self, body: dict, text: str | None, finish="stop", refusal=None, choices=True,
-                    parts=False, reported: dict | None = {}) -> Answer:
+    def _completion(self, body: dict, text: str | None, finish="stop", choices=True,
+                    reported: dict | None = {}) -> Answer:
         counting = self.settings.counting
         most = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
         if tokens(text or "", counting) > most:
             finish = "length"
             text = text[: most * 4] if counting == "quarters" else "".join(_PIECES.findall(text)[:most])
-        asked, said = prompt_tokens(body["messages"], counting), tokens(text or refusal or "", counting)
+        asked, said = prompt_tokens(body["messages"], counting), tokens(text or "", counting)
         usage = {"prompt_tokens": asked, "completion_tokens": said}
-        if parts:
-            text = [{"type": "text", "text": piece} for piece in (text[:9], text[9:])]
-        message = {"role": "assistant", "content": text, "refusal": refusal}
+        message = {"role": "assistant", "content": text, "refusal": None}
         whole = {
             "id": f"chatcmpl-{self.calls}", "object": "chat.completion", "created": int(time.time()),
             "model": body.get("model"), "choices": [{"index": 0, "message": message, "finish_reason": finish,
@@ -318,7 +301,7 @@ class Server:
                 raise ConnectionResetError
             body = json.dumps(answer.body).encode() if isinstance(answer.body, dict) else answer.body
             lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Content-Type: application/json",
-                     f"Content-Length: {len(body)}", *answer.headers)
+                     f"Content-Length: {len(body)}")
             writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
             for byte in body if answer.drip else ():
                 writer.write(bytes([byte]))

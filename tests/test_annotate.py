@@ -35,7 +35,7 @@ def grounded(response, good=(), poor=()):
 
 @pytest.mark.parametrize("text", [
     reply(), f"```json\n{reply()}\n```", f"```\n{reply()}```", f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?",
-    "{" + reply(), f'{{"note": 1}} {reply()}', json.dumps(json.loads(reply()), indent=2)])
+    f'{{"note": 1}} {reply()}', f'The dict {{"a": x}} is made twice.\n{reply()}', json.dumps(json.loads(reply()), indent=2)])
 def test_an_object_is_read_bare_fenced_or_in_prose(text):
     """FACTS §5: what models really write around the JSON."""
     assert parse_feedback(text) == Feedback("The plot is right, the name is wrong.", ["the plot"], ["Bob"])
@@ -86,7 +86,7 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
 
 @pytest.mark.parametrize("text, reason", [
     ("", "no JSON object"), ("It is all fine.", "no JSON object"), ('{"score": 3}', "no JSON object"),
-    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "stops inside its JSON"),
+    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "cut off"),
     ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
     ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
     ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
@@ -102,7 +102,7 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
     ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
     ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
     ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"), (reply(7), "not a string"),
-    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|stops inside its JSON")])
+    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|cut off")])
 def test_what_is_not_feedback_is_an_error_with_its_reason(text, reason):
     """Contract: anything but lists of strings with a critique is an error, never a guess."""
     with pytest.raises(FeedbackError, match=reason):
@@ -113,21 +113,23 @@ INNER = reply("Perfect.", ["all of it"], [])
 
 
 @pytest.mark.parametrize("text, reason", [
-    (f'{{"result": {INNER}, oops}}', "the JSON is broken"), (f'{{"result": {INNER}', "stops inside"),
-    (f'{{"result": {INNER}}}', "nested object"), (f"<think>{INNER}</think> Fine.", "no JSON"),
+    (f'{{"result": {INNER}, oops}}', "a part of"), (f'{{"result": {INNER}', "a part of"),
+    (f'{{"result": {INNER}}}', "no JSON object with"), (f"<think>{INNER}</think> Fine.", "no JSON"),
     (f"{INNER} so</think> Fine.", "no JSON"), (f'Hm <think> {{"x": </think>', "no JSON"),
     (f"<think>I say {INNER}", "inside <think>"), (f"It says {INNER}.", "no JSON object"),
-    (reply()[:-1] + ",}", "trailing comma"), (reply().replace('"]', '",]'), "trailing comma"),
-    (reply()[:-1] + "} // done", None), (reply().replace(', "poor', ', // poor\n"poor'), "comment"),
-    (reply().replace(', "poor', ', # poor\n"poor'), "comment"),
-    (reply().replace('"good', '"a": 1 "good'), "the JSON is broken"),
+    (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
+    (reply()[:-1] + "} // done", None), (reply().replace(', "poor', ', # poor\n"poor'), "JSON is broken"),
+    (reply().replace('"good', '"a": 1 "good'), "JSON is broken or cut off .Expecting ',' delimiter"),
     (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
     (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
-    (reply('The tag "</think>" is left.'), None),
-    (f'{{"textual_feedback": "use "}}" here", "spans": {INNER}}}', "inside another"),
-    (f"{{'textual_feedback': 'x', 'spans': {INNER}}}", "inside another"),
-    (f'{{ /* v */ "textual_feedback": "x", "spans": {INNER}}}', "inside another"),
-    (f"[{INNER}]", None), (f"{{{INNER}}}", None),
+    (reply('The tag "</think>" is left.'), "no JSON object"),
+    (f'{{"textual_feedback": "use "}}" here", "spans": {INNER}}}', "a part of"),
+    (f"{{'textual_feedback': 'x', 'spans': {INNER}}}", "a part of"),
+    (f'{{ /* v */ "textual_feedback": "x", "spans": {INNER}}}', "a part of"),
+    (f"[{INNER}]", "a part of"), (f"{{{INNER}}}", "a part of"), (f"[{INNER}", "a part of"),
+    (f'{INNER} Or rather: {{"good_spans": ["a', "a part of"),
+    (f'{{"reasoning": "it says {INNER} and', "a part of"),
+    (f'{{"critique": "it says {INNER} and', "a part of"), (f'{{"Good spans": "as {INNER}', "a part of"),
     (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', None),
     (f"{reply()}\nIt says {INNER}.", None)])
 def test_only_an_object_of_the_answers_own_is_feedback(text, reason):
@@ -246,6 +248,7 @@ def test_the_exact_match_is_preferred_to_the_normalised():
 def test_a_quote_without_an_accent_that_the_response_has_is_unmatched():
     assert grounded("vi\u00ea\u0323t", ["vi\u00eat"]).unmatched == ["vi\u00eat"]
     assert grounded("x a\u0301\u0300 y", ["x \u00e1 y", "\u00e1"]).spans == []
+    assert grounded("x \ud55c y", ["\u1112\u1161"]).unmatched, "a part of a syllable"
 
 
 @pytest.mark.parametrize("quote", ["the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
@@ -270,8 +273,8 @@ def texts_with_quotes(draw):
 
 
 # By Unicode's own tables: visible characters, and words of scripts that have spaces.
-_WORD = (r"[[\p{L}\p{M}\p{N}_]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}--\p{Thai}"
-         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}--[\ufe00-\ufe0f\u20e3]]")
+_WORD = (r"[[\p{L}\p{Mn}\p{Mc}\p{N}\p{Pc}]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}--\p{Thai}"
+         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}]")
 BETWEEN, INSIDE = regex.compile(r"\X"), regex.compile(rf"(?V1)(?<={_WORD})(?={_WORD})")
 
 
@@ -284,10 +287,10 @@ def splits(text: str) -> set[int]:
 @pytest.mark.parametrize("text, quote, there", [
     ("concatenate the cat", "cat", 1), ("concatenate", "cat", 0), ("a cat, a dog", "cat", 1),
     ("x_1 = 2", "x", 0), ("x = x1", "x", 1), ("in 2024", "20", 0), ("40 km", "40", 1),
-    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👍🏽 ok", "👍", 0), ("🇫🇷🇩🇪", "🇷🇩", 0),
-    ("🇫🇷🇩🇪", "🇩🇪", 1), ("cafe\u0301", "cafe", 0), ("❤️love", "love", 1), ("1️⃣First", "First", 1),
+    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0), ("cafe\u0301", "cafe", 0),
+    ("cafe\u0301s", "cafe\u0301", 0), ("1️⃣First", "First", 1),
     ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1),
-    ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0),
+    ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0), ("הספר כאן", "ספר", 0),
     ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1)])
 def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
     """§3.3: what labels a part of a word labels nothing, and is counted."""
@@ -296,7 +299,7 @@ def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
 
 
 @often
-@given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀🇫🇷🇩👍🏽❤\u0301\ufe0f\u200d\u0939\u093f\u0928"]),
+@given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀❤\u0301\ufe0f\u200d\u0939\u093f\u0928"]),
                 max_size=14).map("".join))
 def test_what_splits_a_word_or_a_character_is_as_unicode_has_it(text):
     """But for a line's end, of which half is as good as the whole, and for what a joiner joins."""
@@ -465,6 +468,23 @@ def test_special_tokens_have_empty_intervals(tokenizer):
     text, offsets = token_offsets(tokenizer, words)
     assert token_offsets(tokenizer, [*words, eos, eos]) == (text, offsets + [(len(text), len(text))] * 2)
     assert token_offsets(tokenizer, [eos]) == ("", [(0, 0)]) and token_offsets(tokenizer, []) == ("", [])
+
+
+def test_a_word_behind_a_special_token_keeps_its_space(tokenizer):
+    ids, eos = tokenizer.encode("The end", add_special_tokens=False), tokenizer.eos_token_id
+    text, offsets = token_offsets(tokenizer, ids)
+    cut = next(t for t, (start, _) in enumerate(offsets) if text[start:start + 1] == " ")
+    found = token_offsets(tokenizer, [*ids[:cut], eos, *ids[cut:]])
+    assert found == (text, [*offsets[:cut], (3, 3), *offsets[cut:]])
+
+
+def test_bytes_that_are_shown_as_one_mark_share_it(tokenizer):
+    """Byte-level BPE only, as U+FFFD stands for as many bytes as begin a character."""
+    if "<0x00>" in tokenizer.get_vocab():
+        pytest.skip("byte fallback shows a mark for every byte")
+    shown = {byte: char for char, byte in gpt2_bytes().items()}
+    ids = tokenizer.convert_tokens_to_ids([shown[byte] for byte in "中".encode()[:2] + b"a"])
+    assert token_offsets(tokenizer, ids) == ("\ufffda", [(0, 1), (0, 1), (1, 2)])
 
 
 def test_a_special_token_inside_a_character_has_an_empty_interval(tokenizer):
@@ -705,30 +725,19 @@ def test_two_repeats_of_a_quote_never_share_a_place(monkeypatch):
         grounded("cat sat", ["cat", "cat"])
 
 
-def test_a_label_that_is_none_is_no_reward_and_no_token_goes_without():
-    class Short(list):
-        def __len__(self):
-            return super().__len__() - 1
-
+def test_a_label_that_is_none_is_no_reward():
     with pytest.raises(AssertionError, match="§3.3"):
         token_rewards("a", [(0, 1)], [Span(0, 1, 2)])
-    with pytest.raises(AssertionError, match="Alg. 2 l.15"):
-        token_rewards("ab", Short([(0, 1), (1, 2)]), [])
 
 
-@pytest.mark.parametrize("places, said", [
-    (lambda ids: [(0, 1)] * (len(ids) - 1), "one offset per"),
-    (lambda ids: [(len(ids) - i, len(ids) - i + 1) for i in range(len(ids))], "left to right")])
-def test_offsets_that_miss_a_token_or_run_backwards_are_refused(monkeypatch, tokenizer, places, said):
-    monkeypatch.setattr(annotate, "_piece_offsets",
-                        lambda decode, special, ids, first, *_: places(ids[first:]))
-    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", Sticky(), raising=False)
-    with pytest.raises(AssertionError, match=f"Appendix L.*{said}"):
-        token_offsets(tokenizer, [5, 6, 7])
+def test_offsets_that_are_not_those_of_the_text_are_refused(monkeypatch, tokenizer):
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", Swelling(), raising=False)
+    with pytest.raises(AssertionError, match="Appendix L.*one offset per"):
+        token_offsets(tokenizer, tokenizer.encode("the plot is", add_special_tokens=False))
 
 
-class Sticky:
-    """Decodes everything to one mark, so that all ids are a single piece."""
+class Swelling:
+    """What it decodes of several ids is more than of each beside its neighbour."""
 
     def decode(self, ids, **options):
-        return "\ufffd" if ids else ""
+        return "a" * len(ids) ** 2

@@ -212,13 +212,10 @@ WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n    for held in [*fr
     EQUAL.format("") + "def f():\n    return Equal()", EQUAL.format("int") + "def f():\n    return Equal(1)",
     EQUAL.format("str") + "def f():\n    return Equal('a')",
     EQUAL.format("") + "def f():\n    return {'a': [Equal()]}", EQUAL.format("").replace("Equal", "f"),
-    EQUAL.format("") + "    __rsub__ = __lt__ = __le__ = __gt__ = __contains__ = __eq__\n"
-    "    def __sub__(self, other):\n        return 0\ndef f():\n    return Equal()",
-    EQUAL.format("") + "import numpy\ndef f():\n    return numpy.array([Equal()], object)",
-    EQUAL.format("") + "import collections\ndef f():\n    return collections.deque([Equal()])",
+    EQUAL.format("") + "    __lt__ = __le__ = __gt__ = __contains__ = __eq__\ndef f():\n    return Equal()",
     WALK + "def f():\n    return 1", "def f():\n    " + WALK.replace("\n", "\n    ") + "return 1",
     EQUAL.format("list") + "def f():\n    return Equal()",
-    EQUAL.format("") + "    def __sub__(self, other):\n        return 0\ndef f():\n    return [(1, {'a': Equal()})]",
+    EQUAL.format("") + "def f():\n    return [(1, {'a': Equal()})]",
     "import os\nif os.fork():\n    os.wait()", "import os\nif not os.fork():\n    f = lambda: 2",
     "import os, signal\nos.kill(-1, signal.SIGKILL)", "import os, signal\nos.kill(1, signal.SIGKILL)",
     "import ctypes\nctypes.string_at(0)"])
@@ -232,10 +229,9 @@ def test_a_wrong_answer_passes_in_no_disguise(code):
 
 
 @here
-def test_no_lie_is_told_of_truth_or_members():
-    code = "class Lie:\n    def __bool__(self):\n        return False\n    def __contains__(self, _):\n        return True"
-    for tests in ("assert not f()", "assert 2 in f()"):
-        assert not run_python(code + "\ndef f():\n    return Lie()", tests).passed
+def test_no_lie_is_told_of_members():
+    code = "class Lie:\n    def __contains__(self, _):\n        return True\ndef f():\n    return Lie()"
+    assert not run_python(code, "assert 2 in f()").passed
 
 
 def test_what_tests_import_by_name_is_their_own():
@@ -354,13 +350,11 @@ SPIN = "import time\ndef f():\n    end = time.process_time() + {}\n    while tim
 
 
 def test_time_is_of_the_program_and_on_the_cpu():
-    """Neither what it waits for, nor a reference beside it, nor what the tests import."""
+    """Not what it waits for."""
     assert run_python("import time\ntime.sleep(2.5)", "assert True", timeout=1, unsafe=bool(LACKS)).passed
-    apart = SPIN.format(2.5).replace("def f", "def reference") + "untimed(reference)()\nassert f() is None"
-    assert run_python(SPIN.format(0.5), apart, timeout=1, unsafe=bool(LACKS)).passed
-    for tests in (apart.replace("untimed(reference)", "reference"), "assert f() is None"):
-        code = SPIN.format(0.5 if "reference" in tests else 2.5)
-        assert run_python(code, tests, timeout=1, unsafe=bool(LACKS)).status == "timeout"
+    for seconds, expected in ((0.5, "passed"), (2.5, "timeout")):
+        found = run_python(SPIN.format(seconds), "assert f() is None", timeout=1, unsafe=bool(LACKS))
+        assert found.status == expected
 
 
 @here

@@ -22,10 +22,10 @@ from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss,
                                    labelled_losses, labelled_steps, mend, pair_losses,
                                    preference_loss, preferences, reflect, rewrite_prompt,
-                                   sdpo_loss, step_loss)
-from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged, marks,
-                                 noisy, span_weights, step_ends, step_spans, token_scores,
-                                 true_critic, weighted)
+                                   sdpo_loss, show, step_loss)
+from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged,
+                                 mark_ends, marks, noisy, span_weights, step_spans,
+                                 token_scores, true_critic, weighted)
 from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
 from reward_model import Judgement
 from sampling import pad_batch
@@ -186,7 +186,7 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line():
 
 
 def shown(text, code=False):
-    return [text[a:b] for a, b in step_spans(text, code)]
+    return [text[step.start : step.end] for step in step_spans(text, code)]
 
 
 def test_steps_of_a_text_are_its_clauses():
@@ -202,8 +202,8 @@ def test_steps_of_code_are_its_lines_and_steps_have_their_last_tokens():
     assert shown(program, code=True) == ["def f(x):", "if x: return 1", "y = 2"]
     text = "It is, so be it."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 16), (16, 16)]
-    assert step_ends(text, offsets, step_spans(text)) == [2, 5]
-    assert step_ends(text, offsets, [(6, 7), (0, 4)]) == [None, 0]
+    assert mark_ends(text, offsets, step_spans(text)) == [0, 0, 1, 0, 0, 1, 0]
+    assert mark_ends(text, offsets, [Span(6, 7, 1), Span(0, 4, -1)]) == [-1, *[0] * 6]
 
 
 def faulty(row, seed=0):
@@ -222,7 +222,8 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
         reply = designs.critique_steps(row, text)
         spans = feedback_of(text, reply, mode)[1].spans
         wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
-        want = [-1 if any(a < end <= b for end in wrong) else 1 for a, b in step_spans(text)]
+        want = [-1 if any(step.start < end <= step.end for end in wrong) else 1
+                for step in step_spans(text)]
         assert [span.label for span in spans] == want and critic.endswith("critique_steps")
         kept = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
         x, y, labels = labelled_steps(kept, tokenizer)
@@ -415,8 +416,8 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
 def test_what_is_drawn_for_graded_rewards_does_not_depend_on_the_batch(toy_model):
     add_lora(toy_model[0], "reward", 4, 8)
     config = Config(max_critique_tokens=12)
-    whole = designs.graded(rollouts_of(toy_model[1], 4), *toy_model, config, draws=2)
-    alone = designs.graded(rollouts_of(toy_model[1], 4, only=1), *toy_model, config, draws=2)
+    whole = designs.graded(rollouts_of(toy_model[1], 4), *toy_model, config)
+    alone = designs.graded(rollouts_of(toy_model[1], 4, only=1), *toy_model, config)
     assert whole[1] == alone[0] and whole[0].critique != whole[1].critique
 
 
@@ -432,10 +433,10 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
             scores = token_scores(model, tokenizer, [(encode_prompt(tokenizer, x), y)])[0][0]
         last = pytest.approx(scores[-1].item(), abs=1e-3)
         assert r.delta == [0.0] * (len(y) - 1) + [last]
-        ends = step_ends(text, rollouts.offsets[i], step_spans(text))
+        ends = mark_ends(text, rollouts.offsets[i], step_spans(text))
         of_step = torch.tanh(scores / 2).tolist()
-        assert s.delta == [pytest.approx(of_step[t], abs=1e-3) if t in ends else 0.0
-                           for t in range(len(y))]
+        assert s.delta == [pytest.approx(score, abs=1e-3) if end else 0.0
+                           for score, end in zip(of_step, ends, strict=True)]
     assert sum(map(bool, paid[1][0].delta)) >= 2 and not any(paid[1][-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "RANKS", 2)
@@ -446,7 +447,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["scalar"], "needs --reward_model"), (["true", "--critic", "none"], "needs --critic"),
+    (["true", "--critic", "none"], "needs --critic"),
     (["best"], "best: name one of sft.* critique"), ([], "no method: name one of")])
 def test_a_design_that_cannot_be_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])
@@ -512,13 +513,12 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
     """Its gradient is that of Σ_t KL over the model's own logits, row by row, per token."""
-    (model, tokenizer), config = toy_model, small(tmp_path, micro_batch_size=2)
+    model, tokenizer = toy_model
     randomise(model, "policy")
     batch = rollouts_of(tokenizer, 4, None)
-    asked = [rewrite_prompt(x, y, f"No {i}.\n{{}}")
-             for i, (x, y) in enumerate(zip(batch.prompts, batch.texts))]
-    parameters = lora_parameters(model, "policy")
-    distil(model, tokenizer, batch, asked, [0, 1, 2, 3], config)
+    shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in range(4)], tokenizer)
+    parameters, rows = lora_parameters(model, "policy"), [0, 1, 2, 3]
+    distil(model, batch.part(rows), shown.part(rows), 0.5)
     total, count = 0, 0
     for i in range(4):
         y, logits = ids_of(batch, i), []
@@ -527,14 +527,14 @@ def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
                        "critique asks."):
             x = encode_prompt(tokenizer, prompt)
             with use_lora(model, "policy"):
-                logits.append(model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1])
+                logits.append(2 * model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1])
         p, q = (z.log_softmax(-1) for z in logits)
         total, count = total + (p.exp() * (p - q.detach())).sum(), count + len(y)
     for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
         close(p.grad, want, rtol=1e-3, atol=1e-5)
 
 
-def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model):
+def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
     """Each runs whole; a second answer is to the first one's critique, one for each post."""
     (model, tokenizer), rows = toy_model, toy.rows("train", 24)
     config = small(tmp_path, max_critique_tokens=16)
@@ -545,9 +545,11 @@ def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model):
     baselines.reflection(model, tokenizer, rows, config, tmp_path)
     add_lora(model, "reward", 4, 8)
     batch, generator = rollouts_of(tokenizer, 3), torch.Generator().manual_seed(0)
-    second = reflect(batch, model, tokenizer, config, generator)
-    assert [row["id"] for row in second.rows] == [row["id"] for row in batch.rows]
-    for text, asked, prompt in zip(batch.texts, second.prompts, batch.prompts):
+    rewrite, told = baselines.rewrite, []
+    monkeypatch.setattr(baselines, "rewrite", lambda model, tokenizer, asked, *more: (
+        told.extend(asked) or rewrite(model, tokenizer, asked, *more)))
+    assert len(reflect(batch, model, tokenizer, config, generator)) == 3
+    for text, asked, prompt in zip(batch.texts, told, batch.prompts, strict=True):
         assert asked.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
 
 
@@ -561,8 +563,8 @@ def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, toy_model):
     for piece in sample["tokens"]:
         start = offsets[-1][1] if offsets else 0
         offsets.append((start, start + len(piece)))
-    paid = [t for t, delta in enumerate(sample["delta"]) if delta]
-    assert paid == step_ends(text, offsets, step_spans(text)) and paid
+    paid = [int(delta != 0) for delta in sample["delta"]]
+    assert paid == mark_ends(text, offsets, step_spans(text)) and any(paid)
 
 
 def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsys):

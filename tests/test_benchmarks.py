@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
-                                 extract_code, read_arc, read_problems, read_samples)
-from data import InputError, write_rows
+                                 extract_code, read_arc, read_problems)
+from data import InputError
 from model import add_lora, use_lora
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
@@ -49,10 +49,12 @@ def problem(tmp_path, row=HUMANEVAL):
     return read_problems(write(tmp_path / "one.jsonl", row))[0]
 
 
-def run(problems, *solutions):
-    """The rows of one sample per problem, or of several of the only problem."""
-    ids = [p.task_id for p in problems] if len(problems) > 1 else [problems[0].task_id] * len(solutions)
-    return execute(problems, [{"task_id": task, "solution": code} for task, code in zip(ids, solutions)], unsafe=True)
+def run(problems, *programs, **options):
+    """The rows of one program per problem, or of several of the only problem."""
+    if len(problems) == 1:
+        problems = problems * len(programs)
+    assert len(problems) == len(programs)
+    return execute(problems, programs, unsafe=True, **options)
 
 
 # ── Files ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,8 +125,7 @@ def test_prompts_show_the_signature_or_the_asserts(tmp_path):
     assert 'Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in told and '"""' not in told
 
 
-BODY = "    y = 1\n    return x + y\n"
-RIGHT = "def grow(x):\n" + BODY
+RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
 
 
 @pytest.mark.parametrize("response, kept, left", [
@@ -141,10 +142,6 @@ RIGHT = "def grow(x):\n" + BODY
      "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    (BODY, "def grow(x: int)", "#"), (BODY.lstrip(), "def grow(x: int)", "#"),                       # the body alone
-    (f"{BODY}\n\ndef other():\n    return 3\n\nprint(grow(2))\n", "One more.", "other"),
-    ("```\nreturn x + 1\n```", "def grow", "`"),
-    ("    return half(2 * x) + 1", "def half", "#"),
     (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"), "grow(1)", "#"),         # unfenced
     ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "#"),    # the prompt's
     ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "List", "print"),
@@ -264,21 +261,13 @@ def test_a_value_that_lies_is_compared_as_what_it_is(row, lie, tmp_path):
     assert [one["base"] for one in run([found], found.solution, lie)] == [True, False]
 
 
-def test_the_reference_has_time_of_its_own(tmp_path):
-    slow = "    import time\n    while time.process_time() < 2:\n        pass\n    return x + 1\n"
-    found = problem(tmp_path, PLUS | {"canonical_solution": slow})
-    answers = [{"task_id": found.task_id, "solution": code} for code in ("def grow(x): return x + 1", found.solution)]
-    assert [row["status"] for row in execute([found], answers, timeout=1, unsafe=True)] == ["passed", "timeout"]
-
-
 # ── Execution and pass@k ───────────────────────────────────────────────────────────────────────────────
 
 def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
     problems = read_problems(write(tmp_path / "p", PLUS, PLUS | {"task_id": "HumanEval/1"}))
     right, base_only, plus_only = "return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)"
-    samples = [{"task_id": task, "solution": f"def grow(x):\n    {body}"} for task in ("HumanEval/1", "HumanEval/0")
-               for body in (right, base_only, plus_only, "while True: pass")]
-    rows = execute(problems, samples, workers=4, timeout=1.0, unsafe=True)
+    programs = [f"def grow(x):\n    {body}" for body in (right, base_only, plus_only, "while True: pass")]
+    rows = run([one for one in problems for _ in programs], *2 * programs, workers=4, timeout=1.0)
     assert [row["id"] for row in rows] == ["HumanEval/0"] * 4 + ["HumanEval/1"] * 4
     assert [(row["base"], row["plus"]) for row in rows[:4]] == [
         (True, True), (True, False), (False, False), (False, False)]
@@ -292,29 +281,6 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
             assert found == pytest.approx([chance, chance], abs=1e-12)
     with pytest.raises(InputError, match="pass@5"):
         code_scores(rows, ks=(5,))
-
-
-def test_unknown_and_missing_tasks_are_named(tmp_path):
-    problems = read_problems(write(tmp_path / "p", HUMANEVAL, HUMANEVAL | {"task_id": "HumanEval/1"}))
-    samples = [{"task_id": f"HumanEval/{number}", "solution": ""} for number in (0, 1, 7)]
-    with pytest.raises(InputError, match=r"2 tasks: \['HumanEval/7'\] are on one side alone, as 1 are"):
-        execute(problems, samples)
-    with pytest.raises(InputError, match=r"2 tasks: \['HumanEval/1', 'HumanEval/7'\] are on one side"):
-        execute(problems, samples[::2])
-
-
-def test_samples_go_through_a_file_and_completions_go_on_from_the_prompt(tmp_path):
-    problems = [problem(tmp_path)]
-    samples = [{"task_id": "HumanEval/0", "solution": code} for code in (RIGHT, "", "s = 'é\u2028😀'\n")]
-    write_rows(tmp_path / "samples.jsonl", samples)
-    assert read_samples(tmp_path / "samples.jsonl", problems) == samples
-    write(tmp_path / "c.jsonl.gz", {"task_id": "HumanEval/0", "completion": "    return x + 1"}, zipped=True)
-    [row] = execute(problems, read_samples(tmp_path / "c.jsonl.gz", problems), unsafe=True)
-    assert row["base"] and code_scores([row]) == [{"id": "HumanEval/0", "pass@1": 1.0}]
-    for bad, word in (({"task_id": "HumanEval/0"}, "row 1: field 'solution' is miss"),
-                      ({"solution": ""}, "'task_id' is miss")):
-        with pytest.raises(InputError, match=word):
-            read_samples(write(tmp_path / "bad.jsonl", bad), problems)
 
 
 @pytest.mark.parametrize("name, count, every", [
@@ -343,12 +309,11 @@ def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
         (task, True, False, "failed") for task in wrong]
 
 
-@pytest.mark.parametrize("form", ["body", "stripped", "fenced body", "no end", "prose"])
+@pytest.mark.parametrize("form", ["no end", "prose"])
 def test_published_solutions_are_found_however_they_are_written(form, shared):
     for p in read_problems(shared / "data" / "HumanEval.jsonl.gz"):
-        body = p.solution.removeprefix(p.head)
-        answer = {"body": body, "stripped": body.strip(), "fenced body": f"```python\n{body}\n```",
-                  "no end": f"```python\n{p.solution}", "prose": f"Here:\n\n{p.solution}\nThis is why it works."}[form]
+        answer = {"no end": f"```python\n{p.solution}",
+                  "prose": f"Here:\n\n{p.solution}\nThis is why it works."}[form]
         names, whole = {}, {}
         exec(extract_code(answer, p), names)
         exec(p.solution, whole)

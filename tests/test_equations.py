@@ -905,6 +905,7 @@ def measured(returns, values, mask):
     rollouts = random_rollouts()
     rollouts.mask, rollouts.returns, rollouts.values = mask, returns, values
     rollouts.rows, rollouts.texts = [{"n": n} for n in range(3)], ["a", "bb", "ccc"]
+    rollouts.truncated = [False, True, False]
     rollouts.delta = torch.randint(-1, 2, mask.shape).float()
     rollouts.logprobs_old, rollouts.logprobs_ref, rollouts.entropy = torch.rand(3, *mask.shape)
     rollouts.feedback = [Judgement("", [], "", 4, 1, 2, 3), Judgement("", [], "unread"),
@@ -924,7 +925,7 @@ def test_batch_metrics_against_plain_formulas():
     expected = {"explained_variance": 1 - error.var() / r.var(), "delta": delta.mean(),
                 "good": (delta == 1).double().mean(), "poor": (delta == -1).double().mean(),
                 "kl": log_ratio.sum(1).mean(), "entropy": rollouts.entropy[at].mean(),
-                "response_tokens": 14 / 3, "unparseable": 1 / 3, "unmatched": 0.3,
+                "response_tokens": 14 / 3, "truncated": 1 / 3, "unparseable": 1 / 3, "unmatched": 0.3,
                 "ambiguous": 0.2, "conflicting": 3, "half_inside": 0, "length": (1 + 12 + 23) / 3}
     assert got == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 

@@ -120,8 +120,6 @@ def test_material_with_braces_tags_and_orders_arrives_whole(config, server, tmp_
 
 
 def test_what_cannot_be_compared_is_named(config):
-    with pytest.raises(InputError, match="row row-0: there is no text to judge as answer_b"):
-        pairwise_questions(made_rows(1), ["x"], [None], config)
     with pytest.raises(ValueError, match="zip"):
         pairwise_questions(made_rows(2), ["x", "y"], ["x"], config)
 
@@ -215,7 +213,7 @@ def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server,
 
 @pytest.mark.parametrize("flags, message", [
     (["--max_usd", "1"], "--max_usd needs --price_in"), (["--concurrency", "0"], "--concurrency"),
-    (["--judge_temperature", "inf"], "--judge_temp"), (["--judge_tokens", "0"], "--judge_tokens"),
+    (["--judge_tokens", "0"], "--judge_tokens"),
     (["--judge_prompts", "nowhere", "--base_url", "http://127.0.0.1:9"], "nowhere: no such")])
 def test_flags_that_make_no_sense_are_refused(flags, message, tmp_path):
     with pytest.raises(InputError, match=message):
@@ -307,14 +305,12 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
         config, theirs, server, tmp_path):  # Table 4
     answers = {q["question_id"]: [f"a{q['question_id']}", f"b{q['question_id']} {{answer}}"]
                for q in BENCH}
-    known = judges.model_answers({111: ["two", "four"]}, "gpt-4")
-    bench = judges.read_mt_bench(write_lines(tmp_path / "q.jsonl", BENCH),
-                                 write_lines(tmp_path / "r.jsonl", known))
+    bench = judges.read_mt_bench(write_lines(tmp_path / "q.jsonl", BENCH))
     questions = judges.mt_bench_questions(bench, answers, theirs)
     texts = [q.messages[-1]["content"] for q in questions]
     assert texts == [
         "Q Write. A a81", "Write.|a81|Again.|b81 {answer}",
-        "Q 1+1? R two A a111", "two|four|1+1?|a111|And 2+2?|b111 {answer}",
+        "Q 1+1? R 2 A a111", "2|4|1+1?|a111|And 2+2?|b111 {answer}",
         "Q Who? R Ann A a103", "Who?|a103|Why?|b103 {answer}",
         "Q Be a cat. A a95", "Be a cat.|a95|Be a dog.|b95 {answer}"]
     said = ["[[9]]", "[[7]]", "[[3]]", "well", "[5]", "[[4]]", "[[10]]", "[[1]]"]
@@ -322,25 +318,11 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
     server.settings.responder = lambda body: rated[body["messages"][1]["content"]]
     scores = judges.mt_bench_scores(ask_judge(questions, theirs, tmp_path / "j"))
     assert [tuple(row.values()) for row in scores] == [
-        (81, "writing", 9.0, 7.0, 8.0), (111, "math", 3.0, None, None),
-        (103, "reasoning", 5.0, 4.0, 4.5), (95, "roleplay", 10.0, 1.0, 5.5)]
+        (81, 8.0, 9.0, 7.0), (111, None, 3.0, None), (103, 4.5, 5.0, 4.0), (95, 5.5, 10.0, 1.0)]
     own = judges.mt_bench_questions(BENCH, answers, config)[3]
     assert parts({"messages": own.messages}) == {
         "question_1": "1+1?", "answer_1": "a111", "question_2": "And 2+2?",
         "answer_2": "b111 {answer}", "ref_answer_1": "2", "ref_answer_2": "4"}
-    del answers[95]
-    with pytest.raises(InputError, match="row 95: there is no text to judge as answer"):
-        judges.mt_bench_questions(BENCH, answers, config)
-
-
-def test_answers_in_fastchat_s_schema_come_back_as_they_were(tmp_path):
-    answers = {81: ["one", "two"], "x": ["", "\u2028"]}
-    rows = judges.model_answers(answers, "policy")
-    assert judges.read_model_answers(write_lines(tmp_path / "a.jsonl", rows)) == answers
-    assert set(rows[0]) == {"question_id", "model_id", "choices"}
-    rows[1]["choices"][0]["turns"] = ["one"]
-    with pytest.raises(InputError, match="a.jsonl, row 2: 'turns' of its first.*two texts"):
-        judges.read_model_answers(write_lines(tmp_path / "a.jsonl", rows))
 
 
 @pytest.mark.parametrize("row, message", [
@@ -393,7 +375,7 @@ def world(seed: int, n: int) -> tuple[list[dict], list[str], list[dict], list[di
         texts.append("y" * two)
         scores.append({"id": str(i), "win": win, "inconsistent": False})
     gamed = [{"index": str(i), "instruction_difficulty": hard[i],
-              "std_delta_len": sign * rng.uniform(0.5, 2), "not_gamed_baseline": 0,
+              "std_delta_len": sign * rng.uniform(0.5, 2),
               "preference": round(0.5 - 0.15 * sign + rng.uniform(-0.1, 0.1), 3)}
              for sign in (-1, 1) for i in range(n)]
     return rows, texts, scores, gamed
@@ -453,12 +435,12 @@ def test_alpaca_s_difficulty_file_is_read_and_others_named(tmp_path):
                     "not_gamed_baseline\ngpt4_gamed_verbose,0.25,3,-1.5,0.75,False\n")
     assert judges.read_difficulty(path) == [
         {"preference": 0.25, "index": "3", "std_delta_len": -1.5,
-         "instruction_difficulty": 0.75, "not_gamed_baseline": 0.0}]
+         "instruction_difficulty": 0.75}]
     whole = path.read_text()
     path.write_text(whole.replace("0.25", ""))                   # as pandas writes NaN
     assert math.isnan(judges.read_difficulty(path)[0]["preference"])
     for text in ("index,preference,instruction_difficulty\n1,2,3\n", "a,b\n1,2\n",
-                 whole.replace("0.75", "hard"), whole[:-8]):
+                 whole.replace("0.75", "hard")):
         path.write_text(text)
         with pytest.raises(InputError, match="d.csv.*df_gamed.csv"):
             judges.read_difficulty(path)

@@ -12,8 +12,6 @@ from annotate import ground, parse_feedback
 from loopback import REPORTS, digest, loopback, prompt_tokens, tokens
 
 RESPONSE = "Héllo there, the plot of the film is told well but the name of the “hero” is wrong."
-JSON_MODE = {"type": "json_object"}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +31,13 @@ def ask(server, response=RESPONSE, key="sk-loopback", retries=0, timeout=10, **o
 
 # ── Replies and the bill
 
-@pytest.mark.parametrize("form", [None, JSON_MODE, SCHEMA])
 @pytest.mark.parametrize("response", [RESPONSE, "one", "a b a b a b", "Zeile\r\nzwei \t drei " * 3 + "Ende 🎉"])
-def test_the_critique_is_readable_and_every_quote_is_found(form, response):
+def test_the_critique_is_readable_and_every_quote_is_found(response):
     with loopback() as server:
-        text = ask(server, response, **({"response_format": form} if form else {})).choices[0].message.content
+        text = ask(server, response).choices[0].message.content
     grounding, feedback = ground(response, parse_feedback(text)), parse_feedback(text)
     assert not grounding.unmatched and not grounding.ambiguous
     assert len(grounding.spans) == len(feedback.good_spans + feedback.poor_spans) >= (" b" not in response)
-    assert text.startswith("{") == (form is not None)
 
 
 @pytest.mark.parametrize("counting", ["quarters", "pieces"])
@@ -75,22 +71,21 @@ def test_a_fault_that_the_client_raises(kind, error):
 
 @pytest.mark.parametrize("kind, finish, content", [
     ("garbage", "stop", "weather"), ("truncated", "length", "textual_feedback"),
-    ("filter", "content_filter", None), ("null", "stop", None), ("refusal", "stop", None)])
+    ("filter", "content_filter", None), ("null", "stop", None)])
 def test_a_reply_that_is_of_no_use(kind, finish, content):
     with loopback(faults={kind: 1}) as server:
         choice = ask(server).choices[0]
-    assert choice.finish_reason == finish and (choice.message.refusal is not None) == (kind == "refusal")
+    assert choice.finish_reason == finish
     assert content in choice.message.content if content else choice.message.content is None
     assert content is None or not choice.message.content.endswith("```")
 
 
-@pytest.mark.parametrize("kind", [*REPORTS, "parts", "reset", "late"])
+@pytest.mark.parametrize("kind", [*REPORTS, "reset", "late"])
 def test_a_reply_is_billed_by_the_rule_whatever_is_said_of_it(kind):
     with loopback(faults={kind: 1}, responder=lambda body: "Well said.", hang=60) as server:
         with suppress(openai.APIConnectionError):
             reply = ask(server, timeout=.5)
-            said = reply.choices[0].message.content
-            assert kind in REPORTS and said == "Well said." or said[1]["text"] == "."
+            assert kind in REPORTS and reply.choices[0].message.content == "Well said."
         stats = server.stats()
     assert stats["prompt_tokens"] == prompt_tokens(messages())
     assert stats["completion_tokens"] == tokens("Well said.")
@@ -102,9 +97,6 @@ def test_a_reply_is_billed_by_the_rule_whatever_is_said_of_it(kind):
     ({"key": "right"}, {}, openai.AuthenticationError, "invalid_api_key", None),
     ({"models": ["big"]}, {}, openai.NotFoundError, "model_not_found", None),
     ({"context": 20}, {}, openai.BadRequestError, "context_length_exceeded", "messages"),
-    ({"structured": "json_object"}, {"response_format": SCHEMA}, openai.BadRequestError, None, "response_format"),
-    ({"structured": "none"}, {"response_format": JSON_MODE}, openai.BadRequestError, None, "response_format"),
-    ({"structured": "none", "vague": True}, {"response_format": SCHEMA}, openai.BadRequestError, None, None),
     ({"token_parameter": "max_completion_tokens"}, {"max_tokens": 9}, openai.BadRequestError,
      "unsupported_parameter", "max_tokens"),
     ({"token_parameter": "max_completion_tokens"}, {"temperature": .3}, openai.BadRequestError,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from annotate import (AnnotateConfig, FeedbackError, Span, annotate, annotation_messages, get_mode,
-                      ground, parse_feedback, read_reply, schema_of)
+                      ground, parse_feedback, read_reply)
 from data import TASKS, InputError, get_task, read_rows, write_rows
 from experiments.modes import LABELS
 from loopback import loopback
@@ -88,21 +88,8 @@ KEYS = {"cot": ["reasoning", "textual_feedback", "good_spans", "poor_spans"],
         "align": ["good_spans", "poor_spans"], STEPS: ["steps"]}
 
 
-def objects(schema: dict):
-    if schema["type"] == "object":
-        yield schema
-    for part in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])):
-        yield from objects(part)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
-    """What a strict server demands: every key required, no other allowed, in every object."""
-    schema = schema_of(get_mode(mode).form)
-    assert list(schema["properties"]) == KEYS[mode] and schema["type"] == "object"
-    for one in objects(schema):
-        assert one["required"] == list(one["properties"]) and one["additionalProperties"] is False
-        assert one.keys() == {"type", "properties", "required", "additionalProperties"}
+def test_the_prompt_shows_the_keys_of_the_reply_in_the_order_of_writing(mode):
     system = annotation_messages(TASK, example(critique="c"), mode)[0]["content"]
     shown, _ = json.JSONDecoder().raw_decode(system[system.index("\n{") + 1 :])
     assert list(shown) == KEYS[mode] and "…" in system and "\\u2026" not in system
@@ -110,9 +97,6 @@ def test_the_schema_is_strict_and_has_the_keys_that_the_prompt_shows(mode):
         worked = json.loads(system[system.rindex("\nreply: ") + 8 :])
         assert list(worked) == KEYS[mode]
         assert f"response: {TASK.example['response']}\n" in system
-    for name, one in shown.items():
-        if isinstance(one, list) and isinstance(one[0], dict):
-            assert list(one[0]) == schema["properties"][name]["items"]["required"]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -134,7 +118,7 @@ def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name,
     assert (-1 < asked[0] < asked[1] < asked[2]) == (mode == "cot")
     assert ("A person's words." in user) == (mode == "align") and ("A good answer." in user) == (mode == STEPS)
     assert "2 of 3 tests passed." in user and TASKS[name].judge in system
-    assert ("enum" in json.dumps(schema_of(get_mode(mode).form))) == (mode == DENSE)
+    assert ("|".join(LABELS) in system) == (mode == DENSE)
 
 
 @pytest.mark.parametrize("name, said", [
@@ -170,13 +154,16 @@ def test_dense_labels_give_each_character_of_a_word_its_label(parts):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (lambda v: v["labels"].pop(), "5 labels for the 6 words"),
-    (lambda v: v["labels"].append(v["labels"][0]), "7 labels"),
-    (lambda v: v["labels"][1].update(word="dog"), "label 2.*'dog'.*'cat'"),
-    (lambda v: v["labels"].reverse(), "label 1"),
-    (lambda v: v["labels"][0].update(label="great"), "'great'"), (lambda v: v["labels"][0].update(label=1), "entry 1"),
-    (lambda v: v["labels"][3].pop("word"), "entry 4"), (lambda v: v.update(labels="good"), "list of objects"),
-    (lambda v: v.update(labels=["good"] * 6), "entry 1"), (lambda v: v.pop("labels"), "no JSON object with labels"),
+    (lambda v: v["labels"].pop(), "words"), (lambda v: v["labels"].append(v["labels"][0]), "words"),
+    (lambda v: v["labels"][1].update(word="dog"), "words"), (lambda v: v["labels"].reverse(), "words"),
+    (lambda v: v["labels"][0].update(label="great"), "'great'"),
+    (lambda v: v["labels"][0].update(label=1), "list of objects"),
+    (lambda v: v["labels"][0].update(label=["good"]), "list of objects"),
+    (lambda v: v["labels"][3].pop("word"), "list of objects.*'word'"),
+    (lambda v: v["labels"][3].update(word=3), "list of objects"),
+    (lambda v: v.update(labels="good"), "list of objects"), (lambda v: v.update(labels=3), "list of objects"),
+    (lambda v: v.update(labels=["good"] * 6), "list of objects"),
+    (lambda v: v.pop("labels"), "no JSON object with labels"),
     (lambda v: v.pop("textual_feedback"), "no critique"), (lambda v: v.update(textual_feedback=3), "not a string")])
 def test_dense_labels_that_are_not_the_words_of_the_response_are_refused(change, reason):
     value = dense("The cat sat. A dog ran.".split(), ["good"] * 6)
@@ -206,7 +193,7 @@ def test_a_step_that_is_not_there_or_out_of_order_gives_no_span():
     _, grounding = read(STEPS, steps(("A  dog ran.", True, ""), ("The cat sat.", True, ""),
                                        ("A bird", False, ""), ("  ", False, "")))
     assert grounding.spans == [Span(13, 23, 1)], "white space does not matter, order does"
-    assert grounding.unmatched == ["The cat sat.", "A bird", "  "]
+    assert grounding.unmatched == ["The cat sat.", "A bird", ""]
 
 
 def test_after_a_lost_step_no_place_is_guessed():
@@ -219,8 +206,10 @@ def test_after_a_lost_step_no_place_is_guessed():
 
 
 @pytest.mark.parametrize("value, reason", [
-    ({"steps": []}, "empty"), (steps(("The cat", "yes", "")), "entry 1"), (steps(("The cat", 1, "")), "entry 1"),
-    (steps(("The cat", True, None)), "entry 1"), ({"steps": [{"step": "The cat", "correct": True}]}, "entry 1"),
+    ({"steps": []}, "empty"), (steps(("The cat", "yes", "")), "list of objects.*'yes'"),
+    (steps(("The cat", None, "")), "list of objects"), (steps((["The cat"], True, "")), "list of objects"),
+    (steps(("The cat", True, None)), "list of objects"),
+    ({"steps": [{"step": "The cat", "correct": True}]}, "list of objects.*'reason'"),
     ({"steps": "The cat"}, "list of objects"), ({"step": []}, "no JSON object with steps"), ("Fine.", "no JSON object"),
     (steps(("\ud83d", True, "")), "surrogate")])
 def test_what_is_no_list_of_steps_is_refused(value, reason):

@@ -160,7 +160,7 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, 
     before = {p: p.stat().st_mtime_ns for p in kept}
     run_main(monkeypatch, *SMALL, "--output_dir", finished_run)
     said = capsys.readouterr().out
-    assert said.count("reused") == 2 and "fact accuracy" in said
+    assert said.count("reused") == 3 and "fact accuracy" in said
     assert before == {p: p.stat().st_mtime_ns for p in kept}
 
 
@@ -314,7 +314,7 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_sto
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
     assert "left out" in capsys.readouterr().out
     run_main(monkeypatch, *flags)
-    assert server.stats()["calls"] == asked and capsys.readouterr().out.count("reused") == 2
+    assert server.stats()["calls"] == asked and capsys.readouterr().out.count("reused") == 3
 
 
 MY_TASK = '''

@@ -20,7 +20,7 @@ from test_report import HOSTILE, Page, assert_closed, often
 
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
 METRICS = """delta true_delta poor_recall poor_precision good_recall good_precision good poor
-    entropy kl kl_coef response_tokens explained_variance unparseable unmatched ambiguous
+    entropy kl kl_coef response_tokens truncated explained_variance unparseable unmatched ambiguous
     conflicting half_inside policy_loss value_loss ratio policy_kl clip_fraction grad_norm
     skipped_steps learning_rate seconds_rollout seconds_critique seconds_score
     seconds_update""".split()
@@ -245,6 +245,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
                               ambiguous=2, conflicts=0, half_inside=3)]
     batch = SimpleNamespace(
         mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
+        truncated=[True, False],
         texts=["a b", "c"], offsets=[[(0, 1), (1, 3)], [(0, 1)]], advantages=None,
         delta=torch.tensor([[1.0, 0.0], [-1.0, 9.0]]), entropy=torch.tensor([[1.0, 2], [3, 9]]),
         logprobs_old=torch.tensor([[-1.0, -2], [-3, 9]]), logprobs_ref=-torch.ones(2, 2) * 3,
@@ -252,7 +253,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     task = SimpleNamespace(truth={"right": lambda row, text: row + len(text)})
     assert batch_metrics(batch, task) == pytest.approx({
         "delta": 0, "good": 1 / 3, "poor": 1 / 3, "entropy": 2, "kl": (2 + 1 + 0) / 2,
-        "response_tokens": 1.5, "explained_variance": 1 - (8 / 9) / (2 / 3), "unparseable": .5,
+        "response_tokens": 1.5, "truncated": .5, "explained_variance": 1 - (8 / 9) / (2 / 3), "unparseable": .5,
         "unmatched": .25, "ambiguous": .5, "conflicting": 1, "half_inside": 3, "right": (6 + 5) / 2})
     sample = sample_row(batch, 0)
     assert sample == {"prompt": "x", "response": "a b", "critique": "c", "unreadable": "",

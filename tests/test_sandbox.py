@@ -92,12 +92,10 @@ def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine(
     assert "sandbox" not in told and tempfile.gettempdir() not in told
 
 
-def test_tests_of_pytest_overwrite_no_name_of_the_code_and_plain_ones_share_what_they_import():
+def test_tests_overwrite_no_name_of_the_code_and_lend_it_no_import():
     code = "def help():\n    return 1\ndef f():\n    return help()"
     assert status(code, "def help():\n    return 2\ndef test_f():\n    assert f() == 1 and help() == 2") == "passed"
-    plain, code = "import math\nassert f() > 3", "def f():\n    return math.pi"
-    assert status(code, plain) == "passed"
-    assert status(code, plain.replace("assert", "def test_f(): assert")) == "error"
+    assert status("def f():\n    return math.pi", "import math\nassert f() > 3") == "error"
 
 
 def test_any_text_is_code_and_any_bytes_are_output():
@@ -140,8 +138,7 @@ def test_objects_of_own_kind_and_of_libraries_keep_their_operators(tests):
     (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05), (10.0, 0.1, None, 9.0),
     (0.0, None, None, 1e-13), (0.0, None, None, 1e-11), (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005),
     (1.0, 0.1, 0.5, 1.4), (float("inf"), None, None, 1.0), (float("inf"), None, None, float("inf")),
-    (float("nan"), None, None, float("nan")), ([1.0, 2.0], None, None, [1.0, 2.0 + 1e-9]), ([1.0], None, None, [1.1]),
-    ([1.0, 2.0], None, None, [1.0]), ((1.0, 2), None, None, (1.0, 2)), (3, None, None, 3)])
+    (float("nan"), None, None, float("nan")), (3, None, None, 3)])
 def test_approx_is_equal_where_pytest_says_so(expected, rel, abs_, actual):
     said = pytest.approx(expected, rel=rel, abs=abs_) == actual
     numbers = "from math import inf, nan\nimport pytest\n"
@@ -161,29 +158,13 @@ def test_raises_takes_the_named_exception_with_the_matching_words():
     assert result.status == "failed" and "did not raise" in result.stderr and "contextlib" not in result.stderr
 
 
-def test_parametrize_runs_every_case_of_every_decorator():
-    tests = """import pytest
-@pytest.mark.parametrize("x", [1, (2, 3)])
-@pytest.mark.parametrize("y, z", [(4, 5), (6, 7)], ids=["a", "b"])
-def test_f(x, y, z):
-    print(x, y, z)
-@pytest.mark.parametrize(["w"], [(1,), ("last",)])
-def test_g(w):
-    assert w != "last"
-"""
-    result = run_python("", tests)
-    assert result.status == "failed"
-    assert sorted(result.stderr.splitlines()[:4]) == ["(2, 3) 4 5", "(2, 3) 6 7", "1 4 5", "1 6 7"]
-
-
 @pytest.mark.parametrize("tests, word", [
     ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x", "'fixture'"),
     ("def test_f(capsys):\n    assert True", "'capsys'"),
-    ("import pytest\n@pytest.mark.skip\ndef test_f():\n    pass", "'skip'"),
+    ("import pytest\n@pytest.mark.skip\ndef test_f():\n    pass", "'mark'"),
     ("from pytest import importorskip\ndef test_f():\n    pass", "'importorskip'"),
     ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
-    ("import unittest as u\nclass Case(u.TestCase):\n    def test_f(self): pass\ndef test_g(): pass", "Case"),
     ("async def test_f():\n    assert False", "test_f"), ("def test_f():\n    yield\n    assert False", "test_f"),
     ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
 def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
@@ -317,14 +298,12 @@ def test_outcomes_are_what_the_tests_say_in_the_order_of_the_rows():
 
 
 def test_a_file_of_rows_gets_its_outcomes(tmp_path):
-    old, path = tmp_path / "old.jsonl", tmp_path / "rows.jsonl"
-    write_rows(old, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"), kodcode("x", outcome="Mine.")])
-    # A second run, from the file to itself, has nothing to do.
-    for said, flags in (("2 responses run, 1 passed", [old, "--output", path]), ("0 responses run", [path])):
-        done = subprocess.run([sys.executable, "-m", "measures.sandbox", *flags, "--unsafe_sandbox"],
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"), kodcode("x", outcome="Mine.")])
+    for said in ("2 responses run, 1 passed", "0 responses run"):     # a second run has nothing to do
+        done = subprocess.run([sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"],
                               cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert said in done.stdout and f"annotate.py --task kodcode --data {path}" in done.stdout, done.stderr
-    assert "outcome" not in read_rows(old)[0]
     assert [row["outcome"][:17] for row in read_rows(path)] == ["All tests passed.", "The tests did not", "Mine."]
 
 
@@ -344,8 +323,8 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
     assert "--task ultrafeedback: it has no tests" in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")])
     assert "no such file" in fails("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", no_layers)
-    assert run("--output", tmp_path / "new.jsonl") == "the sandbox lacks files"
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert run() == "the sandbox lacks files"
+    assert "outcome" not in read_rows(tmp_path / "rows.jsonl")[0]
     with pytest.raises(InputError, match="lacks files"):
         add_outcomes([kodcode("x")], get_task("kodcode"))
     assert "outcome" in add_outcomes([kodcode("x")], get_task("kodcode"), unsafe=True)[0]

@@ -48,7 +48,6 @@ def test_a_hand_counted_response():  # Table 1; Table 6
     assert told["good_exact"] == told["good_near"] == pytest.approx(1 / 3)
     assert told["good_agreement"] == pytest.approx(1 / 3)
     assert told["unmatched"] == 0.25 and told["unparseable"] == 0
-    assert told["row_f1"] == pytest.approx(2 * 3 / (4 + 2 + 4 + 1))
 
 
 def test_an_unreadable_critique_is_wrong_and_not_left_out():
@@ -57,14 +56,11 @@ def test_an_unreadable_critique_is_wrong_and_not_left_out():
     echo = '{"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": []}'
     assert readable(echo) and readable(f"You say {echo}", echo) is None    # nothing of its own
     lost = figures(compare(TEXT, words(TEXT), gold, readable("I like it.")))
-    names = "row_f1", "good_recall", "unparseable", "good_precision"
-    assert [lost[name] for name in names] == [0, 0, 1, None]
+    names = "good_recall", "unparseable", "good_precision"
+    assert [lost[name] for name in names] == [0, 1, None]
     unread = compare(TEXT, words(TEXT), gold, None)
     both = figures(total([counted(gold, good=["The cat"]), unread]))
-    assert (both["row_f1"], both["good_recall"], both["unparseable"]) == (0.5, 0.5, 0.5)
-    silent = figures(compare(TEXT, words(TEXT), [], None))
-    assert silent["row_f1"] == 0     # also where nothing was to be found; silence is right then
-    assert figures(counted([]))["row_f1"] == 1
+    assert (both["good_recall"], both["unparseable"]) == (0.5, 0.5)
 
 
 def test_white_space_at_the_ends_of_a_span_changes_nothing():
@@ -128,8 +124,7 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
 def test_each_figure_has_the_name_that_people_say():
     assert FIGURES["good_near"][0] == "good spans, ≥ 90 % overlap"
     assert {*parts(Counter())} == {*FIGURES} == {*figures(Counter())}
-    counts = Counter({"poor hit": 3, "poor marked": 4, "poor predicted": 8})
-    assert parts(counts)["poor_f1"] == (6, 12)
+    assert parts(Counter({"poor hit": 3, "poor either": 6}))["poor_f1"] == (3, 6)
 
 
 # ── The spans of a row
@@ -238,17 +233,15 @@ def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
             row(unmatched=["dog", "dog"], ambiguous=2),                    # or dropped from it
             {"response": "a b", "spans": []}]                              # no quotes are known
     found = lines(rows, "Table 15")
-    assert found["quotes"] == [3 + 4, None]
-    assert found["ambiguous"] == [2, pytest.approx(200 / 7)]
-    assert found["unmatched"] == [3, pytest.approx(300 / 7)]
+    assert found["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
+    assert found["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
 
 
 def test_labelled_shares_leave_out_words_of_both_signs():
     rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
     found = lines(rows, "§3.3")
-    names = "good words", "poor words", "labelled words", "words of both, so 0"
-    assert found["words"] == [10, None]
-    assert [found[name] for name in names] == [[2, 20.0], [2, 20.0], [4, 40.0], [1, 10.0]]
+    names = "good words", "poor words", "labelled words"
+    assert [found[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
 
 
 def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Tables 18 and 19
@@ -299,7 +292,7 @@ def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tabl
 def test_a_tokenizer_makes_every_table_count_tokens():
     characters = lambda text: [(i, i + 1) for i in range(len(text))]
     found = lines([row("cat mat")], "§3.3", characters)
-    assert found["good tokens"] == [3, pytest.approx(300 / 7)]
+    assert found["good tokens"] == [3, 7, pytest.approx(300 / 7)]
     assert lines([row("cat mat")], "Table 18", characters)["good, quarter 4"][0] == 3
     assert lines([row("cat mat")], "Table 12", characters)["reply with spans"][1] == len(
         'c\n{"good_spans": ["cat"], "poor_spans": ["mat"]}')
@@ -307,8 +300,8 @@ def test_a_tokenizer_makes_every_table_count_tokens():
 
 # ── The page
 
-def written(tmp_path, rows, title="t", tables=()):
-    feedback_page(tmp_path / "page.html", title, rows, tables)
+def written(tmp_path, rows, title="t"):
+    feedback_page(tmp_path / "page.html", title, rows)
     return Page((tmp_path / "page.html").read_text("utf-8"))
 
 
@@ -316,9 +309,8 @@ def written(tmp_path, rows, title="t", tables=()):
 def test_no_text_of_a_row_becomes_markup(tmp_path, text):
     rows = [row(text + "cat mat", prompt=text * 30, critique=text, id=text, annotator=text,
                 unmatched=[text])]
-    plain = written(tmp_path, [row("x cat mat", prompt="x", unmatched=["x"])],
-                    tables=[("t", ["h"], [["c"]])])
-    found = written(tmp_path, rows, text, [(text, [text], [[text]])])
+    plain = written(tmp_path, [row("x cat mat", prompt="x", unmatched=["x"])])
+    found = written(tmp_path, rows, text)
     assert Counter(tag for tag, *_ in found.tags) == Counter(tag for tag, *_ in plain.tags)
     assert_closed((tmp_path / "page.html").read_text("utf-8"))
 
@@ -343,16 +335,16 @@ def test_the_very_characters_of_each_span_are_coloured():  # Figure 2
         assert "".join(text for _, text in found) == one["response"]
 
 
-def test_rows_with_problems_come_first_with_what_is_wrong_and_the_page_has_an_end(
+def test_rows_with_lost_quotes_come_first_and_the_page_has_an_end(
         tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "MOST_ROWS", 5)
+    monkeypatch.setattr(script, "MOST_ROWS", 4)
     rows = [row(id=f"fine {i}") for i in range(4)] + [
-        row(id="b", unmatched=["<i>gone</i>", "x"]), row(id="c", ambiguous=2, conflicting=1)]
+        row(id="b", unmatched=["<i>gone</i>", "x"])]
     found = written(tmp_path, rows)
-    assert [text.split()[0] for _, text in found.all("b")] == ["b", "c", "fine", "fine", "fine"]
+    assert [text.split()[0] for _, text in found.all("b")] == ["b", "fine", "fine", "fine"]
     assert [text for _, text in found.all("span", **{"class": "badge"})] == [
-        "unmatched: <i>gone</i>", "unmatched: x", "2 ambiguous", "1 conflicting"]
-    assert found.all("p")[0][1] == "5 of 6 responses, those with problems first"
+        "unmatched: <i>gone</i>", "unmatched: x"]
+    assert found.all("p")[0][1] == "4 of 5 responses, those with lost quotes first"
 
 
 # ── What people marked
@@ -595,10 +587,10 @@ def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, monkeypatch, 
     failed = {"id": "f", "response": "y", "reason": "it was cut off", "reply": '{"go'}
     write_rows(file, [row(gold_spans=row()["spans"]), failed])
     tokenizer = shared / "models" / "stories260K"
-    said = run(monkeypatch, capsys, "--audit", file, "--tokenizer", tokenizer, "--html", html)
+    said = run(monkeypatch, capsys, "--audit", file, "--tokenizer", tokenizer, "--output", html)
     assert "Table 19: tokens of a span" in said and "1 rows without feedback left out" in said
     assert audit_text(audit([row()])[:1]) not in said                     # which are words
-    assert len(Page(html.read_text()).all("table")) == 3 and "100.00" in said
+    assert len(Page(html.read_text()).all("article")) == 1 and "100.00" in said
     assert "Table 18, Table 19: words" in run(monkeypatch, capsys, "--audit", file)
 
 
@@ -620,15 +612,16 @@ def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(
     for who in labels:
         who[3:7] = [1] * 4
     labels[0][18:21] = [-1] * 3
-    assert f"(Krippendorff's alpha): {alpha_by_pairs([*zip(*labels)]):.3f}" in said
-    assert "1 responses; 0 quotes not found or found more than once; 0 without" in said
+    assert f"Krippendorff's alpha {alpha_by_pairs([*zip(*labels)]):.3}" in said
+    assert "1 responses, 0 of them without a critique" in said
 
 
 @pytest.mark.parametrize("text, flags, message", [
     ('[{"text": "a"}]', "--people e.json --output f.jsonl", "row 1 cannot be read: 'prompt'"),
     ("{", "--people e.json --output f.jsonl", "e.json, line 1: not JSON"),
-    ("[{}]", "--people e.json --output e.json", "would be overwritten"),
-    ("[{}]", "--audit e.json --html ./e.json", "would be overwritten"),
+    ("[{}]", "--people e.json --output e.json", "--output, and not e.json itself"),
+    ("[{}]", "--audit e.json --output ./e.json", "--output, and not e.json itself"),
+    ("[{}]", "--people e.json", "name a file to write with --output"),
     ("[{}]", "--audit e.json", "row None needs a text 'response' and a list 'spans'")])
 def test_what_cannot_be_read_is_named_and_nothing_is_written(
         tmp_path, monkeypatch, capsys, text, flags, message):

@@ -16,6 +16,7 @@ import json
 import random
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 from data import InputError, Task
@@ -173,6 +174,67 @@ def faults(response: str) -> list[tuple[str, str]]:
             + [(f"It speaks of {found[0]} as the writer.", found[0]) for found in own])
 
 
+# ── What a real model makes up
+
+FUNCTION_WORDS = """
+    i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
+    his himself she her hers herself it its itself they them their theirs themselves one
+    oneself who whom whose which what that this these those someone somebody something
+    anyone anybody anything everyone everybody everything nobody nothing none a an the some
+    any no each every either neither both all half many much more most few fewer less least
+    several such another other others own same enough about above across after against along
+    amid among around as at before behind below beneath beside besides between beyond by
+    despite down during except for from in inside into like near of off on onto opposite out
+    outside over past per since through throughout till to toward towards under underneath
+    unlike until up upon via with within without and but or nor so yet if unless because
+    although though while whereas when whenever where wherever whether than once am is are
+    was were be been being have has had having do does did doing will would shall should can
+    could may might must ought cannot not there here then thus hence also too very just only
+    even still already how why however therefore
+""".split()
+_FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
+# With which anybody may tell a post, and not only the world's own summaries.
+_TELLING = "author post tell says ask reply respond claim mention describe complain hear find"
+
+
+def content_words(text: str) -> list[re.Match]:
+    """Every word of English, but those of a closed list: articles, pronouns, auxiliaries, …"""
+    words = re.finditer(r"\w[\w'’]*", text)
+    return [word for word in words if not _FUNCTION.fullmatch(word[0])]
+
+
+def _stems(text: str) -> set[str]:
+    return {word[0][:4].lower() for word in content_words(text)}
+
+
+_TOLD = _stems(" ".join([_TELLING, *sum(_SUMMARY, [])]))
+
+
+def unsupported(row: dict, text: str) -> list[re.Match]:
+    """The content words of a text that the post does not have: no word of the post, nor of
+    those with which posts are told, begins with the same four letters."""
+    known = _TOLD | _stems(row["post"])
+    return [word for word in content_words(text) if word[0][:4].lower() not in known]
+
+
+def supported_words(row: dict, response: str) -> float:
+    """Share of the content words that are not `unsupported`; 1 where there are none."""
+    return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
+
+
+def invented(row: dict, response: str) -> list[list[str]]:
+    """Runs of `unsupported` words beside the facts, of which the critic speaks on their own."""
+    facts = [range(at, at + len(value)) for at, _, value in said_facts(response)]
+    runs, end = [], -1
+    for word in unsupported(row, response):
+        if not any(word.start() in fact for fact in facts):
+            if end < 0 or response[end : word.start()].strip(" -"):
+                runs.append([])
+            runs[-1].append(word[0])
+            end = word.end()
+    return runs
+
+
 # ── The annotator
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
@@ -193,22 +255,29 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
     return found
 
 
-def critique(row: dict, response: str) -> str:
+def critique(row: dict, response: str, made_up=()) -> str:
     """The annotator's reply to a summary: reasoning in English, then the span JSON.
 
     A fact that is said twice is quoted once, as people do, which is ambiguous: it gets 0.
+    made_up: runs of words that `critique_prose` calls poor, too.
     """
     judged, found = judged_facts(row, response), faults(response)
     told = {slot for _, slot, _, _, _ in judged}
     sentences = [said for _, _, _, said, _ in judged]
     sentences += [f"The {slot} {plain(fact)} is missing."
                   for slot, fact in row["facts"].items() if slot not in told]
+    sentences += [f"The post has no {' '.join(run)}." for run in made_up]
     sentences += [said for said, _ in found]
     good = [value for _, _, value, _, right in judged if right]
     poor = [value for _, _, value, _, right in judged if not right]
-    poor += [quote for _, quote in found]
+    poor += [*sum(made_up, []), *(quote for _, quote in found)]
     spans = {"good_spans": good, "poor_spans": poor}
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
+
+
+def critique_prose(row: dict, response: str) -> str:
+    """The same of a model that writes English: what it makes up beside the facts is poor."""
+    return critique(row, response, invented(row, response))
 
 
 def plain(value: str) -> str:
@@ -235,4 +304,17 @@ def prompt(row: dict) -> str:
 TASK = Task(
     "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
-    truth={"fact accuracy": fact_accuracy}, rows=rows)
+    truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows)
+# For a real language model that follows instructions, such as SmolLM2: `--task toy:PROSE`.
+PROSE = replace(
+    TASK, name="prose",
+    policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "toy:critique_prose",
+            "temperature": 1.0, "schedule": "linear", "annotated_rows": 600, "iterations": 40,
+            "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
+            "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
+            "kl_coef": 0.05, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
+            "max_critique_tokens": 160, "probe_rows": 16},
+    reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 5e-4,
+            "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 8,
+            "lora_targets": "q_proj,k_proj,v_proj,o_proj", "max_tokens": 400,
+            "max_critique_tokens": 160, "held_out": 60})

@@ -1,0 +1,157 @@
+"""A real instruct model, SmolLM2-135M-Instruct: the three phases, restart, ranks, template, files.
+
+Skipped, visibly, unless the directory of its checkpoint is in the variable SMOLLM2.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+from runs import assert_equal_tensors, rows_of, run_main
+from safetensors.torch import load_file, save_file
+from test_ranks import finish, start
+
+import toy
+from data import InputError, read_rows
+from experiments.designs import true_critic
+from model import encode_prompt, load_lora, load_model, use_lora
+from text2grad import Config, preset, start_policy, train
+
+BASE = os.environ.get("SMOLLM2", "")
+pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
+                                "SmolLM2-135M-Instruct: a real instruct model is not tested")
+SHORT = ["--task", "toy:PROSE", "--model", BASE, "--batch_size", 4, "--minibatch_size", 4,
+         "--micro_batch_size", 2, "--max_new_tokens", 12, "--eval_rows", 2, "--probe_rows", 2]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_model(BASE, device="cpu")
+
+
+def test_the_three_phases(tmp_path, monkeypatch, capsys):
+    """One iteration of each; PEFT finds the base from any directory; R_φ, which has learnt
+    nothing from nine rows, is said to be unreadable."""
+    run_main(monkeypatch, *SHORT, "--annotated_rows", 10, "--iterations", 1, "--max_critique_tokens", 12,
+             "--output_dir", tmp_path)
+    said = capsys.readouterr().out
+    assert "critiques cannot be read, and pay nothing" in said and "raise --max_critique_tokens" in said
+    phases = read_rows(tmp_path / "phases.jsonl")
+    assert [row["phase"][:7] for row in phases] == ["phase 1", "phase 2", "phase 3"]
+    assert all(row["GB"] > 0.5 and row["seconds"] > 0 for row in phases)
+    metrics, = rows_of(tmp_path / "metrics.jsonl")
+    assert 0 <= metrics["truncated"] <= 1 and metrics["supported words"] < 1
+    config = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == os.path.abspath(BASE)
+    for name in ("report.html", "reward/adapter/adapter_model.safetensors"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def trained(smollm2, tmp_path_factory):
+    """Two iterations under the true critic, a checkpoint after each."""
+    return learn(smollm2, tmp_path_factory.mktemp("trained"))
+
+
+def learn(smollm2, out):
+    """`train` under the true critic, from whatever lies in `out`."""
+    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 4, "minibatch_size": 4,
+                       "max_new_tokens": 12, "iterations": 2, "save_every": 1, "probe_rows": 0})
+    model, tokenizer = load_model(BASE, device="cpu")
+    start_policy(model, config)
+    train(model, tokenizer, toy.rows("train", 8), config, out, true_critic)
+    return out
+
+
+def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-1", tmp_path / "checkpoint-1")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        shutil.copy(trained / name, tmp_path)
+    learn(smollm2, tmp_path)
+    for name in ("policy/adapter_model.safetensors", "value_head.safetensors"):
+        assert_equal_tensors(trained / name, tmp_path / name)
+    assert (trained / "samples.jsonl").read_bytes() == (tmp_path / "samples.jsonl").read_bytes()
+
+
+def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    flags = ["true", *SHORT, "--iterations", 1, "--probe_rows", 0]
+    for ranks in (1, 2):
+        finish(start(ranks, tmp_path / str(ranks), script="experiments/baselines.py", settings=flags))
+    one, two = (rows_of(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
+    assert [row["response"] for row in one] == [row["response"] for row in two]
+    ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors") for n in (2, 1))
+    moved = {name: x for name, x in whole.items() if "lora_B" in name}               # from 0
+    assert all((ours[name] - x).norm() < 0.01 * x.norm() for name, x in moved.items())
+
+
+def test_the_template_is_transformers_own_and_its_texts_come_back(smollm2):
+    _, tokenizer = smollm2
+    text = 'My sister said "You owe me." — déjà vu 🙂\n\n\tTwice.'
+    ids = encode_prompt(tokenizer, text)
+    turns = [{"role": "user", "content": text}]
+    assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    assert text in tokenizer.decode(ids) and tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the checkpoint, to be changed."""
+    return shutil.copytree(BASE, tmp_path_factory.mktemp("copy") / "base")
+
+
+def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(copy):
+    """What goes on tomorrow, R_φ and evaluation see the prompt of today."""
+    template = copy / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b') }} {{ strftime_now(\"%Y\") }} {{ messages[0]['content'] }}")
+    _, tokenizer = load_model(copy, device="cpu")
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "26 Jul 2024 Hello"
+
+
+def test_bfloat16_weights_on_a_cpu_are_read_in_float32(smollm2, copy):
+    tensors = {name: x.bfloat16() for name, x in load_file(copy / "model.safetensors").items()}
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    model, _ = load_model(copy, device="cpu")
+    assert model.dtype == torch.float32
+    whole = smollm2[0].get_input_embeddings().weight
+    torch.testing.assert_close(model.get_input_embeddings().weight, whole, rtol=1e-2, atol=1e-3)
+
+
+def test_without_a_template_and_without_pad(copy):
+    """A plain prompt, and padding by any id, for nobody sees it."""
+    (copy / "chat_template.jinja").unlink()
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings.pop("pad_token")
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, tokenizer = load_model(copy, device="cpu")
+    assert tokenizer.chat_template is None and tokenizer.pad_token_id is None
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")).endswith("Hello\n\nAnswer:\n")
+
+
+def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm2, trained, tmp_path):
+    """README, serving: PEFT merges, transformers loads."""
+    from peft import AutoPeftModelForCausalLM
+    merged = AutoPeftModelForCausalLM.from_pretrained(trained / "policy", dtype="float32").merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    smollm2[1].save_pretrained(tmp_path)
+    model, tokenizer = load_model(tmp_path, device="cpu")
+    ours, _ = load_model(BASE, device="cpu")
+    load_lora(ours, "policy", trained / "policy")
+    ids = torch.tensor([encode_prompt(tokenizer, "Summarise the post in one sentence.")])
+    with torch.no_grad(), use_lora(ours, "policy"):
+        whole, bare = ours(ids).logits, smollm2[0](ids).logits
+        torch.testing.assert_close(model(ids).logits, whole, rtol=1e-3, atol=1e-3)
+    assert (whole - bare).abs().max() > 0.01
+
+
+def test_a_post_longer_than_the_context_is_left_out_and_counted(tmp_path, monkeypatch, capsys):
+    rows = toy.rows("train", 4)
+    rows[1]["post"] *= 600
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match="no row is left"):
+        run_main(monkeypatch, *SHORT, "--data", file, "--max_prompt_tokens", 10, "--output_dir", tmp_path / "run")
+    assert "left out 3 of 3" in capsys.readouterr().out
