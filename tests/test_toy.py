@@ -117,6 +117,31 @@ def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
     assert found.ambiguous == ambiguous and not found.unmatched
 
 
+POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
+        "facts": {"person": "sister", "month": "March", "reply": "Sue me."}}
+
+
+@pytest.mark.parametrize("response, poor, said, supported", [
+    ("The sister opened it in March.", [], None, 1),
+    # Runs in a sentence, words in the quotes, so that a repeat is quoted as often as it stands.
+    ("A polar bear opened it, a bear.", ["polar", "bear", "bear"], "The post has no polar bear. The post has no bear.", 1 / 4),
+    # What begins as a word of the post does, or tells a post, is no news; wrong facts are judged on their own.
+    ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"], "The post has no dinner.", 5 / 7),
+    ("Slightly rephrased for clarity", ["Slightly", "rephrased", "clarity"], "The post has no Slightly rephrased.", 0),
+    ("It is what it is.", [], None, 1)])
+def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported):
+    feedback, found = read_reply({"id": "", "prompt": "", "response": response}, toy.critique_prose(POST, response))
+    assert feedback.poor_spans == poor and not found.unmatched and not found.ambiguous
+    assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
+    assert toy.supported_words(POST, response) == pytest.approx(supported)
+
+
+def test_in_the_world_s_own_summaries_nothing_is_made_up():
+    for row in toy.rows("train", 100, 0, 4):
+        assert toy.supported_words(row, row["reference"]) == 1
+        assert toy.critique_prose(row, row["reference"]) == toy.critique(row, row["reference"])
+
+
 def test_an_empty_response_is_not_judged():
     with pytest.raises(ValueError, match="empty"):
         toy.critique(ROW, " ")
