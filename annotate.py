@@ -908,7 +908,7 @@ def annotate(config: AnnotateConfig) -> str:
             return said
         if not config.critic:
             print(said)
-        rows, failed = [], []
+        rows, failed = [], []                                                        # l.5
         for question, record, found in ask_annotator(questions, journal, config):    # l.8–10
             if found is None:
                 failed.append(f"{question.id}: {record['reason'][:150]}")

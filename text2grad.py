@@ -208,9 +208,8 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     Any shape → scalar; count as in `ppo_loss`.
     """
     assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
-    # l.24
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
-    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)            # l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
 
 
@@ -300,6 +299,7 @@ def critique(rollouts: Rollouts, model, tokenizer, config: Config) -> list[Judge
     for part in chunks(range(RANK, len(rollouts.rows), RANKS), config.rollout_batch_size):
         texts = [rollouts.texts[i] for i in part]
         prompts = [rollouts.prompts[i] for i in part]
+        # l.12
         written = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens)
         judged += [judge(z, y, rollouts.offsets[i]) for z, y, i in zip(written, texts, part)]
     return judged
