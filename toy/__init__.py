@@ -309,10 +309,10 @@ TASK = Task(
 PROSE = replace(
     TASK, name="prose",
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "toy:critique_prose",
-            "temperature": 1.0, "schedule": "linear", "annotated_rows": 600, "iterations": 40,
+            "temperature": 1.0, "schedule": "linear", "annotated_rows": 600, "iterations": 32,
             "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
             "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
-            "kl_coef": 0.05, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
+            "kl_coef": 0.1, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
             "max_critique_tokens": 160, "probe_rows": 16},
     reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 5e-4,
             "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 8,
