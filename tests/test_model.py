@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -576,6 +577,27 @@ def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
     assert ids[0] == bos_tokenizer.bos_token_id
     assert Counter(ids)[bos_tokenizer.bos_token_id] == 1
     assert bos_tokenizer.decode(ids[1:]) == "[user] Why {so}?\n[assistant] "
+
+
+def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_path):
+    """What goes on tomorrow, R_φ and evaluation see the prompt of today."""
+    base = shutil.copytree(ROOT / "toy" / "base", tmp_path / "base")
+    (base / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b') }} {{ strftime_now(\"%Y\") }}: {{ messages[0]['content'] }}")
+    _, tokenizer = load_model(base, device="cpu")
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "26 Jul 2024: Hello"
+
+
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, tmp_path, monkeypatch):
+    """A directory by its absolute path, a hub id as it is."""
+    model, _ = toy_model
+    add_lora(model, "policy", 4, 8)
+    monkeypatch.chdir(ROOT)
+    for name, told in (("toy/base", str(ROOT / "toy" / "base")), ("org/model", "org/model")):
+        model.config._name_or_path = name
+        save_lora(model, "policy", tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == told
 
 
 def test_the_plain_template_stands_after_one_bos(bos_tokenizer):

@@ -133,6 +133,25 @@ def test_before_is_the_reference_and_after_is_the_policy(toy_model, tmp_path):
     assert texts["before"] != texts["after"]
 
 
+@pytest.mark.parametrize("lost, said", [(2, True), (1, False)])
+def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_path, capsys, lost, said):
+    """Two of six are over a fifth, one is not; the reason and the remedy are told. Responses
+    that are cut off are counted, too."""
+    def critic(rollouts, model, tokenizer, config):
+        judged = judged_by_length(rollouts, model, tokenizer, config)
+        return [replace(found, reason="no JSON" * (i < lost)) for i, found in enumerate(judged)]
+
+    model, tokenizer = toy_model
+    add_lora(model, "policy", 4, 8)
+    rows = get_task("toy").rows("eval", 6, 0)
+    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0, max_new_tokens=3, probe_rows=0)
+    text2grad.optimise(model, tokenizer, rows, rows, config, tmp_path, critic)
+    told = capsys.readouterr().out
+    assert ("33% of the critiques cannot be read, and pay nothing (one: no JSON); stop" in told) == said
+    assert json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"] == 1
+    assert rows_of(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
+
+
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
     """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a tenth of it in 14 iterations.
 

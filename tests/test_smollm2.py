@@ -103,14 +103,6 @@ def copy(tmp_path_factory):
     return shutil.copytree(BASE, tmp_path_factory.mktemp("copy") / "base")
 
 
-def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(copy):
-    """What goes on tomorrow, R_φ and evaluation see the prompt of today."""
-    template = copy / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%d %b') }} {{ strftime_now(\"%Y\") }} {{ messages[0]['content'] }}")
-    _, tokenizer = load_model(copy, device="cpu")
-    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "26 Jul 2024 Hello"
-
-
 def test_bfloat16_weights_on_a_cpu_are_read_in_float32(smollm2, copy):
     tensors = {name: x.bfloat16() for name, x in load_file(copy / "model.safetensors").items()}
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
