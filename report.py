@@ -159,7 +159,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
-    """Up to four named series over `unit`s as SVG; None or not finite breaks a line."""
+    """Up to four named series over `unit`s as SVG; None or not finite breaks a line. The legend
+    has their last values, where there is room for them: of up to three."""
     series = {name: [v if v is not None and math.isfinite(v) else None for v in values]
               for name, values in series.items()}
     known = [v for values in series.values() for v in values if v is not None] or [0.0]
@@ -181,8 +182,9 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     for i, (name, values) in enumerate(series.items()):
         pen = f'fill="none" stroke="{_COLOURS[i]}" stroke-width="1.8" stroke-linecap="round"'
         at = 4 + 336 * i / len(series)                                          # the legend
-        last = next((f"{v:.4g}" for v in reversed(values) if v is not None), "–")
-        out += f'<path d="M{at:.1f} 28h13" {pen}/>' + text(at + 17, 32, f"{name} {last}")
+        last = next((f" {v:.4g}" for v in reversed(values) if v is not None), " –")
+        said = name + last * (len(series) < 4)
+        out += f'<path d="M{at:.1f} 28h13" {pen}/>' + text(at + 17, 32, said)
         line, step = "", "M"
         for place, value in zip(x, values):
             if value is not None:                       # h0: so that a point alone is seen

@@ -490,13 +490,13 @@ the careful annotator's, on responses of the base (before) and of the final poli
 
 def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
     """A chart of every arm that has curves: smoothed, by rollouts, with the 95 % interval over
-    seeds, and the first one's."""
-    charts, first = [], {}
+    seeds, and the mean of the first arm of its length."""
+    charts, firsts = [], {}
     for arm in arms:
         if curves := [smooth(curve) for curve in arm.of("curve")]:
             means, halves = interval(curves)
-            first = first or {arm.name: means}
-            lines = {"mean": means, "least": means - halves, "most": means + halves, **first}
+            lines = {"mean": means, "least": means - halves, "most": means + halves,
+                     "the first": firsts.setdefault(arm.run.length, means)}
             x = [arm.run.batch * i for i in range(len(means))]
             charts.append(svg_line(f"{arm.name}: right facts in rollouts", x, lines,
                                    "rollouts"))
