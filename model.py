@@ -62,8 +62,8 @@ def load_model(path, dtype=None, device=None):  # Table 5
 
     dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
     slow, float32. A template that writes today's date is given DATE. Raises ModelError where
-    there is no such model, where the tokenizer has more
-    tokens than it, or where the head is not the product `hidden @ weight.T` that is scored.
+    there is no such model, where the tokenizer has more tokens than it, or where the head is
+    not the product `hidden @ weight.T` that is scored.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:

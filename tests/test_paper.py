@@ -17,6 +17,7 @@ import toy
 from annotate import token_offsets
 from data import get_task, read_rows, reward_prompt
 from model import add_lora, encode_prompt, eos_ids, use_lora
+from notebooks.paper import LINES
 from reward_model import PRESETS as REWARD_PRESETS
 from reward_model import RewardConfig, write_critiques
 from sampling import generate
@@ -32,7 +33,6 @@ ACTING = {1: {5, 6, 7, 8, 9, 10, 14, 17, 18, 19},
           4: {*range(5, 18), *range(19, 26), 27, 28, 29, 30, 33}}
 LAST = {1: 19, 2: 29, 3: 9, 4: 34}
 DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
 
 
 def spans(text: str) -> list[tuple[int, int]]:
