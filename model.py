@@ -10,8 +10,8 @@ One frozen base plays policy, critic R_φ and reference; `use_lora` switches bet
 B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
 Paper: the adapters of Appendix D, the V_ψ of §3.5; nothing of loading, ranks and files.
-Departure from common practice: adapters are never merged into the base, not even for sampling,
-because in bfloat16 a merged update of the size that PPO makes is rounded away.
+Departure from common practice: adapters are merged into the base for decoding alone, and only
+in float32: in bfloat16 a merged update of the size that PPO makes is rounded away.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class LoRALinear(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()   # [r, in], [out, r]
         self.scaling, self.dropout = {}, {}                                 # alpha / r, share
         self.active: str | None = None
+        self.merged: Tensor | None = None                # W + (alpha / r) B A of the active one
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
         """A uniform as nn.Linear draws it, B zero: it changes nothing until it is trained."""
@@ -151,6 +152,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out] in the base layer's dtype; the update is made in float32."""
+        if self.merged is not None:
+            return F.linear(x, self.merged, self.base_layer.bias)
         y = self.base_layer(x)
         if self.active not in self.lora_A:
             return y
@@ -207,19 +210,27 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 
 
 @contextmanager
-def use_lora(model, name: str | None):
-    """Inside, the model runs with this adapter alone; None is the bare base."""
+def use_lora(model, name: str | None, merge: bool = False):
+    """Inside, the model runs with this adapter alone; None is the bare base.
+
+    merge: one product for a layer, not three, where the base is whole and in float32. For
+    decoding, whose passes are many and small: the copy costs the memory of those layers.
+    """
     if name is not None:
         _check_name(model, name, loaded=True)
     layers = _lora_layers(model).values()
     before = [layer.active for layer in layers]
     for layer in layers:
-        layer.active = name
+        layer.active, layer.merged, W = name, None, layer.base_layer.weight
+        whole = W.dtype == torch.float32 and not isinstance(W, DTensor)
+        if merge and whole and name in layer.lora_A:
+            update = layer.lora_B[name].detach() @ layer.lora_A[name].detach()
+            layer.merged = torch.add(W, update, alpha=layer.scaling[name])
     try:
         yield model
     finally:
         for layer, active in zip(layers, before):
-            layer.active = active
+            layer.active, layer.merged = active, None
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:

@@ -152,8 +152,7 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
     parameters = lora_parameters(model, name) or add_lora(                              # l.4
         model, name, *shape, config.lora_targets.split(","))
     optimizer = torch.optim.AdamW(parameters, config.learning_rate,
-                                  weight_decay=config.weight_decay,
-                                  fused=model.device.type == "cuda")
+                                  weight_decay=config.weight_decay, fused=True)
     rng, losses, steps = random.Random(config.seed), [], []
     for _ in range(config.epochs):
         steps += shuffle_batches(pairs, config.batch_size, rng)
@@ -249,7 +248,7 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     room = context_length(model) - max_new_tokens
     asked = {i: ids for i, ids in asked.items() if len(ids) <= room}
     u = None if uniforms is None else uniforms[list(asked)]
-    with use_lora(model, "reward"):
+    with use_lora(model, "reward", merge=True):
         written = generate(model, list(asked.values()), max_new_tokens, temperature,
                            eos_ids(tokenizer, model), tokenizer.pad_token_id, uniforms=u)
     assert len(written) == len(asked), "Alg. 4 l.12: one z' for each y"

@@ -92,13 +92,13 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 # ── Scoring: log π(y) and entropy without the [N, V] tensor of logits
 
 def _tiles(rows: int, weight: Tensor) -> list[slice]:
-    """Parts of the vocabulary, a quarter at most, for a float32 tensor [rows, part].
+    """Parts of the vocabulary, a quarter of a large one at most, for float32 [rows, part].
 
     16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA. In steps of 128 that suit
     the matrix units.
     """
     budget = 1 << (27 if weight.is_cuda else 24)
-    width = min(budget // (4 * max(rows, 1)), math.ceil(len(weight) / 4))
+    width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
     width = round_up(max(width, 1), 128)
     return [slice(i, i + width) for i in range(0, len(weight), width)]
 

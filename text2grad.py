@@ -274,7 +274,7 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
     prompt_ids, ids = [encode_prompt(tokenizer, prompt) for prompt in prompts], []
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     ends, pad = eos_ids(tokenizer, model), tokenizer.pad_token_id
-    with use_lora(model, adapter):
+    with use_lora(model, adapter, merge=True):
         for part in chunks(range(RANK, len(rows), RANKS), config.rollout_batch_size):
             x, u = [prompt_ids[i] for i in part], uniforms[list(part)]
             ids += generate(model, x, config.max_new_tokens, config.temperature, ends, pad,
@@ -455,7 +455,7 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=model.device.type == "cuda")
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     own = config.value_learning_rate
     rates = config.learning_rate, config.learning_rate if own is None else own
     kl, task = AdaptiveKL(config.kl_coef, config.kl_target), get_task(config.task)

@@ -253,7 +253,7 @@ def test_assertions_mirror_the_equations(toy_model, monkeypatch):
     """Each is broken once: shapes, a head that trains, a draw without its u, a hole in a mask,
     a tile that is lost, tiles that are read twice, and rows that go on after their EOS."""
     model, ones = toy_model[0], torch.ones(1, 2).long()
-    hidden, weight, targets, *_ = drawn(5, 600, 4, torch.float32)
+    hidden, weight, targets, *_ = drawn(5, 2600, 4, torch.float32)
     tiles = sampling._tiles(5, weight)
 
     def broken(match, call, *arguments, **options):
@@ -347,6 +347,12 @@ def test_two_adapters_do_not_mix(toy_model, tmp_path):
         for name in ("reward", None, "policy"):
             with use_lora(model, name):
                 assert torch.equal(logits_of(model, ids), alone[name])
+            with use_lora(model, name, merge=True):
+                merged = logits_of(model, ids)
+                torch.testing.assert_close(merged, alone[name], atol=1e-4, rtol=1e-4)
+                assert torch.equal(merged, alone[name]) == (name is None)
+                with use_lora(model, "policy"):
+                    assert torch.equal(logits_of(model, ids), alone["policy"])
         with pytest.raises(ZeroDivisionError), use_lora(model, "reward"):
             1 / 0
         assert torch.equal(logits_of(model, ids), alone["policy"])
@@ -368,14 +374,15 @@ def test_only_the_active_adapter_learns(toy_model):
 
 
 def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
-    """The update is made in float32 and rounded once: 99 % of it is float64's, bit for bit."""
+    """The update is made in float32 and rounded once: 99 % of it is float64's, bit for bit;
+    nor is it merged, where a small one would be lost."""
     model, tokenizer = load_model(directory_of(toy_model[0]), dtype="bfloat16", device="cpu")
     randomise(parameters := add_lora(model, "policy"))
     assert {p.dtype for p in parameters} == {torch.float32}
     layer = model.model.layers[0].self_attn.q_proj
     x = torch.randn(5, model.config.hidden_size, dtype=torch.bfloat16)
     A, B = layer.lora_A["policy"], layer.lora_B["policy"]
-    with use_lora(model, "policy"), torch.no_grad():
+    with use_lora(model, "policy", merge=True), torch.no_grad():
         update = 2 * (x.double() @ A.double().T @ B.double().T)
         theirs = layer.base_layer(x) + update.bfloat16()
         assert layer(x).dtype == torch.bfloat16 and (layer(x) == theirs).float().mean() > 0.99
