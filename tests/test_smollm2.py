@@ -16,6 +16,7 @@ from test_ranks import finish, start
 
 import toy
 from data import InputError, read_rows
+from experiments import baselines
 from experiments.designs import true_critic
 from model import encode_prompt, load_lora, load_model, use_lora
 from text2grad import Config, preset, start_policy, train
@@ -23,8 +24,9 @@ from text2grad import Config, preset, start_policy, train
 BASE = os.environ.get("SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
                                 "SmolLM2-135M-Instruct: a real instruct model is not tested")
-SHORT = ["--task", "toy:PROSE", "--model", BASE, "--batch_size", 4, "--minibatch_size", 4,
-         "--micro_batch_size", 2, "--max_new_tokens", 12, "--eval_rows", 2, "--probe_rows", 2]
+SHORT = ["--task", "toy:PROSE", "--model", BASE, "--batch_size", 2, "--minibatch_size", 2,
+         "--micro_batch_size", 4, "--max_new_tokens", 8, "--eval_rows", 1, "--probe_rows", 1,
+         "--iterations", 1, "--ppo_epochs", 1]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,8 @@ def smollm2():
 
 def test_the_three_phases(tmp_path, monkeypatch, capsys):
     """One iteration of each; PEFT finds the base from any directory; R_φ, which has learnt
-    nothing from nine rows, is said to be unreadable."""
-    run_main(monkeypatch, *SHORT, "--annotated_rows", 10, "--iterations", 1, "--max_critique_tokens", 12,
-             "--output_dir", tmp_path)
+    nothing from two rows, is said to be unreadable."""
+    run_main(monkeypatch, *SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8, "--output_dir", tmp_path)
     said = capsys.readouterr().out
     assert "critiques cannot be read, and pay nothing" in said and "raise --max_critique_tokens" in said
     phases = read_rows(tmp_path / "phases.jsonl")
@@ -58,8 +59,8 @@ def trained(smollm2, tmp_path_factory):
 
 def learn(smollm2, out):
     """`train` under the true critic, from whatever lies in `out`."""
-    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 4, "minibatch_size": 4,
-                       "max_new_tokens": 12, "iterations": 2, "save_every": 1, "probe_rows": 0})
+    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2, "minibatch_size": 2,
+                       "max_new_tokens": 8, "iterations": 2, "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
     train(model, tokenizer, toy.rows("train", 8), config, out, true_critic)
@@ -78,9 +79,9 @@ def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
 
 def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = ["true", *SHORT, "--iterations", 1, "--probe_rows", 0]
-    for ranks in (1, 2):
-        finish(start(ranks, tmp_path / str(ranks), script="experiments/baselines.py", settings=flags))
+    flags = ["true", *SHORT, "--probe_rows", 0]
+    baselines.main([*map(str, flags), "--output_dir", str(tmp_path / "1")])
+    finish(start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags))
     one, two = (rows_of(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
     assert [row["response"] for row in one] == [row["response"] for row in two]
     ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors") for n in (2, 1))

@@ -121,17 +121,21 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
         "facts": {"person": "sister", "month": "March", "reply": "Sue me."}}
 
 
-@pytest.mark.parametrize("response, poor, said, supported", [
-    ("The sister opened it in March.", [], None, 1),
-    # Runs in a sentence, words in the quotes, so that a repeat is quoted as often as it stands.
-    ("A polar bear opened it, a bear.", ["polar", "bear", "bear"], "The post has no polar bear. The post has no bear.", 1 / 4),
+@pytest.mark.parametrize("response, poor, said, supported, ambiguous", [
+    ("The sister opened it in March.", [], None, 1, 0),
+    # Runs of words, each once: what is said twice is ambiguous.
+    ("A polar bear opened it, a 16-year-old bear.", ["polar bear", "16-year-old bear"],
+     "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
+    ("A bear opened it, a bear.", ["bear"], "The post has no bear.", 1 / 3, 1),
     # What begins as a word of the post does, or tells a post, is no news; wrong facts are judged on their own.
-    ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"], "The post has no dinner.", 5 / 7),
-    ("Slightly rephrased for clarity", ["Slightly", "rephrased", "clarity"], "The post has no Slightly rephrased.", 0),
-    ("It is what it is.", [], None, 1)])
-def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported):
+    ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"],
+     "The post has no dinner.", 5 / 7, 0),
+    ("Slightly rephrased for clarity", ["Slightly rephrased", "clarity"],
+     "The post has no Slightly rephrased.", 0, 0),
+    ("It is what it is.", [], None, 1, 0)])
+def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported, ambiguous):
     feedback, found = read_reply({"id": "", "prompt": "", "response": response}, toy.critique_prose(POST, response))
-    assert feedback.poor_spans == poor and not found.unmatched and not found.ambiguous
+    assert feedback.poor_spans == poor and not found.unmatched and found.ambiguous == ambiguous
     assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
     assert toy.supported_words(POST, response) == pytest.approx(supported)
 

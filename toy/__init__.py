@@ -165,13 +165,17 @@ def fact_accuracy(row: dict, response: str) -> float:
     return sum(right) / len(row["facts"])
 
 
-def faults(response: str) -> list[tuple[str, str]]:
-    """(what the critic says, what it quotes) of a clause that follows itself, and of the first
-    person: ", opened it in March" and "my sister"."""
+def said_twice(response: str) -> list[tuple[str, str]]:
+    """(what the critic says, what it quotes) of a clause that follows itself: ", opened it"."""
     twice = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
+    return [(f"It says {found[1]} twice.", f", {found[1]}") for found in twice]
+
+
+def faults(response: str) -> list[tuple[str, str]]:
+    """The same, and of the first person: "my sister"."""
     own = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
-    return ([(f"It says {found[1]} twice.", f", {found[1]}") for found in twice]
-            + [(f"It speaks of {found[0]} as the writer.", found[0]) for found in own])
+    return said_twice(response) + [
+        (f"It speaks of {found[0]} as the writer.", found[0]) for found in own]
 
 
 # ── What a real model makes up
@@ -222,17 +226,18 @@ def supported_words(row: dict, response: str) -> float:
     return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
 
 
-def invented(row: dict, response: str) -> list[list[str]]:
-    """Runs of `unsupported` words beside the facts, of which the critic speaks on their own."""
+def invented(row: dict, response: str) -> list[str]:
+    """Runs of `unsupported` words beside the facts, of which the critic speaks on their own, as
+    they stand there; each once."""
     facts = [range(at, at + len(value)) for at, _, value in said_facts(response)]
-    runs, end = [], -1
+    runs = []
     for word in unsupported(row, response):
         if not any(word.start() in fact for fact in facts):
-            if end < 0 or response[end : word.start()].strip(" -"):
-                runs.append([])
-            runs[-1].append(word[0])
-            end = word.end()
-    return runs
+            if runs and not response[runs[-1][1] : word.start()].strip(" -"):
+                runs[-1][1] = word.end()
+            else:
+                runs.append([word.start(), word.end()])
+    return list(dict.fromkeys(response[start:end] for start, end in runs))
 
 
 # ── The annotator
@@ -255,29 +260,30 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
     return found
 
 
-def critique(row: dict, response: str, made_up=()) -> str:
+def critique(row: dict, response: str, found=None) -> str:
     """The annotator's reply to a summary: reasoning in English, then the span JSON.
 
-    A fact that is said twice is quoted once, as people do, which is ambiguous: it gets 0.
-    made_up: runs of words that `critique_prose` calls poor, too.
+    What is said twice is quoted once, as people do, which is ambiguous: it gets 0.
+    found: what it says and quotes beside the facts; None is the summary's `faults`.
     """
-    judged, found = judged_facts(row, response), faults(response)
+    judged, found = judged_facts(row, response), faults(response) if found is None else found
     told = {slot for _, slot, _, _, _ in judged}
     sentences = [said for _, _, _, said, _ in judged]
     sentences += [f"The {slot} {plain(fact)} is missing."
                   for slot, fact in row["facts"].items() if slot not in told]
-    sentences += [f"The post has no {' '.join(run)}." for run in made_up]
     sentences += [said for said, _ in found]
     good = [value for _, _, value, _, right in judged if right]
     poor = [value for _, _, value, _, right in judged if not right]
-    poor += [*sum(made_up, []), *(quote for _, quote in found)]
+    poor += [quote for _, quote in found]
     spans = {"good_spans": good, "poor_spans": poor}
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
 def critique_prose(row: dict, response: str) -> str:
-    """The same of a model that writes English: what it makes up beside the facts is poor."""
-    return critique(row, response, invented(row, response))
+    """The same of a model that writes English: what it makes up beside the facts is poor. It
+    may speak as the writer, which summaries of such posts do."""
+    made_up = [(f"The post has no {words}.", words) for words in invented(row, response)]
+    return critique(row, response, made_up + said_twice(response))
 
 
 def plain(value: str) -> str:
@@ -306,15 +312,18 @@ TASK = Task(
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
     truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows)
 # For a real language model that follows instructions, such as SmolLM2: `--task toy:PROSE`.
+# Rates are ten times a full fine-tune's: where a step of Adam at η moves W by η √(in · out), it
+# moves (α/r) B A, with B zero and A drawn, by η (α/r) √(r · out / 3): a fifth of that at 576².
 PROSE = replace(
     TASK, name="prose",
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "toy:critique_prose",
-            "temperature": 1.0, "schedule": "linear", "annotated_rows": 600, "iterations": 32,
+            "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
             "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
             "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
-            "kl_coef": 0.1, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
+            "kl_coef": 0.05, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
+            "value_learning_rate": 3e-3, "entropy_coef": 0.01,
             "max_critique_tokens": 160, "probe_rows": 16},
-    reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 5e-4,
-            "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 8,
-            "lora_targets": "q_proj,k_proj,v_proj,o_proj", "max_tokens": 400,
-            "max_critique_tokens": 160, "held_out": 60})
+    reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 1e-3,
+            "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 4,
+            "lora_targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+            "max_tokens": 400, "max_critique_tokens": 160, "held_out": 80})
