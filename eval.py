@@ -76,7 +76,7 @@ class EvalConfig(judges.JudgeConfig):
     temperature: float = flag(0.0, "of the policy; 0: greedy; mt_bench has its own")
     max_new_tokens: int = flag(1024, "longest answer, where the context has room", least=1)
     encoder: str | None = flag(None, "summaries: BERTScore's, such as roberta-large, whose "
-                                     "layer bert-score knows")
+                                     "layer bert-score knows; or NAME:LAYER")
     allow_code_execution: bool = flag(False, "code: run what the model wrote, in the sandbox")
     unsafe_sandbox: bool = flag(False, "code: run it also where a layer of that is lacking")
     code_timeout: float = flag(10.0, "code: CPU seconds for each program", least=0.01)

@@ -109,8 +109,12 @@ def bleu(predictions: list[str], references: list[str]) -> float:
 
 # ── BERTScore (Zhang et al. 2020)
 
-def load_encoder(path):
-    """(encoder, tokenizer) from a directory or a hub id, in float32, from safetensors alone."""
+def load_encoder(name):
+    """(encoder, tokenizer, layer) of NAME or NAME:LAYER, a directory or hub id; float32, from
+    safetensors alone. layer: as `bert_score` takes it."""
+    path, colon, layer = str(name).partition(":")
+    if colon and not layer.isdecimal():
+        raise InputError(f"--encoder {name}: what follows the colon is no layer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
@@ -118,7 +122,8 @@ def load_encoder(path):
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"cannot load an encoder from {path}: {reason} (a directory in "
                          f"Hugging Face format, or a hub id, with safetensors)") from error
-    return encoder.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    encoder = encoder.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return encoder, tokenizer, int(layer) if colon else None
 
 
 def bert_score(predictions: list[str], references: list[str], encoder, tokenizer,
@@ -161,7 +166,8 @@ def _known_layer(encoder, layer: int | None) -> int:
     layer = BERT_SCORE_LAYERS.get(name.rstrip("/").split("/")[-1]) if layer is None else layer
     if layer is None or not 0 <= layer <= last:
         raise InputError(f"BERTScore with {name}: layer {layer}; there are 0 (the embeddings) "
-                         f"to {last}: say which, scores of different layers do not compare")
+                         f"to {last}: say which (NAME:LAYER), scores of different layers do "
+                         f"not compare")
     return layer
 
 

@@ -125,7 +125,7 @@ def rows_of(scores):
 def test_bert_score_is_that_of_the_package(encoders, package, pairs, name):
     """Empty, repeated, too long texts among them; the first and the last layer; a smaller batch."""
     some = pairs[:62] + pairs[:5] + [("x " * 90, "a cat " * 60), ("\u200b", "the mat"), ("", "a")]
-    encoder, tokenizer = load_encoder(encoders / name)
+    encoder, tokenizer, _ = load_encoder(encoders / name)
     for layer in (0, 3):
         ours = rows_of(bert_score(*map(list, zip(*some)), encoder, tokenizer, layer))
         theirs = np.array(package(some, encoders / name, num_layers=layer))
@@ -134,7 +134,10 @@ def test_bert_score_is_that_of_the_package(encoders, package, pairs, name):
 
 
 def test_the_layer_is_known_or_given(encoders):
-    encoder, tokenizer = load_encoder(encoders / "bert")
+    encoder, tokenizer, layer = load_encoder(f"{encoders / 'bert'}:2")
+    assert layer == 2
+    with pytest.raises(InputError, match="bert:x: what follows the colon is no layer"):
+        load_encoder(f"{encoders / 'bert'}:x")
     for layer, said in ((None, "layer None"), (4, "layer 4.*to 3"), (-1, "layer -1")):
         with pytest.raises(InputError, match=said):
             bert_score(["a"], ["b"], encoder, tokenizer, layer)
