@@ -221,7 +221,8 @@ def use_lora(model, name: str | None, merge: bool = False):
     layers = _lora_layers(model).values()
     before = [layer.active for layer in layers]
     for layer in layers:
-        layer.active, layer.merged, W = name, None, layer.base_layer.weight
+        layer.active, layer.merged = name, None
+        W = layer.base_layer.weight
         whole = W.dtype == torch.float32 and not isinstance(W, DTensor)
         if merge and whole and name in layer.lora_A:
             update = layer.lora_B[name].detach() @ layer.lora_A[name].detach()

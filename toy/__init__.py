@@ -266,7 +266,8 @@ def critique(row: dict, response: str, found=None) -> str:
     What is said twice is quoted once, as people do, which is ambiguous: it gets 0.
     found: what it says and quotes beside the facts; None is the summary's `faults`.
     """
-    judged, found = judged_facts(row, response), faults(response) if found is None else found
+    judged = judged_facts(row, response)
+    found = faults(response) if found is None else found
     told = {slot for _, slot, _, _, _ in judged}
     sentences = [said for _, _, _, said, _ in judged]
     sentences += [f"The {slot} {plain(fact)} is missing."
