@@ -356,8 +356,8 @@ def _finegrained(row: dict) -> dict:
     errors = sorted(row["feedback"]["errors"], key=lambda error: error["start"])
     said = [] if errors else ["No part of the answer is marked as wrong."]
 
-    def cite(text: str) -> str:
-        return f'"{shorten(text, 120, placeholder=" …")}"'
+    def cite(text: str) -> str:                    # the beginning: the spans are quoted whole
+        return f'"{shorten(text, 40, placeholder=" …")}"'
 
     def sentences(place: dict) -> str:
         passage = passages[place["passage_id"] - 1]
