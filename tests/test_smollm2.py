@@ -80,8 +80,9 @@ def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
 def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     flags = ["true", *SHORT, "--probe_rows", 0]
+    both = start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags)
     baselines.main([*map(str, flags), "--output_dir", str(tmp_path / "1")])
-    finish(start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags))
+    finish(both)
     one, two = (rows_of(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
     assert [row["response"] for row in one] == [row["response"] for row in two]
     ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors") for n in (2, 1))
