@@ -1,21 +1,20 @@
-"""Every figure of speed and memory in this repository: one command, one table, each row a ratio against its peer.
+"""Every figure of speed and memory in this repository: one command, one page of ratios.
 
-    python tests/bench.py                                   # all rows that a CPU can measure
-    python tests/bench.py --only ppo decode --write         # some rows; --write puts them into tests/BENCHMARKS.md
-    python tests/bench.py --device cuda --shape llama3-8b --write      # the GPU's rows, random weights, no download
-    python tests/bench.py --scaling --write                 # the page tests/SCALING.md
+    python tests/bench.py --write                    # all that a CPU can measure → BENCHMARKS.md
+    python tests/bench.py --only ppo decode          # some groups
+    python tests/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
+    python tests/bench.py --tiny                     # the GPU's rows, toy-sized, on a CPU
 
 Two peers live in environments of their own; without them their rows say how to make one:
 
     --trl_python PATH     TRL 0.11.3's PPOTrainer.step, the engine of the authors' release
     --trl1_python PATH    TRL 1.x's chunked log-probs
 
-How it measures. A worker process (bench_work.py) builds the sides of a row on the same weights and inputs, calls each
-once, then times them in turn for 3 s a side; sides from different environments take turns by process, and all of it
-is done --rounds times. A figure is the median, min–max in brackets. Memory is measured in a process per side: the
-most it held during one call above what it held before (resident set on a CPU, with an allocator that returns what is
-freed; torch's allocator on CUDA), after one call that loads what is loaded once. The sides return a number that must
-agree, so no ratio compares different work; where the work differs by design, the note says in what.
+How it measures. Each side of a row is built in a process of its own (bench_work.py), of the same
+weights and inputs, and called until it is warm; then once for its memory (resident set; torch's
+allocator on CUDA) and for a number that must be the same for all sides. Then they take turns,
+--rounds times, .3 s or one call a turn; where that takes over --patience s, twice at least. A
+ratio is that of the fastest runs, in brackets the least and the greatest of a round.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -42,560 +40,389 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from bench_work import SHAPES, Shape                                       # noqa: E402
+from bench_work import ENVIRONMENT, SHAPES, once                           # noqa: E402
 
-ENVIRONMENTS = {
-    "trl_python": "python3 -m venv trl0 && trl0/bin/pip install torch==2.13.0 && trl0/bin/pip install trl==0.11.3 "
-                  "transformers==4.45.2 peft==0.13.2 accelerate==1.0.1 'numpy<2' 'pyarrow<20' 'datasets<3.2' rich; "
-                  "then --trl_python trl0/bin/python",
-    "trl1_python": "python3 -m venv trl1 && trl1/bin/pip install torch==2.13.0 trl==1.16.0; "
-                   "then --trl1_python trl1/bin/python"}
-ELSEWHERE = {"trl-full": "trl_python", "trl-k1": "trl_python", "trl1": "trl1_python"}
-SIDES = {"naive": "log_softmax and gather", "trl1": "TRL 1.x chunked log-probs", "peft": "PEFT",
-         "dynamic": "transformers, dynamic cache", "static": "transformers, static cache",
-         "trl-full": "TRL 0.11.3, full KL", "trl-k1": "TRL 0.11.3, KL of the sampled token",
+PIP = "python3 -m venv trl && trl/bin/pip install torch==2.13.0 "
+ELSEWHERE = {side: ("trl_python", f"{PIP}trl==0.11.3 transformers==4.45.2 peft==0.13.2 "
+                    "accelerate==1.0.1 'numpy<2' 'pyarrow<20' 'datasets<3.2' rich")
+             for side in ("trl-full", "trl-k1")} | {"trl1": ("trl1_python", f"{PIP}trl==1.16.0")}
+SIDES = {"naive": "log_softmax, gather", "trl1": "TRL 1.x, chunked", "merged": "PEFT, merged",
+         "peft": "PEFT", "static": "PEFT, static cache", "eager": "the same, not captured",
+         "trl-full": "TRL 0.11.3, full KL", "trl-k1": "TRL 0.11.3, sampled KL",
          "copy": "copying as many bytes"}
 
 
-def start(task: dict, python: str = sys.executable, ranks: int = 0) -> dict:
-    """Run a worker and return what it measured; an error of its own ends the bench with its last lines."""
-    launch = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks else [python]
-    extra = {"PYTHONPATH": f"{ROOT}:{HERE}", "TOKENIZERS_PARALLELISM": "false"}
-    if task["mode"] in ("memory", "footprint"):
-        extra["MALLOC_MMAP_THRESHOLD_"] = "65536"     # freed tensors leave the resident set, so its peak is what lives
-    done = subprocess.run([*launch, str(HERE / "bench_work.py"), json.dumps(task)], capture_output=True, text=True,
-                          env=os.environ | extra)
-    found = re.findall(r"^RESULT (.*)$", done.stdout, re.M)
-    if done.returncode or not found:
-        raise RuntimeError(f"worker {task} under {python} failed:\n" + "\n".join(done.stderr.splitlines()[-15:]))
-    return json.loads(found[-1])
-
-
-# ── Rows: one call against another ────────────────────────────────────────────────────────────────────
+# ── The rows
 
 @dataclass(frozen=True)
 class Case:
-    """A row or more: what is built, with which options, against whom, and what must be reached.
+    """What is measured against each of some peers; `whole`: by one process that has both sides.
 
-    limits: (measure, side) → the most that ours / peer may be. measures: "time", "memory" or both.
+    peers: a side, or the words for it → the most that ours / peer may be: (time, memory).
     """
-    build: str
-    title: str
-    sides: tuple[str, ...]
-    options: dict
-    limits: dict
-    measures: tuple[str, ...] = ("time", "memory")
-    note: str = ""
-
-
-@dataclass
-class Row:
-    """One line of the table. ratio None: not measured, and `note` says why."""
+    group: str
     what: str
-    measure: str
-    peer: str
-    ours: str = "–"
-    theirs: str = "–"
-    ratio: float | None = None
-    limit: float | None = None
-    note: str = ""
-    fastest: str = ""
-
-    def cells(self) -> list[str]:
-        """As text, in the order of HEADER."""
-        must = "–" if self.limit is None else f"≤ {self.limit:.3g}"
-        if self.ratio is None:
-            return [self.what, self.measure, self.peer, "–", "–", "not measured", must, self.note, ""]
-        met = "" if self.limit is None else " ✓" if self.ratio <= self.limit else " ✗"
-        ratio = f"**{self.ratio:.3g}**{met}{self.fastest}"
-        return [self.what, self.measure, self.peer, self.ours, self.theirs, ratio, must, self.note,
-                date.today().isoformat()]
+    build: str
+    peers: dict[str, tuple]
+    options: dict = field(default_factory=dict)
+    whole: bool = False
+    rounds: int = 2                       # at least
+    ranks: int = 0
 
 
-HEADER = ["what", "measure", "peer", "ours", "peer's", "ours / peer", "must reach", "note", "date"]
-_PPO = {"batch": 32, "micro": 16, "epochs": 4, "prompts": (20, 100), "responses": (10, 120)}
-_PPO_NOTE = ("theirs also computes the entropy of every position and many statistics, on padded rows; ours works on "
-             "response positions alone. Both: old log-probs, values, reference, {kl}, GAE, an optimizer step per epoch")
-_DECODE = {"batch": 32, "new": 100, "prompts": (20, 60)}
+GROUPS = {
+    "logprobs": "Log-probs of N tokens: forward, and backward to the hidden states",
+    "decode": "Decoding 100 tokens a row, LoRA r 16 on q and v, as the product does it (merged "
+              "where float32), beside transformers' `generate`",
+    "ppo": "A PPO update of 32 rows, 4 epochs: old log-probs, values, reference, GAE, steps. "
+           "Theirs adds the entropy of every position and statistics, on padded rows",
+    "lora": "LoRA r 16 on q and v, forward and backward",
+    "iteration": "One iteration of Algorithm 4; paper, Table 13: 1.09–1.11 with feedback",
+    "growth": "Cost beside linear growth: the last size's over the first's times what it grew",
+    "rest": "Asserts, ranks and annotation"}
+GRID = [(n, h, v) for v in (32000, 128256, 151936) for h in (512, 2048)
+        for n in (256, 1024, 4096)]
 
 
-def cases(arguments) -> dict[str, Case]:
-    """The rows of a device. Add a row here; what it calls stands in BUILD."""
-    peers = ("ours", "dynamic", "static")
-    if arguments.device != "cpu":
-        big = {"shape": arguments.shape}
-        return {
-            "logprobs": Case("logprobs", "log-probs, forward and backward, bf16, N 8192, H 4096, V 128,256",
-                             ("ours", "naive", "trl1"), {"N": 8192, "H": 4096, "V": 128256},
-                             {("time", "naive"): 1.05, ("memory", "naive"): 1 / 20, ("time", "trl1"): 1,
-                              ("memory", "trl1"): 1}),
-            "decode-1": Case("decode", f"decode, {arguments.shape}, batch 1, 100 tokens", ("ours", "copy"),
-                             big | _DECODE | {"batch": 1}, {("time", "copy"): 1 / 0.75}, ("time",),
-                             "1/ratio is the share of the copy bandwidth that decoding reaches"),
-            "decode-64": Case("decode", f"decode, {arguments.shape}, batch 64, 100 tokens", peers,
-                              big | _DECODE | {"batch": 64}, {("time", side): 1 / 4 for side in peers[1:]}),
-            "lora": Case("lora", f"LoRA, forward and backward, {arguments.shape}, 4 × 256 tokens", ("ours", "peft"),
-                         big | {"batch": 4, "prompts": (256, 256)}, {},
-                         note="adapters float32 in both")}
-    return {
-        "logprobs": Case("logprobs", "log-probs, forward and backward, float32, N 1024, H 1024, V 128,256",
-                         ("ours", "naive", "trl1"), {"N": 1024, "H": 1024, "V": 128256},
-                         {("time", "naive"): 1, ("memory", "naive"): 1 / 8}),
-        "decode-toy": Case("decode", "decode, toy/base, batch 32, 100 tokens", peers,
-                           _DECODE | {"model": str(ROOT / "toy/base")}, {("time", side): 1 for side in peers[1:]}),
-        "decode-stories": Case("decode", "decode, stories260K, batch 32, 100 tokens", peers,
-                               _DECODE | {"model": arguments.stories}, {("time", side): 1 for side in peers[1:]}),
-        "ppo": Case("ppo", "PPO update, exact KL, batch 32, 3 layers × 128, V 32,000", ("ours", "trl-full", "trl-k1"),
-                    _PPO | {"shape": "small"}, {("time", "trl-full"): 0.2, ("memory", "trl-full"): 0.25},
-                    note=_PPO_NOTE.format(kl="exact KL (theirs of the sampled token where it says so)")),
-        "ppo-512": Case("ppo", "PPO update, exact KL, batch 32, 3 layers × 128, V 512, equal lengths",
-                        ("ours", "trl-full"), _PPO | {"shape": "small-512", "prompts": (60, 60), "responses": (65, 65)},
-                        {("time", "trl-full"): 1}, note=_PPO_NOTE.format(kl="exact KL")),
-        "lora": Case("lora", "LoRA, forward and backward, 8 layers × 512, 8 × 128 tokens", ("ours", "peft"),
-                     {"shape": "middle", "batch": 8, "prompts": (128, 128)}, {})}
+def sweep(what: str, build: str, key: str, points, options: dict) -> Case:
+    """The same work at growing sizes. points: (size, the option's value)."""
+    options = {"build": build, "key": key, "points": points} | options
+    return Case("growth", what, "growth", {"linear": (1, None)}, options, whole=True)
 
 
-def measure(case: Case, arguments) -> list[Row]:
-    """All rows of a case, its processes taking turns for --rounds rounds."""
-    here, away = [s for s in case.sides if s not in ELSEWHERE], {}
-    for side in set(case.sides) - set(here):
-        flag = ELSEWHERE[side]
-        if getattr(arguments, flag):
-            away[side] = getattr(arguments, flag)
-    if not Path(case.options.get("model", ROOT)).is_dir():
-        return unmeasured(case, f"{Path(case.options['model']).name} is not here (--stories PATH)")
-    found = {side: {"time": [], "check": None} for side in [*here, *away]}
+def cpu_cases(stories: str) -> list[Case]:
+    """What a CPU can measure."""
+    found = []
+    for n, h, v in [*GRID, (256, 128, 900), (1344, 128, 900)]:
+        peers = {"naive": (0.8 if v > 900 else 1, 1 / 8 if v >= 128000 else None)}
+        if (n, h, v) == (1024, 512, 128256):
+            peers["trl1"] = (None, None)
+        size = {"N": n, "H": h, "V": v, "GB": 4 * v * (2 * h + 3 * n) / 1e9}
+        found.append(Case("logprobs", f"N {n:,}, H {h:,}, V {v:,}", "logprobs", peers, size))
+    for model in (str(ROOT / "toy/base"), stories):
+        for batch in (1, 8, 32, 128):
+            peers = {"peft": (0.8, None), "merged": (None, None)}
+            peers |= {"static": (None, None)} if batch == 32 else {}
+            size = {"model": model, "batch": batch, "new": 100, "prompts": (20, 60)}
+            title = f"{Path(model).name.replace('base', 'toy/base')}, batch {batch}"
+            found.append(Case("decode", title, "decode", peers, size))
+    ppo = {"shape": "small", "batch": 32, "micro": 16, "epochs": 4}
+    ragged = ppo | {"prompts": (20, 100), "responses": (10, 120)}
+    equal = ppo | {"V": 512, "prompts": (60, 60), "responses": (65, 65)}
+    full = {"trl-full": (0.2, 0.25)}
+    found += [Case("ppo", "3 layers × 128, V 32,000, ragged lengths", "ppo",
+                   full | {"trl-k1": (None, None)}, ragged, rounds=5),
+              Case("ppo", "3 layers × 128, V 512, equal lengths", "ppo", {"trl-full": (1, None)},
+                   equal, rounds=5),
+              Case("lora", "8 layers × 512, 8 × 128 tokens", "lora", {"peft": (None, None)},
+                   {"shape": "middle", "batch": 8, "prompts": (128, 128)})]
+    found.append(Case("iteration", "3 layers × 128, V 32,000, 16 rollouts of 64, critiques of "
+                      "64", "iteration", {"without feedback": (1.3, None),
+                                          "the weights": (None, None)},
+                      {"shape": "small", "batch": 16, "new": 64, "micro": 8}, whole=True))
+    few = {"shape": "small", "prompts": (32, 32)}
+    update, short = few | {"batch": 8, "micro": 8, "epochs": 4}, {"responses": (64, 64)}
+    decode, ends = few | {"batch": 8, "new": 32}, (32, 128, 512)
+    sizes, rows = [(v, v) for v in (2000, 8000, 32000)], [(b, b) for b in (8, 32, 128)]
+    found += [
+        sweep("log-probs, N (H 512, V 32,000)", "logprobs", "N",
+              [(n, n) for n in (256, 1024, 4096)], {"H": 512, "V": 32000}),
+        sweep("log-probs, V (N 256, H 512)", "logprobs", "V",
+              [(v, v) for v in (8000, 32000, 128000)], {"N": 256, "H": 512}),
+        sweep("update, response tokens (batch 8)", "ppo", "responses",
+              [(t, (t, t)) for t in ends], update),
+        sweep("update, batch (64 tokens)", "ppo", "batch", rows, update | short),
+        sweep("update, V (batch 8)", "ppo", "V", sizes, update | short),
+        sweep("decode, new tokens (batch 8)", "decode", "new", [(t, t) for t in ends], decode),
+        sweep("decode, batch (32 tokens)", "decode", "batch", rows, decode),
+        sweep("decode, V (batch 8)", "decode", "V", sizes, decode)]
+    annotated = {"a bare loop over the same client": (1 / 0.9, None), "500 rows": (None, None),
+                 "rows, where the server fails": (1.25, None)}
+    return [*found, *rest_cases(), Case("rest", "annotation, 2,000 rows, 64 at once, replies "
+                                        "in 200 ms", "annotation", annotated, whole=True)]
+
+
+def rest_cases() -> list[Case]:
+    """The rows of both devices that are one process's."""
+    ranks = {"not sharded": (0.55, None), "of a rollout of 10 tokens": (1, None)}
+    return [Case("rest", "asserts, an iteration of the toy world", "asserts",
+                 {"the iteration": (0.01, None)}, whole=True),
+            Case("rest", "2 ranks (FSDP2): a rank's parameters; all-gathers of a rollout of "
+                 "100 tokens", "fsdp", ranks, {"shape": "small"}, whole=True, ranks=2)]
+
+
+def cuda_cases(shape: str, tiny: bool) -> list[Case]:
+    """What a GPU is to measure; tiny: every row at a size that a CPU walks through."""
+    n, h, v, batch = (256, 128, 900, 4) if tiny else (8192, 4096, 128256, 64)
+    drawn = (4, 8) if tiny else (32, 128)
+    peers = {"eager": (1 / 1.5, None)}                # else the captured step has to go
+    many = {"peft": (0.8, None), "static": (0.8, None), "merged": (None, None)}
+    base = {"shape": shape, "prompts": (20, 60), "new": 8 if tiny else 100}
+    card = ("the weights", None) if tiny else ("a card of 40 GB", 40e9)
+    whole = {"without feedback": (None, None), card[0]: (card[1] and 1, None),
+             "rollout and critique, not captured": (1 / 1.5, None)}
+    return [
+        Case("logprobs", f"N {n:,}, H {h:,}, V {v:,}", "logprobs",
+             {"naive": (1.05, 1 / 20), "trl1": (1, 1)}, {"N": n, "H": h, "V": v}),
+        Case("decode", f"{shape}, batch 1", "decode", peers | {"copy": (1 / 0.75, None)},
+             base | {"batch": 1}),
+        Case("decode", f"{shape}, batch {batch}", "decode", peers | many, base | {"batch": batch}),
+        Case("lora", f"{shape}, 4 × 256 tokens", "lora", {"peft": (None, None)},
+             {"shape": shape, "batch": 4, "prompts": (256, 256)}),
+        Case("iteration", f"{shape}, {drawn[0]} rollouts of {drawn[1]}, critiques of {drawn[1]}",
+             "iteration", whole, {"shape": shape, "batch": drawn[0], "new": drawn[1], "micro": 1,
+                                  "card": card[1], "eager": True}, whole=True),
+        *rest_cases()]
+
+
+# ── Measuring
+
+class Worker:
+    """A process that holds one side of a row."""
+
+    def __init__(self, python: str):
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [python, str(HERE / "bench_work.py")], stdin=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=self.errors, env=ENVIRONMENT)
+
+    def ask(self, mode: str, **task):
+        """What it answers to a task; RuntimeError with its last words where it ends instead."""
+        print(json.dumps({"mode": mode, **task}), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line[7:])
+        self.errors.seek(0)
+        raise RuntimeError(self.errors.read().strip()[-2000:] or "it ended without a word")
+
+    def close(self):
+        """End the process and wait for it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def compare(case: Case, arguments) -> dict[str, dict]:
+    """Each peer's figures beside ours; {"note": why} where it could not be measured."""
+    options, found = case.options | {"device": arguments.device}, {}
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    if options.get("GB", 0) > free:
+        note = f"needs {options['GB']:.1f} GB, {free:.1f} were free"
+        return {side: {"note": note} for side in case.peers}
+    if not Path(options.get("model", ROOT)).is_dir():
+        return {side: {"note": "the model is not here: --stories PATH"} for side in case.peers}
+    workers = {}
     with tempfile.TemporaryDirectory() as work:
-        options = case.options | {"device": arguments.device, "work": work}
-        task = {"build": case.build, "options": options, "budget": 3.0}
-        if case.build == "ppo":
-            start(task | {"mode": "prepare"})
-        groups = [(here, sys.executable), *(([side], python) for side, python in away.items())]
-        for _ in range(arguments.rounds):
-            for sides, python in groups:
-                for side, result in start(task | {"mode": "time", "sides": sides}, python).items():
-                    found[side]["time"] += result["time"]
-                    found[side]["check"] = result["check"]
-        for side in found if "memory" in case.measures else ():
-            alone = start(task | {"mode": "memory", "sides": [side]}, away.get(side, sys.executable))
-            found[side]["memory"] = alone[side]["memory"]
-    agree(case, {side: result["check"] for side, result in found.items()}, arguments.device)
-    rows = unmeasured(case)
-    rows[0].note = case.note
-    for row, (side, what) in zip(rows, ((side, what) for side in case.sides[1:] for what in case.measures)):
-        if side not in found:
-            row.note = ENVIRONMENTS[ELSEWHERE[side]]
-            continue
-        (row.ours, ours), (row.theirs, theirs) = (shown(found[s][what]) for s in ("ours", side))
-        row.ratio = ours / theirs
-        if what == "time":            # what other work on the machine disturbs least
-            row.fastest = f", fastest runs {min(found['ours'][what]) / min(found[side][what]):.3g}"
-    return rows
-
-
-def unmeasured(case: Case, note: str = "") -> list[Row]:
-    """The rows of a case without figures."""
-    return [Row(case.title, what, SIDES[side], limit=case.limits.get((what, side)), note=note)
-            for side in case.sides[1:] for what in case.measures]
+        options |= {"work": work} if case.build == "ppo" else {}
+        for side in ("ours", *case.peers):
+            flag, remedy = ELSEWHERE.get(side, ("", ""))
+            python = getattr(arguments, flag) if flag else sys.executable
+            build = "trl-ppo" if flag == "trl_python" else case.build
+            try:
+                if not python:
+                    raise RuntimeError(f"--{flag}: {remedy}")
+                workers[side] = Worker(python)
+                workers[side].ask("build", build=build, side=side, options=options)
+                found[side] = workers[side].ask("first") | {"seconds": []}
+            except RuntimeError as error:
+                found[side] = {"note": str(error).splitlines()[-1]}
+                print(error, file=sys.stderr)
+        there = {side: worker for side, worker in workers.items() if "bytes" in found[side]}
+        agree(case, {side: found[side]["check"] for side in there}, arguments.device)
+        start = time.time()
+        for n in range(max(arguments.rounds, case.rounds)):
+            if n >= case.rounds and time.time() - start > arguments.patience:
+                break
+            for side, worker in there.items():
+                found[side]["seconds"].append(min(worker.ask("time", least=0.3)))
+        for worker in workers.values():
+            worker.close()
+    if "ours" not in there:
+        return {side: {"note": found["ours"]["note"]} for side in case.peers}
+    return {side: {key: [found["ours"][key], found[side][key]] for key in ("seconds", "bytes")}
+            if side in there else found[side] for side in case.peers}
 
 
 def agree(case: Case, checks: dict[str, float], device: str):
     """Raises RuntimeError where the sides did not compute the same thing."""
     tolerance = 1e-3 if device == "cpu" else 2e-2
-    ours = checks["ours"]
-    apart = {side: value for side, value in checks.items() if not math.isclose(value, ours, rel_tol=tolerance)}
+    apart = [side for side, x in checks.items()
+             if not math.isclose(x, checks.get("ours", x), rel_tol=tolerance)]
     if apart:
-        raise RuntimeError(f"{case.title}: ours gives {ours}, but {apart}; the row would compare different work")
+        raise RuntimeError(f"{case.what}: {checks}; the row would compare different work")
 
 
-def shown(value) -> tuple[str, float]:
-    """A measurement as text and as one number: the median of a list of seconds, or bytes."""
-    if isinstance(value, list):
-        middle = statistics.median(value)
-        return f"{middle:#.3g} s ({min(value):#.3g}–{max(value):#.3g})", middle
-    return human(value), float(value)
+def measure(case: Case, arguments) -> list[dict]:
+    """The rows of a case, as cells by column."""
+    if case.ranks and arguments.device != "cpu" and torch.cuda.device_count() < case.ranks:
+        return [cells(case, peer) for peer in case.peers]
+    if not case.whole:
+        found = compare(case, arguments)
+    else:
+        rounds = {"device": arguments.device, "rounds": arguments.rounds}
+        task = {"mode": case.build, "options": case.options | rounds}
+        found = dict(zip(case.peers, once(task, ranks=case.ranks)))
+    return [cells(case, peer, found[peer]) for peer in case.peers]
 
 
-def human(size: float) -> str:
-    """Bytes as MB or GB, powers of ten."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+# ── The table and its page
+
+def cells(case: Case, peer: str, found: dict | None = None) -> dict[str, str]:
+    """One row as text by column: what was measured, or what should be."""
+    time_limit, memory_limit = case.peers[peer]
+    row = {"what": case.what, "peer": SIDES.get(peer, peer), "group": case.group}
+    if not found or found.keys() == {"note"}:
+        must = "" if time_limit is None else f", must be ≤ {time_limit:.3g}"
+        return row | {"ours / peer": f"not measured{must}", **(found or {})}
+    row |= {"note": found.get("note", ""), "load": f"{os.getloadavg()[0]:.1f}",
+            "date": date.today().isoformat()}
+    if times := found.get("seconds"):
+        row |= {"ours, s": spread(times[0]), "peer, s": spread(times[1])}
+        rounds = [a / b for a, b in zip(*times)]
+        row["ours / peer"] = judged(min(times[0]) / min(times[1]), time_limit, rounds)
+    if numbers := found.get("numbers"):
+        row |= {"ours, s": f"{numbers[0]:,}", "peer, s": f"{numbers[1]:,}"}
+        row["ours / peer"] = judged(numbers[0] / numbers[1], time_limit)
+    if both := found.get("bytes"):
+        own = memory_limit if times else time_limit
+        row |= {"ours, MB": f"{both[0] / 1e6:,.1f}", "peer, MB": f"{both[1] / 1e6:,.1f}",
+                "ours / peer, memory": judged(both[0] / max(both[1], 1), own)}
+    return row
 
 
-# ── Rows that are not one call against another ─────────────────────────────────────────────────────────
-
-def iteration_rows(arguments) -> list[Row]:
-    """Time per phase, the share of feedback, and the peak of one whole iteration of Algorithm 4."""
-    big = arguments.device != "cpu"
-    title = f"one iteration, {arguments.shape}, 64 rollouts of 256, critiques of 256, 4 epochs" if big else \
-        "one iteration, 3 layers × 128, V 32,000, 16 rollouts of 64, critiques of 64, 4 epochs"
-    rows = [Row(title, "time", "the iteration without feedback", note="paper: 1.09–1.11"),
-            Row(title, "memory, model included", "a 40 GB card" if big else "the weights alone")]
-    rows[1].limit = 1.0 if big else None
-    if big and not torch.cuda.is_available():
-        return rows
-    found = start({"mode": "iteration", "options": {"device": arguments.device} | (
-        {"shape": arguments.shape, "batch": 64, "new": 256, "micro": 4, "checkpointed": True} if big else
-        {"shape": "small", "batch": 16, "new": 64, "micro": 8})})
-    phases = found["seconds"]
-    total, limit = sum(phases.values()), 40e9 if big else found["weights"]
-    rows[0].ours, rows[0].theirs = f"{total:.3g} s", f"{total - phases['critique']:.3g} s"
-    rows[0].ratio = total / (total - phases["critique"])
-    rows[0].note += "; " + ", ".join(f"{phase} {s:.3g} s" for phase, s in phases.items())
-    rows[1].ours, rows[1].theirs, rows[1].ratio = human(found["peak"]), human(limit), found["peak"] / limit
-    return rows
+def spread(times: list[float]) -> str:
+    """The fastest and the slowest of the rounds."""
+    return f"{min(times):.3g}–{max(times):.3g}" if len(times) > 1 else f"{times[0]:.3g}"
 
 
-def asserts_rows(arguments) -> list[Row]:
-    """What the asserts at the seams cost."""
-    row = Row("asserts of one iteration, toy world, no critique written", "time", "the iteration", limit=0.01)
-    if arguments.device != "cpu" and not torch.cuda.is_available():
-        return [row]
-    found = start({"mode": "asserts", "options": {"device": arguments.device}})
-    row.ours, row.theirs = f"{found['asserts'] * 1e3:.3g} ms", f"{found['whole'] * 1e3:.4g} ms"
-    row.ratio, row.note = found["asserts"] / found["whole"], f"{found['number']} asserts passed"
-    return [row]
+def judged(ratio: float, limit: float | None, rounds=()) -> str:
+    """A ratio with its range; ≈ where that holds 1; ✓ or ✗ where there is a limit."""
+    text = f"**{ratio:.3g}**"
+    if len(rounds) > 1:
+        text += f" ({min(rounds):.3g}–{max(rounds):.3g})"
+        text += " ≈" if min(rounds) <= 1 <= max(rounds) else ""
+    return text if limit is None else f"{text} {'✓' if ratio <= limit else '✗'} ≤ {limit:.3g}"
 
 
-def fsdp_rows(arguments) -> list[Row]:
-    """Two ranks: what a rank holds of the parameters, and whether a rollout's all-gathers depend on its length."""
-    title = "FSDP2, 2 ranks, 3 layers × 128, V 32,000"
-    rows = [Row(title, "parameter bytes of a rank", "not sharded", limit=0.55, note="adapters included, whole"),
-            Row(title, "all-gathers, rollout of 100 tokens", "rollout of 10 tokens", limit=1.0)]
-    if arguments.device != "cpu" and torch.cuda.device_count() < 2:
-        return rows
-    found = start({"mode": "fsdp", "options": {"shape": "small", "device": arguments.device}}, ranks=2)
-    rows[0].ours, rows[0].theirs, rows[0].ratio = (human(found["held"]), human(found["whole"]),
-                                                   found["held"] / found["whole"])
-    short, long = found["gathers"]
-    rows[1].ours, rows[1].theirs, rows[1].ratio = str(long), str(short), long / short
-    return rows
+COLUMNS = ["what", "peer", "ours, s", "peer, s", "ours / peer", "ours, MB", "peer, MB",
+           "ours / peer, memory", "note", "load", "date"]
 
-
-# Annotation throughput (2,000 rows, concurrency 64, loopback server, faults) gets its rows here.
-
-def annotation_rows(arguments) -> list[Row]:
-    """Annotation against a bare loop over the same client, its memory, and how many calls a faulty server costs."""
-    n = 2000
-    rows = [Row(f"annotation, {n:,} rows, a server that answers in 200 ms, concurrency 64", "time",
-                "a bare asyncio loop over the same client", limit=1 / 0.9),
-            Row("annotation, the same", "peak memory", f"{n // 4:,} rows"),
-            Row("annotation, 10 % 429, 5 % 500, 3 % time-outs, 2 % garbage, 1 % truncated", "calls", "rows", limit=1.25)]
-    if arguments.device != "cpu":
-        return []
-    from bench_annotation import measure as annotate
-    found = annotate(n, rounds=arguments.rounds)
-    (rows[0].ours, ours), (rows[0].theirs, theirs) = shown(found["ours"]), shown(found["bare"])
-    rows[0].ratio = ours / theirs
-    rows[1].ours, rows[1].theirs = (human(1e6 * found["peak_mb"][k]) for k in (n, n // 4))
-    rows[1].ratio = found["peak_mb"][n] / found["peak_mb"][n // 4]
-    rows[2].ours, rows[2].theirs, rows[2].ratio = f"{found['faults']['calls']:,}", f"{n:,}", found["faults"]["calls"] / n
-    rows[2].note = f"{found['faults']['seconds']:.0f} s; " + found["faults"]["said"].split(". ")[0].split(": ", 1)[-1]
-    return rows
-
-
-OTHERS = {"iteration": iteration_rows, "asserts": asserts_rows, "fsdp": fsdp_rows, "annotation": annotation_rows}
-
-
-# ── The table and its page ──────────────────────────────────────────────────────────────────────────────
 
 def machine(device: str) -> str:
     """Processor or GPU, cores, memory, and the versions that matter."""
-    name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    where = f"{len(os.sched_getaffinity(0))} cores of {name}, {gigabytes:.0f} GB"
-    if device != "cpu":
-        where = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 1e9:.0f} GB; host {where}"
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch", "transformers", "peft"))
+    cores = len(os.sched_getaffinity(0))
+    where = f"{cores} cores of {(names or ['?'])[0]}, {torch.get_num_threads()} of them used, " \
+            f"{gigabytes:.0f} GB"
+    if device == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        where = f"{card.name}, {card.total_memory / 1e9:.0f} GB; host {where}"
+    packages = "torch", "transformers", "peft"
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
     return f"{where}; Python {platform.python_version()}, {versions}"
 
 
 def pipes(header: list[str], rows: list[list]) -> str:
     """A table in Markdown."""
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def write_page(rows: list[Row], arguments):
-    """Put the rows into this device's section of BENCHMARKS.md; other rows of the same machine stay."""
-    page = HERE / "BENCHMARKS.md"
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page.read_text() if page.exists() else "", re.M | re.S))
-    old, here, kept = sections.get(arguments.device, ""), machine(arguments.device), {}
-    if f"Machine: {here}" in old:
-        for line in re.findall(r"^\| (?!what |--- )(.*) \|$", old, re.M):
-            cells = [cell.strip() for cell in line.split(" | ")]
-            kept[tuple(cells[:3])] = cells
-    for cells in (row.cells() for row in rows):
-        if cells[5] != "not measured" or tuple(cells[:3]) not in kept:
-            kept[tuple(cells[:3])] = cells
-    command = " ".join(["python tests/bench.py", *("PATH" if a.startswith("/") else a for a in sys.argv[1:])])
-    when = f"{date.today()}, load average {os.getloadavg()[1]:.1f}"
-    sections[arguments.device] = (f"\nMachine: {here}\n\nLast command, {when}: `{command}`\n\n"
-                                  f"{pipes(HEADER, list(kept.values()))}\n\n")
-    if "Machine:" not in sections.get("cuda", ""):
-        wanting = argparse.Namespace(device="cuda", shape="llama3-8b")
-        lines = [row.cells() for rows in (*(unmeasured(case) for case in cases(wanting).values()),
-                                          iteration_rows(wanting), asserts_rows(wanting), fsdp_rows(wanting)) for row in rows]
-        sections["cuda"] = ("\nNo GPU was used yet. The command: `python tests/bench.py --device cuda --shape llama3-8b"
-                            f" --write`\n\n{pipes(HEADER, lines)}\n\n")
-    page.write_text("# Benchmarks\n\n" + INTRODUCTION + "".join(f"## {name}\n{body.rstrip()}\n\n"
-                                                               for name, body in sections.items()).rstrip() + "\n")
+def tables(rows: list[dict]) -> str:
+    """A table for each group, without the columns that are empty in it."""
+    out = ""
+    for group, title in GROUPS.items():
+        if mine := [row for row in rows if row["group"] == group]:
+            header = [c for c in COLUMNS if any(row.get(c) for row in mine)]
+            lines = [[row.get(c, "") for c in header] for row in mine]
+            out += f"**{group}.** {title}.\n\n{pipes(header, lines)}\n\n"
+    return out
+
+
+def old_rows(text: str) -> list[dict]:
+    """The rows that `tables` wrote."""
+    rows, group, header = [], "", None
+    for line in text.splitlines():
+        if found := re.match(r"\*\*(\w+)\.\*\*", line):
+            group, header = found[1], None
+        elif line.startswith("| "):
+            texts = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            texts += [""] * (len(header or []) - len(texts))
+            if header is None:
+                header = texts
+            elif texts[0] != "---":
+                rows.append(dict(zip(header, texts), group=group))
+    return rows
+
+
+def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, arguments):
+    """Put the rows into their section of the page; the same machine's other rows stay."""
+    text, here = page.read_text() if page.exists() else "", machine(arguments.device)
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    known = {(case.what, SIDES.get(peer, peer)): cells(case, peer)
+             for case in cases for peer in case.peers}
+    old = sections.get(section, "")
+    for row in [*(old_rows(old) if here in old else []), *rows]:
+        key = row["what"], row["peer"]
+        if key in known and (row.get("date") or not known[key].get("date")):
+            known[key] = row
+    load = f"{date.today()}, load average {os.getloadavg()[1]:.1f}"
+    command = " ".join("PATH" if x.startswith("/") else x for x in sys.argv[1:])
+    sections[section] = f"\nMachine: {here}.\n\nLast command, {load}: `python tests/bench.py " \
+                        f"{command}`\n\n{tables(list(known.values()))}"
+    if "Machine:" not in sections.get("cuda", "") and section == "cpu":
+        wanting = [cells(case, peer) for case in cuda_cases("llama3-8b", False)
+                   for peer in case.peers]
+        sections["cuda"] = "\nNo GPU was used yet; several GPUs (NCCL) never. The command: " \
+                           f"`tests/gpu.sh`\n\n{tables(wanting)}"
+    body = "".join(f"## {name}\n{part.rstrip()}\n\n" for name, part in sections.items())
+    page.write_text(f"{INTRODUCTION}\n{body.rstrip()}\n")
     print(f"written: {page}")
 
 
 INTRODUCTION = """\
-Written by `python tests/bench.py --write`; no figure here was typed. Every row is a ratio
-against its peer in the same run: times are the median of alternating runs (min–max), memory is
-the most one call held above what was held before it. How, in detail: the first lines of
-`bench.py`. Below 1 is better than the peer; ✓ and ✗ say whether what must be reached was. Where
-other work disturbed a run, the ratio of the fastest runs says more than that of the medians.
+# Benchmarks
 
-"""
-
-
-# ── SCALING.md: memory and time from a formula ─────────────────────────────────────────────────────────
-
-@dataclass(frozen=True)
-class Card:
-    """What a device brings: sustained FLOP/s of matrix products, bytes/s of reading weights, seconds of overhead per
-    block and pass, seconds to draw from a distribution per entry, bytes/s to other ranks, memory, bytes per weight."""
-    flops: float
-    bandwidth: float
-    overhead: float
-    draw: float
-    link: float
-    memory: float
-    width: int = 2
-
-
-def h100(link: float) -> Card:
-    """Assumed until a GPU was used: NVIDIA's data sheet for the H100 SXM, 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB; of
-    which 40 % in products, 75 % in reading, 80 % of the link; drawing reads a logit five times; no overhead per block,
-    as in one CUDA graph."""
-    return Card(0.4 * 989e12, 0.75 * 3.35e12, 0.0, 20 / (0.75 * 3.35e12), 0.8 * link, 80e9)
-
-
-CLUSTERS = {1: h100(math.inf), 8: h100(450e9), 64: h100(50e9)}     # NVLink each way; 400 Gb/s of network per GPU
-WORK = {"rollouts": 64, "prompt": 512, "response": 256, "critique": 256, "instruction": 200, "epochs": 4, "micro": 4}
-FIT = ("fit-a", "fit-b", "fit-c", "fit-d")
-
-
-def sizes(s: Shape) -> dict[str, int]:
-    """Numbers in a shape's blocks, head, input embedding, one LoRA adapter (r 16, q and v), and its cache per token."""
-    kv = s.kv * s.H // s.heads
-    return {"blocks": s.L * (2 * s.H * s.H + 2 * s.H * kv + 3 * s.H * s.I + 2 * s.H) + s.H, "head": s.V * s.H,
-            "embedding": 0 if s.tied else s.V * s.H, "lora": s.L * 16 * (3 * s.H + kv), "cache": 2 * s.L * kv}
-
-
-def activations(s: Shape, c: list[float], width: int, checkpointed: bool) -> float:
-    """Bytes that a training pass holds per token. c: numbers kept per block and H, per block and I; in flight per H,
-    per I; kept per block and H where activations are checkpointed. What goes by H is float32 in any base (norms,
-    adapters)."""
-    kept_h, kept_i, flight_h, flight_i, inputs = c
-    layers = 1 if checkpointed else s.L
-    return 4 * (layers * kept_h + flight_h) * s.H + width * (layers * kept_i + flight_i) * s.I + \
-        (width * inputs * s.L * s.H if checkpointed else 0)
-
-
-def memory(s: Shape, card: Card, c: list[float], ranks: int, sharded: bool, checkpointed=True) -> dict[str, float]:
-    """Bytes on one rank while it samples (the weights gathered whole) and while it trains."""
-    n, w, k = sizes(s), WORK, card.width
-    rows, length = math.ceil(w["rollouts"] / ranks), w["prompt"] + w["response"]
-    base = k * (n["blocks"] + n["head"] + n["embedding"])
-    adapters = 4 * n["lora"] * (4 + 1)                    # policy: weight, gradient, two moments; critic: weight
-    cache = k * n["cache"] * rows * (length + w["instruction"] + w["critique"])
-    tokens = min(w["micro"], rows) * length
-    at_work = 2 * k * max(n["blocks"] // s.L, n["head"]) if sharded else 0              # two units gathered at a time
-    head = 2**28 + 2 * k * s.H * min(w["micro"], rows) * w["response"]
-    held = base / ranks if sharded else base
-    return {"weights": held, "sampling": base + (held if sharded else 0) + adapters + cache + 12 * rows * s.V,
-            "training": held + at_work + adapters + tokens * activations(s, c, k, checkpointed) + head}
-
-
-def step_seconds(s: Shape, card: Card, rows: int, context: float) -> float:
-    """One decode step: every weight multiplied, or read with the cache, whichever is longer; and the drawing."""
-    n = sizes(s)
-    weights = n["blocks"] + n["head"]
-    read = card.width * (weights + rows * context * n["cache"]) / card.bandwidth
-    return s.L * card.overhead + max(2 * weights * rows / card.flops, read) + rows * s.V * card.draw
-
-
-def training_seconds(s: Shape, card: Card, tokens: int, scored: int, checkpointed: bool) -> float:
-    """Forward and backward with a frozen base (no weight gradients): 4 FLOP a weight and token, 6 if checkpointed."""
-    n = sizes(s)
-    flops = (6 if checkpointed else 4) * n["blocks"] * tokens + 4 * n["head"] * scored
-    return 3 * s.L * card.overhead + flops / card.flops
-
-
-def iteration_seconds(s: Shape, card: Card, ranks: int, sharded: bool) -> dict[str, float]:
-    """The phases of one iteration on every rank; transfers overlap the products, the longer one counts."""
-    n, w = sizes(s), WORK
-    rows, length = math.ceil(w["rollouts"] / ranks), w["prompt"] + w["response"]
-    gather = card.width * (n["blocks"] + n["head"] + n["embedding"]) / card.link if sharded else 0
-    prefill = lambda tokens: 2 * n["blocks"] * rows * tokens / card.flops
-    asked = length + w["instruction"]
-    update = training_seconds(s, card, rows * length, rows * w["response"], checkpointed=True)
-    return {"rollout": gather + prefill(w["prompt"]) + w["response"] * step_seconds(s, card, rows, w["prompt"] + 128),
-            "critique": prefill(asked) + w["critique"] * step_seconds(s, card, rows, asked + 128),
-            "score": 2 * prefill(length) + 6 * n["head"] * rows * w["response"] / card.flops,
-            "update": w["epochs"] * max(update, 2 * gather * math.ceil(rows / w["micro"]))}
-
-
-def fit_activations(device: str) -> list[float]:
-    """The five constants of `activations`, by least squares on the relative errors of the fit-* shapes."""
-    left = []
-    for name in FIT:
-        s, found = SHAPES[name], start({"mode": "footprint", "options": {"shape": name, "device": device, "rows": 8,
-                                                                         "length": 128}})
-        for key, layers, inputs in (("training", s.L, 0), ("checkpointed", 1, s.L)):
-            y, half = found[key] / 4 / 1024, 1.0 if device == "cpu" else 0.5        # `activations` counts these in the base's width
-            left.append([x / y for x in (layers * s.H, half * layers * s.I, s.H, half * s.I, half * inputs * s.H)])
-    return torch.linalg.lstsq(torch.tensor(left, dtype=torch.float64), torch.ones(len(left), 1, dtype=torch.float64)
-                              ).solution.flatten().tolist()
-
-
-def fit_speed(device: str) -> tuple[Card, dict[str, list[float]]]:
-    """This machine as a Card (overhead from toy, products and reading from middle with one row, drawing from small
-    with 32), and all times; the last two runs gave no constant."""
-    runs = [["toy", 1], ["middle", 1], ["small", 32], ["small", 8], ["middle", 32]]
-    found = start({"mode": "speed", "options": {"device": device, "runs": runs, "rows": 8, "length": 128}})
-    n, s = sizes(SHAPES["middle"]), SHAPES["middle"]
-    overhead = found["step"][0] / SHAPES["toy"].L
-    width = 4 if device == "cpu" else 2
-    flops = 1024 * 4 * (n["blocks"] + n["head"]) / (found["train"][1] - 3 * s.L * overhead)
-    bandwidth = width * (n["blocks"] + n["head"]) / (found["step"][1] - s.L * overhead)
-    card = Card(flops, bandwidth, overhead, 0.0, math.inf, 0, width)
-    draw = (found["step"][2] - step_seconds(SHAPES["small"], card, 32, 32)) / (32 * SHAPES["small"].V)
-    return replace(card, draw=max(0.0, draw)), found
-
-
-def scaling_checks(device: str) -> tuple[list[float], Card, list[list]]:
-    """Measured constants of this machine, and [what, predicted, measured] where no constant came from."""
-    c, (card, times), checks = fit_activations(device), fit_speed(device), []
-    for name in ("toy", "small", "middle", "llama3-8b", "llama3-70b"):
-        s, n, real = SHAPES[name], sizes(SHAPES[name]), not name.startswith("llama3")
-        found = start({"mode": "footprint", "options": {"shape": name, "device": device if real else "meta",
-                                                        "rows": 16, "length": 160}})
-        size = (card.width if real else 2) * (n["blocks"] + n["head"] + n["embedding"])
-        checks.append([f"{name}: parameters, MB", size / 1e6, found["parameters"] / 1e6])
-        if not real:
-            continue
-        size = card.width * n["cache"] * 2560
-        checks.append([f"{name}: cache of 16 × 160 tokens, MB", size / 1e6, found["cache"] / 1e6])
-        for key in ("training", "checkpointed"):
-            size = 2560 * activations(s, c, card.width, key == "checkpointed")
-            checks.append([f"{name}: {key} pass of 16 × 160 tokens, MB", size / 1e6, found[key] / 1e6])
-    for run, name, rows in ((3, "small", 8), (4, "middle", 32)):
-        checks.append([f"{name}: decode step, batch {rows}, ms", 1e3 * step_seconds(SHAPES[name], card, rows, 32),
-                       1e3 * times["step"][run]])
-    checks.append(["small: training pass of 8 × 128 tokens, ms",
-                   1e3 * training_seconds(SHAPES["small"], card, 1024, 1024, False), 1e3 * times["train"][2]])
-    return c, card, checks
-
-
-def predictions(c: list[float]) -> list[list[str]]:
-    """8B and 70B on 1, 8 and 64 GPUs: gigabytes and seconds."""
-    table = []
-    for name in ("llama3-8b", "llama3-70b"):
-        for ranks, gpu in CLUSTERS.items():
-            for sharded in (False, True)[: 1 if ranks == 1 else 2]:
-                m = memory(SHAPES[name], gpu, c, ranks, sharded)
-                t = iteration_seconds(SHAPES[name], gpu, ranks, sharded)
-                fits = "yes" if max(m["sampling"], m["training"]) <= gpu.memory else "**no**"
-                table.append([name, ranks, "sharded" if sharded else "replicated",
-                              *(f"{x / 1e9:.1f}" for x in m.values()), fits,
-                              *(f"{x:.1f}" for x in t.values()), f"{sum(t.values()):.1f}"])
-    return table
-
-
-def scaling_page(device: str) -> str:
-    """The text of SCALING.md."""
-    c, card, checks = scaling_checks(device)
-    checked = [[what, f"{p:,.1f}", f"{m:,.1f}", f"{p / m:.2f}"] for what, p, m in checks]
-    columns = ["model", "GPUs", "base", "weights GB", "sampling GB", "training GB", "fits 80 GB", "rollout s",
-               "critique s", "score s", "update s", "iteration s"]
-    text = SCALING.format(
-        machine=machine(device), date=date.today(), device=device, c=", ".join(f"{x:.2f}" for x in c),
-        gflops=card.flops / 1e9, gbs=card.bandwidth / 1e9, us=card.overhead * 1e6, ns=card.draw * 1e9,
-        work=WORK, table=pipes(columns, predictions(c)),
-        checks=pipes(["what", "formula", "measured", "formula / measured"], checked))
-    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 118, break_on_hyphens=False)
-                       for part in text.strip().split("\n\n")) + "\n"
-
-
-SCALING = """# Scaling
-
-Written by `python tests/bench.py --scaling --write` on {date}; the formula is the code of that section of `bench.py`.
-Measured on: {machine}.
-
-**Memory of a rank.** The base in bf16 (divided by the ranks where it is sharded); LoRA adapters of policy (weight,
-gradient, two moments, float32) and critic; while sampling, the base whole, once more where it was gathered, and the
-cache of all its rows; while training, two gathered units where sharded, the activations of one micro-batch, and the
-bounded workspace of the fused head. Activations per token: L (a H + b I) + c H + d I numbers, or with checkpointing e
-L H and one block.
-
-**Time.** A decode step multiplies by every weight or reads them all and the cache, whichever is longer; a training
-pass costs 4 FLOP per weight and token with a frozen base, 6 with checkpointing; sharded passes move the base twice
-per micro-batch. Attention's own products are left out: below 4 % of an 8B's at these lengths.
-
-**Constants measured here** ({device}): a, b, c, d, e = {c} (least squares over four shapes, none of them below);
-products {gflops:.0f} GFLOP/s and reading {gbs:.1f} GB/s at 8 layers × 512, overhead {us:.0f} µs per block and pass from
-toy, drawing {ns:.1f} ns per row and entry of the vocabulary.
-
-## Checked
-
-{checks}
-
-## Predicted: 8B and 70B, activations checkpointed
-
-One iteration: {work[rollouts]} rollouts on all GPUs together, prompts of {work[prompt]} tokens, responses of
-{work[response]}, critiques of {work[critique]} (their instruction adds {work[instruction]}), {work[epochs]} epochs,
-micro-batch {work[micro]}; LoRA r 16 on q and v. **The hardware is assumed, not measured**: H100 SXM by its data sheet
-(989 TFLOP/s bf16, 3.35 TB/s, 80 GB), of which 40 % of the products and 75 % of the reading; NVLink 450 GB/s among 8
-GPUs, 50 GB/s per GPU between nodes, 80 % of either. The activation constants come from float32 on a CPU; norms and
-adapters are counted as float32 under bf16, too. Decoding is counted as one CUDA graph without overhead; a sharded
-model decodes eagerly, so its rollout and critique seconds are lower bounds.
-
-{table}
-
-Reading it: an 8B fits one card of 40 GB where its sampling column stays below 40. Sharding saves memory in training,
-not while sampling, because the weights are gathered whole for a rollout phase: so a 70B in bf16 (141 GB) does not fit
-an 80 GB card at any number of ranks; it needs cards of more than its weights, or a base of fewer bytes per weight.
-With 64 rollouts an iteration stops getting faster where a rank has one row left: the decode steps read the same
-weights for fewer rows.
+Written by `python tests/bench.py --write`; no figure here was typed. Every row is a ratio of
+ours to a peer's in the same run, below 1 where ours takes less: of the fastest runs, in brackets
+the least and the greatest of a round; seconds are the fastest and the slowest round's. ≈: the
+rounds do not agree on which is faster. ✓ and ✗: what must be reached was, or was not. Memory is
+the most that one call held above what was held before. load: the machine's load average when the
+row was done, to which the bench itself adds no more than the cores it uses; where it is higher
+others were at work, and only the ratio means anything. How, in detail: the top of `bench.py`.
 """
 
 
 def main():
     """Measure the rows that were asked for and print or write them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows whose name starts so")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", choices=GROUPS, default=[*GROUPS])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES, help="model of the GPU's rows, random weights")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the sides take turns")
+    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES, help="the GPU's rows'")
+    parser.add_argument("--tiny", action="store_true", help="walk the GPU's rows on a CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the sides take turns")
+    parser.add_argument("--patience", type=float, default=15.0, help="s of turns for a row")
     parser.add_argument("--trl_python", help="an interpreter with TRL 0.11.3")
     parser.add_argument("--trl1_python", help="an interpreter with TRL 1.x")
-    parser.add_argument("--stories", default=str(ROOT.parent / "shared/models/stories260K"), help="a real tiny model")
-    parser.add_argument("--write", action="store_true", help="put the rows into tests/BENCHMARKS.md")
-    parser.add_argument("--scaling", action="store_true", help="the page SCALING.md: constants, checks, predictions")
+    parser.add_argument("--stories", default=str(ROOT.parent / "shared/models/stories260K"))
+    parser.add_argument("--write", nargs="?", type=Path, const=HERE / "BENCHMARKS.md")
     arguments = parser.parse_args()
-    if arguments.scaling:
-        page = scaling_page(arguments.device)
-        print(page)
-        if arguments.write:
-            (HERE / "SCALING.md").write_text(page)
-        return
-    chosen, rows = cases(arguments), []
-    for name in (n for n in [*chosen, *OTHERS] if n.startswith(tuple(arguments.only or [""]))):
-        print(f"measuring {name} …", file=sys.stderr, flush=True)
+    section = "tiny" if arguments.tiny else arguments.device
+    cases = cpu_cases(arguments.stories) if section == "cpu" else cuda_cases(
+        "toy" if arguments.tiny else arguments.shape, arguments.tiny)
+    rows, start = [], time.time()
+    for case in (case for case in cases if case.group in arguments.only):
         try:
-            more = measure(chosen[name], arguments) if name in chosen else OTHERS[name](arguments)
-        except RuntimeError as error:                    # one row's; the others are still worth their time
-            print(f"{name} was not measured: {error}", file=sys.stderr)
+            more = measure(case, arguments)
+        except RuntimeError as error:                # one row's; the others are still worth it
+            print(f"{case.what} was not measured: {error}", file=sys.stderr)
             continue
         for row in more:
-            print(" | ".join(row.cells()[:7]), flush=True)
+            shown = [row.get(column, "") for column in COLUMNS[:-2]]
+            print(f"{time.time() - start:4.0f} s |", " | ".join(filter(None, shown)), flush=True)
         rows += more
-    if arguments.write:
-        write_page(rows, arguments)
+        if arguments.write:
+            write_page(arguments.write, rows, cases, section, arguments)
 
 
 if __name__ == "__main__":

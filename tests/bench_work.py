@@ -1,10 +1,11 @@
-"""The work that tests/bench.py measures, done in processes of their own; see there how to run it.
+"""The work that tests/bench.py measures, in processes of their own; how, stands there.
 
-    python tests/bench_work.py '{"mode": "time", "build": "lora", "sides": ["ours"], "budget": 3, "options": {…}}'
+    python tests/bench_work.py '{"mode": "iteration", "options": {…}}'     # once, from JSON
+    python tests/bench_work.py                                   # tasks from stdin, a line each
 
-Every row has a builder: build(side, options) → a callable that does the work once and returns a number on which the
-sides must agree. Sides whose name begins with trl run under another interpreter, where this file imports TRL and
-nothing of ours: TRL's own functions are called, and nothing of it is copied.
+A builder makes one side of a row: build(side, options) → a callable, warm already, that does
+the work once and returns a number on which the sides must agree. Sides whose names begin with
+trl run under another interpreter: TRL's own functions are called, nothing of TRL is copied.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
-# ── Shapes and inputs ───────────────────────────────────────────────────────────────────────────────────
+
+# ── Shapes and inputs
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: layers L, hidden H, inner I, query and key-value heads, vocabulary V, tied head or not."""
+    """A Llama: layers, hidden, inner, query and key-value heads, vocabulary, tied head."""
     L: int
     H: int
     I: int
@@ -45,173 +50,260 @@ class Shape:
         """As transformers' LlamaConfig; no token of its own ends a text."""
         from transformers import LlamaConfig
         return LlamaConfig(
-            num_hidden_layers=self.L, hidden_size=self.H, intermediate_size=self.I, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv, vocab_size=self.V, tie_word_embeddings=self.tied, eos_token_id=None,
-            bos_token_id=None, pad_token_id=0, max_position_embeddings=4096)
+            num_hidden_layers=self.L, hidden_size=self.H, intermediate_size=self.I,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv, vocab_size=self.V,
+            tie_word_embeddings=self.tied, eos_token_id=None, bos_token_id=None,
+            pad_token_id=0, max_position_embeddings=4096)
 
 
-# fit-*: the shapes whose training passes give the constants of SCALING.md; the others check them.
-SHAPES = {"fit-a": Shape(8, 512, 512, 8, 4, 1024), "fit-b": Shape(8, 256, 1408, 8, 4, 1024),
-          "fit-c": Shape(4, 1024, 2816, 8, 2, 1024), "fit-d": Shape(16, 256, 512, 8, 4, 1024),
-          "toy": Shape(3, 128, 320, 4, 4, 719, True), "small-512": Shape(3, 128, 320, 4, 4, 512),
-          "small": Shape(3, 128, 320, 4, 4, 32000), "middle": Shape(8, 512, 1408, 8, 4, 8192),
-          "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256), "llama3-70b": Shape(80, 8192, 28672, 64, 8, 128256)}
+# fit-*: their training passes give the constants of SCALING.md; the others check them.
+SHAPES = {
+    "fit-a": Shape(8, 512, 512, 8, 4, 1024), "fit-b": Shape(8, 256, 1408, 8, 4, 1024),
+    "fit-c": Shape(4, 1024, 2816, 8, 2, 1024), "fit-d": Shape(16, 256, 512, 8, 4, 1024),
+    "toy": Shape(3, 128, 320, 4, 4, 719, True), "small": Shape(3, 128, 320, 4, 4, 32000),
+    "middle": Shape(8, 512, 1408, 8, 4, 8192),
+    "llama3-1b": Shape(16, 2048, 8192, 32, 8, 128256, True),
+    "llama3-3b": Shape(28, 3072, 8192, 24, 8, 128256, True),
+    "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
+    "llama3-70b": Shape(80, 8192, 28672, 64, 8, 128256)}
 
 
-def random_model(name: str, device="cpu"):
-    """A Llama of a named shape, weights drawn from seed 0 on the device itself; float32 on a CPU, else bfloat16."""
+def random_model(shape: Shape, device="cpu"):
+    """A Llama, weights drawn from seed 0 on the device itself; bfloat16, on a CPU float32."""
     from transformers import LlamaForCausalLM
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if str(device) == "cpu" else torch.bfloat16)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(SHAPES[name].config()).requires_grad_(False).eval()
+            return LlamaForCausalLM(shape.config()).requires_grad_(False).eval()
     finally:
         torch.set_default_dtype(before)
 
 
 def base_model(options: dict):
-    """The model of a row: a directory, or a shape with random weights."""
+    """The model of a row: a directory, or a shape with random weights, V another if given."""
     from model import load_model
     if "model" in options:
         return load_model(options["model"], device=options["device"])[0]
-    return random_model(options["shape"], options["device"])
+    shape = SHAPES[options["shape"]]
+    return random_model(replace(shape, V=options.get("V", shape.V)), options["device"])
 
 
 def word_tokenizer(vocabulary: int):
-    """One word per id and no other rule: random weights need a tokenizer that can write every id."""
+    """One word per id: random weights need a tokenizer that can write every id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t3"))
+    ids = {f"t{i}": i for i in range(vocabulary)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="t3"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t3")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1",
+                                   unk_token="t3")
 
 
 def sequences(rows: int, low: int, high: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random token ids, lengths spread evenly over low..high; the special ids 0 to 3 are not drawn."""
+    """Random ids but the special 0 to 3, lengths spread evenly over low..high."""
     rng = random.Random(seed)
     lengths = [low + round(i * (high - low) / max(1, rows - 1)) for i in range(rows)]
     return [[rng.randrange(4, vocabulary) for _ in range(n)] for n in rng.sample(lengths, rows)]
 
 
-def logprob_inputs(options: dict):
-    """Hidden states [N, H] that want a gradient, head [V, H], targets [N]; float32 on a CPU, else bfloat16."""
-    n, h, v, device = (options[key] for key in ("N", "H", "V", "device"))
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+@lru_cache(1)
+def random_head(v: int, h: int, device: str):
+    """[V, H], kept for the next row: drawing a large one takes as long as the row."""
     draw = torch.Generator(device).manual_seed(0)
-    hidden, weight = (torch.randn(rows, h, generator=draw, device=device, dtype=dtype) for rows in (n, v))
-    return hidden.requires_grad_(), weight / h**0.5, torch.randint(v, (n,), generator=draw, device=device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.randn(v, h, generator=draw, device=device, dtype=dtype).div_(h**0.5)
 
 
-# ── The sides: build(side, options) → a callable that does the work once and returns a number to compare ───
+def logprob_inputs(options: dict):
+    """Hidden states [N, H] that want a gradient, head [V, H], targets [N]."""
+    n, h, v, device = (options[key] for key in ("N", "H", "V", "device"))
+    weight, draw = random_head(v, h, device), torch.Generator(device).manual_seed(1)
+    hidden = torch.randn(n, h, generator=draw, device=device, dtype=weight.dtype)
+    return hidden.requires_grad_(), weight, torch.randint(v, (n,), generator=draw,
+                                                          device=device)
 
-def build_logprobs(side: str, options: dict):
-    """Log-probs of N targets and the gradient in the hidden states; the head is frozen, as under LoRA."""
-    from sampling import token_logprobs
-    hidden, weight, targets = logprob_inputs(options)
 
-    def naive(hidden, weight, targets):
-        return F.log_softmax(F.linear(hidden, weight).float(), dim=-1).gather(1, targets[:, None]).squeeze(1)
-
-    def work() -> float:
-        hidden.grad = None
-        out = (token_logprobs if side == "ours" else naive)(hidden, weight, targets)
-        out.sum().backward()
-        return float(out.mean())
-
+def warmed(work):
+    """The callable after one call, which loads what is loaded once."""
+    work()
     return work
 
 
-def build_decode(side: str, options: dict):
-    """Sample exactly `new` tokens for every prompt, at temperature 1 and with no other rule; returns how many."""
-    from sampling import generate, pad_batch
-    model, new, device = options["loaded"], options["new"], options["device"]
-    prompts = sequences(options["batch"], *options["prompts"], model.config.vocab_size, seed=1)
-    if side == "copy":              # read and written, so half as many bytes are copied as decoding must read
-        source = torch.empty(decoded_bytes(model) // 2, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return lambda: [target.copy_(source) for _ in range(new)] and options["batch"] * new
+# ── The sides
+
+def build_logprobs(side: str, options: dict):
+    """Log-probs of N targets and the gradient in the hidden states; the head is frozen."""
+    inputs = logprob_inputs(options)
+
+    def naive(hidden, weight, targets):
+        logits = F.linear(hidden, weight).float()
+        return F.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+
+    def chunked(hidden, weight, targets):
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk
+        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, chunk, None,
+                                            1.0, ())[0]
+
     if side == "ours":
-        return lambda: sum(map(len, generate(model, prompts, new, temperature=1.0)))
-    ids, mask, _, _ = pad_batch(prompts, [[] for _ in prompts], 0, device)
-    rules = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, eos_token_id=None,
-                 pad_token_id=0, **({"cache_implementation": "static", "disable_compile": True} if side == "static" else {}))
+        from sampling import token_logprobs as function
+    else:
+        function = {"naive": naive, "trl1": chunked}[side]
+
+    def work(hidden, weight, targets) -> float:
+        hidden.grad = None
+        out = function(hidden, weight, targets)
+        out.sum().backward()
+        return float(out.detach().mean())
+
+    hidden, weight, targets = inputs             # few rows: a call may take half a minute
+    work(hidden.detach()[:32].requires_grad_(), weight, targets[:32])
+    return partial(work, *inputs)
+
+
+def build_decode(side: str, options: dict):
+    """Sample exactly `new` tokens per prompt at T = 1 under an adapter; returns how many."""
+    from model import add_lora, lora_parameters, use_lora
+    from sampling import generate, pad_batch
+    model, new, device = base_model(options), options["new"], options["device"]
+    prompts = sequences(options["batch"], *options["prompts"], model.config.vocab_size, seed=1)
+    if side == "copy":    # reads and writes: half as many bytes as decoding must read
+        table = model.get_input_embeddings().weight
+        tied = table is model.get_output_embeddings().weight
+        read = sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)
+        source = torch.empty(read // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return warmed(lambda: len([target.copy_(source) for _ in range(new)]) * len(prompts))
+    if side in ("ours", "eager"):
+        add_lora(model, "policy", 16, 32)
+        for p in lora_parameters(model, "policy"):
+            torch.nn.init.normal_(p, std=0.02)
+
+        def ours() -> int:
+            with use_lora(model, "policy", merge=True):
+                made = generate(model, prompts, new, 1.0, cuda_graph=side == "ours")
+            return sum(map(len, made))
+
+        return warmed(ours)
+    from peft import LoraConfig, get_peft_model
     model.generation_config.eos_token_id = None
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, init_lora_weights=False,
+                                             target_modules=["q_proj", "v_proj"]))
+    model = model.merge_and_unload() if side == "merged" else model
+    ids, mask, *_ = pad_batch(prompts, [[] for _ in prompts], 0, device)
+    rules = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new,
+                 eos_token_id=None, pad_token_id=0)
+    if side == "static":                              # on CUDA transformers compiles for it
+        rules["cache_implementation"] = "static"
 
+    @torch.no_grad()
     def peer() -> int:
-        with torch.no_grad():
-            return model.generate(ids, attention_mask=mask, **rules)[:, ids.shape[1]:].numel()
+        made = model.generate(input_ids=ids, attention_mask=mask, **rules)
+        return made[:, ids.shape[1]:].numel()
 
-    return peer
-
-
-def decoded_bytes(model) -> int:
-    """Bytes of weights that one decode step must read: all but the rows of an untied input embedding."""
-    table = model.get_input_embeddings().weight
-    skipped = 0 if table is model.get_output_embeddings().weight else table.nbytes
-    return sum(p.nbytes for p in model.parameters()) - skipped
+    return warmed(peer)
 
 
-def prepare_ppo(options: dict):
-    """Write base, adapter and sequences to options["work"], for both sides to read."""
-    from model import add_lora, save_lora
-    work = Path(options["work"])
-    model = random_model(options["shape"])
-    model.save_pretrained(work / "base")
-    word_tokenizer(SHAPES[options["shape"]].V).save_pretrained(work / "base")
-    torch.manual_seed(1)
-    add_lora(model, "policy", 16, 32)
-    save_lora(model, "policy", work / "adapter")
-    draw = lambda key, seed: sequences(options["batch"], *options[key], SHAPES[options["shape"]].V, seed)
-    scores = [random.Random(4).gauss(0, 1) for _ in range(options["batch"])]
-    (work / "batch.json").write_text(json.dumps(
-        {"prompts": draw("prompts", 2), "responses": draw("responses", 3), "scores": scores}))
+def ppo_batch(options: dict, vocabulary: int):
+    """Prompts, responses and a score for each row: the same for both sides, by seeds."""
+    prompts, responses = (sequences(options["batch"], *options[key], vocabulary, seed)
+                          for key, seed in (("prompts", 2), ("responses", 3)))
+    rng = random.Random(4)
+    return prompts, responses, [rng.gauss(0, 1) for _ in prompts]
 
 
 def build_ppo(side: str, options: dict):
-    """What PPOTrainer.step does, by text2grad.py: old log-probs of both policies and values, advantages, and the PPO epochs."""
+    """PPOTrainer.step's work by text2grad.py: old log-probs of both policies and values,
+    advantages, the PPO epochs. Leaves base and adapter in options["work"] for TRL."""
     import text2grad as t2g
-    from model import ValueHead, load_lora, lora_parameters
+    from model import ValueHead, add_lora, save_lora
     from sampling import pad_batch
-    work = Path(options["work"])
-    batch = json.loads((work / "batch.json").read_text())
-    model = base_model(options | {"model": work / "base"})
-    load_lora(model, "policy", work / "adapter")
-    value_head = ValueHead(model.config.hidden_size, model.device)
-    trained = [*lora_parameters(model, "policy"), *value_head.parameters()]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0)
-    rows = len(batch["prompts"])
-    config = t2g.Config(batch_size=rows, minibatch_size=rows, micro_batch_size=options["micro"],
-                        ppo_epochs=options["epochs"])
-    padded = pad_batch(batch["prompts"], batch["responses"], 0, model.device)
+    model = base_model(options)
+    V, H = model.config.vocab_size, model.config.hidden_size
+    work = Path(options["work"]) if "work" in options else None
+    if work:
+        model.save_pretrained(work / "base")
+    torch.manual_seed(1)
+    trained = add_lora(model, "policy", 16, 32)
+    if work:
+        save_lora(model, "policy", work / "adapter")
+    value_head = ValueHead(H, model.device)
+    optimizer = torch.optim.AdamW([*trained, *value_head.parameters()], lr=1e-5,
+                                  weight_decay=0, fused=True)
+    prompts, responses, scores = ppo_batch(options, V)
+    rows = len(prompts)
+    config = t2g.Config(batch_size=rows, minibatch_size=rows, ppo_epochs=options["epochs"],
+                        micro_batch_size=options["micro"])
+    padded = pad_batch(prompts, responses, 0, model.device)
     delta = torch.zeros(padded[3].shape, device=model.device)
-    delta[torch.arange(rows), padded[3].sum(1) - 1] = torch.tensor(batch["scores"], device=model.device)
+    ends = padded[3].sum(1) - 1
+    delta[torch.arange(rows), ends] = torch.tensor(scores, device=model.device)
 
     def step() -> float:
-        rollouts = t2g.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
-                                delta=delta)
+        texts = [""] * rows
+        rollouts = t2g.Rollouts([{}] * rows, texts, texts, [[]] * rows, *padded, delta=delta)
         t2g.add_scores(rollouts, model, value_head, config)
         t2g.add_advantages(rollouts, 0.2, config)
         t2g.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
         return float(rollouts.logprobs_old[rollouts.mask.bool()].mean())
 
-    return step
+    return warmed(step)
+
+
+def build_trl_ppo(side: str, options: dict):
+    """TRL 0.11.3's PPOTrainer.step on the base and adapter in options["work"]."""
+    from peft import PeftModel
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+
+    warnings.filterwarnings("ignore")
+    work, micro = Path(options["work"]), options["micro"]
+    base = AutoModelForCausalLM.from_pretrained(work / "base", torch_dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(work / "adapter"), is_trainable=True)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(adapted)
+    torch.nn.init.zeros_(model.v_head.summary.weight)
+    torch.nn.init.zeros_(model.v_head.summary.bias)
+    words = Tokenizer(WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    prompts, responses, scores = ppo_batch(options, base.config.vocab_size)
+    rows = len(prompts)
+    config = PPOConfig(batch_size=rows, mini_batch_size=micro, ppo_epochs=options["epochs"],
+                       gradient_accumulation_steps=rows // micro, learning_rate=1e-5,
+                       kl_penalty="full" if side == "trl-full" else "kl", max_grad_norm=1.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0, fused=True)
+    trainer = PPOTrainer(config, model, None, tokenizer, optimizer=optimizer)
+    prompts, responses = ([torch.tensor(x) for x in part] for part in (prompts, responses))
+
+    def step() -> float:
+        given = [torch.tensor(score) for score in scores]
+        stats = trainer.step(list(prompts), list(responses), given)
+        logprobs = torch.as_tensor(stats["objective/logprobs"])
+        spans = [(len(x) - 1, len(x) - 1 + len(y)) for x, y in zip(prompts, responses)]
+        return float(torch.cat([row[a:b] for row, (a, b) in zip(logprobs, spans)]).mean())
+
+    return warmed(step)
 
 
 def build_lora(side: str, options: dict):
-    """Forward and backward through a model with adapters (r 16) on q and v; the loss is the mean of the last states."""
+    """Forward and backward with adapters (r 16) on q and v; the mean square of the states."""
     from model import add_lora, use_lora
-    model = random_model(options["shape"], options["device"])
+    model = base_model(options)
+    ids = sequences(options["batch"], *options["prompts"], model.config.vocab_size, 1)
+    ids = torch.tensor(ids, device=model.device)
     if side == "ours":
         parameters, inner = add_lora(model, "policy", 16, 32), model.base_model
         active = partial(use_lora, model, "policy")
     else:
         from peft import LoraConfig, get_peft_model
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"]))
-        parameters, inner = [p for p in model.parameters() if p.requires_grad], model.base_model.model.model
-        active = nullcontext
-    ids = torch.tensor(sequences(options["batch"], *options["prompts"], SHAPES[options["shape"]].V, 1)).to(model.device)
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32,
+                                                 target_modules=["q_proj", "v_proj"]))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        inner, active = model.base_model.model.model, nullcontext
 
     def work() -> float:
         with active():
@@ -221,139 +313,114 @@ def build_lora(side: str, options: dict):
             p.grad = None
         return loss.item()
 
-    return work
+    return warmed(work)
 
 
-def build_trl_ppo(side: str, options: dict):
-    """TRL 0.11.3's PPOTrainer.step on the model, adapter and sequences in options["work"]. side: trl-full or trl-k1.
+# ── Whole pieces of work: for each of their rows {kind: [ours, peer's], "note"}, where a kind is
+# seconds (a list of rounds each), bytes or numbers
 
-    Returns a callable that makes one step and returns the mean old log-prob of the response tokens.
-    """
-    from peft import PeftModel
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-
-    warnings.filterwarnings("ignore")
-    work = Path(options["work"])
-    batch = json.loads((work / "batch.json").read_text())
-    base = AutoModelForCausalLM.from_pretrained(work / "base", torch_dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(work / "adapter"), is_trainable=True)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(adapted)
-    torch.nn.init.zeros_(model.v_head.summary.weight)
-    torch.nn.init.zeros_(model.v_head.summary.bias)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, unk_token="[PAD]")),
-                                        pad_token="[PAD]")
-    rows = len(batch["prompts"])
-    config = PPOConfig(batch_size=rows, mini_batch_size=options["micro"],
-                       gradient_accumulation_steps=rows // options["micro"], ppo_epochs=options["epochs"],
-                       kl_penalty="full" if side == "trl-full" else "kl", learning_rate=1e-5, max_grad_norm=1.0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    trainer = PPOTrainer(config, model, None, tokenizer, optimizer=torch.optim.AdamW(trained, lr=1e-5, weight_decay=0))
-    prompts, responses = ([torch.tensor(ids) for ids in batch[key]] for key in ("prompts", "responses"))
-    scores = [torch.tensor(s) for s in batch["scores"]]
-
-    def step() -> float:
-        stats = trainer.step(list(prompts), list(responses), list(scores))
-        logprobs = torch.as_tensor(stats["objective/logprobs"])
-        spans = [(len(x) - 1, len(x) - 1 + len(y)) for x, y in zip(prompts, responses)]
-        return float(torch.cat([row[a:b] for row, (a, b) in zip(logprobs, spans)]).mean())
-
-    return step
+def growth_worker(options: dict) -> list[dict]:
+    """The work at several sizes in turn; the last beside the first times what it has grown."""
+    times, points = {}, options["points"]
+    works = {n: BUILD[options["build"]]("ours", options | {options["key"]: x})
+             for n, x in points}
+    for _ in range(options["rounds"]):
+        for n, work in works.items():
+            times.setdefault(n, []).append(min(timed(work, 0.3, options["device"])))
+    first, last = points[0][0], points[-1][0]
+    linear = [t * last / first for t in times[first]]
+    note = ", ".join(f"{n:,}: {min(t) * 1e3:.3g} ms" for n, t in times.items())
+    return [{"seconds": [times[last], linear], "note": note}]
 
 
-def build_trl_logprobs(side: str, options: dict):
-    """TRL 1.x's chunked log-probs, forward and backward in the hidden states, at the chunk size of its trainers."""
-    from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk
-
-    hidden, weight, targets = logprob_inputs(options)
-
-    def work() -> float:
-        hidden.grad = None
-        out = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, chunk, None, 1.0, ())
-        out[0].sum().backward()
-        return float(out[0].mean())
-
-    return work
-
-
-# ── Whole pieces of work that report for themselves ────────────────────────────────────────────────────
-
-def iteration_worker(options: dict) -> dict:
-    """One iteration of Algorithm 4 on random weights, after one that warms up: seconds per phase and peak bytes."""
+def iteration_worker(options: dict) -> list[dict]:
+    """Algorithm 4 on random weights, one iteration to warm up: with feedback and without it,
+    the peak beside the weights, or the card that options["card"] makes of this one; rollouts
+    and critiques with the decode step captured and not."""
+    import reward_model
     import text2grad as t2g
-    from model import add_lora, checkpoint_activations
-    shape, device = SHAPES[options["shape"]], options["device"]
-    if device != "cpu":                                  # a 40 GB card, whatever this one holds
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 40e9 / torch.cuda.mem_get_info()[1]))
-    model, tokenizer = random_model(options["shape"], device), word_tokenizer(shape.V)
-    model.generation_config.eos_token_id = None
+    from model import add_lora
+    device, new, batch = (options[key] for key in ("device", "new", "batch"))
+    if card := options.get("card"):
+        whole = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, card / whole))
+    model = base_model(options)
+    tokenizer = word_tokenizer(V := model.config.vocab_size)
     for name in ("policy", "reward"):
         add_lora(model, name, 16, 32)
-    if options.get("checkpointed"):
-        checkpoint_activations(model)
-    config = t2g.Config(task="ultrafeedback", batch_size=options["batch"], minibatch_size=options["batch"],
-                        max_new_tokens=options["new"], max_critique_tokens=options["new"], ppo_epochs=4,
-                        micro_batch_size=options["micro"], iterations=1, learning_rate=1e-5)
+    config = t2g.Config(
+        task="ultrafeedback", batch_size=batch, minibatch_size=batch, ppo_epochs=4,
+        max_new_tokens=new, max_critique_tokens=new, micro_batch_size=options["micro"],
+        iterations=1 + options["rounds"], learning_rate=1e-5, critic=None, probe_rows=0)
     rows = [{"prompt": " ".join(f"t{i}" for i in ids)}
-            for ids in sequences(options["batch"], options["new"], options["new"], shape.V, 1)]
-    found = one_iteration(model, tokenizer, rows, config, t2g.critique)
-    peak = peak_bytes(lambda: found.update(one_iteration(model, tokenizer, rows, config, t2g.critique)), device)
-    held = torch.cuda.memory_allocated() if device != "cpu" else sum(p.nbytes for p in model.parameters())
-    return {"weights": sum(p.nbytes for p in model.parameters()),
-            "seconds": {k.removeprefix("seconds_"): v for k, v in found.items() if k.startswith("seconds_")},
-            "peak": torch.cuda.max_memory_reserved() if device != "cpu" else peak + held, "tokens": 2 * options["new"]}
+            for ids in sequences(batch, new, new, V, 1)]
+    phases = "rollout", "critique", "score", "update"
+
+    def run() -> list[list[float]]:
+        steps = train(model, tokenizer, rows, config, t2g.critique)[1:]
+        return [[step[f"seconds_{phase}"] for phase in phases] for step in steps]
+
+    steps = run()
+    total, bare = [sum(step) for step in steps], [sum(step) - step[1] for step in steps]
+    best = min(steps, key=sum)
+    note = ", ".join(f"{phase} {x:.3g} s" for phase, x in zip(phases, best))
+    note += f"; feedback is {best[1] / sum(best):.0%} of it"
+    weights = sum(p.nbytes for p in model.parameters())
+    once = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.critique)
+    held = weights if device == "cpu" else torch.cuda.memory_allocated()
+    peak = peak_bytes(once, device) + held
+    for module in (t2g, reward_model):
+        module.generate = partial(module.generate, cuda_graph=False)
+    eager = run() if options.get("eager") else steps
+    drawing = [[sum(step[:2]) for step in both] for both in (steps, eager)]
+    return [{"seconds": [total, bare], "note": note}, {"bytes": [peak, card or weights]},
+            {"seconds": drawing}]
 
 
-def one_iteration(model, tokenizer, rows, config, critic) -> dict:
-    """Algorithm 4 from l.5 to l.33 with one iteration; its metrics."""
+def train(model, tokenizer, rows, config, critic) -> list[dict]:
+    """Algorithm 4 from l.5 to l.33; the metrics of its iterations."""
     import text2grad as t2g
     with tempfile.TemporaryDirectory() as out:
         t2g.train(model, tokenizer, rows, config, Path(out), critic)
-        return json.loads((Path(out) / "metrics.jsonl").read_text())
+        return [json.loads(line) for line in open(Path(out, "metrics.jsonl"))]
 
 
-def asserts_worker(options: dict) -> dict:
-    """Two iterations of the toy world with every assert of the scripts timed: seconds in asserts, and in all."""
+def asserts_worker(options: dict) -> list[dict]:
+    """An iteration of the toy world, every assert of the scripts timed, beside the whole."""
     import ast
-    import importlib.machinery
-    spent = []
+    import builtins
+    from importlib.machinery import SourceFileLoader
+    builtins._clock, builtins._now = spent, _ = [], time.perf_counter
+    plain = SourceFileLoader.get_code
 
     class Timed(ast.NodeTransformer):
-        def visit_Assert(self, node):                    # an assert that fails ends the run, so no finally is needed
+        def visit_Assert(self, node):                    # one that fails ends the run anyway
             before, after = ast.parse("_clock.append(-_now())\n_clock.append(_now())").body
             return [ast.copy_location(before, node), node, ast.copy_location(after, node)]
 
-    class Loader(importlib.machinery.SourceFileLoader):
-        def get_code(self, name):
-            tree = Timed().visit(ast.parse(self.get_data(self.path)))
-            return compile(ast.fix_missing_locations(tree), self.path, "exec")
+    def get_code(loader, name):
+        if Path(loader.path).parent != ROOT:
+            return plain(loader, name)
+        tree = Timed().visit(ast.parse(loader.get_data(loader.path)))
+        return compile(ast.fix_missing_locations(tree), loader.path, "exec")
 
-        def exec_module(self, module):
-            module._clock, module._now = spent, time.perf_counter
-            super().exec_module(module)
-
-    root = Path(__file__).resolve().parent.parent
-    hook = importlib.machinery.FileFinder.path_hook((Loader, [".py"]))
-    sys.path_hooks.insert(0, lambda path: hook(path) if Path(path) == root else (_ for _ in ()).throw(ImportError))
-    sys.path_importer_cache.clear()
+    SourceFileLoader.get_code = get_code
     import text2grad as t2g
     import toy
     from experiments.designs import true_critic
     from model import add_lora, load_model
     model, tokenizer = load_model(toy.BASE, device=options["device"])
     add_lora(model, "policy", 16, 32)
-    rows, config = toy.rows("train", 64), t2g.Config(iterations=1)
-    one_iteration(model, tokenizer, rows, config, true_critic)
+    work = partial(train, model, tokenizer, toy.rows("train", 64), t2g.Config(iterations=1),
+                   true_critic)
+    work()
     spent.clear()
-    whole = seconds(lambda: one_iteration(model, tokenizer, rows, config, true_critic), options["device"])
-    return {"asserts": sum(spent), "whole": whole, "number": len(spent) // 2}
+    whole = seconds(work, options["device"])
+    return [{"seconds": [[sum(spent)], [whole]], "note": f"{len(spent) // 2} asserts"}]
 
 
-def fsdp_worker(options: dict) -> dict:
-    """On every rank of torchrun: parameter bytes before and after sharding, and all-gathers in two rollouts."""
+def fsdp_worker(options: dict) -> list[dict]:
+    """On every rank of torchrun: parameter bytes, sharded and not; all-gathers by length."""
     import torch.distributed as dist
     from model import add_lora, gathered, shard
     from sampling import generate
@@ -370,82 +437,107 @@ def fsdp_worker(options: dict) -> dict:
     dist.init_process_group("gloo" if options["device"] == "cpu" else "nccl")
     if options["device"] != "cpu":
         torch.cuda.set_device(dist.get_rank())
-    model = random_model(options["shape"], options["device"])
+    model = base_model(options)
     add_lora(model, "policy", 16, 32)
     whole = sum(p.nbytes for p in model.parameters())
     shard(model)
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
-    prompts, gathers = sequences(4, 8, 12, SHAPES[options["shape"]].V, dist.get_rank()), []
-    for new in (10, 100):
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    prompts, counts = sequences(4, 8, 12, model.config.vocab_size, dist.get_rank()), []
+    for new in (100, 10):
         with Gathers() as seen, gathered(model):
             made = generate(model, prompts, new)
-        assert sum(map(len, made)) == len(prompts) * new, "every row must reach its full length"
-        gathers.append(seen.count)
+        assert sum(map(len, made)) == len(prompts) * new, "every row reaches its full length"
+        counts.append(seen.count)
     dist.destroy_process_group()
-    return {"whole": whole, "held": held, "gathers": gathers}
+    return [{"bytes": [sum(p.nbytes for p in local), whole]}, {"numbers": counts}]
 
 
-def footprint_worker(options: dict) -> dict:
-    """Bytes of a shape's parameters and, off the meta device, of its cache and of a training pass (SCALING.md)."""
-    from model import add_lora, checkpoint_activations, use_lora
-    model = random_model(options["shape"], options["device"])
-    out = {"parameters": sum(p.nbytes for p in model.parameters())}
-    if options["device"] == "meta":
-        return out
-    add_lora(model, "policy", 16, 32)
-    ids = sequences(options["rows"], options["length"], options["length"], SHAPES[options["shape"]].V, 1)
-    ids = torch.tensor(ids, device=options["device"])
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0                                    # as in training: attention goes the way of padded batches
+def annotation_worker(options: dict) -> list[dict]:
+    """2,000 rows from a server that answers in 200 ms, 64 at once; then a faulty server."""
+    import toy
+    from data import write_rows
+    from loopback import MIX, loopback
+    rng, rows = random.Random(0), []
+    for row in toy.rows("train", 2000):
+        draft = toy.write_draft(row["facts"], rng)
+        rows.append({"id": row["id"], "post": row["post"], "response": draft})
+    with tempfile.TemporaryDirectory() as work:
+        files = {n: str(Path(work, f"{n}.jsonl")) for n in (500, 2000)}
+        for n, file in files.items():
+            write_rows(file, rows[:n])
 
-    def work():
-        with use_lora(model, "policy"):
-            model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state.square().mean().backward()
+        def side(name: str, url: str, n: int = 2000) -> dict:
+            with tempfile.TemporaryDirectory() as out:
+                asked = {"side": name, "url": url, "data": files[n], "output": f"{out}/f.jsonl"}
+                return once({"mode": "annotate", "options": asked}, {"OPENAI_API_KEY": "x"})
 
-    with torch.no_grad():
-        cache = model.base_model(ids, use_cache=True).past_key_values
-        out["cache"] = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    del cache
-    for key in ("training", "checkpointed"):
-        if key == "checkpointed":
-            checkpoint_activations(model)
-        work()
-        out[key] = peak_bytes(work, options["device"])
-    return out
-
-
-def speed_worker(options: dict) -> dict:
-    """Seconds of a decode step and of a training pass (body and head, forward and backward) of shapes (SCALING.md).
-
-    runs: [[shape, rows that decode], …]. The shapes take turns, so that a busy machine slows all of them; the least of
-    five turns counts. Returns {"step": […], "train": […]} in the order of the runs.
-    """
-    from model import add_lora, use_lora
-    from sampling import generate, head_weight, token_logprobs
-    device, works = options["device"], []
-
-    def train(model, ids):
-        with use_lora(model, "policy"):
-            hidden = model.base_model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        token_logprobs(hidden, head_weight(model), ids.flatten()).sum().backward()
-
-    for shape, batch in options["runs"]:
-        model, vocabulary = random_model(shape, device), SHAPES[shape].V
-        add_lora(model, "policy", 16, 32)
-        prompts = sequences(batch, 16, 16, vocabulary, 1)
-        ids = sequences(options["rows"], options["length"], options["length"], vocabulary, 1)
-        ids = torch.tensor(ids, device=device)
-        works.append((partial(generate, model, prompts, 33), partial(generate, model, prompts, 1),
-                      partial(train, model, ids)))
-    turns = [[[seconds(work, device) for work in three] for three in works] for _ in range(6)][1:]
-    long, short, training = ([min(turn[run][k] for turn in turns) for run in range(len(works))] for k in range(3))
-    return {"step": [(a - b) / 32 for a, b in zip(long, short)], "train": training}
+        with loopback(process=True, delay=0.2) as server:
+            turns = [(side("ours", server.url), side("bare", server.url)) for _ in range(3)]
+            few = side("ours", server.url, 500)["peak"]
+        with loopback(process=True, delay=0.2, faults=MIX, hang=10) as server:
+            faulty = side("ours", server.url, 500)
+            calls = server.stats()["calls"]
+    said = faulty["said"].split(". ")[0].split(": ", 1)[-1]
+    return [{"seconds": [[turn[k]["seconds"] for turn in turns] for k in (0, 1)]},
+            {"bytes": [max(ours["peak"] for ours, _ in turns), few]},
+            {"numbers": [calls, 500], "note": f"{faulty['seconds']:.0f} s; {said}"}]
 
 
-# ── Measuring ───────────────────────────────────────────────────────────────────────────────────────────
+def annotate_worker(options: dict) -> dict:
+    """Annotation by annotate.py, or a bare loop over the same client that only asks."""
+    import asyncio
+    import openai
+    from annotate import AnnotateConfig, annotate, annotation_messages
+    from data import InputError, examples, get_task, iter_rows
+
+    async def bare():
+        task = get_task("slf5k")
+        waiting = examples(task, iter_rows(options["data"]))
+
+        async def loop():
+            for example in waiting:
+                await client.chat.completions.create(
+                    model="gpt-4o", messages=annotation_messages(task, example),
+                    temperature=0.3, top_p=0.95, max_tokens=1200)
+
+        async with openai.AsyncOpenAI(base_url=options["url"], max_retries=0) as client:
+            await asyncio.gather(*(loop() for _ in range(64)))
+
+    start, said = time.perf_counter(), ""
+    if options["side"] == "bare":
+        asyncio.run(bare())
+    else:
+        config = AnnotateConfig(data=options["data"], output=options["output"], concurrency=64,
+                                base_url=options["url"], price_in=2.5, price_out=10.0,
+                                timeout=2.0)
+        try:
+            said = annotate(config)
+        except InputError as error:                   # rows that the server never answered
+            said = str(error)
+    return {"seconds": time.perf_counter() - start, "said": said, "peak": resident("VmHWM")}
+
+
+def save_worker(options: dict) -> str:
+    """A directory with a random model and its tokenizer, for text2grad.py --model."""
+    model = base_model(options)
+    model.save_pretrained(options["path"])
+    word_tokenizer(model.config.vocab_size).save_pretrained(options["path"])
+    return options["path"]
+
+
+# ── Measuring
+
+def resident(key: str) -> int:
+    """VmRSS, or its high-water mark VmHWM, in bytes."""
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
 
 def peak_bytes(work, device: str) -> int:
-    """The most memory that one call holds at once, above what was held before it."""
+    """The most memory that one call holds at once, above what was held before it.
+
+    On a CPU freed tensors are to leave the resident set at once, so that its peak is what
+    lives: for this call alone, because it costs time.
+    """
     gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()
@@ -454,18 +546,19 @@ def peak_bytes(work, device: str) -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL("libc.so.6").malloc_trim(0)              # what earlier calls freed must not count as held before
-    Path("/proc/self/clear_refs").write_text("5")        # the high-water mark starts again from here
-    status = lambda key: int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-    before = status("VmRSS")
+    libc, threshold = ctypes.CDLL("libc.so.6"), -3                # M_MMAP_THRESHOLD
+    libc.mallopt(threshold, 1 << 16)
+    libc.malloc_trim(0)              # what earlier calls freed must not count as held before
+    Path("/proc/self/clear_refs").write_text("5")        # the high-water mark starts again
+    before = resident("VmRSS")
     work()
-    return status("VmHWM") - before
+    peak = resident("VmHWM") - before
+    libc.mallopt(threshold, 1 << 25)                     # where glibc's own adjustment ends
+    return peak
 
 
 def seconds(work, device: str) -> float:
     """Wall-clock time of one call, to the end of its work on the device."""
-    if device != "cpu":
-        torch.cuda.synchronize()
     start = time.perf_counter()
     work()
     if device != "cpu":
@@ -473,34 +566,58 @@ def seconds(work, device: str) -> float:
     return time.perf_counter() - start
 
 
-def worker(task: dict) -> dict:
-    """In a process of its own: measure some sides of a row. Returns {side: {"time", "check"} or {"memory"}}."""
-    options, device = task["options"], task["options"]["device"]
-    if task["mode"] in WHOLE:
-        return WHOLE[task["mode"]](options)
-    if task["build"] == "decode":
-        options["loaded"] = base_model(options)
-    works, out = {}, {}
-    for side in task["sides"]:
-        works[side] = BUILD[task["build"], side in TRL](side, options)
-    for side, work in works.items():
-        out[side] = {"check": work(), "time": []}        # the first call also warms up
-    if task["mode"] == "memory":
-        return {side: {"memory": peak_bytes(work, device)} for side, work in works.items()}
-    while sum(sum(result["time"]) for result in out.values()) < task["budget"] * len(works):
-        for side, work in works.items():
-            out[side]["time"].append(seconds(work, device))
-    return out
+def timed(work, least: float, device: str) -> list[float]:
+    """The seconds of calls one after another, until they add up to `least`."""
+    found = [seconds(work, device)]
+    while sum(found) < least:
+        found.append(seconds(work, device))
+    return found
 
 
-TRL = ("trl-full", "trl-k1", "trl1")
-BUILD = {("logprobs", False): build_logprobs, ("logprobs", True): build_trl_logprobs, ("ppo", False): build_ppo,
-         ("ppo", True): build_trl_ppo, ("decode", False): build_decode, ("lora", False): build_lora}
-WHOLE = {"prepare": prepare_ppo, "iteration": iteration_worker, "fsdp": fsdp_worker,
-         "asserts": asserts_worker, "footprint": footprint_worker,
-         "speed": speed_worker}
+def once(task: dict, extra=(), python: str = sys.executable, ranks: int = 0):
+    """What a task returns that has a process of its own, or `ranks` of them."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks else []
+    command = [python, *launch, str(HERE / "bench_work.py"), json.dumps(task)]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env=ENVIRONMENT | dict(extra))
+    found = re.findall(r"^RESULT (.*)$", done.stdout, re.M)
+    if done.returncode or not found:
+        raise RuntimeError(done.stderr.strip()[-2000:])
+    return json.loads(found[-1])
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{HERE}", "TOKENIZERS_PARALLELISM": "false"}
+BUILD = {"logprobs": build_logprobs, "ppo": build_ppo, "decode": build_decode,
+         "lora": build_lora, "trl-ppo": build_trl_ppo}
+WHOLE = {"iteration": iteration_worker, "fsdp": fsdp_worker, "asserts": asserts_worker,
+         "annotation": annotation_worker, "annotate": annotate_worker, "save": save_worker,
+         "growth": growth_worker}
+
+
+def serve():
+    """Tasks from stdin, a line of JSON each: build a side, call it for memory, or for time."""
+    work, device = None, "cpu"
+    for line in sys.stdin:
+        task = json.loads(line)
+        if task["mode"] == "build":
+            work = None                               # before the next is made
+            gc.collect()
+            device = task["options"]["device"]
+            work, out = BUILD[task["build"]](task["side"], task["options"]), None
+        elif task["mode"] == "first":
+            checks, start = [], time.perf_counter()
+            peak = peak_bytes(lambda: checks.append(work()), device)
+            out = {"check": checks[0], "bytes": peak, "seconds": time.perf_counter() - start}
+        else:
+            out = timed(work, task["least"], device)
+        print("RESULT", json.dumps(out), flush=True)
+
 
 if __name__ == "__main__":
-    result = worker(json.loads(sys.argv[1]))
-    if os.environ.get("RANK", "0") == "0":
-        print("RESULT", json.dumps(result))
+    if len(sys.argv) == 1:
+        serve()
+    else:
+        asked = json.loads(sys.argv[1])
+        result = WHOLE[asked["mode"]](asked["options"])
+        if os.environ.get("RANK", "0") == "0":
+            print("RESULT", json.dumps(result))

@@ -1,0 +1,442 @@
+"""Memory and hours of eight billion parameters, by formula, for the presets: tests/SCALING.md.
+
+    python tests/bench_scaling.py --write
+
+Lengths and batches are the presets' of text2grad.py and reward_model.py, every text at its limit.
+Constants of memory are fitted on this machine to four shapes and checked on others; the time
+formula is checked with this machine's own speed; a card's speed is its data sheet's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from bench import machine, pipes                                           # noqa: E402
+from bench_work import (SHAPES, Shape, peak_bytes, random_model,           # noqa: E402
+                        seconds, sequences)
+from data import SLF5K_RESPONSE, get_task                                  # noqa: E402
+from model import add_lora, checkpoint_activations, use_lora               # noqa: E402
+from reward_model import RewardConfig, reward_preset                       # noqa: E402
+from sampling import PREFILL_TOKENS, generate, head_weight, token_logprobs  # noqa: E402
+from text2grad import Config, preset                                       # noqa: E402
+
+FIT = ("fit-a", "fit-b", "fit-c", "fit-d")
+EAGER, CAPTURED = 5e-6, 1e-6             # seconds for an operation, assumed
+
+
+@dataclass(frozen=True)
+class Card:
+    """Sustained FLOP/s and bytes/s, bytes/s to the other ranks, memory, bytes a weight, and
+    seconds for an operation that is launched one by one."""
+    flops: float
+    bandwidth: float
+    link: float
+    memory: float
+    width: int = 2
+    launch: float = EAGER
+
+
+def sheet(flops: float, bandwidth: float, link: float, memory: float) -> Card:
+    """Of the data sheet 40 % in products, 75 % in reading, 80 % of the link."""
+    return Card(0.4 * flops, 0.75 * bandwidth, 0.8 * link, memory)
+
+
+H100, RTX4090 = sheet(989e12, 3.35e12, 450e9, 80e9), sheet(165e12, 1.008e12, 25e9, 24e9)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The numbers of a task's presets, and what its rows bring."""
+    name: str
+    policy: Config
+    reward: RewardConfig
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Tokens of x, y and z at most."""
+        p = self.policy
+        return p.max_prompt_tokens, p.max_new_tokens, p.max_critique_tokens
+
+    @property
+    def brought(self) -> int:
+        """Responses that a row brings; 0: the policy writes one."""
+        text = [{"content": "y"}]
+        row = {"chosen": text, "rejected": text, SLF5K_RESPONSE: "y"}
+        return len(get_task(self.name).responses(row))
+
+
+WORKS = [Work(name, Config(**preset(name)), RewardConfig(**reward_preset(name)))
+         for name in ("slf5k", "ultrafeedback", "kodcode")]
+
+
+def sizes(s: Shape) -> dict[str, int]:
+    """Numbers in blocks, head, input embedding, an adapter (r 16, q and v), a cached token."""
+    kv = s.kv * s.H // s.heads
+    block = 2 * s.H * s.H + 2 * s.H * kv + 3 * s.H * s.I + 2 * s.H
+    return {"blocks": s.L * block + s.H, "head": s.V * s.H,
+            "embedding": 0 if s.tied else s.V * s.H, "lora": s.L * 16 * (3 * s.H + kv),
+            "cache": 2 * s.L * kv}
+
+
+def base_bytes(s: Shape, width: int) -> int:
+    """The frozen base."""
+    return width * sum(sizes(s)[key] for key in ("blocks", "head", "embedding"))
+
+
+# ── Memory
+
+def terms(s: Shape, kind: str, width: int) -> list[float]:
+    """What a pass holds per token, before the constants: kept per block by H and by I, in
+    flight by H and by I, inputs of blocks. What goes by H is float32 (norms, adapters)."""
+    layers = {"training": s.L, "checkpointed": 1, "prefill": 0}[kind]
+    inputs = s.L if kind == "checkpointed" else 0
+    return [4 * layers * s.H, width * layers * s.I, 4 * s.H * (kind != "prefill"),
+            width * s.I * (kind != "prefill"), width * inputs * s.H,
+            4 * s.H * (kind == "prefill"), width * s.I * (kind == "prefill")]
+
+
+def activations(s: Shape, c: list[float], kind: str, width: int) -> float:
+    """Bytes per token of a pass."""
+    return sum(a * b for a, b in zip(c, terms(s, kind, width)))
+
+
+def memory(s: Shape, c, work: Work, ranks=1, sharded=False, card=H100) -> dict[str, float]:
+    """Bytes of a rank: sampling with the weights whole, training with and without checkpoints."""
+    n, k, (x, y, z), p = sizes(s), card.width, work.lengths, work.policy
+    base = base_bytes(s, k)
+    held = base / ranks if sharded else base
+    adapters = 4 * n["lora"] * (4 + 1)   # weight, gradient, two moments; R_φ's weight
+    rows = min(p.rollout_batch_size, math.ceil(p.batch_size / ranks))
+    cache = k * n["cache"] * rows * (x + y + z)
+    prefill = min(PREFILL_TOKENS, rows * (x + y)) * activations(s, c, "prefill", k)
+    out = {"weights": held, "sampling": base + (held if sharded else 0) + adapters + cache
+           + max(prefill, 12 * rows * s.V)}
+    units = 2 * k * max(n["blocks"] // s.L, n["head"]) if sharded else 0    # gathered
+    for kind in ("training", "checkpointed"):
+        peaks = [tokens * micro * activations(s, c, kind, k) for tokens, micro in
+                 ((x + y, p.micro_batch_size), (work.reward.max_tokens,
+                                                work.reward.micro_batch_size))]
+        out[kind] = held + units + adapters + max(peaks) + 2**28
+    return out
+
+
+# ── Time
+
+class Count(TorchDispatchMode):
+    """How many operations run that are more than another view of a tensor."""
+    n = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += not (function.is_view or "view" in str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def operations(s: Shape, dtype=torch.bfloat16) -> int:
+    """Of one decode step under an adapter: counted with two and four blocks, linear in them."""
+    counts = {}
+    for L in (2, 4):
+        model = random_model(replace(SHAPES["small"], L=L, V=64)).to(dtype)
+        add_lora(model, "policy", 16, 32)
+        for new in (3, 4):
+            with use_lora(model, "policy"), Count() as seen:
+                generate(model, [[5, 6, 7]], new)
+            counts[L, new] = seen.n
+    few, more = (counts[L, 4] - counts[L, 3] for L in (2, 4))
+    return few + (s.L - 2) * (more - few) // 2
+
+
+def step_seconds(s: Shape, card: Card, rows: int, context: float, ops: int, captured: bool):
+    """One decode step: every weight multiplied, or read with the cache, whichever is longer;
+    what is captured adds a pause for each operation, what is not waits for the host."""
+    n = sizes(s)
+    weights = n["blocks"] + n["head"]
+    read = card.width * (weights + rows * context * n["cache"]) / card.bandwidth
+    device = max(2 * weights * rows / card.flops, read)
+    return device + ops * CAPTURED if captured else max(device, ops * card.launch)
+
+
+def training_seconds(s: Shape, card: Card, tokens: int, scored: int, ops: int) -> float:
+    """A pass forward and back over a frozen base: 4 FLOP a weight and token; or its launches,
+    three times a decode step's."""
+    n = sizes(s)
+    flops = 4 * (n["blocks"] * tokens + n["head"] * scored)
+    return max(flops / card.flops, 3 * ops * card.launch)
+
+
+def decode_seconds(s, card, rows, prompt, new, ops, captured) -> float:
+    """Prefill and all steps of some rows."""
+    step = step_seconds(s, card, rows, prompt + new / 2, ops, captured)
+    return 2 * sizes(s)["blocks"] * rows * prompt / card.flops + new * step
+
+
+def phase_seconds(s, card, work: Work, ranks: int, ops: int, captured=True, sharded=False):
+    """Seconds: of phases 1 and 2, and of the parts of one iteration of phase 3."""
+    n, (x, y, z), p, r = sizes(s), work.lengths, work.policy, work.reward
+    rows = math.ceil(p.batch_size / ranks)
+    parts = math.ceil(rows / p.rollout_batch_size)
+    each = math.ceil(rows / parts)
+    decode = partial(decode_seconds, s, card, ops=ops, captured=captured and not sharded)
+    gather = base_bytes(s, card.width) / card.link if sharded else 0
+    one = training_seconds(s, card, (x + y) * p.micro_batch_size, y * p.micro_batch_size, ops)
+    passes = p.ppo_epochs * math.ceil(rows / p.micro_batch_size)
+    forward = 2 * n["blocks"] * rows * (x + y) + 3 * n["head"] * rows * y
+    asked = math.ceil(p.annotated_rows / ranks / p.rollout_batch_size)
+    fit = training_seconds(s, card, r.max_tokens * r.micro_batch_size,
+                           z * r.micro_batch_size, ops)
+    fits = r.epochs * p.annotated_rows * max(1, work.brought) / ranks / r.micro_batch_size
+    return {"phase 1": 0 if work.brought else asked * decode(p.rollout_batch_size, x, y),
+            "phase 2": fits * max(fit, 2 * gather),
+            "rollout": gather + parts * decode(each, x, y),
+            "critique": parts * decode(each, x + y, z),
+            "score": max(2 * forward / card.flops, 2 * rows * ops * card.launch),
+            "update": passes * max(one, 2 * gather)}
+
+
+# ── Constants and checks, measured here
+
+def footprints(name: str, rows: int, length: int) -> dict[str, float]:
+    """Bytes per token of a shape's passes, measured."""
+    s, out = SHAPES[name], {}
+    model = random_model(s)
+    add_lora(model, "policy", 16, 32)
+    prompts = sequences(rows, length, length, s.V, 1)
+    ids = torch.tensor(prompts)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0                       # as in training: attention takes the padded way
+
+    def work():
+        with use_lora(model, "policy"):
+            hidden = model.base_model(ids, attention_mask=mask, use_cache=False)
+            hidden.last_hidden_state.square().mean().backward()
+
+    def prefill():
+        with use_lora(model, "policy"):
+            generate(model, prompts, 1)
+
+    for kind, call in (("prefill", prefill), ("training", work), ("checkpointed", work)):
+        if kind == "checkpointed":
+            checkpoint_activations(model)
+        call()
+        out[kind] = peak_bytes(call, "cpu") / rows / length
+    out["prefill"] -= 4 * sizes(s)["cache"] * (1 + 1 / length)
+    return out
+
+
+def fit_activations() -> list[float]:
+    """The seven constants, by least squares on the relative errors of the fit-* shapes."""
+    left = []
+    for name in FIT:
+        found = footprints(name, 8, 128)
+        left += [[x / found[kind] for x in terms(SHAPES[name], kind, 4)] for kind in found]
+    left = torch.tensor(left, dtype=torch.float64)
+    ones = torch.ones(len(left), 1, dtype=torch.float64)
+    return torch.linalg.lstsq(left, ones).solution.flatten().tolist()
+
+
+def this_cpu() -> Card:
+    """Speeds of this processor, none of them from a model: a product, a sum, a tiny add."""
+    square, long, tiny = torch.randn(1024, 1024), torch.randn(1 << 26), torch.ones(8)
+    flops = 2 * 1024**3 / best(lambda: square @ square)
+    return Card(flops, long.nbytes / best(long.sum), math.inf, 0, 4, best(lambda: tiny + 1))
+
+
+def best(work) -> float:
+    """The fastest of some calls, in seconds."""
+    start, found = time.time(), []
+    while len(found) < 5 or time.time() - start < 1:
+        found.append(seconds(work, "cpu"))
+    return min(found)
+
+
+def checks(c: list[float]) -> list[list]:
+    """[what, formula, measured] where no constant came from."""
+    out, card = [], this_cpu()
+    for name in ("toy", "small", "middle"):
+        s, found = SHAPES[name], footprints(name, 16, 160)
+        out += [[f"{name}: {kind}, kB per token", activations(s, c, kind, 4) / 1e3, x / 1e3]
+                for kind, x in found.items()]
+        model, ops = random_model(s), operations(s, torch.float32)
+        add_lora(model, "policy", 16, 32)
+        prompts = sequences(8, 128, 128, s.V, 1)
+        ids = torch.tensor(prompts)
+
+        def train():
+            with use_lora(model, "policy"):
+                hidden = model.base_model(ids, use_cache=False).last_hidden_state
+            token_logprobs(hidden.flatten(0, 1), head_weight(model), ids.flatten()).sum(
+                ).backward()
+
+        with use_lora(model, "policy"):
+            long, short = (best(partial(generate, model, prompts, new)) for new in (33, 1))
+        out += [[f"{name}: decode step, 8 rows, ms", 1e3 * step_seconds(
+                    s, card, 8, 144, ops, False), (long - short) / 32 * 1e3],
+                [f"{name}: training pass, 8 × 128 tokens, ms", 1e3 * training_seconds(
+                    s, card, 1024, 1024, ops), 1e3 * best(train)]]
+    for name in ("llama3-1b", "llama3-8b"):
+        meta = sum(p.nbytes for p in random_model(SHAPES[name], "meta").parameters())
+        out.append([f"{name}: base, GB", base_bytes(SHAPES[name], 2) / 1e9, meta / 1e9])
+    return out
+
+
+# ── The page
+
+def gigabytes(x: float) -> str:
+    return f"{x / 1e9:.1f}"
+
+
+def memory_rows(c: list[float]) -> list[list]:
+    """An 8B by preset; what checkpointing saves of the peak; and the 70B."""
+    rows = []
+    for name, ranks, sharded in (("llama3-8b", 1, False), ("llama3-8b", 8, False),
+                                 ("llama3-8b", 8, True), ("llama3-70b", 8, True)):
+        for work in WORKS:
+            m = memory(SHAPES[name], c, work, ranks, sharded)
+            peak = max(m["sampling"], m["training"])
+            saved = peak - max(m["sampling"], m["checkpointed"])
+            rows.append([name, work.name, ranks, "sharded" if sharded else "whole",
+                         *map(gigabytes, m.values()), gigabytes(peak),
+                         gigabytes(saved) if saved > 0 else "nothing",
+                         "yes" if peak < H100.memory else "**no**"])
+    return rows
+
+
+def hours_rows() -> list[list]:
+    """Phases 1 to 3 of the presets, for an 8B on H100s; decoding captured and one by one."""
+    s, rows = SHAPES["llama3-8b"], []
+    ops = operations(s)
+    for work in WORKS:
+        for ranks in (1, 8):
+            t, slow = (phase_seconds(s, H100, work, ranks, ops, on) for on in (True, False))
+            parts = [t[key] for key in ("rollout", "critique", "score", "update")]
+            more = sum(parts) / (sum(parts) - t["critique"]) - 1
+            hours = [t["phase 1"] / 3600, t["phase 2"] / 3600,
+                     sum(parts) * work.policy.iterations / 3600]
+            apart = slow["rollout"] + slow["critique"]
+            rows.append([work.name, ranks, *(f"{x:.1f}" for x in parts), f"+{more:.0%}",
+                         f"{apart / (parts[0] + parts[1]):.2f}",
+                         *(f"{x:.1f}" if x else "–" for x in hours), f"{sum(hours):.0f}"])
+    return rows
+
+
+def small_card(c: list[float]) -> list[list]:
+    """What a card of 24 GB takes: UltraFeedback's preset, then with what one would change."""
+    work, rows = WORKS[1], []
+    for name, batch, kind, ranks in (
+            ("llama3-8b", None, "training", 1), ("llama3-8b", 8, "checkpointed", 1),
+            ("llama3-8b", 8, "training", 2), ("llama3-3b", 16, "checkpointed", 1),
+            ("llama3-1b", None, "training", 1)):
+        p = work.policy if batch is None else replace(work.policy, rollout_batch_size=batch)
+        m = memory(SHAPES[name], c, replace(work, policy=p), ranks, ranks > 1, RTX4090)
+        peak = max(m["sampling"], m[kind])
+        flags = [f"--rollout_batch_size {batch}"] * (batch is not None)
+        flags += ["--activation_checkpointing"] * (kind == "checkpointed")
+        flags += [f"--shard, {ranks} cards"] * (ranks > 1)
+        rows.append([name, ", ".join(flags) or "the preset", gigabytes(m["sampling"]),
+                     gigabytes(m[kind]), "yes" if peak < 0.93 * RTX4090.memory else "**no**"])
+    return rows
+
+
+def page() -> str:
+    """The text of SCALING.md."""
+    c, ops = fit_activations(), operations(SHAPES["llama3-8b"])
+    checked = [[what, f"{p:,.1f}", f"{m:,.1f}", f"{p / m:.2f}"] for what, p, m in checks(c)]
+    memory_table = pipes(
+        ["model", "task", "GPUs", "base", "weights GB", "sampling GB", "training GB",
+         "checkpointed GB", "peak GB", "checkpointing saves", "fits 80 GB"], memory_rows(c))
+    hours_table = pipes(
+        ["task", "GPUs", "rollout s", "critique s", "score s", "update s", "feedback adds",
+         "not captured", "phase 1 h", "phase 2 h", "phase 3 h", "all h"], hours_rows())
+    card_table = pipes(["model", "flags", "sampling GB", "training GB", "fits 24 GB"],
+                       small_card(c))
+    check_table = pipes(["what", "formula", "measured", "formula / measured"], checked)
+    x, y, z = WORKS[1].lengths
+    text = TEXT.format(
+        machine=machine("cpu"), date=date.today(), c=", ".join(f"{k:.2f}" for k in c), ops=ops,
+        x=x, y=y, z=z, eager=EAGER * 1e6, captured=CAPTURED * 1e6, checks=check_table,
+        memory=memory_table, hours=hours_table, card=card_table)
+    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 96)
+                       for part in text.strip().split("\n\n")) + "\n"
+
+
+TEXT = """# Scaling: eight billion, on paper
+
+Written by `python tests/bench_scaling.py --write` on {date}; the formulas are its code. Nothing
+here was run on a GPU. Constants and checks are of {machine}.
+
+The presets of `text2grad.py` and `reward_model.py` are counted with every text at its limit: for
+UltraFeedback {x} tokens of prompt, {y} of response, {z} of critique. So these are upper bounds
+of the work, at assumed speeds.
+
+## Memory, by preset
+
+{memory}
+
+Sampling: the base in bf16, whole (and once more the share of a rank where it is sharded), the
+adapters, the cache of --rollout_batch_size rows, and the widest pass over prompts. Training: the
+larger of the update's and R_φ's, one row a pass as in the presets. Checkpointing recomputes each
+block (half as much time again) and lowers the peak only where the last columns say so; elsewhere
+leave it out.
+
+## A card of 24 GB
+
+{card}
+
+With 7 % left to CUDA itself. Sharding over two such cards does not help an 8B, because the
+weights are whole while sampling: 16.1 GB, and half of that once more.
+
+## Time, by preset: an 8B on H100s, base whole on each
+
+{hours}
+
+Rollout to update are seconds of one iteration. Feedback adds: critique beside all else (paper,
+Table 13: +9–11 %; its minutes per step are not in our copy of the paper, nor are total hours, so
+no total can be compared). Not captured: rollout and critique where the step is launched operation
+by operation, times the captured. Phase 1 is annotation by an API, no GPU's time; where rows bring
+no response (KodCode) the policy writes them first, and that is counted. Phase 2: R_φ's epochs
+over all annotated responses, each of --max_tokens. Evaluation and critiques of held-out rows are
+left out.
+
+**Assumed, not measured**: the H100 SXM by its data sheet (989 TFLOP/s bf16, 3.35 TB/s, 80 GB), of
+which 40 % in products, 75 % in reading. A decode step of an 8B under an adapter is {ops:,}
+operations that are no views (counted by a dispatch mode in bf16 on two and four blocks, linear in
+them): {eager:.0f} µs each where the host launches them, {captured:.0f} µs between those of a CUDA
+graph. A training pass launches three times as many. Attention's own products are left out: below
+4 % of an 8B's at these lengths.
+
+## Checked here
+
+{checks}
+
+Constants of memory: {c}, by least squares over four shapes, none of them in the table: kept per
+block by H and by I, in flight by H and by I, inputs of blocks, in flight without gradients by H
+and by I. Speeds are this processor's in a product of 1,024 × 1,024, a sum of 256 MB and an add of
+eight numbers: no constant of time was fitted.
+"""
+
+
+def main():
+    """Measure, compute, print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="to tests/SCALING.md")
+    text = page()
+    print(text)
+    if parser.parse_args().write:
+        (HERE / "SCALING.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
