@@ -1,6 +1,6 @@
 """Every figure of speed and memory in this repository: one command, one page of ratios.
 
-    python tests/bench.py --write                    # all that a CPU can measure → BENCHMARKS.md
+    python tests/bench.py --write                  # all that a CPU can measure → BENCHMARKS.md
     python tests/bench.py --only ppo decode          # some groups
     python tests/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
     python tests/bench.py --tiny                     # the GPU's rows, toy-sized, on a CPU
@@ -10,8 +10,8 @@ Two peers live in environments of their own; without them their rows say how to 
     --trl_python PATH     TRL 0.11.3's PPOTrainer.step, the engine of the authors' release
     --trl1_python PATH    TRL 1.x's chunked log-probs
 
-How it measures. Each side of a row is built in a process of its own (bench_work.py), of the same
-weights and inputs, and called until it is warm; then once for its memory (resident set; torch's
+How it measures. Each side of a row is built in a process of its own (bench_work.py), of the
+same weights and inputs, and warmed; then called once for its memory (resident set; torch's
 allocator on CUDA) and for a number that must be the same for all sides. Then they take turns,
 --rounds times, .3 s or one call a turn; where that takes over --patience s, twice at least. A
 ratio is that of the fastest runs, in brackets the least and the greatest of a round.
@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -42,10 +43,10 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 from bench_work import ENVIRONMENT, SHAPES, once                           # noqa: E402
 
-PIP = "python3 -m venv trl && trl/bin/pip install torch==2.13.0 "
-ELSEWHERE = {side: ("trl_python", f"{PIP}trl==0.11.3 transformers==4.45.2 peft==0.13.2 "
-                    "accelerate==1.0.1 'numpy<2' 'pyarrow<20' 'datasets<3.2' rich")
-             for side in ("trl-full", "trl-k1")} | {"trl1": ("trl1_python", f"{PIP}trl==1.16.0")}
+PIP = "python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl=="
+TRL = "trl_python", PIP + ("0.11.3 transformers==4.45.2 peft==0.13.2 accelerate==1.0.1 "
+                           "'numpy<2' 'pyarrow<20' 'datasets<3.2' rich")
+ELSEWHERE = {"trl-full": TRL, "trl-k1": TRL, "trl1": ("trl1_python", PIP + "1.16.0")}
 SIDES = {"naive": "log_softmax, gather", "trl1": "TRL 1.x, chunked", "merged": "PEFT, merged",
          "peft": "PEFT", "static": "PEFT, static cache", "eager": "the same, not captured",
          "trl-full": "TRL 0.11.3, full KL", "trl-k1": "TRL 0.11.3, sampled KL",
@@ -112,8 +113,8 @@ def cpu_cases(stories: str) -> list[Case]:
     full = {"trl-full": (0.2, 0.25)}
     found += [Case("ppo", "3 layers × 128, V 32,000, ragged lengths", "ppo",
                    full | {"trl-k1": (None, None)}, ragged, rounds=5),
-              Case("ppo", "3 layers × 128, V 512, equal lengths", "ppo", {"trl-full": (1, None)},
-                   equal, rounds=5),
+              Case("ppo", "3 layers × 128, V 512, equal lengths", "ppo",
+                   {"trl-full": (1, None)}, equal, rounds=5),
               Case("lora", "8 layers × 512, 8 × 128 tokens", "lora", {"peft": (None, None)},
                    {"shape": "middle", "batch": 8, "prompts": (128, 128)})]
     found.append(Case("iteration", "3 layers × 128, V 32,000, 16 rollouts of 64, critiques of "
@@ -154,7 +155,7 @@ def rest_cases() -> list[Case]:
 def cuda_cases(shape: str, tiny: bool) -> list[Case]:
     """What a GPU is to measure; tiny: every row at a size that a CPU walks through."""
     n, h, v, batch = (256, 128, 900, 4) if tiny else (8192, 4096, 128256, 64)
-    drawn = (4, 8) if tiny else (32, 128)
+    rollouts, new = (4, 8) if tiny else (32, 128)
     peers = {"eager": (1 / 1.5, None)}                # else the captured step has to go
     many = {"peft": (0.8, None), "static": (0.8, None), "merged": (None, None)}
     base = {"shape": shape, "prompts": (20, 60), "new": 8 if tiny else 100}
@@ -166,16 +167,20 @@ def cuda_cases(shape: str, tiny: bool) -> list[Case]:
              {"naive": (1.05, 1 / 20), "trl1": (1, 1)}, {"N": n, "H": h, "V": v}),
         Case("decode", f"{shape}, batch 1", "decode", peers | {"copy": (1 / 0.75, None)},
              base | {"batch": 1}),
-        Case("decode", f"{shape}, batch {batch}", "decode", peers | many, base | {"batch": batch}),
+        Case("decode", f"{shape}, batch {batch}", "decode", peers | many,
+             base | {"batch": batch}),
         Case("lora", f"{shape}, 4 × 256 tokens", "lora", {"peft": (None, None)},
              {"shape": shape, "batch": 4, "prompts": (256, 256)}),
-        Case("iteration", f"{shape}, {drawn[0]} rollouts of {drawn[1]}, critiques of {drawn[1]}",
-             "iteration", whole, {"shape": shape, "batch": drawn[0], "new": drawn[1], "micro": 1,
+        Case("iteration", f"{shape}, {rollouts} rollouts of {new}, critiques of {new}",
+             "iteration", whole, {"shape": shape, "batch": rollouts, "new": new, "micro": 1,
                                   "card": card[1], "eager": True}, whole=True),
         *rest_cases()]
 
 
 # ── Measuring
+
+LONG = 4.0         # s: so long a call is timed while its memory is watched, and needs no warming
+
 
 class Worker:
     """A process that holds one side of a row."""
@@ -195,8 +200,10 @@ class Worker:
         self.errors.seek(0)
         raise RuntimeError(self.errors.read().strip()[-2000:] or "it ended without a word")
 
-    def close(self):
-        """End the process and wait for it."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
 
@@ -210,8 +217,8 @@ def compare(case: Case, arguments) -> dict[str, dict]:
         return {side: {"note": note} for side in case.peers}
     if not Path(options.get("model", ROOT)).is_dir():
         return {side: {"note": "the model is not here: --stories PATH"} for side in case.peers}
-    workers = {}
-    with tempfile.TemporaryDirectory() as work:
+    there = {}
+    with tempfile.TemporaryDirectory() as work, ExitStack() as ends:
         options |= {"work": work} if case.build == "ppo" else {}
         for side in ("ours", *case.peers):
             flag, remedy = ELSEWHERE.get(side, ("", ""))
@@ -220,26 +227,28 @@ def compare(case: Case, arguments) -> dict[str, dict]:
             try:
                 if not python:
                     raise RuntimeError(f"--{flag}: {remedy}")
-                workers[side] = Worker(python)
-                workers[side].ask("build", build=build, side=side, options=options)
-                found[side] = workers[side].ask("first") | {"seconds": []}
+                worker = ends.enter_context(Worker(python))
+                worker.ask("build", build=build, side=side, options=options)
+                found[side] = worker.ask("first")
+                there[side] = worker
             except RuntimeError as error:
                 found[side] = {"note": str(error).splitlines()[-1]}
                 print(error, file=sys.stderr)
-        there = {side: worker for side, worker in workers.items() if "bytes" in found[side]}
+        if "ours" not in there:
+            return {side: found["ours"] for side in case.peers}
         agree(case, {side: found[side]["check"] for side in there}, arguments.device)
+        long = min(found[side]["seconds"] for side in there) > LONG
+        for side in there:
+            found[side]["seconds"] = [found[side]["seconds"]] * long
         start = time.time()
-        for n in range(max(arguments.rounds, case.rounds)):
+        for n in range(long, max(arguments.rounds, case.rounds)):
             if n >= case.rounds and time.time() - start > arguments.patience:
                 break
             for side, worker in there.items():
                 found[side]["seconds"].append(min(worker.ask("time", least=0.3)))
-        for worker in workers.values():
-            worker.close()
-    if "ours" not in there:
-        return {side: {"note": found["ours"]["note"]} for side in case.peers}
-    return {side: {key: [found["ours"][key], found[side][key]] for key in ("seconds", "bytes")}
-            if side in there else found[side] for side in case.peers}
+    ours = found.pop("ours")
+    return {side: {key: [ours[key], x[key]] for key in ("seconds", "bytes")}
+            if side in there else x for side, x in found.items()}
 
 
 def agree(case: Case, checks: dict[str, float], device: str):
@@ -312,8 +321,8 @@ def machine(device: str) -> str:
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     cores = len(os.sched_getaffinity(0))
-    where = f"{cores} cores of {(names or ['?'])[0]}, {torch.get_num_threads()} of them used, " \
-            f"{gigabytes:.0f} GB"
+    where = f"{cores} cores of {(names or ['?'])[0]}, {torch.get_num_threads()} of them " \
+            f"used, {gigabytes:.0f} GB"
     if device == "cuda":
         card = torch.cuda.get_device_properties(0)
         where = f"{card.name}, {card.total_memory / 1e9:.0f} GB; host {where}"
@@ -383,13 +392,13 @@ def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, ar
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `python tests/bench.py --write`; no figure here was typed. Every row is a ratio of
-ours to a peer's in the same run, below 1 where ours takes less: of the fastest runs, in brackets
-the least and the greatest of a round; seconds are the fastest and the slowest round's. ≈: the
+Written by `python tests/bench.py --write`; no figure here was typed. A row is a ratio of ours
+to a peer's in the same run, below 1 where ours takes less: of the fastest runs, in brackets the
+least and the greatest of a round; seconds are of the fastest and the slowest round. ≈: the
 rounds do not agree on which is faster. ✓ and ✗: what must be reached was, or was not. Memory is
-the most that one call held above what was held before. load: the machine's load average when the
-row was done, to which the bench itself adds no more than the cores it uses; where it is higher
-others were at work, and only the ratio means anything. How, in detail: the top of `bench.py`.
+the most that one call held above what was held before. load: the machine's load average when
+the row was done, to which the bench itself adds no more than the cores it uses; where it is
+higher others were at work, and the seconds mean little. How, in detail: the top of `bench.py`.
 """
 
 
@@ -419,7 +428,8 @@ def main():
             continue
         for row in more:
             shown = [row.get(column, "") for column in COLUMNS[:-2]]
-            print(f"{time.time() - start:4.0f} s |", " | ".join(filter(None, shown)), flush=True)
+            passed = f"{time.time() - start:4.0f} s"
+            print(" | ".join([passed, *filter(None, shown)]), flush=True)
         rows += more
         if arguments.write:
             write_page(arguments.write, rows, cases, section, arguments)

@@ -2,15 +2,16 @@
 
     python tests/bench_scaling.py --write
 
-Lengths and batches are the presets' of text2grad.py and reward_model.py, every text at its limit.
-Constants of memory are fitted on this machine to four shapes and checked on others; the time
-formula is checked with this machine's own speed; a card's speed is its data sheet's.
+Lengths and batches are the presets' of text2grad.py and reward_model.py, every text at its
+limit. Constants of memory are fitted on this machine to four shapes and checked on others; the
+time formula is checked with this machine's own speed; a card's speed is its data sheet's.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import textwrap
 import time
@@ -26,8 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from bench import machine, pipes                                           # noqa: E402
-from bench_work import (SHAPES, Shape, peak_bytes, random_model,           # noqa: E402
-                        seconds, sequences)
+from bench_work import (ENVIRONMENT, SHAPES, Shape, keep_memory,           # noqa: E402
+                        peak_bytes, random_model, seconds, sequences)
 from data import SLF5K_RESPONSE, get_task                                  # noqa: E402
 from model import add_lora, checkpoint_activations, use_lora               # noqa: E402
 from reward_model import RewardConfig, reward_preset                       # noqa: E402
@@ -40,22 +41,27 @@ EAGER, CAPTURED = 5e-6, 1e-6             # seconds for an operation, assumed
 
 @dataclass(frozen=True)
 class Card:
-    """Sustained FLOP/s and bytes/s, bytes/s to the other ranks, memory, bytes a weight, and
-    seconds for an operation that is launched one by one."""
+    """Sustained FLOP/s and bytes/s, memory, bytes a weight; the seconds of launching an operation, and whether that goes on beside the work."""
     flops: float
     bandwidth: float
-    link: float
     memory: float
     width: int = 2
     launch: float = EAGER
+    beside: bool = True
+
+    def seconds(self, work: float, operations: int) -> float:
+        """Of a pass that takes `work` without its launches."""
+        host = operations * self.launch
+        return max(work, host) if self.beside else work + host
 
 
-def sheet(flops: float, bandwidth: float, link: float, memory: float) -> Card:
-    """Of the data sheet 40 % in products, 75 % in reading, 80 % of the link."""
-    return Card(0.4 * flops, 0.75 * bandwidth, 0.8 * link, memory)
+def sheet(flops: float, bandwidth: float, memory: float) -> Card:
+    """Of the data sheet 40 % in products, 75 % in reading."""
+    return Card(0.4 * flops, 0.75 * bandwidth, memory)
 
 
-H100, RTX4090 = sheet(989e12, 3.35e12, 450e9, 80e9), sheet(165e12, 1.008e12, 25e9, 24e9)
+H100, RTX4090 = sheet(989e12, 3.35e12, 80e9), sheet(165e12, 1.008e12, 24e9)
+GRAPH = replace(H100, launch=CAPTURED, beside=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def activations(s: Shape, c: list[float], kind: str, width: int) -> float:
 
 
 def memory(s: Shape, c, work: Work, ranks=1, sharded=False, card=H100) -> dict[str, float]:
-    """Bytes of a rank: sampling with the weights whole, training with and without checkpoints."""
+    """Bytes of a rank: sampling, its weights whole; training, with and without checkpoints."""
     n, k, (x, y, z), p = sizes(s), card.width, work.lengths, work.policy
     base = base_bytes(s, k)
     held = base / ranks if sharded else base
@@ -159,38 +165,36 @@ def operations(s: Shape, dtype=torch.bfloat16) -> int:
     return few + (s.L - 2) * (more - few) // 2
 
 
-def step_seconds(s: Shape, card: Card, rows: int, context: float, ops: int, captured: bool):
-    """One decode step: every weight multiplied, or read with the cache, whichever is longer;
-    what is captured adds a pause for each operation, what is not waits for the host."""
+def step_seconds(s: Shape, card: Card, rows: int, context: float, ops: int) -> float:
+    """One decode step: every weight multiplied, or read with the cache, whichever is longer."""
     n = sizes(s)
     weights = n["blocks"] + n["head"]
     read = card.width * (weights + rows * context * n["cache"]) / card.bandwidth
-    device = max(2 * weights * rows / card.flops, read)
-    return device + ops * CAPTURED if captured else max(device, ops * card.launch)
+    return card.seconds(max(2 * weights * rows / card.flops, read), ops)
 
 
 def training_seconds(s: Shape, card: Card, tokens: int, scored: int, ops: int) -> float:
-    """A pass forward and back over a frozen base: 4 FLOP a weight and token; or its launches,
-    three times a decode step's."""
+    """A pass forward and back over a frozen base: 4 FLOP a weight and token, three times a
+    decode step's launches."""
     n = sizes(s)
     flops = 4 * (n["blocks"] * tokens + n["head"] * scored)
-    return max(flops / card.flops, 3 * ops * card.launch)
+    return card.seconds(flops / card.flops, 3 * ops)
 
 
-def decode_seconds(s, card, rows, prompt, new, ops, captured) -> float:
+def decode_seconds(s, card, ops, rows, prompt, new) -> float:
     """Prefill and all steps of some rows."""
-    step = step_seconds(s, card, rows, prompt + new / 2, ops, captured)
+    step = step_seconds(s, card, rows, prompt + new / 2, ops)
     return 2 * sizes(s)["blocks"] * rows * prompt / card.flops + new * step
 
 
-def phase_seconds(s, card, work: Work, ranks: int, ops: int, captured=True, sharded=False):
-    """Seconds: of phases 1 and 2, and of the parts of one iteration of phase 3."""
+def phase_seconds(s, card, work: Work, ranks: int, ops: int, decoding: Card):
+    """Seconds: of phases 1 and 2, and of the parts of one iteration of phase 3; the base is
+    whole on every rank. decoding: the card with its decode step captured, or not."""
     n, (x, y, z), p, r = sizes(s), work.lengths, work.policy, work.reward
     rows = math.ceil(p.batch_size / ranks)
     parts = math.ceil(rows / p.rollout_batch_size)
     each = math.ceil(rows / parts)
-    decode = partial(decode_seconds, s, card, ops=ops, captured=captured and not sharded)
-    gather = base_bytes(s, card.width) / card.link if sharded else 0
+    decode = partial(decode_seconds, s, decoding, ops)
     one = training_seconds(s, card, (x + y) * p.micro_batch_size, y * p.micro_batch_size, ops)
     passes = p.ppo_epochs * math.ceil(rows / p.micro_batch_size)
     forward = 2 * n["blocks"] * rows * (x + y) + 3 * n["head"] * rows * y
@@ -199,11 +203,11 @@ def phase_seconds(s, card, work: Work, ranks: int, ops: int, captured=True, shar
                            z * r.micro_batch_size, ops)
     fits = r.epochs * p.annotated_rows * max(1, work.brought) / ranks / r.micro_batch_size
     return {"phase 1": 0 if work.brought else asked * decode(p.rollout_batch_size, x, y),
-            "phase 2": fits * max(fit, 2 * gather),
-            "rollout": gather + parts * decode(each, x, y),
+            "phase 2": fits * fit,
+            "rollout": parts * decode(each, x, y),
             "critique": parts * decode(each, x + y, z),
             "score": max(2 * forward / card.flops, 2 * rows * ops * card.launch),
-            "update": passes * max(one, 2 * gather)}
+            "update": passes * one}
 
 
 # ── Constants and checks, measured here
@@ -248,10 +252,10 @@ def fit_activations() -> list[float]:
 
 
 def this_cpu() -> Card:
-    """Speeds of this processor, none of them from a model: a product, a sum, a tiny add."""
-    square, long, tiny = torch.randn(1024, 1024), torch.randn(1 << 26), torch.ones(8)
+    """Speeds of this processor in a product and in a sum, of no model."""
+    square, long = torch.randn(1024, 1024), torch.randn(1 << 26)
     flops = 2 * 1024**3 / best(lambda: square @ square)
-    return Card(flops, long.nbytes / best(long.sum), math.inf, 0, 4, best(lambda: tiny + 1))
+    return Card(flops, long.nbytes / best(long.sum), 0, 4, 0.0, False)
 
 
 def best(work) -> float:
@@ -262,30 +266,43 @@ def best(work) -> float:
     return min(found)
 
 
-def checks(c: list[float]) -> list[list]:
-    """[what, formula, measured] where no constant came from."""
-    out, card = [], this_cpu()
-    for name in ("toy", "small", "middle"):
-        s, found = SHAPES[name], footprints(name, 16, 160)
-        out += [[f"{name}: {kind}, kB per token", activations(s, c, kind, 4) / 1e3, x / 1e3]
-                for kind, x in found.items()]
-        model, ops = random_model(s), operations(s, torch.float32)
-        add_lora(model, "policy", 16, 32)
-        prompts = sequences(8, 128, 128, s.V, 1)
-        ids = torch.tensor(prompts)
+def speeds(name: str) -> tuple[float, float]:
+    """Seconds of a decode step of 8 rows, and of a training pass of 8 × 128 tokens."""
+    s = SHAPES[name]
+    model = random_model(s)
+    add_lora(model, "policy", 16, 32)
+    prompts = sequences(8, 128, 128, s.V, 1)
+    ids = torch.tensor(prompts)
 
-        def train():
-            with use_lora(model, "policy"):
-                hidden = model.base_model(ids, use_cache=False).last_hidden_state
-            token_logprobs(hidden.flatten(0, 1), head_weight(model), ids.flatten()).sum(
-                ).backward()
-
+    def train():
         with use_lora(model, "policy"):
-            long, short = (best(partial(generate, model, prompts, new)) for new in (33, 1))
-        out += [[f"{name}: decode step, 8 rows, ms", 1e3 * step_seconds(
-                    s, card, 8, 144, ops, False), (long - short) / 32 * 1e3],
-                [f"{name}: training pass, 8 × 128 tokens, ms", 1e3 * training_seconds(
-                    s, card, 1024, 1024, ops), 1e3 * best(train)]]
+            hidden = model.base_model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        token_logprobs(hidden, head_weight(model), ids.flatten()).sum().backward()
+
+    with use_lora(model, "policy"):
+        long, short = (best(partial(generate, model, prompts, new)) for new in (33, 1))
+    return (long - short) / 32, best(train)
+
+
+def checks(c: list[float]) -> list[list]:
+    """[what, formula, measured] where no constant came from; one of time is toy's step's."""
+    out, names = [], ("toy", "small", "middle")
+    for name in names:
+        found = footprints(name, 16, 160)
+        out += [[f"{name}: {kind}, kB per token", activations(SHAPES[name], c, kind, 4) / 1e3,
+                 x / 1e3] for kind, x in found.items()]
+    keep_memory()
+    cpu, measured = this_cpu(), {name: speeds(name) for name in names}
+    ops = operations(SHAPES["toy"], torch.float32)
+    bare = step_seconds(SHAPES["toy"], cpu, 8, 144, ops)
+    cpu = replace(cpu, launch=max(0.0, measured["toy"][0] - bare) / ops)
+    for name in names[1:]:
+        s, ops = SHAPES[name], operations(SHAPES[name], torch.float32)
+        step, train = measured[name]
+        out += [[f"{name}: decode step, 8 rows, ms",
+                 1e3 * step_seconds(s, cpu, 8, 144, ops), 1e3 * step],
+                [f"{name}: training pass, 8 × 128 tokens, ms",
+                 1e3 * training_seconds(s, cpu, 1024, 1024, ops), 1e3 * train]]
     for name in ("llama3-1b", "llama3-8b"):
         meta = sum(p.nbytes for p in random_model(SHAPES[name], "meta").parameters())
         out.append([f"{name}: base, GB", base_bytes(SHAPES[name], 2) / 1e9, meta / 1e9])
@@ -303,7 +320,7 @@ def memory_rows(c: list[float]) -> list[list]:
     rows = []
     for name, ranks, sharded in (("llama3-8b", 1, False), ("llama3-8b", 8, False),
                                  ("llama3-8b", 8, True), ("llama3-70b", 8, True)):
-        for work in WORKS:
+        for work in WORKS if name == "llama3-8b" else WORKS[1:2]:
             m = memory(SHAPES[name], c, work, ranks, sharded)
             peak = max(m["sampling"], m["training"])
             saved = peak - max(m["sampling"], m["checkpointed"])
@@ -320,7 +337,7 @@ def hours_rows() -> list[list]:
     ops = operations(s)
     for work in WORKS:
         for ranks in (1, 8):
-            t, slow = (phase_seconds(s, H100, work, ranks, ops, on) for on in (True, False))
+            t, slow = (phase_seconds(s, H100, work, ranks, ops, how) for how in (GRAPH, H100))
             parts = [t[key] for key in ("rollout", "critique", "score", "update")]
             more = sum(parts) / (sum(parts) - t["critique"]) - 1
             hours = [t["phase 1"] / 3600, t["phase 2"] / 3600,
@@ -368,8 +385,9 @@ def page() -> str:
         machine=machine("cpu"), date=date.today(), c=", ".join(f"{k:.2f}" for k in c), ops=ops,
         x=x, y=y, z=z, eager=EAGER * 1e6, captured=CAPTURED * 1e6, checks=check_table,
         memory=memory_table, hours=hours_table, card=card_table)
-    return "\n\n".join(part if part[0] in "#|" else textwrap.fill(part, 96)
-                       for part in text.strip().split("\n\n")) + "\n"
+    parts = [part if part[0] in "#|" else textwrap.fill(part, 96, break_on_hyphens=False)
+             for part in text.strip().split("\n\n")]
+    return "\n\n".join(parts) + "\n"
 
 
 TEXT = """# Scaling: eight billion, on paper
@@ -377,19 +395,19 @@ TEXT = """# Scaling: eight billion, on paper
 Written by `python tests/bench_scaling.py --write` on {date}; the formulas are its code. Nothing
 here was run on a GPU. Constants and checks are of {machine}.
 
-The presets of `text2grad.py` and `reward_model.py` are counted with every text at its limit: for
-UltraFeedback {x} tokens of prompt, {y} of response, {z} of critique. So these are upper bounds
-of the work, at assumed speeds.
+The presets of `text2grad.py` and `reward_model.py` are counted with every text at its limit:
+for UltraFeedback {x} tokens of prompt, {y} of response, {z} of critique. So these are upper
+bounds of the work, at assumed speeds.
 
 ## Memory, by preset
 
 {memory}
 
 Sampling: the base in bf16, whole (and once more the share of a rank where it is sharded), the
-adapters, the cache of --rollout_batch_size rows, and the widest pass over prompts. Training: the
-larger of the update's and R_φ's, one row a pass as in the presets. Checkpointing recomputes each
-block (half as much time again) and lowers the peak only where the last columns say so; elsewhere
-leave it out.
+adapters, the cache of --rollout_batch_size rows, and the widest pass over prompts. Training:
+the larger of the update's and R_φ's, one row a pass as in the presets. Checkpointing recomputes
+each block (half as much time again) and lowers the peak only where the last columns say so;
+elsewhere leave it out.
 
 ## A card of 24 GB
 
@@ -403,19 +421,19 @@ weights are whole while sampling: 16.1 GB, and half of that once more.
 {hours}
 
 Rollout to update are seconds of one iteration. Feedback adds: critique beside all else (paper,
-Table 13: +9–11 %; its minutes per step are not in our copy of the paper, nor are total hours, so
-no total can be compared). Not captured: rollout and critique where the step is launched operation
-by operation, times the captured. Phase 1 is annotation by an API, no GPU's time; where rows bring
-no response (KodCode) the policy writes them first, and that is counted. Phase 2: R_φ's epochs
-over all annotated responses, each of --max_tokens. Evaluation and critiques of held-out rows are
-left out.
+Table 13: +9–11 %; its minutes per step are not in our copy of the paper, nor are total hours,
+so no total can be compared). Not captured: rollout and critique where the step is launched
+operation by operation, times the captured. Phase 1 is annotation by an API, no GPU's time;
+where rows bring no response (KodCode) the policy writes them first, and that is counted. Phase
+2: R_φ's epochs over all annotated responses, each of --max_tokens. Evaluation and critiques of
+held-out rows are left out.
 
-**Assumed, not measured**: the H100 SXM by its data sheet (989 TFLOP/s bf16, 3.35 TB/s, 80 GB), of
-which 40 % in products, 75 % in reading. A decode step of an 8B under an adapter is {ops:,}
-operations that are no views (counted by a dispatch mode in bf16 on two and four blocks, linear in
-them): {eager:.0f} µs each where the host launches them, {captured:.0f} µs between those of a CUDA
-graph. A training pass launches three times as many. Attention's own products are left out: below
-4 % of an 8B's at these lengths.
+**Assumed, not measured**: the H100 SXM by its data sheet (989 TFLOP/s bf16, 3.35 TB/s, 80 GB),
+of which 40 % in products, 75 % in reading. A decode step of an 8B under an adapter is {ops:,}
+operations that are no views (counted by a dispatch mode in bf16 on two and four blocks, linear
+in them): {eager:.0f} µs each where the host launches them, {captured:.0f} µs between those of a
+CUDA graph. A training pass launches three times as many. Attention's own products are left out:
+below 4 % of an 8B's at these lengths.
 
 ## Checked here
 
@@ -423,8 +441,8 @@ graph. A training pass launches three times as many. Attention's own products ar
 
 Constants of memory: {c}, by least squares over four shapes, none of them in the table: kept per
 block by H and by I, in flight by H and by I, inputs of blocks, in flight without gradients by H
-and by I. Speeds are this processor's in a product of 1,024 × 1,024, a sum of 256 MB and an add of
-eight numbers: no constant of time was fitted.
+and by I. Speeds are this processor's in a product of 1,024 × 1,024 and a sum of 256 MB; what an
+operation adds is what toy's decode step takes beyond them.
 """
 
 
@@ -432,9 +450,12 @@ def main():
     """Measure, compute, print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="to tests/SCALING.md")
+    write = parser.parse_args().write
+    if os.environ.get(MALLOC := "MALLOC_MMAP_THRESHOLD_") != ENVIRONMENT[MALLOC]:
+        os.execve(sys.executable, [sys.executable, *sys.argv], ENVIRONMENT)
     text = page()
     print(text)
-    if parser.parse_args().write:
+    if write:
         (HERE / "SCALING.md").write_text(text)
 
 

@@ -316,12 +316,13 @@ def build_lora(side: str, options: dict):
     return warmed(work)
 
 
-# ── Whole pieces of work: for each of their rows {kind: [ours, peer's], "note"}, where a kind is
+# ── Whole pieces of work: for each of their rows {kind: [ours, peer's], "note"}; a kind is
 # seconds (a list of rounds each), bytes or numbers
 
 def growth_worker(options: dict) -> list[dict]:
     """The work at several sizes in turn; the last beside the first times what it has grown."""
     times, points = {}, options["points"]
+    keep_memory()
     works = {n: BUILD[options["build"]]("ours", options | {options["key"]: x})
              for n, x in points}
     for _ in range(options["rounds"]):
@@ -360,15 +361,16 @@ def iteration_worker(options: dict) -> list[dict]:
         steps = train(model, tokenizer, rows, config, t2g.critique)[1:]
         return [[step[f"seconds_{phase}"] for phase in phases] for step in steps]
 
+    weights = sum(p.nbytes for p in model.parameters())
+    first = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.critique)
+    peak = peak_bytes(first, device)
+    peak += weights if device == "cpu" else torch.cuda.memory_allocated()
+    keep_memory()
     steps = run()
     total, bare = [sum(step) for step in steps], [sum(step) - step[1] for step in steps]
     best = min(steps, key=sum)
     note = ", ".join(f"{phase} {x:.3g} s" for phase, x in zip(phases, best))
     note += f"; feedback is {best[1] / sum(best):.0%} of it"
-    weights = sum(p.nbytes for p in model.parameters())
-    once = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.critique)
-    held = weights if device == "cpu" else torch.cuda.memory_allocated()
-    peak = peak_bytes(once, device) + held
     for module in (t2g, reward_model):
         module.generate = partial(module.generate, cuda_graph=False)
     eager = run() if options.get("eager") else steps
@@ -413,6 +415,7 @@ def asserts_worker(options: dict) -> list[dict]:
     add_lora(model, "policy", 16, 32)
     work = partial(train, model, tokenizer, toy.rows("train", 64), t2g.Config(iterations=1),
                    true_critic)
+    keep_memory()
     work()
     spent.clear()
     whole = seconds(work, options["device"])
@@ -503,6 +506,7 @@ def annotate_worker(options: dict) -> dict:
         async with openai.AsyncOpenAI(base_url=options["url"], max_retries=0) as client:
             await asyncio.gather(*(loop() for _ in range(64)))
 
+    keep_memory()
     start, said = time.perf_counter(), ""
     if options["side"] == "bare":
         asyncio.run(bare())
@@ -535,8 +539,8 @@ def resident(key: str) -> int:
 def peak_bytes(work, device: str) -> int:
     """The most memory that one call holds at once, above what was held before it.
 
-    On a CPU freed tensors are to leave the resident set at once, so that its peak is what
-    lives: for this call alone, because it costs time.
+    On a CPU freed tensors must leave the resident set at once, so that its peak is what lives:
+    see ENVIRONMENT, without which 40 % too much was measured.
     """
     gc.collect()
     if device != "cpu":
@@ -546,15 +550,17 @@ def peak_bytes(work, device: str) -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    libc, threshold = ctypes.CDLL("libc.so.6"), -3                # M_MMAP_THRESHOLD
-    libc.mallopt(threshold, 1 << 16)
-    libc.malloc_trim(0)              # what earlier calls freed must not count as held before
+    ctypes.CDLL("libc.so.6").malloc_trim(0)      # what was freed must not count as held before
     Path("/proc/self/clear_refs").write_text("5")        # the high-water mark starts again
     before = resident("VmRSS")
     work()
-    peak = resident("VmHWM") - before
-    libc.mallopt(threshold, 1 << 25)                     # where glibc's own adjustment ends
-    return peak
+    return resident("VmHWM") - before
+
+
+def keep_memory():
+    """From now on freed memory is kept for the next call, as usual: for times."""
+    for option, size in ((-3, 1 << 25), (-1, 1 << 26)):       # M_MMAP_, M_TRIM_THRESHOLD
+        ctypes.CDLL("libc.so.6").mallopt(option, size)
 
 
 def seconds(work, device: str) -> float:
@@ -586,7 +592,8 @@ def once(task: dict, extra=(), python: str = sys.executable, ranks: int = 0):
     return json.loads(found[-1])
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{HERE}", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{HERE}", "TOKENIZERS_PARALLELISM": "false",
+                            "MALLOC_MMAP_THRESHOLD_": "65536"}
 BUILD = {"logprobs": build_logprobs, "ppo": build_ppo, "decode": build_decode,
          "lora": build_lora, "trl-ppo": build_trl_ppo}
 WHOLE = {"iteration": iteration_worker, "fsdp": fsdp_worker, "asserts": asserts_worker,
@@ -608,6 +615,7 @@ def serve():
             checks, start = [], time.perf_counter()
             peak = peak_bytes(lambda: checks.append(work()), device)
             out = {"check": checks[0], "bytes": peak, "seconds": time.perf_counter() - start}
+            keep_memory()
         else:
             out = timed(work, task["least"], device)
         print("RESULT", json.dumps(out), flush=True)
