@@ -1,12 +1,15 @@
-"""Paths and small models that the tests share. `../shared` is optional: what needs it skips, visibly, without it."""
+"""What the tests share: paths, small models, one run. `../shared` is optional: what needs it
+skips, visibly, without it."""
 
+import fcntl
 import importlib
 import os
 import sys
+import traceback
 from pathlib import Path
 
-# The models here are small: threads wait for each other longer than they work. And set before
-# torch is imported, for the children too: torch.set_num_threads alone changes the last bits.
+# Two workers share two cores, and the models are small. Set before torch is imported, and for
+# the children too: torch.set_num_threads alone changes the last bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: E402
@@ -20,12 +23,11 @@ sys.path.insert(0, str(ROOT))
 def fails(script: str, *flags) -> str:
     """The one line with which a script's main refuses its flags, run in this process."""
     from data import InputError
-    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", [script, *map(str, flags)])
-        with pytest.raises((InputError, SystemExit)) as caught:
-            main()
+    from runs import run_main
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    with pytest.raises((InputError, SystemExit)) as caught:
+        run_main(*flags, module=module)
+    traceback.clear_frames(caught.tb)                 # and with them the lock of a directory
     said = str(caught.value)
     assert len(said) > 3 and "\n" not in said          # an exit status is no message
     return said
@@ -56,3 +58,39 @@ def stories(shared):
     """A fresh copy of stories260K (SentencePiece-style vocabulary, grouped-query attention)."""
     from model import load_model
     return load_model(shared / "models" / "stories260K", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """A function that makes a folder for all workers: the first one makes it, others wait."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name, make) -> Path:
+        with open(base / f"{name}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not (base / name).exists():
+                make(base / name)
+        return base / name
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished_run(once):
+    """A small toy run, all three phases; nobody may write into it."""
+    from runs import SMALL, run_main
+    return once("finished", lambda out: run_main(*SMALL, "--output_dir", out))
+
+
+@pytest.fixture(scope="session")
+def reward(finished_run):
+    """Its adapter "reward", which writes readable critiques of toy summaries."""
+    return finished_run / "reward" / "adapter"
+
+
+@pytest.fixture(scope="session")
+def unbroken(once, reward):
+    """A run of phase 3 alone that nothing stopped; nobody may write into it."""
+    from runs import PHASE_3, run_main
+    return once("unbroken", lambda out: run_main(*PHASE_3, "--reward_model", reward,
+                                                "--output_dir", out))

@@ -1,20 +1,14 @@
 """Small runs of text2grad.py that several test files share."""
 
 import json
-import random
 import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file
 
 import text2grad
-import toy
-from annotate import parse_feedback
-from conftest import ROOT
-from data import get_task
-from model import load_model, save_lora
-from reward_model import RewardConfig, encode_rows, fit_adapter
 
 # All three phases; and phase 3 alone, on the adapter of the fixture `reward`.
 SMALL = ["--annotated_rows", 240, "--iterations", 4, "--batch_size", 8, "--minibatch_size", 8,
@@ -24,11 +18,12 @@ PHASE_3 = ["--iterations", 6, "--batch_size", 8, "--minibatch_size", 4, "--ppo_e
            "--save_every", 2]
 
 
-def run_main(monkeypatch, *flags, module=text2grad):
+def run_main(*flags, module=text2grad):
     """A script's main in this process, from the repository's root."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, flags)])
-    module.main()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", [module.__name__, *map(str, flags)])
+        module.main()
 
 
 def rows_of(path):
@@ -56,32 +51,3 @@ def assert_equal_runs(a, b):
     assert timeless(a / "metrics.jsonl") == timeless(b / "metrics.jsonl")
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
     assert (a / "result.json").read_bytes() == (b / "result.json").read_bytes()
-
-
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """A small toy run, all three phases; nobody may write into it."""
-    out = tmp_path_factory.getbasetemp() / "finished"
-    if not out.exists():
-        with pytest.MonkeyPatch.context() as patch:
-            run_main(patch, *SMALL, "--output_dir", out)
-    return out
-
-
-@pytest.fixture(scope="session")
-def reward(tmp_path_factory):
-    """An adapter "reward" that writes readable critiques of toy summaries, made once."""
-    out = tmp_path_factory.getbasetemp() / "reward"
-    if not out.exists():
-        task, rng, rows = get_task("toy"), random.Random(0), []
-        for row in toy.rows("train", 240):
-            response = toy.write_draft(row["facts"], rng)
-            read = parse_feedback(toy.critique(row, response))
-            rows.append({"prompt": task.policy_prompt(row), "response": response,
-                         "critique": read.critique, "good_spans": read.good_spans,
-                         "poor_spans": read.poor_spans})
-        model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
-        _, pairs = encode_rows(rows, tokenizer, 512)
-        fit_adapter(model, tokenizer, pairs, "reward", RewardConfig(batch_size=8))
-        save_lora(model, "reward", out)
-    return out

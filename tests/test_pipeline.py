@@ -1,7 +1,7 @@
 """The scripts as a user runs them: all phases, reuse, real rows with a loopback annotator, a task
 of one's own, and bad input."""
 
-import gc
+import importlib
 import json
 import os
 import re
@@ -9,32 +9,25 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, fails
 from loopback import loopback
-from runs import PHASE_3, SMALL, assert_equal_runs, finished_run, reward, rows_of, run_main  # noqa: F401
+from runs import PHASE_3, SMALL, assert_equal_runs, rows_of, run_main
 from safetensors.torch import load_file
 
-import annotate
 import reward_model
 import text2grad
-from data import InputError, get_task, read_rows, write_rows
+from data import get_task, read_rows, write_rows
 from model import ValueHead, add_lora, load_lora, lock_directory, newest_checkpoint, use_lora
 from reward_model import Judgement
 from text2grad import Config, evaluate, train
 
 
-def refused(monkeypatch, *flags, module=text2grad) -> str:
-    """What a main says that must refuse its flags: one line."""
-    with pytest.raises(InputError) as error:
-        run_main(monkeypatch, *flags, module=module)
-    told = str(error.value)
-    del error
-    gc.collect()                                       # a refused run's lock goes with its frames
-    assert "\n" not in told
-    return told
+def refused(*flags) -> str:
+    return fails("text2grad.py", *flags)
 
 
 # ── What a run leaves
@@ -153,31 +146,28 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
 
 
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
-    """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a seventh of it in 14 iterations.
-
-    With β = 0 it stays between 15 and 35 nats.
-    """
+    """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a third of it in 8 iterations."""
     model, tokenizer = toy_model
     for p in add_lora(model, "policy", 16, 32)[1::2]:                    # B of every layer
         p.data.normal_(std=0.15)
-    config = Config(iterations=15, batch_size=32, minibatch_size=32, kl_coef=1.0, kl_target=0.0,
-                    seed=1, save_every=100)
+    config = Config(iterations=8, batch_size=24, minibatch_size=24, kl_coef=1.0, kl_target=0.0,
+                    seed=1, learning_rate=2e-3, max_new_tokens=20)
 
     def silent(rollouts, *_):
         return [Judgement("", [0.0] * len(at)) for at in rollouts.offsets]
 
     train(model, tokenizer, get_task("toy").rows("train", 200, 0), config, tmp_path, silent)
     kl = [row["kl"] for row in rows_of(tmp_path / "metrics.jsonl")]
-    assert kl[0] >= 5 and kl[14] <= kl[0] / 7, kl
+    assert kl[0] >= 5 and kl[-1] <= kl[0] / 3, kl
 
 
 # ── Going on, and reusing what is done
 
-def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, capsys):
+def test_a_second_run_reuses_every_phase_and_says_so(finished_run, capsys):
     kept = [p for p in finished_run.rglob("*") if p.is_file() and p.name not in
             ("config.json", "report.html", "phases.jsonl", ".lock")]
     before = {p: p.stat().st_mtime_ns for p in kept}
-    run_main(monkeypatch, *SMALL, "--output_dir", finished_run)
+    run_main(*SMALL, "--output_dir", finished_run)
     said = capsys.readouterr().out
     assert said.count("reused") == 3 and "fact accuracy" in said
     assert before == {p: p.stat().st_mtime_ns for p in kept}
@@ -185,13 +175,13 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, monkeypatch, 
 
 @pytest.mark.parametrize("flag, was, now", [("learning_rate", 0.001, 0.0007),
                                             ("temperature", 1.0, 0.7), ("kl_coef", 0.5, 0.3)])
-def test_other_settings_in_the_same_directory_are_refused(finished_run, monkeypatch, flag, was, now):
-    told = refused(monkeypatch, *SMALL, f"--{flag}", now, "--output_dir", finished_run)
+def test_other_settings_in_the_same_directory_are_refused(finished_run, flag, was, now):
+    told = refused(*SMALL, f"--{flag}", now, "--output_dir", finished_run)
     assert f"{flag} was {was}, is {now}" in told and "another --output_dir" in told
     assert f"--reward_model {finished_run / 'reward' / 'adapter'}" in told
 
 
-def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, monkeypatch, capsys):
+def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     """After phase 2 another --learning_rate is taken; another --temperature, which the responses
     depend on, is not. --micro_batch_size never binds."""
     out = tmp_path / "run"
@@ -201,17 +191,17 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, monkeypat
     for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
         (out / name).unlink()
     for name, value in (("temperature", 0.7), ("mode", "no_cot")):
-        assert f"{name} was" in refused(monkeypatch, *SMALL, f"--{name}", value,
+        assert f"{name} was" in refused(*SMALL, f"--{name}", value,
                                         "--output_dir", out)
-    run_main(monkeypatch, *SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
+    run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 2
     (out / "feedback.jsonl").unlink()
-    told = refused(monkeypatch, *SMALL, "--critic", "toy:none", "--output_dir", out)
+    told = refused(*SMALL, "--critic", "toy:none", "--output_dir", out)
     assert "cannot import" in told, "who annotates is free again, once it is to be done"
 
 
-def test_what_lies_behind_a_path_binds_too(reward, tmp_path, monkeypatch):
+def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     """Other rows under the same name, one bit of an adapter: named. A password is not kept."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "run"
     adapter = tmp_path / "adapter"
@@ -219,32 +209,31 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path, monkeypatch):
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data, *TINY,
              "--adapter", adapter, "--reward_model", adapter, "--output_dir", out]
-    run_main(monkeypatch, *flags, "--base_url", "http://me:secret@host/v1?key=secret")
+    run_main(*flags, "--base_url", "http://me:secret@host/v1?key=secret")
     assert "secret" not in (out / "config.json").read_text()
-    run_main(monkeypatch, *flags)
+    run_main(*flags)
     write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
-    assert "what lies behind --data was" in refused(monkeypatch, *flags)
+    assert "what lies behind --data was" in refused(*flags)
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     tensors = adapter / "adapter_model.safetensors"
     flipped = bytearray(tensors.read_bytes())
     flipped[-9] ^= 1
     tensors.write_bytes(flipped)
-    told = refused(monkeypatch, *flags)
+    told = refused(*flags)
     assert all(f"behind --{name} was" in told for name in ("adapter", "reward_model"))
 
 
-def test_without_asserts_the_numbers_are_the_same(finished_run, reward, tmp_path, monkeypatch):
-    """python -O: the asserts only look. That -O removed them is seen from one that fails."""
-    flags = [*PHASE_3, "--iterations", 2, "--reward_model", reward, "--output_dir"]
-    run_main(monkeypatch, *flags, tmp_path / "plain")
-    command = [sys.executable, "-O", "text2grad.py", *map(str, flags), str(tmp_path / "optimised")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(tmp_path / "optimised", tmp_path / "plain")
-    fails_with = "import torch, text2grad as t; x = torch.ones(1, 2); t.nl_gradient_loss(x, x[0], x)"
-    loud, silent = (subprocess.run([sys.executable, *flags, "-c", fails_with], cwd=ROOT,
-                                   capture_output=True, text=True) for flags in ([], ["-O"]))
-    assert "AssertionError: Definition 1" in loud.stderr and silent.returncode == 0, silent.stderr
+def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, monkeypatch):
+    """As python -O compiles it: the asserts only look. That they are gone is seen from one
+    that would fail."""
+    monkeypatch.setattr(SourceFileLoader, "get_code", lambda self, name: compile(
+        self.get_data(self.path), self.path, "exec", optimize=1))
+    for name in ("annotate", "data", "model", "reward_model", "sampling", "text2grad", "toy"):
+        monkeypatch.delitem(sys.modules, name)
+    module, x = importlib.import_module("text2grad"), torch.ones(1, 2)
+    module.nl_gradient_loss(x, x[0], x)
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path, module=module)
+    assert_equal_runs(tmp_path, unbroken)
 
 
 def test_the_deletion_test(tmp_path):
@@ -253,8 +242,7 @@ def test_the_deletion_test(tmp_path):
     for name in names:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
-    flags = ["--annotated_rows", 40, "--iterations", 1, "--batch_size", 4, "--minibatch_size", 4,
-             "--eval_rows", 4, "--ppo_epochs", 1]
+    flags = [*TINY, "--iterations", 1, "--annotated_rows", 12]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "text2grad.py", *map(str, flags)], cwd=tmp_path,
                           capture_output=True, text=True, env=environment)
@@ -319,20 +307,21 @@ def long_stories(shared, tmp_path):
 
 TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_size", 2,
         "--max_new_tokens", 24, "--max_critique_tokens", 64, "--eval_rows", 2,
-        "--temperature", 1.0]
+        "--temperature", 1.0, "--ppo_epochs", 1]
 
 
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_stories, tmp_path,
                                                         monkeypatch, capsys):
     """stories260K, SLF5K posts, feedback over HTTP; the second run asks the server nothing."""
     flags = ["--task", "slf5k", "--model", long_stories, "--data", shared / "data" / "slf5k.jsonl",
-             "--max_prompt_tokens", 800, *TINY, "--output_dir", tmp_path / "run"]
-    run_main(monkeypatch, *flags)
+             "--max_prompt_tokens", 800, "--annotated_rows", 5, *TINY,
+             "--output_dir", tmp_path / "run"]
+    run_main(*flags)
     asked, feedback = server.stats()["calls"], rows_of(tmp_path / "run" / "feedback.jsonl")
-    assert asked == len(feedback) >= 7
+    assert asked == len(feedback) == 5
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
     assert "left out" in capsys.readouterr().out
-    run_main(monkeypatch, *flags)
+    run_main(*flags)
     assert server.stats()["calls"] == asked and capsys.readouterr().out.count("reused") == 3
 
 
@@ -363,13 +352,14 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     data = tmp_path / "rows.jsonl"
     write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."} for i in range(12)])
-    run_main(monkeypatch, "--task", "my_task:HEADLINES", "--critic", "my_task:critic", "--data", data,
+    run_main("--task", "my_task:HEADLINES", "--critic", "my_task:critic", "--data", data,
              "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["kl_coef"], config["learning_rate"], config["ppo_epochs"]) == (0.3, 1e-6, 4)
+    assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
+        0.3, 1e-6, "cosine")
     assert len(rows_of(tmp_path / "run" / "feedback.jsonl")) <= 6
     assert rows_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith("Write a headline.")
-    told = refused(monkeypatch, "--task", "my_task:critic", "--data", data)
+    told = refused("--task", "my_task:critic", "--data", data)
     assert "not a Task" in told
 
 
@@ -399,7 +389,6 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     told = [{"question": "f", "test": "assert f()", "response": "x", "outcome": "fails"}] * 20
     write_rows(tested := tmp_path / "tested.jsonl", [*told, {"question": "f", "test": "t"}])
     for said, *flags in (
-            ("there are toy, slf5k", "--task", "poetry"),
             ("needs --data", *real),
             ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--critic",
              "toy:critique"),
@@ -422,7 +411,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
         with monkeypatch.context() as patch:
             if "kodcode" in flags:
                 patch.setenv("OPENAI_API_KEY", "any")
-            assert said in refused(patch, *flags, "--output_dir", out), flags
+            assert said in refused(*flags, "--output_dir", out), flags
     assert [path.name for path in out.iterdir()] == [".lock"]
 
 
@@ -442,15 +431,15 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         assert rows_of(out / "responses.jsonl")[0].get("outcome") == outcome
 
 
-def test_an_unknown_task_is_refused_by_every_script(monkeypatch):
-    for module in (annotate, reward_model, text2grad):
-        assert "poetry" in refused(monkeypatch, "--task", "poetry", module=module)
+@pytest.mark.parametrize("script", ["annotate.py", "reward_model.py", "text2grad.py"])
+def test_an_unknown_task_is_refused_by_every_script(script):
+    assert "poetry" in fails(script, "--task", "poetry")
 
 
-def test_help_names_every_flag_once(monkeypatch, capsys):
+def test_help_names_every_flag_once(capsys):
     """In groups, the first of which is what a newcomer needs."""
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, "--help")
+        run_main("--help")
     said = capsys.readouterr().out
     flags = re.findall(r"--\w+", said)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
@@ -458,12 +447,12 @@ def test_help_names_every_flag_once(monkeypatch, capsys):
     assert len(set(re.findall(r"--[a-z_]+", first))) == 10, first
 
 
-def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, monkeypatch, reward, capsys):
+def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, capsys):
     data = tmp_path / "rows.jsonl"
     write_rows(data, [{"id": f"r{i}", "prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)])
     flags = ["--task", "ultrafeedback", "--data", data, "--model", "toy/base", "--reward_model", reward,
              *TINY, "--output_dir", tmp_path / "r"]
-    told = refused(monkeypatch, *flags, "--max_new_tokens", 480)
+    told = refused(*flags, "--max_new_tokens", 480)
     assert "no row is left" in told and "--max_new_tokens" in told
     capsys.readouterr()
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
@@ -474,10 +463,10 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, monkeypatch,
     assert "left out 1 of 6 rows" in capsys.readouterr().out
 
 
-def test_an_adapter_for_another_base_is_refused(reward, shared, tmp_path, monkeypatch):
+def test_an_adapter_for_another_base_is_refused(reward, shared, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "once"}\n' * 4)
-    told = refused(monkeypatch, "--task", "ultrafeedback", "--model",
+    told = refused("--task", "ultrafeedback", "--model",
                    shared / "models" / "stories260K", "--data", data, "--reward_model", reward,
                    "--output_dir", tmp_path / "r", "--max_new_tokens", 8,
                    "--max_critique_tokens", 8)
@@ -489,24 +478,24 @@ def test_a_directory_has_one_writer(reward, tmp_path, monkeypatch):
     out, seen = tmp_path / "run", []
 
     def second(*_):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text2grad, "train", lambda *_: None)
-            seen.append(refused(patch, *PHASE_3, "--reward_model", reward, "--output_dir", out))
+        monkeypatch.setattr(text2grad, "train", lambda *_: None)
+        seen.append(refused(*PHASE_3, "--reward_model", reward, "--output_dir", out))
 
     monkeypatch.setattr(text2grad, "train", second)
     monkeypatch.setattr(text2grad, "run_report", lambda out: out)
-    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", out)
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", out)
     assert "another process" in seen[0]
 
 
-def test_the_reward_model_script_learns_and_reports(finished_run, tmp_path, monkeypatch, capsys):
-    run_main(monkeypatch, "--data", finished_run / "feedback.jsonl", "--output_dir", tmp_path / "r",
-             "--epochs", 1, "--held_out", 4, module=reward_model)
-    metrics = json.loads((tmp_path / "r" / "metrics.json").read_text())
+def test_the_reward_model_script_learns_and_reports(finished_run, tmp_path, capsys):
+    data, out = tmp_path / "rows.jsonl", tmp_path / "r"
+    write_rows(data, rows_of(finished_run / "feedback.jsonl")[:40])
+    flags = ["--data", data, "--output_dir", out, "--epochs", 1, "--held_out", 4]
+    run_main(*flags, module=reward_model)
+    metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["final_loss"] < 6 and metrics["held_out_rows"] == 4
-    held = lock_directory(tmp_path / "r")
-    assert "another process" in refused(monkeypatch, "--data", finished_run / "feedback.jsonl",
-                                        "--output_dir", tmp_path / "r", module=reward_model)
+    held = lock_directory(out)
+    assert "another process" in fails("reward_model.py", *flags)
     held.close()
     said = capsys.readouterr().out
     assert "next: python text2grad.py" in said and "poor tokens precision" in said

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,8 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
-from runs import (PHASE_3, SMALL, assert_equal_runs, assert_equal_tensors, finished_run,  # noqa: F401
-                  reward, rows_of, run_main)
+from conftest import ROOT, fails
+from runs import PHASE_3, SMALL, assert_equal_runs, assert_equal_tensors, rows_of, run_main
 from safetensors.torch import load_file
 
 import reward_model
@@ -22,25 +22,7 @@ from data import InputError
 from model import checkpoints, load_model, lora_parameters
 from reward_model import RewardConfig, z_loss
 
-KILLS = int(os.environ.get("KILLS", 1))         # random instants of SIGKILL: KILLS=20 pytest …
-
-
-def start(reward, out, *flags):
-    """A run of phase 3 as a process of its own."""
-    words = [sys.executable, "text2grad.py", *PHASE_3, "--reward_model", reward, "--output_dir", out,
-             *flags]
-    return subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
-
-
-@pytest.fixture(scope="module")
-def unbroken(reward, tmp_path_factory):
-    """A run of phase 3 that nothing stopped."""
-    out = tmp_path_factory.mktemp("restart") / "unbroken"
-    process = start(reward, out)
-    _, complained = process.communicate(timeout=900)
-    assert process.returncode == 0, complained
-    return out
+KILLS = int(os.environ.get("KILLS", 1))         # random instants of SIGKILL
 
 
 @pytest.fixture()
@@ -55,8 +37,7 @@ def broken(unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(KILLS))
-def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number,
-                                                               monkeypatch):
+def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number):
     """SIGKILL in any phase, then the same command: the adapters, metrics, samples of the run
     that nothing stopped."""
     written = [(finished_run / name).stat().st_mtime for name in ("responses.jsonl", "result.json")]
@@ -70,7 +51,7 @@ def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-    run_main(monkeypatch, *SMALL, "--output_dir", out)
+    run_main(*SMALL, "--output_dir", out)
     assert_equal_runs(out, finished_run)
     assert_equal_tensors(*(run / "reward/adapter/adapter_model.safetensors"
                            for run in (out, finished_run)))
@@ -92,10 +73,10 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, 
     monkeypatch.setattr(text2grad, "record", stops)
     flags = [*PHASE_3, "--reward_model", reward, "--output_dir", out]
     with pytest.raises(KeyboardInterrupt):
-        run_main(monkeypatch, *flags)
+        run_main(*flags)
     gc.collect()                                         # the stopped run's lock goes with it
     monkeypatch.setattr(text2grad, "record", whole)
-    run_main(monkeypatch, *flags)
+    run_main(*flags)
     assert_equal_runs(out, unbroken)
 
 
@@ -109,40 +90,38 @@ def test_checkpoints_hold_the_optimizer_and_only_the_newest_stay(unbroken):
     assert all(tensors[f"{i}.step"] == 24 for i in trained)
 
 
-def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, reward, monkeypatch,
-                                                             capsys):
+def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, reward, capsys):
     """It names the checkpoint, does two iterations again and replaces it."""
     path = broken / "checkpoint-6" / "tensors.safetensors"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data)
-    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", broken)
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
     said = capsys.readouterr().out
     assert f"{broken / 'checkpoint-6'}" in said and "resumed after iteration 4" in said
     assert_equal_runs(broken, unbroken)
 
 
-@pytest.mark.parametrize("damage", ['{"iteration": 9, "x": "δ'.encode()[:-1], b"\0" * 99,
-                                    b"[1, 2\n"])
-def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, monkeypatch, capsys, damage):
+def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, capsys):
     """Inside a character of UTF-8, zeros of a power cut, half a value: the run ends as ever."""
-    names = "metrics.jsonl", "samples.jsonl", "phases.jsonl"
-    for name in names:
+    torn = {"metrics.jsonl": '{"iteration": 9, "x": "δ'.encode()[:-1], "samples.jsonl": b"\0" * 99,
+            "phases.jsonl": b"[1, 2\n"}
+    for name, damage in torn.items():
         with open(broken / name, "ab") as file:
             file.write(damage)
     (broken / "result.json").write_bytes(b"")              # as good as none
-    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", broken)
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
     said = capsys.readouterr().out
-    assert all(f"{broken / name}, line" in said for name in names)
+    assert all(f"{broken / name}, line" in said for name in torn)
     assert_equal_runs(broken, unbroken)
 
 
 @pytest.mark.parametrize("name", ["config.json", "result.json"])
-def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, monkeypatch, name):
+def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, name):
     shutil.copytree(unbroken, out := tmp_path / "run")
     (out / name).write_bytes(b"\0" * 99)
-    with pytest.raises(InputError, match=f"{name}, line 1: not JSON.*mend it, or remove"):
-        run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", out)
+    told = fails("text2grad.py", *PHASE_3, "--reward_model", reward, "--output_dir", out)
+    assert re.search(f"{name}, line 1: not JSON.*mend it, or remove", told)
 
 
 def fitted(out, stops_after=None, seed=0):
@@ -202,7 +181,7 @@ def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, ca
         return harm(*whole(*args)) if harm else whole(*args)
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
-    run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     metrics = rows_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
     assert capsys.readouterr().out.count("3 of 4 optimizer steps were skipped") == 1
@@ -210,8 +189,8 @@ def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, ca
     assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
 
 
-def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, monkeypatch, capsys):
-    run_main(monkeypatch, *PHASE_3, "--learning_rate", 1, "--reward_model", reward,
+def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, capsys):
+    run_main(*PHASE_3, "--iterations", 2, "--learning_rate", 1, "--reward_model", reward,
              "--output_dir", tmp_path / "run")
     assert "fact accuracy fell from" in capsys.readouterr().out
 
@@ -226,7 +205,7 @@ def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeyp
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
-        run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
+        run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
 
 
@@ -236,7 +215,7 @@ def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
 
     monkeypatch.setattr(text2grad, "ppo_update", full)
     with pytest.raises(InputError, match="out of memory.*--micro_batch_size.*--shard"):
-        run_main(monkeypatch, *PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
+        run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
 
 
 def test_metrics_and_state_are_json_alone(unbroken):

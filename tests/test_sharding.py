@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import ROOT
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,11 +103,16 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     dist.destroy_process_group()
 
 
-def two_ranks(path, directory, checkpointed=False):
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(on_a_rank, (port, path, directory, checkpointed), nprocs=2)
+        return free.getsockname()[1]
+
+
+def two_ranks(path, directory, checkpointed=False):
+    """Of forks, which need not load anything."""
+    start_processes(on_a_rank, (free_port(), path, directory, checkpointed), 2,
+                    start_method="fork")
     return [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
 
 
