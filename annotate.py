@@ -620,6 +620,7 @@ def ask(questions: list[Question], journal: Journal, answer, review,
 
 
 MOST_FAILURES_IN_A_ROW = 25           # then something is wrong, and money is being burnt
+PAUSE = 1.5                           # seconds before a question is asked again; then 3, 6, …
 
 
 async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> bool:
@@ -642,9 +643,9 @@ async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> 
         """Ask until there is an answer, which the journal then has; False: stopped before."""
         most = server.most(question) if server else FREE
         for n in range(server.retries + 1 if server else 1):
-            if n:                                            # after 1.5, 3, 6, … seconds
+            if n:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), 0.75 * 2**n)
+                    await asyncio.wait_for(stop.wait(), PAUSE * 2 ** (n - 1))
             if not await room(most):
                 return False
             journal.begin(question, most)

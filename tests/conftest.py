@@ -34,8 +34,11 @@ def fails(script: str, *flags) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _as_alone(monkeypatch):
+    """The same numbers in any order of the tests; and no key or proxy of the user's."""
     torch.manual_seed(0)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import json
 import math
 import re
@@ -56,7 +55,7 @@ class Settings:
     models: list = field(default_factory=list)      # else 404; empty: every name
     context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
     counting: str = "quarters"          # of `tokens`
-    responder: object = None            # function (request body) → reply text, or its name as module:function
+    responder: object = None            # function (request body) → reply text
 
 
 def digest(text: str) -> str:
@@ -127,20 +126,19 @@ class Server:
         self.settings = settings
         self.calls, self.billed, self.now, self.most = 0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0
         self.statuses, self.faults, self.asked, self.answered = Counter(), Counter(), Counter(), Counter()
-        self.arrivals, self.recent = [], deque(maxlen=5)
+        self.recent = deque(maxlen=5)
 
     def stats(self) -> dict:
         """Calls are chat completions; answered: a 200 for which the client was still there."""
         return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults, "asked": self.asked,
                 "answered": self.answered, "under_way": self.now, "max_concurrent": self.most,
-                "arrivals": self.arrivals, "recent": list(self.recent), **self.billed}
+                "recent": list(self.recent), **self.billed}
 
     # Chat completions
 
     def chat(self, body: dict) -> Answer:
         """The answer to one request, which is billed at once."""
         self.calls += 1
-        self.arrivals.append(round(time.time(), 4))
         self.recent.append(body)
         name = digest(user_message(body))
         self.asked[name] += 1
@@ -215,11 +213,7 @@ class Server:
         }[kind]()
 
     def _reply(self, body: dict) -> str:
-        responder = self.settings.responder or critique
-        if isinstance(responder, str):
-            module, _, name = responder.partition(":")
-            responder = self.settings.responder = getattr(importlib.import_module(module), name)
-        return responder(body)
+        return (self.settings.responder or critique)(body)
 
     def _completion(self, body: dict, text: str | None, finish="stop", choices=True,
                     reported: dict | None = {}) -> Answer:

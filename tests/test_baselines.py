@@ -21,8 +21,7 @@ from data import InputError, get_task, read_rows
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss,
                                    labelled_losses, labelled_steps, mend, pair_losses,
-                                   preference_loss, preferences, reflect, rewrite_prompt,
-                                   sdpo_loss, show, step_loss)
+                                   preference_loss, preferences, reflect, sdpo_loss, show, step_loss)
 from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged,
                                  mark_ends, marks, noisy, span_weights, step_spans,
                                  token_scores, true_critic, weighted)
@@ -448,8 +447,9 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 @pytest.mark.parametrize("flags, said", [
     (["true", "--critic", "none"], "needs --critic"),
-    (["best"], "best: name one of sft.* critique"), ([], "no method: name one of")])
-def test_a_design_that_cannot_be_is_refused(monkeypatch, flags, said):
+    (["best"], "best: name one of sft.* critique"), ([], "no method: name one of"),
+    (["dpo", "--critic", "none:x"], "import")])
+def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])
     with pytest.raises(InputError, match=said):
         baselines.main()
@@ -580,10 +580,3 @@ def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsy
     (sample,) = read_rows(tmp_path / "end" / "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "end" / "reward").exists()
-
-
-@pytest.mark.parametrize("flags, said", [
-    (["rlhf"], "rlhf: name one of sft"), (["dpo", "--critic", "none:x"], "import")])
-def test_a_baseline_that_cannot_be_is_refused(tmp_path, flags, said):
-    with pytest.raises(InputError, match=said):
-        baselines.main([*flags, "--output_dir", str(tmp_path)])

@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 
 import text2grad
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
-from data import Task, get_task, reward_prompt
+from data import reward_prompt
 from model import (ValueHead, add_lora, encode_prompt, lora_parameters, response_hidden, use_lora)
-from report import batch_metrics
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_feedback, add_scores,
                        batch_rows, decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss,
-                       ppo_update, sample_rollouts, value_loss, whiten)
+                       ppo_update, value_loss, whiten)
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
@@ -61,11 +60,6 @@ def one_row(*rewards, values=None, gamma=1.0, lam=0.95):
 def end_reward(*delta):
     """Setting B of Appendix A: the same total, all of it at the last token."""
     return [0.0] * (len(delta) - 1) + [sum(delta)]
-
-
-def discounted_returns(rewards, mask, gamma):
-    """Alg. 4 l.24 as text2grad.py takes it: GAE with λ = 1 and no values."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def double_sum(rewards, values, gamma, lam, drop=0):
@@ -171,22 +165,6 @@ def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gam
         assert not advantages[row, n:].any() and not returns[row, n:].any()
 
 
-@many
-@given(row_lengths, seeds, unit, unit)
-def test_gae_returns_are_the_lambda_returns(lengths, seed, gamma, lam):
-    """The backward recursion G_t = r_t + γ ((1 − λ) V_{t+1} + λ G_{t+1}); A_t = G_t − V_t."""
-    mask = prefix_mask(lengths)
-    rewards, values = noise(seed, *mask.shape), noise(seed + 1, *mask.shape)
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
-    for row, n in enumerate(lengths):
-        g = v_next = 0.0
-        for t in reversed(range(n)):
-            g = rewards[row, t].item() + gamma * ((1 - lam) * v_next + lam * g)
-            v_next = values[row, t].item()
-            close(returns[row, t].item(), g, rtol=1e-9, atol=1e-9)
-            close(advantages[row, t].item(), g - v_next, rtol=1e-9, atol=1e-9)
-
-
 def test_gae_by_hand():
     """§3.5 with γ = 1, λ = ½: td_error = (1 + 4 − 2, 0 + 6 − 4, −1 − 6) = (3, 2, −7); A_1 = 3 + 2/2 − 7/4."""
     close(one_row(1, 0, -1, values=[2.0, 4, 6], lam=0.5).tolist(), [2.25, -1.5, -7.0])
@@ -213,18 +191,6 @@ def test_printed_upper_limit_would_drop_the_last_td_error():
     printed, ours = double_sum(r, v, 1.0, 0.95, drop=1), one_row(*r, values=v).tolist()
     assert printed[-1] == 0
     close([a - p for a, p in zip(ours, printed)], [0.95 ** (5 - t) * (r[5] - v[5]) for t in range(6)])
-
-
-@many
-@given(row_lengths, seeds, st.sampled_from([1.0, 0.9, 0.0]))
-def test_discounted_returns_are_the_naive_double_loop(lengths, seed, gamma):
-    """Alg. 4 l.24: Σ_{k=t}^{T} γ^{k−t} r_k, with rubbish in the padding."""
-    mask = prefix_mask(lengths)
-    rewards = torch.where(mask.bool(), noise(seed, *mask.shape), 1e6)
-    got = discounted_returns(rewards, mask, gamma)
-    for row, n in enumerate(lengths):
-        for t in range(mask.shape[1]):
-            close(got[row, t].item(), float(sum(gamma ** (k - t) * rewards[row, k].item() for k in range(t, n))))
 
 
 # ── §3.6 and Appendix A ─────────────────────────────────────────────────────────────────────────────────
@@ -335,16 +301,12 @@ def test_whiten_is_the_z_score_of_the_unpadded_tokens(lengths, seed):
     assert not got[~mask.bool()].any()
 
 
-def test_whiten_of_one_token_is_zero():
-    """No spread gives 0, not NaN."""
-    assert whiten(torch.tensor([[7.3, 9.0]]), torch.tensor([[1, 0]])).tolist() == [[0, 0]]
-
-
-@pytest.mark.parametrize("value", [0.0, 4.0, 0.1, 4.1])
-def test_whiten_of_equal_tokens_is_zero(value):
-    """No spread gives 0 also where the mean is not a float32: the rounding of a sum must not be divided by √1e-8."""
-    got = whiten(torch.full((64, 48), value), torch.ones(64, 48, dtype=torch.long))
-    assert got.abs().max() < 1e-3                                 # NaN fails too; `add_advantages` asserts this bound
+@pytest.mark.parametrize("value, tokens", [(0.0, 48), (4.0, 48), (0.1, 48), (4.1, 48), (7.3, 1)])
+def test_whiten_of_equal_tokens_is_zero(value, tokens):
+    """No spread gives 0 also where the mean is not a float32: the rounding of a sum must not be
+    divided by √1e-8."""
+    got = whiten(torch.full((tokens, tokens), value), torch.ones(tokens, tokens).long())
+    assert got.abs().max() < 1e-3                                       # NaN fails too
 
 
 # ── §3.5: the clipped policy loss ───────────────────────────────────────────────────────────────────────
@@ -367,14 +329,6 @@ def test_ppo_loss_is_a_mean_over_tokens():
     logprobs = torch.tensor([[1.5, 1.5, 0.5], [1.0, 1.0, 1.0]]).log()
     advantages = torch.tensor([[2.0, -2.0, 2.0], [1.0, 5.0, 5.0]])
     assert ppo_loss(logprobs, torch.zeros(2, 3), advantages, prefix_mask([3, 1]), 0.2).item() == pytest.approx(-0.35)
-
-
-def test_ppo_gradient_at_ratio_one_is_the_policy_gradient():
-    """At θ = θ_old the loss has the gradient −A_t ∇ log π / N."""
-    mask, logprobs = prefix_mask([4, 2, 5]), noise(0, 3, 5).requires_grad_()
-    advantages = noise(1, 3, 5)
-    got = torch.autograd.grad(ppo_loss(logprobs, logprobs.detach().clone(), advantages, mask, 0.2), logprobs)[0]
-    close(got, -advantages * mask / 11)
 
 
 @pytest.mark.parametrize("rubbish", [1e30, -1e30])
@@ -427,20 +381,17 @@ def test_value_loss_is_clipped_around_the_old_value_and_ignores_padding():
 
 # ── The adaptive KL coefficient ─────────────────────────────────────────────────────────────────────────
 
-@pytest.mark.parametrize("kl, error", [(6.6, 0.1), (5.4, -0.1), (6.0, 0.0), (60.0, 0.2), (0.0, -0.2), (7.21, 0.2)])
-def test_adaptive_kl_by_hand(kl, error):
-    """Ziegler et al. 2019 §2.2: e = clip(KL / target − 1, ±0.2); β ← β (1 + e n / horizon)."""
-    controller = AdaptiveKL(0.5, 6.0, 1000)
+@pytest.mark.parametrize("kl, target, error", [
+    (6.6, 6, 0.1), (5.4, 6, -0.1), (6.0, 6, 0.0), (60.0, 6, 0.2), (0.0, 6, -0.2), (7.21, 6, 0.2),
+    (60.0, 0, 0.0)])
+def test_adaptive_kl_by_hand(kl, target, error):
+    """Ziegler et al. 2019 §2.2: e = clip(KL / target − 1, ±0.2); β ← β (1 + e n / horizon).
+    With --kl_target 0 it stays."""
+    controller = AdaptiveKL(0.5, target, 1000)
     controller.update(kl, 100)
     controller.update(kl, 50)
-    assert controller.beta == pytest.approx(0.5 * (1 + error * 0.1) * (1 + error * 0.05), rel=1e-9)
-
-
-def test_target_zero_keeps_the_kl_coefficient():
-    """--kl_target 0: fixed."""
-    controller = AdaptiveKL(0.5, 0.0, 1000)
-    controller.update(60.0, 1000)
-    assert controller.beta == 0.5
+    want = 0.5 * (1 + error * 0.1) * (1 + error * 0.05)
+    assert controller.beta == pytest.approx(want, rel=1e-9)
 
 
 # ── Algorithm 4, l.14–18: scores, rewards, advantages ───────────────────────────────────────────────────
@@ -796,12 +747,8 @@ def test_split_rows_keeps_a_prompt_on_one_side(n, held_out, seed):
     assert sorted(map(json.dumps, train + held)) == sorted(map(json.dumps, rows))
     assert len(held) == 2 * min(held_out, n // 10)
     assert (train, held) == split_rows(rows, held_out, seed)
-
-
-def test_split_rows_depends_on_the_seed():
-    """Another seed holds out other prompts."""
-    rows = [{"prompt": f"prompt {i}"} for i in range(100)]
-    assert len({json.dumps(split_rows(rows, 5, seed)[1]) for seed in range(5)}) == 5
+    drawn = [json.dumps(split_rows(rows, 8, seed)[1]) for seed in range(9)]
+    assert n < 20 or len(set(drawn)) > 1, "another seed holds out other prompts"
 
 
 # ── Alg. 4 l.13: what a critique is worth ───────────────────────────────────────────────────────────────
@@ -873,13 +820,6 @@ def test_learning_rate_is_torchs_schedule(schedule, oracle):
     assert (decay(config, 0), decay(config, 5)) == (1.0, pytest.approx(0.5))
 
 
-def test_the_schedules_differ():
-    """A quarter of the way: ¾ of the peak, or ½ (1 + cos ¼π) of it."""
-    configs = (Config(schedule=s, iterations=8) for s in ("linear", "cosine"))
-    linear, cosine = (decay(config, 2) for config in configs)
-    assert (linear, cosine) == (pytest.approx(0.75), pytest.approx(0.5 + 0.5 * math.sqrt(0.5)))
-
-
 @pytest.mark.parametrize("batch", [1, 4, 10, 25])
 def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     """Alg. 4 l.10: passes over all prompts, each in an order of its own, also where batches straddle them."""
@@ -900,64 +840,7 @@ def test_drawn_prompts_are_a_function_of_seed_and_iteration():
     assert [draw(1, i) for i in range(8)] != forward
 
 
-def measured(returns, values, mask):
-    """A batch with these returns and values, the rest random; rubbish in the padding."""
-    rollouts = random_rollouts()
-    rollouts.mask, rollouts.returns, rollouts.values = mask, returns, values
-    rollouts.rows, rollouts.texts = [{"n": n} for n in range(3)], ["a", "bb", "ccc"]
-    rollouts.truncated = [False, True, False]
-    rollouts.delta = torch.randint(-1, 2, mask.shape).float()
-    rollouts.logprobs_old, rollouts.logprobs_ref, rollouts.entropy = torch.rand(3, *mask.shape)
-    rollouts.feedback = [Judgement("", [], "", 4, 1, 2, 3), Judgement("", [], "unread"),
-                         Judgement("", [], "", 6, 2)]
-    return rollouts
-
-
-def test_batch_metrics_against_plain_formulas():
-    """Explained variance 1 − Var(R − V) / Var(R) over tokens; nats per response, never per token."""
-    mask = prefix_mask([5, 2, 7])
-    returns, values = noise(0, 3, 7) + 2, noise(0, 3, 7) + 0.5 * noise(1, 3, 7)
-    rollouts, at = measured(returns, values, mask), mask.bool()
-    truths = {"length": lambda row, text: len(text) + 10 * row["n"]}
-    got = batch_metrics(rollouts, Task("t", str, truth=truths))
-    r, error, delta = returns[at], (returns - values)[at], rollouts.delta[at]
-    log_ratio = (rollouts.logprobs_old - rollouts.logprobs_ref) * mask
-    expected = {"explained_variance": 1 - error.var() / r.var(), "delta": delta.mean(),
-                "good": (delta == 1).double().mean(), "poor": (delta == -1).double().mean(),
-                "kl": log_ratio.sum(1).mean(), "entropy": rollouts.entropy[at].mean(),
-                "response_tokens": 14 / 3, "truncated": 1 / 3, "unparseable": 1 / 3, "unmatched": 0.3,
-                "ambiguous": 0.2, "conflicting": 3, "half_inside": 0, "length": (1 + 12 + 23) / 3}
-    assert got == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
-
-
-@pytest.mark.parametrize("values, explained", [
-    (lambda r: r, 1.0), (lambda r: r - 3, 1.0), (lambda r: 0 * r, 0.0), (lambda r: -r, -3.0)])
-def test_explained_variance_at_known_points(values, explained):
-    """V = R explains all, also up to a constant; V = 0 nothing; V = −R less than nothing."""
-    returns = noise(0, 3, 7)
-    rollouts = measured(returns, values(returns), prefix_mask([5, 2, 7]))
-    metrics = batch_metrics(rollouts, Task("t", str))
-    assert metrics["explained_variance"] == pytest.approx(explained)
-
-
 # ── Algorithm 4, l.8–13: rollouts and their δ
-
-def test_rollouts_keep_every_sampled_token_and_its_eos(toy_model):
-    """Alg. 4 l.11: ids as they were drawn, EOS under the mask, texts and offsets from these ids."""
-    model, tokenizer = toy_model
-    add_lora(model, "policy", 4, 8)
-    rows, config = get_task("toy").rows("train", 12, 0), Config(max_new_tokens=24)
-    batch = sample_rollouts(model, tokenizer, rows, config, "policy",
-                            torch.Generator().manual_seed(0))
-    ended = 0
-    for row, (x, y) in enumerate(unpadded(batch)):
-        assert x == encode_prompt(tokenizer, batch.prompts[row])
-        assert len(batch.offsets[row]) == len(y) <= 24
-        ended += y[-1] == tokenizer.eos_token_id
-        assert tokenizer.eos_token_id not in y[:-1]
-        assert tokenizer.decode(y, skip_special_tokens=True) == batch.texts[row]
-    assert 6 <= ended
-
 
 def test_delta_stands_at_its_own_token():
     """Alg. 4 l.13: δ'_t of each row at column t, none on padding; a list of another length is refused."""

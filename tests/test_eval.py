@@ -23,13 +23,12 @@ from loopback import loopback
 from measures import benchmarks, spans
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
+from runs import run_main
 
 
-def run(monkeypatch, capsys, *flags) -> tuple[dict, str]:
+def run(capsys, *flags) -> tuple[dict, str]:
     """Run eval.py; returns result.json and what was printed."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["eval", *map(str, flags)])
-    evaluation.main()
+    run_main(*flags, module=evaluation)
     out = Path(flags[flags.index("--output_dir") + 1])
     return json.loads((out / "result.json").read_text()), capsys.readouterr().out
 
@@ -75,7 +74,7 @@ def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
         adapter, tmp_path, monkeypatch, capsys):  # Table 2
     flags, scored = ("--adapter", adapter, "--limit", "30", "--output_dir", tmp_path), []
     monkeypatch.setattr(evaluation, "perplexity", lambda *args: scored.append(args[3]) or perplexity(*args))
-    result, printed = run(monkeypatch, capsys, *flags)
+    result, printed = run(capsys, *flags)
     assert len(scored) == 3                         # both sides' answers, and the references once
     rows = toy.rows("eval", 30)
     texts = {name: [row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
@@ -104,35 +103,34 @@ def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
 
 def test_answers_on_file_are_not_written_again_and_depend_on_no_batch(
         adapter, tmp_path, monkeypatch, capsys):
-    flags = ("--adapter", adapter, "--limit", "12")
-    whole, _ = run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    files = sorted((tmp_path / "a").glob("answers-*.jsonl"))
+    flags = ("--adapter", adapter, "--max_new_tokens", 16)
+    first, again = tmp_path / "a", ("--output_dir", tmp_path / "b")
+    whole, _ = run(capsys, *flags, "--limit", 6, "--output_dir", first)
+    files = sorted(first.glob("answers-*.jsonl"))
     assert len(files) == 2
     lines = files[0].read_bytes().splitlines(True)
-    (tmp_path / "b" / files[0].name).write_bytes(b"".join(lines[:7]) + lines[7][:20])  # killed
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / files[0].name).write_bytes(b"".join(lines[:4]) + lines[4][:20])  # killed
     asked, real = [], evaluation.generate
     monkeypatch.setattr(evaluation, "generate", lambda model, prompts, *a, **k: asked.append(
         len(prompts)) or real(model, prompts, *a, **k))
-    again, _ = run(monkeypatch, capsys, *flags, "--batch_size", "5", "--output_dir", tmp_path / "b")
-    assert sum(asked) == 24 - 7 and max(asked) == 5
-    assert again["figures"] == whole["figures"]
-    run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b")
-    assert sum(asked) == 24 - 7                                       # all are there now
-    run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "b", "--seed", "1", "--limit", "3")
-    assert sum(asked) == 24 - 7 + 6                                   # another seed, other answers
-    other = tmp_path / "other_base"
-    shutil.copytree(ROOT / "toy" / "base", other)
-    again = *flags, "--output_dir", tmp_path / "b", "--limit", "3", "--model", other
-    run(monkeypatch, capsys, *again)
-    run(monkeypatch, capsys, *again)
-    assert sum(asked) == 24 - 7 + 6 + 6                               # another base
+    other = shutil.copytree(ROOT / "toy" / "base", tmp_path / "other_base")
+    found, _ = run(capsys, *flags, "--limit", 6, "--batch_size", 5, *again)
+    assert sum(asked) == 12 - 4 and max(asked) == 5
+    assert found["figures"] == whole["figures"]
+    few = *flags, "--limit", 2, *again
+    for changed in (("--seed", 1), ("--model", other)):               # other answers
+        asked.clear()
+        run(capsys, *few, *changed)
+        assert sum(asked) == 4
+    run(capsys, *few, "--model", other)
+    assert sum(asked) == 4                                            # all are there now
     os.utime(other / "model.safetensors", (1, 1))                     # overwritten in place
-    run(monkeypatch, capsys, *again)
-    assert sum(asked) == 24 - 7 + 6 + 6 + 6
+    run(capsys, *few, "--model", other)
+    assert sum(asked) == 8
 
 
-def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path, monkeypatch, capsys):
+def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path, capsys):
     from transformers import BertConfig, BertModel, BertTokenizerFast
     encoder = tmp_path / "distilbert-base-uncased"                    # whose layer is known: 5
     encoder.mkdir()
@@ -144,7 +142,7 @@ def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path,
     posts = 2 * [{"post": row["summary_prompt"][:300], "ideal_human_summary": row["ideal_human_summary"]}
              for row in read_rows(shared / "data" / "slf5k.jsonl") if len(row["ideal_human_summary"]) < 300][:9]
     write_rows(tmp_path / "posts.jsonl", posts)
-    result, printed = run(monkeypatch, capsys, "--task", "slf5k", "--data", tmp_path / "posts.jsonl",
+    result, printed = run(capsys, "--task", "slf5k", "--data", tmp_path / "posts.jsonl",
                           *stories_flags, "--encoder", encoder, "--output_dir", tmp_path / "out")
     assert figure(result, "rouge1")["rows"] == len(posts)             # each post stands twice
     assert 0 < value(result, "BERTScore F1") < 1
@@ -173,7 +171,7 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path
         reply["response"] = "no idea"
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "replies.jsonl", replies)
-    result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+    result, printed = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
                           "--adapter", tmp_path / "replies.jsonl", "--output_dir", tmp_path / "out")
     assert value(result, "critiques that cannot be read") == 0.25
     for perfect in ("tokens, precision", "spans, exact", "spans, overlap index", "spans, ≥ 90 % overlap"):
@@ -188,20 +186,20 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path
 
 
 def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
-        adapter, tmp_path, monkeypatch, capsys):
+        adapter, tmp_path, capsys):
     rows, _ = marked_rows(12)
     write_rows(tmp_path / "gold.jsonl", rows)
     mine = tmp_path / "reward" / "adapter"
     shutil.copytree(adapter, mine)
     flags = ("--task", "reward_model", "--data", tmp_path / "gold.jsonl", "--adapter", mine,
              "--max_new_tokens", "4", "--output_dir", tmp_path / "out")
-    result, printed = run(monkeypatch, capsys, *flags)                # nobody says which
+    result, printed = run(capsys, *flags)                # nobody says which
     assert figure(result, "critiques that cannot be read")["rows"] == 12
     assert "may have been trained on these rows" in printed
     samples = [{"id": row["id"], "response": row["response"]} for row in rows]
     samples[0] |= {"response": "another response to it, which was trained on"}
     write_rows(mine.parent / "samples.jsonl", samples[:5])
-    result, printed = run(monkeypatch, capsys, *flags, "--limit", "3")
+    result, printed = run(capsys, *flags, "--limit", "3")
     assert "4 of 12 rows: those that" in printed and "may have been" not in printed
     assert [row["id"] for row in read_rows(tmp_path / "out" / "after.jsonl")] == \
         [row["id"] for row in rows[1:4]]
@@ -221,15 +219,15 @@ def test_r_phi_on_real_rows_writes_its_own_critiques(stories_flags, shared, tmp_
     short = [row | {"prompt": row["prompt"][:200]} for row in read_rows(marked)
              if len(row["response"]) < 400][:3]
     write_rows(marked, short)
-    result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", marked, *stories_flags,
+    result, _ = run(capsys, "--task", "reward_model", "--data", marked, *stories_flags,
                     "--output_dir", tmp_path / "out")
     line = figure(result, "critiques that cannot be read")
     assert line["after"][0] == 1 and line["rows"] == len(short)
 
 
-def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, monkeypatch, capsys):
+def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, capsys):
     data = shared / "data" / "arc_challenge_dev.jsonl"
-    result, _ = run(monkeypatch, capsys, "--task", "arc", "--data", data, "--limit", "12",
+    result, _ = run(capsys, "--task", "arc", "--data", data, "--limit", "12",
                     *stories_flags, "--output_dir", tmp_path / "arc")
     model, tokenizer = load_model(stories_flags[1], device="cpu")
     load_lora(model, "mine", stories_flags[3])
@@ -240,20 +238,20 @@ def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, monk
             assert value(result, key, name) == pytest.approx(np.mean([row[key] for row in rows]))
     flags = ("--task", "code", "--data", shared / "data" / "HumanEval.jsonl.gz", "--limit", "3",
              *stories_flags, "--output_dir", tmp_path / "code")
-    result, printed = run(monkeypatch, capsys, *flags)
+    result, printed = run(capsys, *flags)
     assert "nothing was run" in printed and result["figures"] == []
     assert {"task_id", "solution"} <= read_rows(tmp_path / "code" / "after.jsonl")[2].keys()
-    result, _ = run(monkeypatch, capsys, *flags, "--allow_code_execution", "--code_timeout", "5")
+    result, _ = run(capsys, *flags, "--allow_code_execution", "--code_timeout", "5")
     assert value(result, "pass@1") == 0
     assert read_rows(tmp_path / "code" / "after.jsonl")[0]["status"] in ("error", "failed")
 
 
-def test_solutions_from_a_file_are_run_and_counted(shared, tmp_path, monkeypatch, capsys):
+def test_solutions_from_a_file_are_run_and_counted(shared, tmp_path, capsys):
     data = shared / "data" / "HumanEval.jsonl.gz"
     write_rows(tmp_path / "samples.jsonl", [
         {"task_id": p["task_id"], "solution": p["prompt"] + (p["canonical_solution"] if i else "    pass\n")}
         for i, p in enumerate(read_rows(data)[:4])])
-    result, _ = run(monkeypatch, capsys, "--task", "code", "--data", data, "--limit", "4", "--adapter",
+    result, _ = run(capsys, "--task", "code", "--data", data, "--limit", "4", "--adapter",
                     tmp_path / "samples.jsonl", "--allow_code_execution", "--output_dir", tmp_path / "out")
     assert value(result, "pass@1") == 0.75
 
@@ -268,29 +266,27 @@ def verdict(body):
     return "[[C]]" if a == b else "[[A]]" if a > b else "[[B]]"
 
 
-def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
+def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, capsys):
     with loopback(responder=verdict) as server:
         flags = ("--adapter", adapter, "--limit", "10", "--judge_model", "judge", "--base_url",
                  server.url, "--output_dir", tmp_path)
-        _, dry = run(monkeypatch, capsys, *flags, "--dry_run")
+        _, dry = run(capsys, *flags, "--dry_run")
         before, after = ([row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
                          for name in ("before", "after"))
         todo = 20 - sum(a == b for a, b in zip(before, after))  # equal ones: both ways the same
         assert f"20 questions, {todo} to ask" in dry and server.stats()["calls"] == 0
-        result, printed = run(monkeypatch, capsys, *flags)
+        result, printed = run(capsys, *flags)
         asked = server.stats()["calls"]
         counts = [(a.count("e"), b.count("e")) for a, b in zip(after, before)]
         wins = [(a > b) + 0.5 * (a == b) for a, b in counts]
         assert value(result, "win rate") == pytest.approx(np.mean(wins))
         shown = rf"win +tie +loss.*\n─+\n{wins.count(1)} +{wins.count(0.5)} +{wins.count(0)} "
         assert re.search(shown, printed) and asked == todo
-        run(monkeypatch, capsys, *flags)
+        run(capsys, *flags)
         assert server.stats()["calls"] == asked
 
 
-def test_critiques_are_judged_in_pairs(tmp_path, monkeypatch, capsys):  # Table 1, Appendix E
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
+def test_critiques_are_judged_in_pairs(tmp_path, capsys):  # Table 1, Appendix E
     rows, replies = marked_rows(4)
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "a.jsonl", replies)
@@ -298,15 +294,14 @@ def test_critiques_are_judged_in_pairs(tmp_path, monkeypatch, capsys):  # Table 
     asked = []
     with loopback(responder=lambda body: asked.append(body["messages"][1]["content"]) or "[[C]]"
                   ) as server:
-        result, _ = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+        result, _ = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
                         "--adapter", tmp_path / "a.jsonl", "--before", tmp_path / "b.jsonl",
                         "--judge_model", "j", "--base_url", server.url, "--output_dir", tmp_path / "o")
     assert value(result, "win rate") == 0.5 and all("<feedback_a" in text for text in asked)
     assert len(asked) == 8 and value(result, "critiques that cannot be read", "before") == 1
 
 
-def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
+def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, tmp_path, capsys):
     questions = [row for row in read_rows(shared / "data" / "mt_bench_question.jsonl")
                  if sum(map(len, row["turns"])) < 400][:4]
     write_rows(tmp_path / "questions.jsonl", questions)
@@ -315,7 +310,7 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
                      + "".join(f"long,0.{i},{i},-1.5,0.{i},False\n" for i in range(10)))
     with loopback(responder=verdict) as server:
         judge = ("--judge_model", "judge", "--base_url", server.url)
-        result, _ = run(monkeypatch, capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
+        result, _ = run(capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
                         *stories_flags, *judge, "--output_dir", tmp_path / "mt")
         line = figure(result, "rating")
         assert 1 <= line["before"][0] <= 10 and line["rows"] == 4 and line["unit"] == "1–10 ↑"
@@ -324,20 +319,19 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
         row = read_rows(tmp_path / "mt" / "after.jsonl")[0]
         assert len(row["response"]) == 2 and row["question_id"] == questions[0]["question_id"]
         data = shared / "data" / "alpaca_eval_100.jsonl"
-        result, printed = run(monkeypatch, capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
+        result, printed = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
                               "--difficulty", gamed, *stories_flags, *judge, "--output_dir", tmp_path / "alpaca")
         assert figure(result, "win rate")["rows"] == 6 and printed.count("length-controlled, %\n") == 2
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
         assert [set(row) for row in outputs] == [{"instruction", "output", "generator"}] * 6
-        again, _ = run(monkeypatch, capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6", "--adapter",
+        again, _ = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6", "--adapter",
                        tmp_path / "alpaca" / "after_outputs.json", *judge, "--output_dir", tmp_path / "again")
         assert figure(again, "win rate")["after"] == figure(result, "win rate")["after"]
 
 
-def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
+def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path, capsys):
     with loopback(responder=lambda body: "I like both of them a lot.") as server:
-        result, printed = run(monkeypatch, capsys, "--adapter", adapter, "--limit", "4", "--judge_model", "judge",
+        result, printed = run(capsys, "--adapter", adapter, "--limit", "4", "--judge_model", "judge",
                               "--base_url", server.url, "--output_dir", tmp_path)
     assert "8 of 8 questions have no verdict, first toy-eval-0-0: no verdict in the reply" in printed
     assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
@@ -349,24 +343,24 @@ def test_rows_that_a_judge_left_open_are_out_of_every_side():
 
 
 def test_the_same_adapter_twice_makes_no_difference_and_file_times_change_nothing(
-        adapter, tmp_path, monkeypatch, capsys):
+        adapter, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(adapter, copy)
     os.utime(copy / "adapter_model.safetensors", (1, 1))
     flags = ("--adapter", copy, "--limit", "8", "--output_dir", tmp_path / "a")
-    result, _ = run(monkeypatch, capsys, *flags, "--before", adapter)
+    result, _ = run(capsys, *flags, "--before", adapter)
     assert all(line["difference"] == [0, 0, 0] for line in result["figures"])
     assert len([*(tmp_path / "a").glob("answers-*")]) == 1            # written once, for both
-    again, _ = run(monkeypatch, capsys, *flags)
+    again, _ = run(capsys, *flags)
     assert figure(again, "fact accuracy")["after"] == figure(result, "fact accuracy")["after"]
 
 
-def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, monkeypatch, capsys):
+def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, capsys):
     answers = [{"id": row["id"], "response": row["reference"] if i else ""}
                for i, row in enumerate(toy.rows("eval", 4))]
     (tmp_path / "array.json").write_text(json.dumps(answers))
     flags = ("--limit", "4", "--adapter")
-    result, _ = run(monkeypatch, capsys, *flags, tmp_path / "array.json", "--output_dir", tmp_path / "a")
+    result, _ = run(capsys, *flags, tmp_path / "array.json", "--output_dir", tmp_path / "a")
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
     (tmp_path / "twice.json").write_text(json.dumps([*answers, answers[0]]))
     assert "two rows have one id" in fails("eval.py", *flags, tmp_path / "twice.json",
@@ -376,7 +370,7 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, monkeypa
     assert "no answer to toy-eval-0-1; " in told
 
 
-def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, monkeypatch, capsys):
+def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, capsys):
     text = "The cat sat on the mat."
     row = {"id": "1", "prompt": "p", "response": text, "critique": "c", "good_spans": [], "poor_spans": ["mat"],
            "spans": [{"start": 19, "end": 22, "label": -1}]}
@@ -384,7 +378,7 @@ def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, mo
     for good in ([], ["cat"]):
         said = json.dumps({"textual_feedback": "so", "good_spans": good, "poor_spans": ["mat"]})
         write_rows(tmp_path / "said.jsonl", [{"id": n, "response": said} for n in "12"])
-        result, printed = run(monkeypatch, capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+        result, printed = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
                               "--adapter", tmp_path / "said.jsonl", "--output_dir", tmp_path / f"out{len(good)}")
         assert value(result, "poor spans, exact") == 1
         assert not re.search(r"^good, quarter", printed, re.M)        # Table 19 calls none wrong
@@ -448,16 +442,16 @@ def test_the_context_bounds_an_answer_and_what_is_beside_it_does_not_matter(
     monkeypatch.setattr(evaluation, "generate", lambda model, prompts, n, *a, **k: most.append(
         (len(prompts), n)) or whole(model, prompts, n, *a, **k))
     flags = ("--task", "reward_model", "--data", tmp_path / "gold.jsonl", "--adapter", adapter)
-    run(monkeypatch, capsys, *flags, "--output_dir", tmp_path / "a")
+    run(capsys, *flags, "--output_dir", tmp_path / "a")
     assert len({n for _, n in most}) > 1 and all(n % 64 == 0 and 0 < n < 512 for _, n in most)
     together = read_rows(tmp_path / "a" / "after.jsonl")
-    run(monkeypatch, capsys, *flags, "--batch_size", "1", "--output_dir", tmp_path / "b")
+    run(capsys, *flags, "--batch_size", "1", "--output_dir", tmp_path / "b")
     assert read_rows(tmp_path / "b" / "after.jsonl") == together
 
 
-def test_none_names_the_base_alone(tmp_path, monkeypatch, capsys):
+def test_none_names_the_base_alone(tmp_path, capsys):
     """A text flag that may be empty takes "none"; the toy's preset names an adapter."""
-    result, printed = run(monkeypatch, capsys, "--adapter", "none", "--limit", "2",
+    result, printed = run(capsys, "--adapter", "none", "--limit", "2",
                           "--max_new_tokens", "3", "--output_dir", tmp_path)
     assert result["config"]["adapter"] is None and "difference" not in printed
     assert set(figure(result, "fact accuracy")) == {"measure", "unit", "rows", "base"}

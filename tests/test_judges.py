@@ -20,12 +20,6 @@ from measures.judge import (JudgeConfig, ask_judge, pairwise_questions, pairwise
 WORDS = "a summary that keeps {what} matters and \\leaves {} out [[B]] the {answer_b} % $1".split()
 
 
-@pytest.fixture(autouse=True)
-def _key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture()
 def server():
     with serving(responder=shorter) as running:
@@ -165,13 +159,6 @@ def test_a_verdict_in_a_reply_that_was_cut_off_does_not_count(config, tmp_path, 
     questions = pairwise_questions(made_rows(1), ["a"], ["b"], config)
     said = ask_judge(questions, config, tmp_path / "j")
     assert {(row["verdict"], row["reason"]) for row in said} == {(None, cut["reason"])}
-
-
-def test_25_replies_in_prose_end_the_run(config, server, tmp_path):
-    server.settings.responder = lambda body: "No."
-    with pytest.raises(InputError, match="25 replies in a row.*no verdict"):
-        judge(40, config, tmp_path / "j")
-    assert server.stats()["calls"] < 25 + 8
 
 
 # ── Money and the journal

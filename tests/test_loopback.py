@@ -14,11 +14,6 @@ from loopback import REPORTS, digest, loopback, prompt_tokens, tokens
 RESPONSE = "Héllo there, the plot of the film is told well but the name of the “hero” is wrong."
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def messages(response=RESPONSE):
     return [{"role": "system", "content": "Judge."}, {"role": "user", "content": (
         f"<request>\nSum up.\n</request>\n\n<response>\n{response}\n</response>")}]

@@ -28,8 +28,8 @@ from data import InputError
 from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
                    checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint,
                    keep_checkpoint, load_checkpoint, load_lora, load_model, lock_directory,
-                   lora_parameters, newest_checkpoint, optimizer_tensors, response_hidden,
-                   restore_optimizer, save_checkpoint, save_lora, use_lora)
+                   lora_parameters, newest_checkpoint, response_hidden,
+                   save_checkpoint, save_lora, use_lora)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -982,29 +982,6 @@ def test_leftovers_of_a_killed_save_are_no_obstacle(tmp_path):
     save_checkpoint(tmp_path / "checkpoint", {"x": torch.zeros(2)}, {"iteration": 2})
     assert load_checkpoint(tmp_path / "checkpoint")[1] == {"iteration": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_an_optimizer_goes_on_where_it_stopped(tmp_path):
-    """AdamW from a checkpoint makes the next steps of the unbroken one, bit for bit."""
-    def made():
-        torch.manual_seed(1)
-        p = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
-        return torch.optim.AdamW(p, lr=0.1)
-
-    def steps(optimizer, numbers):
-        for n in numbers:
-            for p in optimizer.param_groups[0]["params"]:
-                p.grad = torch.sin(n + p.detach())
-            optimizer.step()
-        return optimizer.param_groups[0]["params"]
-
-    whole, first, second = made(), made(), made()
-    restore_optimizer(second, {})
-    steps(first, range(3))
-    save_checkpoint(tmp_path / "checkpoint", optimizer_tensors(first), {"iteration": 3})
-    restore_optimizer(second, load_checkpoint(tmp_path / "checkpoint")[0])
-    for a, b in zip(steps(whole, range(6)), steps(second, range(3, 6)), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_directory_has_one_writer(tmp_path):

@@ -261,7 +261,7 @@ CODE = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2",
         "response": "def f(x):\n    return x"}
 
 
-def test_what_the_tests_said_stands_in_the_prompt_and_must_be_there(tmp_path, monkeypatch):
+def test_what_the_tests_said_stands_in_the_prompt_and_must_be_there(tmp_path):
     """A function that criticises needs it not, nor does a forecast."""
     def run(row, **options):
         write_rows(tmp_path / "rows.jsonl", [row])
@@ -272,8 +272,6 @@ def test_what_the_tests_said_stands_in_the_prompt_and_must_be_there(tmp_path, mo
         asked.append(body["messages"][1]["content"])
         return '{"critique": "c", "good_spans": ["return x"], "poor_spans": []}'
 
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     asked = []
     with loopback(responder=answer) as server:
         with pytest.raises(InputError, match="row k: .*'outcome'.*python -m measures.sandbox"):

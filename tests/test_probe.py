@@ -30,9 +30,7 @@ def critic(row, response):
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def _nobody_was_asked():
     ASKED.clear()
 
 

@@ -157,30 +157,11 @@ def test_labels_have_names_and_numbers_and_a_text_must_stand_at_its_offsets():
         read_spans(rocket | {"spans": [span(5, 10, 1) | {"text": "rocket"}]})
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"response": "y"},
-        {"spans": []},
-        {"response": 1, "spans": []},
-        {"response": "y", "spans": 0},
-        *(
-            {"response": "yes", "spans": [one]}
-            for one in (
-                [0, 1, 1],
-                {"start": 0, "end": 1},
-                span(0, 4, 1),
-                span(2, 1, 1),
-                span(1, 1, 1),
-                span(-1, 1, 1),
-                span(0, 1, 0),
-                span(0, "1", 1),
-                span(0, 1.0, 1),
-                span(0, 1, ["good"]),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("bad", [
+    {"response": "y"}, {"spans": []}, {"response": 1, "spans": []}, {"response": "y", "spans": 0},
+    *({"response": "yes", "spans": [one]} for one in (
+        [0, 1, 1], {"start": 0, "end": 1}, span(0, 4, 1), span(2, 1, 1), span(1, 1, 1),
+        span(-1, 1, 1), span(0, 1, 0), span(0, "1", 1), span(0, 1.0, 1), span(0, 1, ["good"])))])
 def test_a_row_that_is_not_annotated_is_refused_by_its_name(bad):
     with pytest.raises(InputError, match="row r7"):
         audit([row(), {"id": "r7", **bad}])
@@ -434,11 +415,9 @@ def nodes(value, path=()):
         yield from nodes(item, (*path, key))
 
 
-@pytest.mark.parametrize(
-    "good",
-    [people_row([span(4, 8, 1)], "c"), QUOTES_ROW, finegrained_row()],
-    ids=["offsets", "quotes", "finegrained"],
-)
+@pytest.mark.parametrize("good", [
+    people_row([span(4, 8, 1)], "c"), QUOTES_ROW, finegrained_row()],
+    ids=["offsets", "quotes", "finegrained"])
 def test_a_row_with_any_part_replaced_or_lost_is_read_or_refused_never_a_crash(good):
     for path in list(nodes(good))[1:]:
         for junk in (None, "", "x", "\ud800", 0, -1, 10**30, 1.5, True, [], [[]], ["x"], [{}],
@@ -499,8 +478,7 @@ def labelled(row) -> list[int]:
 @often
 @given(annotations())
 def test_a_character_has_the_label_that_more_than_half_gave_and_spans_are_whole_and_trimmed(
-    rows,
-):
+        rows):
     [merged], _ = merge(read_people(rows))
     count = [Counter(column) for column in zip(*votes(rows).values())]
     expected = [next((c for c in (1, -1) if 2 * column[c] > column.total()), 0)
@@ -561,8 +539,7 @@ def test_alpha_of_published_examples(coders, alpha):
 @often
 @given(st.lists(annotations(people=3), min_size=1, max_size=4))
 def test_agreement_pools_the_visible_characters_of_responses_with_two_annotators_or_more(
-    groups,
-):
+        groups):
     rows, columns = [], []
     for n, group in enumerate(groups):
         rows += [{**a, "prompt": str(n)} for a in group]
