@@ -270,9 +270,13 @@ def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None
     counts, rng = _counts(rows), np.random.default_rng(0)
     if (N := len(counts)) < 2:
         return None
-    draws = (rng.integers(N, size=N) for _ in range(n))
-    sums = [np.bincount(draw, minlength=N) @ counts for draw in draws]    # how often each row
-    figures = figure(np.stack(sums))
+    sums, most = [], max(1, 10**5 // N)                   # draws at once: few fit a cache
+    for first in range(0, n, most):
+        draws = rng.integers(N, size=(min(most, n - first), N))
+        places = draws + N * np.arange(len(draws))[:, None]
+        often = np.bincount(places.ravel(), minlength=draws.size)     # how often each row
+        sums.append(often.reshape(draws.shape) @ counts)
+    figures = figure(np.concatenate(sums))
     defined = figures[~np.isnan(figures)]
     if len(defined) < 0.95 * n:
         return None

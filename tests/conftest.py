@@ -15,6 +15,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# SLOW=1 python -m pytest -q tests: the rare, too, by kills in the dozen and 100,000 replies.
+SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))

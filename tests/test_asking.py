@@ -1,7 +1,5 @@
-"""Asking over HTTP: a loopback server that fails in every way, the real command killed, the server's bill beside ours.
-
-    KILLS=20 ROWS=2000 python -m pytest tests/test_asking.py -k killed     # as many as wanted; else 3 of 150 rows
-"""
+"""Asking over HTTP: a loopback server that fails in every way, the real command killed, the
+server's bill beside ours."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ import pytest
 import loopback
 from annotate import (AnnotateConfig, Server, annotate, annotation_questions, check_annotator,
                       main, read_completion)
-from conftest import ROOT
+from conftest import ROOT, SLOW
 from data import InputError, parse_flags, read_rows, run_script, write_rows
 from loopback import MIX, critique
 from loopback import loopback as serving
@@ -190,7 +188,7 @@ def command(work, **options) -> list[str]:
 
 def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
     """SIGKILL of the real command; while it runs a second process is refused, and the first is unharmed."""
-    kills, n, concurrency = int(os.environ.get("KILLS", 3)), int(os.environ.get("ROWS", 150)), 8
+    kills, n, concurrency = (20, 2000, 8) if SLOW else (3, 150, 8)
     rng, work.rows = random.Random(0), made_rows(n)
     write_rows(work.data, work.rows)
     work.server.settings.delay = 0.02
@@ -536,6 +534,9 @@ def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, cou
         assert bill(server) == pytest.approx(2 * whole) and work.output.read_bytes() == final
 
 
+AT_ONCE = [1, 8, 64] if SLOW else [1, 64]
+
+
 def worst_usd(work) -> float:
     """The most that one row may cost."""
     question = next(annotation_questions(work.config()))
@@ -553,7 +554,7 @@ def dear(tmp_path):
         yield work
 
 
-@pytest.mark.parametrize("concurrency", [1, 64])
+@pytest.mark.parametrize("concurrency", AT_ONCE)
 @pytest.mark.parametrize("kind", [*loopback.REPORTS, "reset", "late"])
 def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency):
     """All ask at once, the budget has room for a few retries, and the server bills every reply,
@@ -575,7 +576,7 @@ def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency
     assert read == dear.server.stats()["statuses"]["200"]
 
 
-@pytest.mark.parametrize("concurrency", [1, 64])
+@pytest.mark.parametrize("concurrency", AT_ONCE)
 def test_runs_killed_while_they_ask_are_never_billed_more_than_the_budget(dear, concurrency):
     """What was under way when a process was killed is booked by the next one."""
     dear.server.settings.delay = 0.2

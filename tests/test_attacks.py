@@ -66,7 +66,8 @@ time.sleep(60)
 """
 
 ATTACKS = {                # name: code, status, limit in seconds; {outside} and {port} are filled in
-    "fork bomb": ("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", "timeout", .5),
+    "fork bomb": (
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", "timeout", .5),
     "memory bomb": ("x = []\nwhile True:\n    x.append(bytearray(16 << 20))", "memory", 10),
     "endless loop": ("while True:\n    pass", "timeout", 1),
     "endless output": ("while True:\n    print('x' * 100_000)", "error", 10),
@@ -93,7 +94,8 @@ ATTACKS = {                # name: code, status, limit in seconds; {outside} and
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass", "timeout", 1),
     "unkillable signal handler": (
         "import signal, time\nfor number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}:\n"
-        "    signal.signal(number, lambda *_: None)\nwhile True:\n    time.sleep(1)", "timeout", .4),
+        "    signal.signal(number, lambda *_: None)\nwhile True:\n    time.sleep(1)",
+        "timeout", .4),
     "background child": (
         "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -21,7 +21,8 @@ from data import InputError, get_task, read_rows
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss,
                                    labelled_losses, labelled_steps, mend, pair_losses,
-                                   preference_loss, preferences, reflect, sdpo_loss, show, step_loss)
+                                   preference_loss, preferences, reflect, sdpo_loss, show,
+                                   step_loss)
 from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged,
                                  mark_ends, marks, noisy, span_weights, step_spans,
                                  token_scores, true_critic, weighted)

@@ -301,7 +301,8 @@ def test_whiten_is_the_z_score_of_the_unpadded_tokens(lengths, seed):
     assert not got[~mask.bool()].any()
 
 
-@pytest.mark.parametrize("value, tokens", [(0.0, 48), (4.0, 48), (0.1, 48), (4.1, 48), (7.3, 1)])
+@pytest.mark.parametrize("value, tokens", [
+    (0.0, 48), (4.0, 48), (0.1, 48), (4.1, 48), (7.3, 1)])
 def test_whiten_of_equal_tokens_is_zero(value, tokens):
     """No spread gives 0 also where the mean is not a float32: the rounding of a sum must not be
     divided by √1e-8."""
@@ -382,8 +383,8 @@ def test_value_loss_is_clipped_around_the_old_value_and_ignores_padding():
 # ── The adaptive KL coefficient ─────────────────────────────────────────────────────────────────────────
 
 @pytest.mark.parametrize("kl, target, error", [
-    (6.6, 6, 0.1), (5.4, 6, -0.1), (6.0, 6, 0.0), (60.0, 6, 0.2), (0.0, 6, -0.2), (7.21, 6, 0.2),
-    (60.0, 0, 0.0)])
+    (6.6, 6, 0.1), (5.4, 6, -0.1), (6.0, 6, 0.0), (60.0, 6, 0.2), (0.0, 6, -0.2),
+    (7.21, 6, 0.2), (60.0, 0, 0.0)])
 def test_adaptive_kl_by_hand(kl, target, error):
     """Ziegler et al. 2019 §2.2: e = clip(KL / target − 1, ±0.2); β ← β (1 + e n / horizon).
     With --kl_target 0 it stays."""

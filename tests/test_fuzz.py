@@ -1,27 +1,26 @@
-"""Mutated replies: nothing but FeedbackError comes out, and no label that the reply does not support.
+"""Mutated replies: FeedbackError alone comes out, and no label that the reply does not support.
 
-    FUZZ_CASES=100000 python -m pytest tests/test_fuzz.py            # as many cases as wanted; 4,000 without
-
-Every case is a function of its seed, which a failure names. What a reply supports is read here in another way than
-annotate.py reads it: by string literals and regular expressions, and by comparing characters one by one.
+Every case is a function of its seed, which a failure names. What a reply supports is read here
+in another way than annotate.py reads it: by string literals and regular expressions, and by
+comparing characters one by one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import unicodedata
 from collections import Counter
 
 import pytest
+from conftest import SLOW
 
 from annotate import Feedback, FeedbackError, ground, parse_feedback, read_reply
 from reward_model import judge
 from test_annotate import splits
 
-CASES = int(os.environ.get("FUZZ_CASES", "4000"))
+CASES = 100_000 if SLOW else 4000
 BLOCKS = 6                                                    # of seeds, so that a failing run shows where
 
 PIECES = ["the plot", "Bob", "“hero”", "it's", "nai\u0308ve", "naïve", "  ", "\n", "\t", "x = 1", "é", "e\u0301",

@@ -44,8 +44,8 @@ def on_two_ranks(out, *flags, module=text2grad, join=True):
 
 def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", settings=SMALL):
     """The run of a script on some ranks, by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               ranks, script, *settings, *flags, "--output_dir", out]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc_per_node", ranks, script, *settings, *flags, "--output_dir", out]
     return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
                             stderr=stderr, text=True, start_new_session=True)
 

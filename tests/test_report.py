@@ -62,7 +62,7 @@ def assert_closed(text):
 
 # ── The terminal
 
-def test_a_text_is_split_and_tokens_are_marked_by_their_sign_in_runs_and_without_leading_space(monkeypatch):
+def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1
     assert split_text("a🏠b", [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)]) == ["a", "🏠", "", "b", ""]
     tokens, delta = ["The", " big", " cat", " ", "flew", " \n"], [0, 1, .5, -1, -1, 1]
     assert colour_tokens(tokens, delta, False) == "The [+big cat+] [-flew-] \n"

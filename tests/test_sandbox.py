@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, fails
+from conftest import ROOT, SLOW, fails
 
 from data import InputError, get_task, read_rows, write_rows
 from measures import sandbox
@@ -339,13 +339,15 @@ def statuses(pairs: list) -> list[str]:
 
 def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     rows = [json.loads(line) for line in (shared / "data" / "kodcode_leetcode.jsonl").open()]
-    assert statuses([(row["solution"], row["test_code"]) for row in rows]) == ["passed"] * 29
+    assert len(rows) == 29
+    rows = rows[:: 1 if SLOW else 4]
+    assert set(statuses([(row["solution"], row["test_code"]) for row in rows])) == {"passed"}
     fenced = [row | {"response": f"Here:\n\n```python\n{row['solution']}\n```\n"} for row in rows]
     outcomes = add_outcomes(fenced, get_task("kodcode"), unsafe=True)
-    assert [row["outcome"] for row in outcomes] == ["All tests passed."] * 29
+    assert {row["outcome"] for row in outcomes} == {"All tests passed."}
     trials = [trial for row in rows for trial in row["trials"].values()]
     for code in [trial["solution_code"] for trial in trials]:
         assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
     found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
-    assert len(trials) == 87
+    assert len(trials) == 3 * len(rows)
     assert [status == "passed" for status in found] == [trial["test_result"] == "Pass" for trial in trials]

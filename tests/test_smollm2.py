@@ -37,7 +37,8 @@ def smollm2():
 def test_the_three_phases(tmp_path, monkeypatch, capsys):
     """One iteration of each; PEFT finds the base from any directory; R_φ, which has learnt
     nothing from two rows, is said to be unreadable."""
-    run_main(*SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8, "--output_dir", tmp_path)
+    run_main(*SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8,
+             "--output_dir", tmp_path)
     said = capsys.readouterr().out
     assert "critiques cannot be read, and pay nothing" in said and "raise --max_critique_tokens" in said
     phases = read_rows(tmp_path / "phases.jsonl")
@@ -147,5 +148,6 @@ def test_a_post_longer_than_the_context_is_left_out_and_counted(tmp_path, monkey
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(InputError, match="no row is left"):
-        run_main(*SHORT, "--data", file, "--max_prompt_tokens", 10, "--output_dir", tmp_path / "run")
+        run_main(*SHORT, "--data", file, "--max_prompt_tokens", 10,
+                 "--output_dir", tmp_path / "run")
     assert "left out 3 of 3" in capsys.readouterr().out

@@ -158,10 +158,12 @@ def test_labels_have_names_and_numbers_and_a_text_must_stand_at_its_offsets():
 
 
 @pytest.mark.parametrize("bad", [
-    {"response": "y"}, {"spans": []}, {"response": 1, "spans": []}, {"response": "y", "spans": 0},
+    {"response": "y"}, {"spans": []}, {"response": 1, "spans": []},
+    {"response": "y", "spans": 0},
     *({"response": "yes", "spans": [one]} for one in (
         [0, 1, 1], {"start": 0, "end": 1}, span(0, 4, 1), span(2, 1, 1), span(1, 1, 1),
-        span(-1, 1, 1), span(0, 1, 0), span(0, "1", 1), span(0, 1.0, 1), span(0, 1, ["good"])))])
+        span(-1, 1, 1), span(0, 1, 0), span(0, "1", 1), span(0, 1.0, 1),
+        span(0, 1, ["good"])))])
 def test_a_row_that_is_not_annotated_is_refused_by_its_name(bad):
     with pytest.raises(InputError, match="row r7"):
         audit([row(), {"id": "r7", **bad}])

@@ -6,13 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SLOW
 
 import toy
 from annotate import Feedback, read_reply, token_offsets, tokens_inside
 from data import InputError, reward_prompt
 from model import encode_answer, encode_prompt
-from report import colour_tokens, split_text, table
 from reward_model import judge
 from sampling import generate
 
@@ -170,10 +169,10 @@ def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occu
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_temperature_solves_the_committed_base(toy_model, length):
-    """README: at most .75 of the facts at any temperature, on 200 held-out posts; ≤ 3 MB."""
+    """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB."""
     assert sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir()) <= 3 * 1024 * 1024
     model, tokenizer = toy_model
-    rows = toy.rows("eval", 200, 0, length)
+    rows = toy.rows("eval", 200 if SLOW else 64, 0, length)
     prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
     for temperature in (0, 0.3, 0.5, 0.7, 1):
         ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id, tokenizer.pad_token_id,
@@ -191,18 +190,3 @@ def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
         x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), summary))
         z = encode_answer(tokenizer, toy.critique(row, summary))
         assert len(z) <= 96 and len(x) + len(z) <= 256 and len(encode_answer(tokenizer, summary)) <= 32
-
-
-def test_coloured_tokens_lose_no_text_and_mark_signs_once():  # Figure 1
-    tokens, delta = ["The", " nurse", " from", " York", " left", "."], [0, 1, 0, -1, -1, 0]
-    assert colour_tokens(tokens, delta, colour=False) == "The [+nurse+] from [-York left-]."
-    assert colour_tokens(tokens, delta, colour=True) == "The \033[32mnurse\033[0m from \033[31mYork left\033[0m."
-
-
-def test_split_text_gives_a_shared_character_to_its_first_token():
-    assert split_text("a😀b", [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)]) == ["a", "😀", "", "b", ""]
-
-
-def test_table_aligns_numbers_and_shows_none_as_a_dash():
-    lines = table(["what", "before", "after"], [["accuracy", 0.5, 0.9761], ["steps", 3, None]]).split("\n")
-    assert lines[2:] == ["accuracy   0.500  0.976", "steps          3      –"]
