@@ -178,20 +178,6 @@ def faults(response: str) -> list[tuple[str, str]]:
         (f"It speaks of {found[0]} as the writer.", found[0]) for found in own]
 
 
-def said_again(response: str) -> list[tuple[str, str]]:
-    """The same of each later mention of a fact, quoted with so many words before it that the
-    quote stands there once."""
-    found, seen = [], set()
-    for at, _, value in said_facts(response):
-        if value in seen:
-            starts = [word.start() for word in re.finditer(r"\S+", response[:at])]
-            quotes = (response[start : at + len(value)] for start in reversed(starts))
-            once = (quote for quote in quotes if response.count(quote) == 1)
-            found.append((f"It says {plain(value)} again.", next(once, value)))
-        seen.add(value)
-    return found
-
-
 # ── What a real model makes up
 
 FUNCTION_WORDS = """
@@ -298,7 +284,7 @@ def critique_prose(row: dict, response: str) -> str:
     """The same of a model that writes English: what it makes up beside the facts is poor. It
     may speak as the writer, which summaries of such posts do."""
     made_up = [(f"The post has no {words}.", words) for words in invented(row, response)]
-    return critique(row, response, made_up + said_again(response) + said_twice(response))
+    return critique(row, response, made_up + said_twice(response))
 
 
 def plain(value: str) -> str:
