@@ -13,8 +13,9 @@ Two peers live in environments of their own; without them their rows say how to 
 How it measures. Each side of a row is built in a process of its own (bench_work.py), of the
 same weights and inputs, and warmed; then called once for its memory (resident set; torch's
 allocator on CUDA) and for a number that must be the same for all sides. Then they take turns,
---rounds times, .3 s or one call a turn; where that takes over --patience s, twice at least. A
-ratio is that of the fastest runs, in brackets the least and the greatest of a round.
+--rounds times, .3 s or one call a turn; where that takes over --patience s, twice at least
+(on CUDA one side after the other: a card may not hold two). A ratio is that of the fastest
+runs, in brackets the least and the greatest of a round.
 """
 
 from __future__ import annotations
@@ -230,6 +231,9 @@ def compare(case: Case, arguments) -> dict[str, dict]:
                 worker = ends.enter_context(Worker(python))
                 worker.ask("build", build=build, side=side, options=options)
                 found[side] = worker.ask("first")
+                if arguments.device != "cpu":          # a card may not hold two of them
+                    take_turns({side: worker}, found, case, arguments)
+                    worker.__exit__()
                 there[side] = worker
             except RuntimeError as error:
                 found[side] = {"note": str(error).splitlines()[-1]}
@@ -237,18 +241,23 @@ def compare(case: Case, arguments) -> dict[str, dict]:
         if "ours" not in there:
             return {side: found["ours"] for side in case.peers}
         agree(case, {side: found[side]["check"] for side in there}, arguments.device)
-        long = min(found[side]["seconds"] for side in there) > LONG
-        for side in there:
-            found[side]["seconds"] = [found[side]["seconds"]] * long
-        start = time.time()
-        for n in range(long, max(arguments.rounds, case.rounds)):
-            if n >= case.rounds and time.time() - start > arguments.patience:
-                break
-            for side, worker in there.items():
-                found[side]["seconds"].append(min(worker.ask("time", least=0.3)))
+        if arguments.device == "cpu":
+            take_turns(there, found, case, arguments)
     ours = found.pop("ours")
     return {side: {key: [ours[key], x[key]] for key in ("seconds", "bytes")}
-            if side in there else x for side, x in found.items()}
+            if "bytes" in x else x for side, x in found.items()}
+
+
+def take_turns(workers: dict[str, Worker], found: dict, case: Case, arguments):
+    """Put lists of seconds, one for each round, into found[side]["seconds"]."""
+    long, start = min(found[side]["seconds"] for side in workers) > LONG, time.time()
+    for side in workers:
+        found[side]["seconds"] = [found[side]["seconds"]] * long
+    for n in range(long, max(arguments.rounds, case.rounds)):
+        if n >= case.rounds and time.time() - start > arguments.patience:
+            break
+        for side, worker in workers.items():
+            found[side]["seconds"].append(min(worker.ask("time", least=0.3)))
 
 
 def agree(case: Case, checks: dict[str, float], device: str):

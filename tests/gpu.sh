@@ -41,7 +41,7 @@ print("CUDA", torch.version.cuda, [torch.cuda.get_device_properties(i)
                                    for i in range(torch.cuda.device_count())])'
 }
 export -f facts
-export PYTHON
+export PYTHON CUDA_VISIBLE_DEVICES=0
 
 gigabytes=$("$PYTHON" -c 'import torch
 print(torch.cuda.mem_get_info()[1] // 10**9 if torch.cuda.is_available() else 0)')
@@ -73,7 +73,7 @@ step random 60 env PYTHONPATH=. "$PYTHON" tests/bench_work.py "$model"
 step phases 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
     "${small[@]}"
 step iterations 150 "${bench[@]}" --rounds 1 --only iteration
-step rows 240 "${bench[@]}" --only logprobs decode lora rest
+step rows 400 "${bench[@]}" --only logprobs decode lora rest
 for run in toy random; do
     for file in phases.jsonl metrics.jsonl result.json; do
         cp "$work/$run/$file" "$out/$run.$file" 2>/dev/null
