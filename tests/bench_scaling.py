@@ -382,7 +382,7 @@ def page() -> str:
     check_table = pipes(["what", "formula", "measured", "formula / measured"], checked)
     x, y, z = WORKS[1].lengths
     text = TEXT.format(
-        machine=machine("cpu"), date=date.today(), c=", ".join(f"{k:.2f}" for k in c), ops=ops,
+        machine=machine("cpu"), load=os.getloadavg()[0], date=date.today(), c=", ".join(f"{k:.2f}" for k in c), ops=ops,
         x=x, y=y, z=z, eager=EAGER * 1e6, captured=CAPTURED * 1e6, checks=check_table,
         memory=memory_table, hours=hours_table, card=card_table)
     parts = [part if part[0] in "#|" else textwrap.fill(part, 96, break_on_hyphens=False)
@@ -406,7 +406,7 @@ bounds of the work, at assumed speeds.
 Sampling: the base in bf16, whole (and once more the share of a rank where it is sharded), the
 adapters, the cache of --rollout_batch_size rows, and the widest pass over prompts. Training:
 the larger of the update's and R_φ's, one row a pass as in the presets. Checkpointing recomputes
-each block (half as much time again) and lowers the peak only where the last columns say so;
+each block on the way back and lowers the peak only where the last columns say so;
 elsewhere leave it out.
 
 ## A card of 24 GB
@@ -441,8 +441,10 @@ below 4 % of an 8B's at these lengths.
 
 Constants of memory: {c}, by least squares over four shapes, none of them in the table: kept per
 block by H and by I, in flight by H and by I, inputs of blocks, in flight without gradients by H
-and by I. Speeds are this processor's in a product of 1,024 × 1,024 and a sum of 256 MB; what an
-operation adds is what toy's decode step takes beyond them.
+and by I. Speeds are this processor's in a product
+of 1,024 × 1,024 and a sum of 256 MB; what an operation adds is what toy's decode step takes
+beyond them. Load average {load:.1f}: where that is above the cores used, the times measured are
+those of a machine that others use, and too long.
 """
 
 
