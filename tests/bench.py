@@ -180,7 +180,7 @@ def cuda_cases(shape: str, tiny: bool) -> list[Case]:
 
 # ── Measuring
 
-LONG = 4.0         # s: so long a call is timed while its memory is watched, and needs no warming
+LONG = 4.0         # s: so long a call is timed while its memory is watched, as a round
 
 
 class Worker:

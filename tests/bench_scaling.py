@@ -41,7 +41,8 @@ EAGER, CAPTURED = 5e-6, 1e-6             # seconds for an operation, assumed
 
 @dataclass(frozen=True)
 class Card:
-    """Sustained FLOP/s and bytes/s, memory, bytes a weight; the seconds of launching an operation, and whether that goes on beside the work."""
+    """Sustained FLOP/s and bytes/s, memory, bytes a weight; the seconds of launching an
+    operation, and whether that goes on beside the work."""
     flops: float
     bandwidth: float
     memory: float
@@ -382,8 +383,9 @@ def page() -> str:
     check_table = pipes(["what", "formula", "measured", "formula / measured"], checked)
     x, y, z = WORKS[1].lengths
     text = TEXT.format(
-        machine=machine("cpu"), load=os.getloadavg()[0], date=date.today(), c=", ".join(f"{k:.2f}" for k in c), ops=ops,
-        x=x, y=y, z=z, eager=EAGER * 1e6, captured=CAPTURED * 1e6, checks=check_table,
+        machine=machine("cpu"), load=os.getloadavg()[0], date=date.today(), ops=ops,
+        c=", ".join(f"{k:.2f}" for k in c), x=x, y=y, z=z, eager=EAGER * 1e6,
+        captured=CAPTURED * 1e6, checks=check_table,
         memory=memory_table, hours=hours_table, card=card_table)
     parts = [part if part[0] in "#|" else textwrap.fill(part, 96, break_on_hyphens=False)
              for part in text.strip().split("\n\n")]

@@ -89,6 +89,6 @@ for line in open(sys.argv[1]):
         say = "stays" if times >= 1.5 else "goes"
         print(f"captured step, {found[1]}: {times:.2f} times as fast, so it {say}")
 END
-[ -z "${TINY:-}" ] || echo "on a CPU nothing is captured: no verdict" | tee -a "$out/summary.txt"
+[ -z "${TINY:-}" ] || echo "a CPU captures nothing: no verdict" | tee -a "$out/summary.txt"
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 echo "${SECONDS} s in all. Please send $out.tar.gz"
