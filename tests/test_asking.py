@@ -386,7 +386,7 @@ def test_a_server_that_never_answers_ends_the_run(work, kind, concurrency):
     begun = time.monotonic()
     work.fails("no answer in 0.8 s; check", made_rows(150), concurrency=concurrency,
                timeout=0.8, retries=1)
-    assert time.monotonic() - begun < 2 * 0.8 * 2 + 2
+    assert time.monotonic() - begun < 2 * 0.8 * 2 + 8           # else 18 s, on a slow machine
 
 
 def test_a_server_that_stops_answering_ends_the_run(work):
@@ -398,12 +398,13 @@ def test_a_server_that_stops_answering_ends_the_run(work):
 
 
 @pytest.mark.parametrize("kind", ["500", "429", "reset", "timeout"])
-def test_an_outage_pauses_everybody_and_the_run_goes_on(work, kind):
+def test_an_outage_pauses_everybody_and_the_run_goes_on(work, kind, monkeypatch):
     """Shorter than all pauses together: nothing fails."""
+    monkeypatch.setattr("annotate.PAUSE", 0.5)
     settings = work.server.settings
     settings.delay = 0.01
     timers = [threading.Timer(wait, lambda faults=faults: setattr(settings, "faults", faults))
-              for wait, faults in ((0.5, {kind: 1.0}), (2.0, {}))]
+              for wait, faults in ((0.2, {kind: 1.0}), (1.5, {}))]
 
     def begin_with_the_first(body):
         for timer in timers:
@@ -411,8 +412,8 @@ def test_an_outage_pauses_everybody_and_the_run_goes_on(work, kind):
         return critique(body)
 
     settings.responder = begin_with_the_first
-    work.run(made_rows(600), concurrency=8, timeout=0.5, retries=6)
-    assert len(work.written()) == 600 and work.server.stats()["faults"][kind] >= 8
+    work.run(made_rows(300), concurrency=8, timeout=2 if kind == "timeout" else 20, retries=6)
+    assert len(work.written()) == 300 and work.server.stats()["faults"][kind] >= 8
 
 
 @pytest.mark.parametrize("kind, said", [
