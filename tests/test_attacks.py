@@ -67,7 +67,8 @@ time.sleep(60)
 
 ATTACKS = {                # name: code, status, limit in seconds; {outside} and {port} are filled in
     "fork bomb": (
-        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", "timeout", .5),
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass",
+        "timeout", .5),
     "memory bomb": ("x = []\nwhile True:\n    x.append(bytearray(16 << 20))", "memory", 10),
     "endless loop": ("while True:\n    pass", "timeout", 1),
     "endless output": ("while True:\n    print('x' * 100_000)", "error", 10),

@@ -326,14 +326,16 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
         assert [set(row) for row in outputs] == [{"instruction", "output", "generator"}] * 6
         again, _ = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
-                       "--adapter", tmp_path / "alpaca" / "after_outputs.json", *judge, "--output_dir", tmp_path / "again")
+                       "--adapter", tmp_path / "alpaca" / "after_outputs.json", *judge,
+                       "--output_dir", tmp_path / "again")
         assert figure(again, "win rate")["after"] == figure(result, "win rate")["after"]
 
 
 def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path, capsys):
     with loopback(responder=lambda body: "I like both of them a lot.") as server:
         result, printed = run(capsys, "--adapter", adapter, "--limit", "4",
-                              "--judge_model", "judge", "--base_url", server.url, "--output_dir", tmp_path)
+                              "--judge_model", "judge", "--base_url", server.url,
+                              "--output_dir", tmp_path)
     assert "8 of 8 questions have no verdict, first toy-eval-0-0: no verdict in the reply" in printed
     assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
 
@@ -380,8 +382,9 @@ def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, ca
         said = json.dumps({"textual_feedback": "so", "good_spans": good, "poor_spans": ["mat"]})
         write_rows(tmp_path / "said.jsonl", [{"id": n, "response": said} for n in "12"])
         result, printed = run(capsys, "--task", "reward_model",
-                              "--data", tmp_path / "gold.jsonl", "--adapter",
-                              tmp_path / "said.jsonl", "--output_dir", tmp_path / f"{len(good)}")
+                              "--data", tmp_path / "gold.jsonl",
+                              "--adapter", tmp_path / "said.jsonl",
+                              "--output_dir", tmp_path / f"{len(good)}")
         assert value(result, "poor spans, exact") == 1
         assert not re.search(r"^good, quarter", printed, re.M)        # Table 19 calls none wrong
         assert not any(line["measure"].startswith("good") for line in result["figures"])
