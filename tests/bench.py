@@ -34,6 +34,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -82,8 +83,7 @@ GROUPS = {
     "iteration": "One iteration of Algorithm 4; paper, Table 13: 1.09–1.11 with feedback",
     "growth": "Cost beside linear growth: the last size's over the first's times what it grew",
     "rest": "Asserts, ranks and annotation"}
-GRID = [(n, h, v) for v in (32000, 128256, 151936) for h in (512, 2048)
-        for n in (256, 1024, 4096)]
+GRID = sorted(product((256, 1024, 4096), (512, 2048), (32000, 128256, 151936)), key=math.prod)
 
 
 def sweep(what: str, build: str, key: str, points, options: dict) -> Case:
@@ -95,7 +95,7 @@ def sweep(what: str, build: str, key: str, points, options: dict) -> Case:
 def cpu_cases(stories: str) -> list[Case]:
     """What a CPU can measure."""
     found = []
-    for n, h, v in [*GRID, (256, 128, 900), (1344, 128, 900)]:
+    for n, h, v in [(256, 128, 900), (1344, 128, 900), *GRID]:
         peers = {"naive": (0.8 if v > 900 else 1, 1 / 8 if v >= 128000 else None)}
         if (n, h, v) == (1024, 512, 128256):
             peers["trl1"] = (None, None)
