@@ -22,6 +22,18 @@ SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
 
+def pytest_collection_modifyitems(items):
+    """A file is one worker's, which makes its fixtures once (pytest.ini); but the notebooks, the
+    longest of all, stand alone and come first, or one worker would end minutes after the other."""
+    def alone(item):
+        return item.path.name == "test_notebooks.py" and "clean_kernel" in item.name
+
+    for item in items:
+        group = item.name if alone(item) else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not alone(item))
+
+
 def fails(script: str, *flags) -> str:
     """The one line with which a script's main refuses its flags, run in this process."""
     from data import InputError
