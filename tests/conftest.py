@@ -22,16 +22,24 @@ SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
 
+# Who begins: the longest, or one worker would end minutes after the others; beside them those
+# that mostly wait, for a server or a sandbox.
+FIRST = ("5_ten_ways", "test_asking", "test_attacks", "4_what_the", "test_sandbox", "test_ranks")
+
+
 def pytest_collection_modifyitems(items):
-    """A file is one worker's, which makes its fixtures once (pytest.ini); but the notebooks, the
-    longest of all, stand alone and come first, or one worker would end minutes after the other."""
-    def alone(item):
-        return item.path.name == "test_notebooks.py" and "clean_kernel" in item.name
+    """A file is one worker's, which makes its fixtures once (pytest.ini); the notebooks that run
+    stand each alone."""
+    def group(item):
+        return item.name if "clean_kernel" in item.name else item.path.name
+
+    def turn(item):
+        places = [at for at, name in enumerate(FIRST) if name in group(item)]
+        return places[0] if places else len(FIRST)
 
     for item in items:
-        group = item.name if alone(item) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not alone(item))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=turn)
 
 
 def fails(script: str, *flags) -> str:
