@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 # SLOW=1 python -m pytest -q tests: the rare, too, by kills in the dozen and 100,000 replies.
 SLOW = bool(os.environ.get("SLOW"))
@@ -24,21 +25,25 @@ sys.path.insert(0, str(ROOT))
 
 # Who begins: the longest, or one worker would end minutes after the others; beside them those
 # that mostly wait, for a server or a sandbox.
-FIRST = ("5_ten_ways", "test_asking", "test_attacks", "4_what_the", "test_sandbox", "test_ranks")
+FIRST = ("stored[5_", "test_asking", "test_attacks", "stored[4_", "test_sandbox", "test_ranks")
+
+
+class Units(LoadScopeScheduling):
+    """What one worker does in one go: a file, whose fixtures are made once; a notebook's run."""
+
+    def _split_scope(self, nodeid):
+        return nodeid if "clean_kernel" in nodeid else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Units(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """A file is one worker's, which makes its fixtures once (pytest.ini); the notebooks that run
-    stand each alone."""
-    def group(item):
-        return item.name if "clean_kernel" in item.name else item.path.name
-
     def turn(item):
-        places = [at for at, name in enumerate(FIRST) if name in group(item)]
+        places = [at for at, name in enumerate(FIRST) if name in item.nodeid]
         return places[0] if places else len(FIRST)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=turn)
 
 
