@@ -29,7 +29,7 @@ FIRST = ("stored[5_", "test_asking", "test_attacks", "stored[4_", "test_sandbox"
 
 
 class Units(LoadScopeScheduling):
-    """What one worker does in one go: a file, whose fixtures are made once; a notebook's run."""
+    """What one worker does in one go: a file, whose fixtures are made once; a notebook."""
 
     def _split_scope(self, nodeid):
         return nodeid if "clean_kernel" in nodeid else nodeid.split("::")[0]
