@@ -38,7 +38,8 @@ def broken(unbroken, tmp_path):
 def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number):
     """SIGKILL in any phase, then the same command: the adapters, metrics, samples of the run
     that nothing stopped."""
-    written = [(finished_run / name).stat().st_mtime for name in ("responses.jsonl", "result.json")]
+    written = [(finished_run / name).stat().st_mtime
+               for name in ("responses.jsonl", "result.json")]
     seconds, out = written[1] - written[0], tmp_path / "killed"
     words = [sys.executable, "text2grad.py", *SMALL, "--output_dir", out]
     process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -209,7 +210,8 @@ def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeyp
 
 def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. "
+                                     "GPU 0 has")
 
     monkeypatch.setattr(text2grad, "ppo_update", full)
     with pytest.raises(InputError, match="out of memory.*--micro_batch_size.*--shard"):
