@@ -150,8 +150,7 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
 @pytest.mark.parametrize("response, kept, left", [
     (f"Sure!\n```python\n{RIGHT}```\nThis adds one.", "", "Sure"),
     (f"~~~\n{RIGHT}~~~", "", "~"), (f"````py\n{RIGHT}````", "", "`"),
-    # never closed
-    (f"```python\n{RIGHT}", "", "`"),
+    (f"```python\n{RIGHT}", "", "`"),                             # never closed
     (f"```python\r\n{RIGHT}```".replace("\n", "\r\n"), "", "\r"),
     (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
      "```python\ndef grow(x):\n    return 0\n```", "", "return 0"),
@@ -163,11 +162,10 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
      "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    # unfenced
     (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"),
-     "grow(1)", "#"),
-    # the prompt's
-    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "#"),
+     "grow(1)", "#"),                                             # unfenced
+    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
+     "import List", "#"),                                         # the prompt's
     ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
      "List", "print"),
     ("grow = lambda x: x + 1", "lambda", "def grow"),

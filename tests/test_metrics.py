@@ -50,7 +50,7 @@ def pairs():
     for _ in range(1000):
         prediction = sentence(rng)
         kept = [word for word in prediction.split(" ")
-            if rng.random() < 0.7] + [sentence(rng, 4)]
+                if rng.random() < 0.7] + [sentence(rng, 4)]
         out.append((prediction, " ".join(kept) if rng.random() < 0.5 else sentence(rng)))
     return out
 

@@ -67,8 +67,7 @@ def copy_sandbox(folder: Path) -> str:
     ("assert f(1) == 3", "failed"),
     ("from solution import f\nimport solution\nassert solution.f is f and f(1) == 2", "passed"),
     ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", "passed"),
-    # never called
-    ("def check(candidate):\n    assert candidate(1) == 2", "error"),
+    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # never called
     ("f(1)", "error"), ("", "error"), ("for x in []:\n    assert f(x)", "error"),
     ("assert f('1')", "error"), ("assert g(1)", "error"), ("assert f(1", "error"),
     ("assert f(1) == 2\nraise SystemExit(0)", "error"),
