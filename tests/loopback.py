@@ -1,12 +1,15 @@
-"""An OpenAI-compatible server that answers at once, late, wrongly or never, and counts what it is asked.
+"""An OpenAI-compatible server that answers at once, late, wrongly or never,
+and counts what it is asked.
 
-    python tests/loopback.py '{"delay": 0.2}'                    # prints its URL, runs until it is killed
-    with loopback(faults={"429": 0.1}) as server: ...            # in a thread; process=True: in a process of its own
+    python tests/loopback.py '{"delay": 0.2}'          # prints its URL, runs until it is killed
+    with loopback(faults={"429": 0.1}) as server: ...  # in a thread;
+                                                       process=True: in a process of its own
 
 Chat completions; the standard library only. Whether a call fails is a function of the
-seed, the prompt and how often that prompt was asked, so a run meets the same faults in any order of arrival.
-GET /stats says what was asked and billed. `tokens` is the rule of the bill, so that every bill can be recomputed.
-A reply is billed once it is made, whatever is reported of it, and whether or not it arrives.
+seed, the prompt and how often that prompt was asked, so a run meets the same faults in any
+order of arrival. GET /stats says what was asked and billed. `tokens` is the rule of the bill,
+so that every bill can be recomputed. A reply is billed once it is made, whatever is reported of
+it, and whether or not it arrives.
 """
 
 from __future__ import annotations
@@ -46,11 +49,14 @@ class Settings:
     """How the server behaves; in a thread, `server.settings` may be changed while it runs."""
     delay: float = 0.0                  # seconds before an answer
     seed: int = 0                       # of the faults
-    faults: dict = field(default_factory=dict)      # kind → share of the calls; the kinds are those of `Server._fault`
-    plan: list = field(default_factory=list)        # kinds for the first calls in order of arrival, "ok" for none
-    hang: float = 600.0                 # seconds that "timeout" keeps the connection open before it closes it
-    token_parameter: str = "either"     # or the only one taken: "max_tokens", "max_completion_tokens" (and then
-                                        # no temperature or top_p but 1, as with models that reason first)
+    # kind → share of the calls; the kinds are those of `Server._fault`
+    faults: dict = field(default_factory=dict)
+    # kinds for the first calls in order of arrival, "ok" for none
+    plan: list = field(default_factory=list)
+    hang: float = 600.0  # seconds that "timeout" keeps the connection open before it closes it
+    # or the only one taken: "max_tokens", "max_completion_tokens" (and then no temperature or
+    # top_p but 1, as with models that reason first)
+    token_parameter: str = "either"
     key: str = ""                       # else 401
     models: list = field(default_factory=list)      # else 404; empty: every name
     context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
@@ -67,7 +73,8 @@ _PIECES = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]{1,3}|_|\s+")
 
 
 def tokens(text: str, counting: str = "quarters") -> int:
-    """By "quarters" a token is four characters, rounded up; by "pieces" a short word, a number or a few marks."""
+    """By "quarters" a token is four characters, rounded up;
+    by "pieces" a short word, a number or a few marks."""
     return math.ceil(len(text) / 4) if counting == "quarters" else len(_PIECES.findall(text))
 
 
@@ -78,31 +85,37 @@ def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
 
 def user_message(body: dict) -> str:
     """The last message of the user."""
-    said = [m["content"] for m in body["messages"] if m.get("role") == "user" and isinstance(m.get("content"), str)]
+    said = [m["content"] for m in body["messages"]
+            if m.get("role") == "user" and isinstance(m.get("content"), str)]
     return said[-1] if said else ""
 
 
 def critique(body: dict) -> str:
-    """A reply that grounds: quotes of one to three words that occur once in the response of the last user message."""
+    """A reply that grounds: quotes of one to three words
+    that occur once in the response of the last user message."""
     user = user_message(body)
-    inside = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user, re.DOTALL)
+    inside = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
+                       re.DOTALL)
     response = inside[1] if inside else user
-    words, chance = [match.span() for match in re.finditer(r"\S+", response[:20_000])], int(digest(user), 16)
+    words, chance = ([match.span() for match in re.finditer(r"\S+", response[:20_000])],
+                     int(digest(user), 16))
     quotes = []
     for k in range(8):
         first = (chance >> 4 * k) % max(len(words), 1)
         last = min(first + (chance >> 2 * k) % 3, len(words) - 1)
         quote = response[words[first][0] : words[last][1]] if words else ""
-        if quote and response.count(quote) == 1 and not any(quote in q or q in quote for q in quotes):
+        if (quote and response.count(quote) == 1
+                and not any(quote in q or q in quote for q in quotes)):
             quotes.append(quote)
-    value = {"textual_feedback": f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
+    value = {"textual_feedback":
+             f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
              "good_spans": quotes[:2], "poor_spans": quotes[2:3]}
     if "reasoning" in str(body["messages"][0].get("content")):
         value = {"reasoning": "I read the response part by part.", **value}
     return f"Here is what I found.\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```"
 
 
-# ── Answers ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Answers
 
 @dataclass
 class Answer:
@@ -114,9 +127,12 @@ class Answer:
     drip: float = 0.0                               # seconds between two bytes of the body
 
 
-def failed(status: int, message: str, code=None, param=None, kind="invalid_request_error", **more) -> Answer:
+def failed(status: int, message: str, code=None, param=None, kind="invalid_request_error",
+           **more) -> Answer:
     """An error in OpenAI's form."""
-    return Answer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, **more)
+    return Answer(status, {"error": {"message": message, "type": kind, "param": param,
+                                     "code": code}},
+                  **more)
 
 
 class Server:
@@ -124,15 +140,17 @@ class Server:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.calls, self.billed, self.now, self.most = 0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0
-        self.statuses, self.faults, self.asked, self.answered = Counter(), Counter(), Counter(), Counter()
+        self.calls, self.billed, self.now, self.most = (
+            0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0)
+        self.statuses, self.faults, self.asked, self.answered = (
+            Counter(), Counter(), Counter(), Counter())
         self.recent = deque(maxlen=5)
 
     def stats(self) -> dict:
         """Calls are chat completions; answered: a 200 for which the client was still there."""
-        return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults, "asked": self.asked,
-                "answered": self.answered, "under_way": self.now, "max_concurrent": self.most,
-                "recent": list(self.recent), **self.billed}
+        return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults,
+                "asked": self.asked, "answered": self.answered, "under_way": self.now,
+                "max_concurrent": self.most, "recent": list(self.recent), **self.billed}
 
     # Chat completions
 
@@ -171,22 +189,26 @@ class Server:
     def _refused(self, body: dict) -> Answer | None:
         s = self.settings
         if s.models and body.get("model") not in s.models:
-            return failed(404, f"The model `{body.get('model')}` does not exist or you do not have access to it.",
-                          "model_not_found")
+            return failed(404, f"The model `{body.get('model')}` does not exist or you do not "
+                          "have access to it.", "model_not_found")
         if s.token_parameter == "max_tokens" and "max_completion_tokens" in body:
             return failed(400, "Unrecognized request argument supplied: max_completion_tokens")
         if s.token_parameter == "max_completion_tokens":
             if "max_tokens" in body:
-                return failed(400, "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
-                              "'max_completion_tokens' instead.", "unsupported_parameter", "max_tokens")
+                return failed(400, "Unsupported parameter: 'max_tokens' is not supported with "
+                              "this model. Use 'max_completion_tokens' instead.",
+                              "unsupported_parameter", "max_tokens")
             for name in ("temperature", "top_p"):
                 if body.get(name, 1) != 1:
-                    return failed(400, f"Unsupported value: '{name}' does not support {body[name]} with this model. "
-                                  f"Only the default (1) value is supported.", "unsupported_value", name)
+                    return failed(400,
+                                  f"Unsupported value: '{name}' does not support {body[name]} "
+                                  "with this model. Only the default (1) value is supported.",
+                                  "unsupported_value", name)
         asked = prompt_tokens(body["messages"], s.counting)
         if s.context and asked > s.context:
-            return failed(400, f"This model's maximum context length is {s.context} tokens. However, your messages "
-                          f"resulted in {asked} tokens. Please reduce the length of the messages.",
+            return failed(400, f"This model's maximum context length is {s.context} tokens. "
+                          f"However, your messages resulted in {asked} tokens. "
+                          "Please reduce the length of the messages.",
                           "context_length_exceeded", "messages")
         return None
 
@@ -199,12 +221,16 @@ class Server:
             "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
             "400": lambda: failed(400, "Bad request."),
             "error200": lambda: failed(200, "The provider has gone to lunch.", 502),
-            "429": lambda: failed(429, "Rate limit reached for requests.", "rate_limit_exceeded", kind="requests"),
-            "quota": lambda: failed(429, "You exceeded your current quota, please check your plan and billing details.",
-                                    "insufficient_quota", kind="insufficient_quota"),
-            "500": lambda: failed(500, "The server had an error while processing your request.", kind="server_error"),
+            "429": lambda: failed(429, "Rate limit reached for requests.",
+                                  "rate_limit_exceeded", kind="requests"),
+            "quota": lambda: failed(429, "You exceeded your current quota, please check your "
+                                    "plan and billing details.", "insufficient_quota",
+                                    kind="insufficient_quota"),
+            "500": lambda: failed(500, "The server had an error while processing your request.",
+                                  kind="server_error"),
             "timeout": lambda: Answer(None),
-            "garbage": lambda: self._completion(body, "I am sorry, I would rather talk about the weather {today}."),
+            "garbage": lambda: self._completion(
+                body, "I am sorry, I would rather talk about the weather {today}."),
             "truncated": lambda: self._completion(body, text[: len(text) * 2 // 3], "length"),
             "filter": lambda: self._completion(body, None, "content_filter"),
             "empty": lambda: self._completion(body, "", choices=False),
@@ -221,14 +247,16 @@ class Server:
         most = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
         if tokens(text or "", counting) > most:
             finish = "length"
-            text = text[: most * 4] if counting == "quarters" else "".join(_PIECES.findall(text)[:most])
+            text = (text[: most * 4] if counting == "quarters"
+                    else "".join(_PIECES.findall(text)[:most]))
         asked, said = prompt_tokens(body["messages"], counting), tokens(text or "", counting)
         usage = {"prompt_tokens": asked, "completion_tokens": said}
         message = {"role": "assistant", "content": text, "refusal": None}
         whole = {
-            "id": f"chatcmpl-{self.calls}", "object": "chat.completion", "created": int(time.time()),
-            "model": body.get("model"), "choices": [{"index": 0, "message": message, "finish_reason": finish,
-                                                     "logprobs": None}] if choices else []}
+            "id": f"chatcmpl-{self.calls}", "object": "chat.completion",
+            "created": int(time.time()), "model": body.get("model"),
+            "choices": [{"index": 0, "message": message, "finish_reason": finish,
+                         "logprobs": None}] if choices else []}
         if reported is not None:
             whole["usage"] = reported or {**usage, "total_tokens": asked + said}
         return Answer(200, whole, usage=usage)
@@ -241,20 +269,25 @@ class Server:
 
     # Routes
 
-    def route(self, method: str, path: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
-        """The answer to a request, and the body of a chat completion, which is counted when it is given."""
+    def route(self, method: str, path: str, head: bytes,
+              content: bytes) -> tuple[Answer, dict | None]:
+        """The answer to a request, and the body of a chat completion,
+        which is counted when it is given."""
         if path == "/stats":
             return Answer(200, self.stats()), None
         key = re.search(rb"(?i)\r\nauthorization: *bearer ([^\r]*)", head)
-        if self.settings.key and (not key or key[1].decode("latin-1").strip() != self.settings.key):
+        if self.settings.key and (not key
+                                  or key[1].decode("latin-1").strip() != self.settings.key):
             return failed(401, "Incorrect API key provided.", "invalid_api_key"), None
         try:
             body = json.loads(content) if content else {}
         except ValueError:
             return failed(400, "We could not parse the JSON body of your request."), None
         if (method, path) == ("POST", "/v1/chat/completions"):
-            if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-                return failed(400, "Missing required parameter: 'messages'.", param="messages"), None
+            if (not isinstance(body, dict) or not isinstance(body.get("messages"), list)
+                    or not body["messages"]):
+                return failed(400, "Missing required parameter: 'messages'.",
+                              param="messages"), None
             return self.chat(body), body
         return failed(404, f"Unknown request: {method} {path}"), None
 
@@ -282,7 +315,7 @@ class Server:
         self.now += chat is not None
         self.most = max(self.most, self.now)
         try:
-            if answer.status is None:                           # nobody waits longer than the client does
+            if answer.status is None:  # nobody waits longer than the client does
                 self.statuses["none"] += 1
                 await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
                 if answer.usage:                                # reset, where else it is closed
@@ -291,11 +324,12 @@ class Server:
                 return
             if answer.wait:
                 await asyncio.sleep(answer.wait)
-            if reader.at_eof():                                 # killed while it waited: nothing was delivered
+            if reader.at_eof():  # killed while it waited: nothing was delivered
                 raise ConnectionResetError
-            body = json.dumps(answer.body).encode() if isinstance(answer.body, dict) else answer.body
-            lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Content-Type: application/json",
-                     f"Content-Length: {len(body)}")
+            body = (json.dumps(answer.body).encode() if isinstance(answer.body, dict)
+                    else answer.body)
+            lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
+                     "Content-Type: application/json", f"Content-Length: {len(body)}")
             writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
             for byte in body if answer.drip else ():
                 writer.write(bytes([byte]))
@@ -316,7 +350,7 @@ class Server:
         listener.close()
 
 
-# ── Starting it ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Starting it
 
 @dataclass
 class Running:
@@ -333,16 +367,17 @@ class Running:
 
 @contextmanager
 def loopback(process: bool = False, **settings):
-    """A server for the length of a `with` block: in a thread, or in a process, which leaves this one its core."""
-    Settings(**settings)                                        # an unknown name is an error here
+    """A server for the length of a `with` block: in a thread, or in a process,
+    which leaves this one its core."""
+    Settings(**settings)  # an unknown name is an error here
     with (_in_process if process else _in_thread)(settings) as running:
         yield running
 
 
 @contextmanager
 def _in_process(settings: dict):
-    with subprocess.Popen([sys.executable, __file__, json.dumps(settings)], stdout=subprocess.PIPE,
-                          text=True) as child:
+    with subprocess.Popen([sys.executable, __file__, json.dumps(settings)],
+                          stdout=subprocess.PIPE, text=True) as child:
         try:
             yield Running(child.stdout.readline().strip())
         finally:
@@ -351,7 +386,8 @@ def _in_process(settings: dict):
 
 @contextmanager
 def _in_thread(settings: dict):
-    running, started, loop = Running(settings=Settings(**settings)), threading.Event(), asyncio.new_event_loop()
+    running, started, loop = (Running(settings=Settings(**settings)), threading.Event(),
+                              asyncio.new_event_loop())
     stop = asyncio.Event()
 
     def ready(url: str):
@@ -377,7 +413,8 @@ def _in_thread(settings: dict):
 
 
 def main():
-    """Run with the settings of the first argument, in JSON, until killed; prints the base URL."""
+    """Run with the settings of the first argument, in JSON, until killed;
+    prints the base URL."""
     server = Server(Settings(**json.loads(sys.argv[1])))
     asyncio.run(server.serve(0, lambda url: print(url, flush=True), asyncio.Event()))
 

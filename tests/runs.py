@@ -32,7 +32,8 @@ def rows_of(path):
 
 def timeless(path):
     """The metrics without the fields that measure time."""
-    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows_of(path)]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds")}
+            for row in rows_of(path)]
 
 
 def assert_equal_tensors(a, b):

@@ -22,26 +22,32 @@ from data import InputError, examples, get_task, load_object, read_rows, run_scr
 often = settings(max_examples=100, deadline=None, derandomize=True)
 
 
-def reply(critique="The plot is right, the name is wrong.", good=("the plot",), poor=("Bob",)) -> str:
-    return json.dumps({"textual_feedback": critique, "good_spans": list(good), "poor_spans": list(poor)})
+def reply(critique="The plot is right, the name is wrong.", good=("the plot",),
+          poor=("Bob",)) -> str:
+    return json.dumps({"textual_feedback": critique, "good_spans": list(good),
+                       "poor_spans": list(poor)})
 
 
 def grounded(response, good=(), poor=()):
     return ground(response, Feedback("c", list(good), list(poor)))
 
 
-# ── parse_feedback ──────────────────────────────────────────────────────────────────────────────────────
+# ── parse_feedback
 
 @pytest.mark.parametrize("text", [
-    reply(), f"```json\n{reply()}\n```", f"```\n{reply()}```", f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?",
-    f'{{"note": 1}} {reply()}', f'The dict {{"a": x}} is made twice.\n{reply()}', json.dumps(json.loads(reply()), indent=2)])
+    reply(), f"```json\n{reply()}\n```", f"```\n{reply()}```",
+    f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?",
+    f'{{"note": 1}} {reply()}', f'The dict {{"a": x}} is made twice.\n{reply()}',
+    json.dumps(json.loads(reply()), indent=2)])
 def test_an_object_is_read_bare_fenced_or_in_prose(text):
     """FACTS §5: what models really write around the JSON."""
-    assert parse_feedback(text) == Feedback("The plot is right, the name is wrong.", ["the plot"], ["Bob"])
+    assert parse_feedback(text) == Feedback("The plot is right, the name is wrong.",
+                                            ["the plot"], ["Bob"])
 
 
 @pytest.mark.parametrize("critique, good, poor", [
-    ("textual_feedback", "good_spans", "poor_spans"), ("Textual feedback", "Good spans", "Poor spans"),
+    ("textual_feedback", "good_spans", "poor_spans"),
+    ("Textual feedback", "Good spans", "Poor spans"),
     ("critique", "Good Spans", "Poor Spans"), ("feedback", "GOOD_SPANS", "poor-spans")])
 def test_the_keys_of_the_paper_and_of_the_release_mean_the_same(critique, good, poor):
     """FACTS §3: `Good spans` in the paper, `good_spans` in the release."""
@@ -59,7 +65,8 @@ def test_wrong_and_improvable_code_are_both_poor(key):
 
 @pytest.mark.parametrize("fence", ["", "```json\n", "```\n"])
 def test_without_a_key_the_critique_is_the_prose_before_the_object(fence):
-    said = parse_feedback(f'  It is\nshort. \n\n{fence}{{"good_spans": ["a"], "poor_spans": []}}\n```')
+    said = parse_feedback(
+        f'  It is\nshort. \n\n{fence}{{"good_spans": ["a"], "poor_spans": []}}\n```')
     assert said == Feedback("It is\nshort.", ["a"], [])
 
 
@@ -68,14 +75,16 @@ def test_a_literal_newline_or_tab_in_a_string_is_read():
     assert parse_feedback(text) == Feedback("one\ntwo", ["a\n\tb"], [])
 
 
-plain_critiques = st.text(st.characters(exclude_characters="{}`", exclude_categories=["Cs"])).filter(str.strip)
+plain_critiques = st.text(
+    st.characters(exclude_characters="{}`", exclude_categories=["Cs"])).filter(str.strip)
 
 
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
     """§3.4: z = [c ; span JSON] is read back as it was written."""
-    assert parse_feedback(Feedback(critique, good, poor).text()) == Feedback(critique.strip(), good, poor)
+    assert (parse_feedback(Feedback(critique, good, poor).text())
+            == Feedback(critique.strip(), good, poor))
 
 
 def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
@@ -84,7 +93,8 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
 
 
 @pytest.mark.parametrize("text, reason", [
-    ("", "no JSON object"), ("It is all fine.", "no JSON object"), ('{"score": 3}', "no JSON object"),
+    ("", "no JSON object"), ("It is all fine.", "no JSON object"),
+    ('{"score": 3}', "no JSON object"),
     ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "cut off"),
     ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
     ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
@@ -100,7 +110,8 @@ def test_a_critique_that_ends_in_a_code_block_survives_its_own_text():
     ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
     ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
     ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
-    ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"), (reply(7), "not a string"),
+    ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"),
+    (reply(7), "not a string"),
     ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|cut off")])
 def test_what_is_not_feedback_is_an_error_with_its_reason(text, reason):
     """Contract: anything but lists of strings with a critique is an error, never a guess."""
@@ -113,12 +124,15 @@ INNER = reply("Perfect.", ["all of it"], [])
 
 @pytest.mark.parametrize("text, reason", [
     (f'{{"result": {INNER}, oops}}', "a part of"), (f'{{"result": {INNER}', "a part of"),
-    (f'{{"result": {INNER}}}', "no JSON object with"), (f"<think>{INNER}</think> Fine.", "no JSON"),
+    (f'{{"result": {INNER}}}', "no JSON object with"),
+    (f"<think>{INNER}</think> Fine.", "no JSON"),
     (f"{INNER} so</think> Fine.", "no JSON"), (f'Hm <think> {{"x": </think>', "no JSON"),
     (f"<think>I say {INNER}", "inside <think>"), (f"It says {INNER}.", "no JSON object"),
     (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
-    (reply()[:-1] + "} // done", None), (reply().replace(', "poor', ', # poor\n"poor'), "JSON is broken"),
-    (reply().replace('"good', '"a": 1 "good'), "JSON is broken or cut off .Expecting ',' delimiter"),
+    (reply()[:-1] + "} // done", None),
+    (reply().replace(', "poor', ', # poor\n"poor'), "JSON is broken"),
+    (reply().replace('"good', '"a": 1 "good'),
+     "JSON is broken or cut off .Expecting ',' delimiter"),
     (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
     (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
     (reply('The tag "</think>" is left.'), "no JSON object"),
@@ -128,7 +142,8 @@ INNER = reply("Perfect.", ["all of it"], [])
     (f"[{INNER}]", "a part of"), (f"{{{INNER}}}", "a part of"), (f"[{INNER}", "a part of"),
     (f'{INNER} Or rather: {{"good_spans": ["a', "a part of"),
     (f'{{"reasoning": "it says {INNER} and', "a part of"),
-    (f'{{"critique": "it says {INNER} and', "a part of"), (f'{{"Good spans": "as {INNER}', "a part of"),
+    (f'{{"critique": "it says {INNER} and', "a part of"),
+    (f'{{"Good spans": "as {INNER}', "a part of"),
     (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', None),
     (f"{reply()}\nIt says {INNER}.", None)])
 def test_only_an_object_of_the_answers_own_is_feedback(text, reason):
@@ -153,10 +168,11 @@ def test_a_reply_cut_at_any_character_of_its_object_is_an_error():
 def test_nesting_of_any_depth_is_a_feedback_error(copies):
     for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 100_000]:
         with pytest.raises(FeedbackError):
-            parse_feedback(f'c {{"good_spans": {"[" * depth}{"]" * depth}, "poor_spans": []}}' * copies)
+            parse_feedback(f'c {{"good_spans": {"[" * depth}{"]" * depth}, "poor_spans": []}}'
+                           * copies)
 
 
-# ── ground ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── ground
 
 @pytest.mark.parametrize("response, good, poor, spans, unmatched, ambiguous", [
     ("The cat sat. A dog ran.", ["cat sat"], ["A dog"], [(4, 11, 1), (13, 18, -1)], [], 0),
@@ -178,12 +194,17 @@ def test_quotes_are_found_by_hand(response, good, poor, spans, unmatched, ambigu
 
 
 @pytest.mark.parametrize("response, quote, text", [
-    ("She said “no” twice", 'said "no"', "said “no”"), ('She said "no" twice', "said “no”", 'said "no"'),
-    ("It’s a dog’s life", "It's a", "It’s a"), ("It's a", "It‘s a", "It's a"), ("a «b» c", '"b"', "«b»"),
-    ("two\u00a0words here", "two words", "two\u00a0words"), ("two words here", "two\u00a0words", "two words"),
-    ("two\n  words here", "two words", "two\n  words"), ("two words here", " two\nwords\n", "two words"),
-    ("un caf\u00e9 noir", "cafe\u0301", "caf\u00e9"), ("un cafe\u0301 noir", "caf\u00e9", "cafe\u0301"),
-    ("x \u1112\u1161\u11ab y", "\ud55c", "\u1112\u1161\u11ab"), ("x \ud55c y", "\u1112\u1161\u11ab", "\ud55c"),
+    ("She said “no” twice", 'said "no"', "said “no”"),
+    ('She said "no" twice', "said “no”", 'said "no"'),
+    ("It’s a dog’s life", "It's a", "It’s a"), ("It's a", "It‘s a", "It's a"),
+    ("a «b» c", '"b"', "«b»"), ("two\u00a0words here", "two words", "two\u00a0words"),
+    ("two words here", "two\u00a0words", "two words"),
+    ("two\n  words here", "two words", "two\n  words"),
+    ("two words here", " two\nwords\n", "two words"),
+    ("un caf\u00e9 noir", "cafe\u0301", "caf\u00e9"),
+    ("un cafe\u0301 noir", "caf\u00e9", "cafe\u0301"),
+    ("x \u1112\u1161\u11ab y", "\ud55c", "\u1112\u1161\u11ab"),
+    ("x \ud55c y", "\u1112\u1161\u11ab", "\ud55c"),
     ("x か\u3099 y", "が", "か\u3099"), ("x \u0928\u093c y", "\u0929", "\u0928\u093c"),
     ("x \u0627\u0653 y", "\u0622", "\u0627\u0653"), ("x \u0622 y", "\u0627\u0653", "\u0622")])
 def test_white_space_quotes_and_unicode_form_do_not_matter(response, quote, text):
@@ -198,8 +219,9 @@ def test_a_quote_without_an_accent_that_the_response_has_is_unmatched():
     assert grounded("x \ud55c y", ["\u1112\u1161"]).unmatched, "a part of a syllable"
 
 
-@pytest.mark.parametrize("quote", ["the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
-                                   "A cat sat", "The ca...sat", "cafe", "", " ", "\n\t", "\u00a0"])
+@pytest.mark.parametrize("quote", ["the cat sat", "The  Cat sat", "Thecat sat", "The cat sits",
+                                   "The cat sat!", "A cat sat", "The ca...sat", "cafe", "",
+                                   " ", "\n\t", "\u00a0"])
 def test_nothing_is_matched_fuzzily(quote):
     """FACTS §5: a fuzzy search matched unrelated text."""
     found = grounded("The cat sat on a café.", poor=[quote])
@@ -211,17 +233,20 @@ letters = ["a", "b", " ", "\n", "\u00a0", "中", "🎉", "e", "\u0301", "é", "�
 
 @st.composite
 def texts_with_quotes(draw):
-    """A text, and lists of good and poor quotes: substrings of it, and some that it cannot hold."""
+    """A text, and lists of good and poor quotes:
+    substrings of it, and some that it cannot hold."""
     text = draw(st.lists(st.sampled_from(letters), min_size=1, max_size=25).map("".join))
-    cuts = st.tuples(st.integers(0, len(text)), st.integers(1, 4)).map(lambda cut: text[cut[0]:sum(cut)])
+    cuts = st.tuples(st.integers(0, len(text)), st.integers(1, 4)).map(
+        lambda cut: text[cut[0]:sum(cut)])
     apart = lambda quote: text.count(quote) == len(re.findall(f"(?={re.escape(quote)})", text))
-    quotes = st.lists((cuts | st.just("zq")).filter(lambda quote: quote and apart(quote)), max_size=4)
+    quotes = st.lists((cuts | st.just("zq")).filter(lambda quote: quote and apart(quote)),
+                      max_size=4)
     return text, draw(quotes), draw(quotes)
 
 
 # By Unicode's own tables: visible characters, and words of scripts that have spaces.
-_WORD = (r"[[\p{L}\p{Mn}\p{Mc}\p{N}\p{Pc}]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}--\p{Thai}"
-         r"--\p{Lao}--\p{Khmer}--\p{Myanmar}]")
+_WORD = (r"[[\p{L}\p{Mn}\p{Mc}\p{N}\p{Pc}]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}"
+         r"--\p{Thai}--\p{Lao}--\p{Khmer}--\p{Myanmar}]")
 BETWEEN, INSIDE = regex.compile(r"\X"), regex.compile(rf"(?V1)(?<={_WORD})(?={_WORD})")
 
 
@@ -234,10 +259,11 @@ def splits(text: str) -> set[int]:
 @pytest.mark.parametrize("text, quote, there", [
     ("concatenate the cat", "cat", 1), ("concatenate", "cat", 0), ("a cat, a dog", "cat", 1),
     ("x_1 = 2", "x", 0), ("x = x1", "x", 1), ("in 2024", "20", 0), ("40 km", "40", 1),
-    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0), ("cafe\u0301", "cafe", 0),
-    ("cafe\u0301s", "cafe\u0301", 0), ("1️⃣First", "First", 1),
+    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0),
+    ("cafe\u0301", "cafe", 0), ("cafe\u0301s", "cafe\u0301", 0), ("1️⃣First", "First", 1),
     ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1),
-    ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0), ("הספר כאן", "ספר", 0),
+    ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1),
+    ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0), ("הספר כאן", "ספר", 0),
     ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1)])
 def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
     """§3.3: what labels a part of a word labels nothing, and is counted."""
@@ -249,7 +275,8 @@ def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
 @given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀❤\u0301\ufe0f\u200d\u0939\u093f\u0928"]),
                 max_size=14).map("".join))
 def test_what_splits_a_word_or_a_character_is_as_unicode_has_it(text):
-    """But for a line's end, of which half is as good as the whole, and for what a joiner joins."""
+    """But for a line's end, of which half is as good as the whole,
+    and for what a joiner joins."""
     ours = {at for at in range(len(text) + 1) if annotate._splits(text, at)}
     apart = {at for at in range(1, len(text)) if text[at - 1] in "\u200d\r\n"}
     assert ours - apart == splits(text) - apart
@@ -258,7 +285,8 @@ def test_what_splits_a_word_or_a_character_is_as_unicode_has_it(text):
 @often
 @given(texts_with_quotes())
 def test_ground_equals_brute_force_on_exact_quotes(case):
-    """Contract: exact quotes first; quotes that overlap with themselves have a test of their own."""
+    """Contract: exact quotes first;
+    quotes that overlap with themselves have a test of their own."""
     text, good, poor = case
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((1, good), (-1, poor)):
@@ -282,9 +310,11 @@ def plain(text: str) -> str:
     return " ".join(re.sub("[“”«»]", '"', re.sub("[‘’]", "'", text)).split())
 
 
-forms = [("a",), ("b",), ("中",), ("🎉",), (" ", "\u00a0", "\n", "  "), ("'", "’", "‘"), ('"', "“", "”"),
-         ("\u00e9", "e\u0301"), ("\ud55c", "\u1112\u1161\u11ab"), ("\u1e69", "s\u0323\u0307", "s\u0307\u0323")]
-units = st.sampled_from(forms).flatmap(lambda ways: st.tuples(st.sampled_from(ways), st.sampled_from(ways)))
+forms = [("a",), ("b",), ("中",), ("🎉",), (" ", "\u00a0", "\n", "  "), ("'", "’", "‘"),
+         ('"', "“", "”"), ("\u00e9", "e\u0301"), ("\ud55c", "\u1112\u1161\u11ab"),
+         ("\u1e69", "s\u0323\u0307", "s\u0307\u0323")]
+units = st.sampled_from(forms).flatmap(
+    lambda ways: st.tuples(st.sampled_from(ways), st.sampled_from(ways)))
 
 
 @often
@@ -306,7 +336,7 @@ def test_a_span_is_its_quote_up_to_normal_form(pairs, data):
         assert (found.spans, found.ambiguous) == ([], 1)
 
 
-# ── token_offsets ───────────────────────────────────────────────────────────────────────────────────────
+# ── token_offsets
 
 @pytest.fixture(scope="module", params=["toy", "stories260K"])
 def tokenizer(request):
@@ -318,10 +348,12 @@ def tokenizer(request):
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
+    """GPT-2's table: printable Latin-1 stands for itself,
+    the other bytes for the characters from 256 on."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+    return ({chr(byte): byte for byte in own}
+            | {chr(256 + i): byte for i, byte in enumerate(rest)})
 
 
 def token_bytes(tokenizer, ids) -> list[bytes]:
@@ -329,7 +361,8 @@ def token_bytes(tokenizer, ids) -> list[bytes]:
     tokens, table = tokenizer.convert_ids_to_tokens(ids), gpt2_bytes()
     special = [index in tokenizer.all_special_ids for index in ids]
     if "<0x00>" not in tokenizer.get_vocab():
-        return [b"" if skip else bytes(table[c] for c in token) for token, skip in zip(tokens, special)]
+        return [b"" if skip else bytes(table[c] for c in token)
+                for token, skip in zip(tokens, special)]
     wrote = [b"" if skip else bytes([int(token[3:5], 16)]) if re.fullmatch("<0x..>", token) else
              token.replace("▁", " ").encode() for token, skip in zip(tokens, special)]
     first = next((i for i, piece in enumerate(wrote) if piece), None)
@@ -353,7 +386,8 @@ def offsets_from_bytes(pieces: list[bytes]) -> tuple[str, list[tuple[int, int]]]
 def check_tiling(text, ids, offsets):
     reached = 0
     assert len(offsets) == len(ids)
-    written = [(start, end) for start, end in offsets if start < end]        # a special token writes nothing
+    # a special token writes nothing
+    written = [(start, end) for start, end in offsets if start < end]
     for (start, end), (next_start, next_end) in zip(written, written[1:]):
         assert start <= next_start and end <= next_end
     for start, end in offsets:
@@ -362,8 +396,9 @@ def check_tiling(text, ids, offsets):
     assert reached == len(text), "characters at the end belong to no token"
 
 
-units_of_text = st.sampled_from(["a", "th", " the", "Queen", " ", "  ", "\n", "\t", "7", "é", "e\u0301", "中文", "한", "ש",
-                                 "🎉", "👩‍👩‍👧", "🇫🇷", "\u0300", "▁", "Ġ", "’", "\u2028", "𝔘"])
+units_of_text = st.sampled_from(["a", "th", " the", "Queen", " ", "  ", "\n", "\t", "7", "é",
+                                 "e\u0301", "中文", "한", "ש", "🎉", "👩‍👩‍👧", "🇫🇷", "\u0300",
+                                 "▁", "Ġ", "’", "\u2028", "𝔘"])
 any_text = st.lists(units_of_text, max_size=10).map("".join) | st.text(
     st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=12)
 
@@ -371,11 +406,14 @@ any_text = st.lists(units_of_text, max_size=10).map("".join) | st.text(
 @often
 @given(text=any_text, eos=st.booleans())
 def test_offsets_are_those_of_the_bytes(tokenizer, text, eos):
-    """Contract: one interval per id, for byte-level BPE and SentencePiece, characters split over tokens included."""
+    """Contract: one interval per id, for byte-level BPE and SentencePiece,
+    characters split over tokens included."""
     ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * eos
     shown, offsets = token_offsets(tokenizer, ids)
-    assert shown == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert shown == text.replace("▁", " ") or "<0x00>" not in tokenizer.get_vocab() and shown == text
+    assert shown == tokenizer.decode(ids, skip_special_tokens=True,
+                                     clean_up_tokenization_spaces=False)
+    assert (shown == text.replace("▁", " ") or "<0x00>" not in tokenizer.get_vocab()
+            and shown == text)
     check_tiling(shown, ids, offsets)
     assert (shown, offsets) == offsets_from_bytes(token_bytes(tokenizer, ids))
 
@@ -385,17 +423,21 @@ def test_offsets_are_those_of_the_bytes(tokenizer, text, eos):
 def test_offsets_of_any_ids_cover_the_text(tokenizer, data):
     """Invariant 1: a policy may sample bytes that are no UTF-8."""
     vocabulary = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    single_bytes = [i for i, t in enumerate(vocabulary) if re.fullmatch("<0x..>", t) or len(t) == 1 and ord(t) > 0x7F]
-    ids = data.draw(st.lists(st.sampled_from(single_bytes) | st.integers(0, len(tokenizer) - 1), max_size=12))
+    single_bytes = [i for i, t in enumerate(vocabulary)
+                    if re.fullmatch("<0x..>", t) or len(t) == 1 and ord(t) > 0x7F]
+    ids = data.draw(st.lists(st.sampled_from(single_bytes) | st.integers(0, len(tokenizer) - 1),
+                             max_size=12))
     text, offsets = token_offsets(tokenizer, ids)
-    assert text == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert text == tokenizer.decode(ids, skip_special_tokens=True,
+                                    clean_up_tokenization_spaces=False)
     check_tiling(text, ids, offsets)
     if "<0x00>" not in tokenizer.get_vocab():
         assert text == b"".join(token_bytes(tokenizer, ids)).decode(errors="replace")
 
 
 def test_a_replacement_mark_that_the_model_wrote_is_a_character(tokenizer):
-    """Byte-level BPE only: under byte fallback the text after each id cannot tell it from half a character."""
+    """Byte-level BPE only: under byte fallback the text after each id
+    cannot tell it from half a character."""
     if "<0x00>" in tokenizer.get_vocab():
         pytest.skip("a known limit of token_offsets under byte fallback")
     ids = tokenizer.encode("a \ufffd b", add_special_tokens=False)
@@ -405,8 +447,10 @@ def test_a_replacement_mark_that_the_model_wrote_is_a_character(tokenizer):
 def test_special_tokens_have_empty_intervals(tokenizer):
     words, eos = tokenizer.encode("The end 🎉", add_special_tokens=False), tokenizer.eos_token_id
     text, offsets = token_offsets(tokenizer, words)
-    assert token_offsets(tokenizer, [*words, eos, eos]) == (text, offsets + [(len(text), len(text))] * 2)
-    assert token_offsets(tokenizer, [eos]) == ("", [(0, 0)]) and token_offsets(tokenizer, []) == ("", [])
+    assert (token_offsets(tokenizer, [*words, eos, eos])
+            == (text, offsets + [(len(text), len(text))] * 2))
+    assert (token_offsets(tokenizer, [eos]) == ("", [(0, 0)])
+            and token_offsets(tokenizer, []) == ("", []))
 
 
 def test_a_word_behind_a_special_token_keeps_its_space(tokenizer):
@@ -428,31 +472,38 @@ def test_bytes_that_are_shown_as_one_mark_share_it(tokenizer):
 
 def test_a_special_token_inside_a_character_has_an_empty_interval(tokenizer):
     ids = tokenizer.encode("a 中 b", add_special_tokens=False)
-    inside = next(i for i, piece in enumerate(token_bytes(tokenizer, ids)) if piece[-1] > 0x7F) + 1
-    start, end = token_offsets(tokenizer, [*ids[:inside], tokenizer.eos_token_id, *ids[inside:]])[1][inside]
+    inside = next(i for i, piece in enumerate(token_bytes(tokenizer, ids))
+                  if piece[-1] > 0x7F) + 1
+    start, end = token_offsets(
+        tokenizer, [*ids[:inside], tokenizer.eos_token_id, *ids[inside:]])[1][inside]
     assert start == end
 
 
-# ── token_rewards ───────────────────────────────────────────────────────────────────────────────────────
+# ── token_rewards
 
 @st.composite
 def tilings(draw):
-    """A text and intervals that tile it, some of them empty or shared by two tokens, none of spaces alone."""
+    """A text and intervals that tile it, some of them empty or shared by two tokens,
+    none of spaces alone."""
     text = draw(st.text("ab 中\n\u00a0", min_size=1, max_size=24).filter(str.strip))
     cuts, last = [0], len(text.rstrip())
     for cut in sorted(draw(st.lists(st.integers(0, last), max_size=10))):
         cuts += [cut] if cut == cuts[-1] or text[cuts[-1]:cut].strip() else []
-    cuts = [cut for cut in cuts if text[cut:].strip()] + [len(text)] * draw(st.sampled_from([1, 1, 2]))
-    return text, [pair for pair in zip(cuts, cuts[1:]) for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+    cuts = ([cut for cut in cuts if text[cut:].strip()]
+            + [len(text)] * draw(st.sampled_from([1, 1, 2])))
+    return text, [pair for pair in zip(cuts, cuts[1:])
+                  for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
 
 
 def some_spans(text):
     ends = st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(sorted)
-    return st.lists(st.builds(lambda e, label: Span(*e, label), ends, st.sampled_from([1, -1])), max_size=5)
+    return st.lists(st.builds(lambda e, label: Span(*e, label), ends, st.sampled_from([1, -1])),
+                    max_size=5)
 
 
 def lies_in(text, offset, span) -> bool:
-    """By characters: the token has one that is no space, and each of those is in this one span."""
+    """By characters: the token has one that is no space,
+    and each of those is in this one span."""
     solid = [i for i in range(*offset) if not text[i].isspace()]
     return bool(solid) and all(i in range(span.start, span.end) for i in solid)
 
@@ -460,14 +511,17 @@ def lies_in(text, offset, span) -> bool:
 @often
 @given(tilings(), st.data())
 def test_delta_equals_brute_force_over_characters(tiling, data):  # Eq. §3.3 δ; Alg. 2 l.18–25
-    """§3.3, Algorithm 2 l.15–27: ±1 in a span of one kind, 0 outside, half inside and in both kinds."""
+    """§3.3, Algorithm 2 l.15–27: ±1 in a span of one kind, 0 outside,
+    half inside and in both kinds."""
     text, offsets = tiling
     spans = data.draw(some_spans(text))
-    labels = [{span.label for span in spans if lies_in(text, offset, span)} for offset in offsets]
+    labels = [{span.label for span in spans if lies_in(text, offset, span)}
+              for offset in offsets]
     assert token_rewards(text, offsets, spans) == [sum(found) for found in labels]
     assert conflicting_tokens(text, offsets, spans) == sum(found == {1, -1} for found in labels)
     assert tokens_inside(text, offsets, spans) == [
-        [t for t, offset in enumerate(offsets) if lies_in(text, offset, span)] for span in spans]
+        [t for t, offset in enumerate(offsets) if lies_in(text, offset, span)]
+        for span in spans]
     marked = {i for span in spans for i in range(span.start, span.end) if not text[i].isspace()}
     touched = [bool(marked & {*range(*offset)}) for offset in offsets]
     assert half_inside_tokens(text, offsets, spans) == sum(
@@ -492,7 +546,8 @@ def test_a_token_of_spaces_alone_is_in_a_span_only_where_all_of_it_is():
 
 
 def test_human_spans_hold_on_real_tokens(tokenizer, shared):
-    """Fine-grained RLHF: every span that a person marked gives −1 to its own words and to nothing else."""
+    """Fine-grained RLHF: every span that a person marked gives −1 to its own words
+    and to nothing else."""
     rows, seen = read_rows(shared / "data" / "finegrained_qa_human_spans.jsonl"), 0
     for row in rows:
         ids = tokenizer.encode(row["prediction 1"], add_special_tokens=False)
@@ -504,23 +559,27 @@ def test_human_spans_hold_on_real_tokens(tokenizer, shared):
             for reward, offset in zip(delta, offsets):
                 covered |= set(range(*offset)) if reward == -1 else set()
             assert -1 in delta and set(delta) <= {0, -1}
-            shown = "".join(c if i in covered or c.isspace() else "\0" for i, c in enumerate(text))
+            shown = "".join(c if i in covered or c.isspace() else "\0"
+                            for i, c in enumerate(text))
             assert shown[span.start:span.end].split() == text[span.start:span.end].split()
             assert not (shown[:span.start] + shown[span.end:]).replace("\0", "").strip()
             seen += 1
     assert seen > 100
 
 
-# ── Tasks ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Tasks
 
 def check_messages(task, example, *contents):
-    """§B: the request holds the row, the response and any outcome; only chain of thought asks for reasoning."""
+    """§B: the request holds the row, the response and any outcome;
+    only chain of thought asks for reasoning."""
     for mode in ("cot", "no_cot"):
         system, user = annotation_messages(task, example, mode)
         assert (system["role"], user["role"]) == ("system", "user")
-        assert all(content in user["content"] for content in (*contents, example["response"], example["prompt"]))
+        assert all(content in user["content"]
+                   for content in (*contents, example["response"], example["prompt"]))
         assert ("reasoning" in system["content"]) == (mode == "cot")
-        assert all(key in system["content"] for key in ("textual_feedback", "good_spans", "poor_spans"))
+        assert all(key in system["content"]
+                   for key in ("textual_feedback", "good_spans", "poor_spans"))
     assert all(content in task.policy_prompt(example["row"]) for content in contents)
 
 
@@ -528,7 +587,8 @@ def test_slf5k_rows_become_messages(shared):
     task = get_task("slf5k")
     rows = read_rows(shared / "data" / "slf5k.jsonl", task.needs)
     assert list(examples(task, rows)) == [], "these rows bring no response"
-    made = list(examples(task, [{**row, "response": row["ideal_human_summary"]} for row in rows]))
+    made = list(examples(task, [{**row, "response": row["ideal_human_summary"]}
+                                for row in rows]))
     assert [example["id"] for example in made] == [str(i) for i in range(1, 26)]
     for row, example in zip(rows, made):
         assert example["response"] == row["ideal_human_summary"]
@@ -537,7 +597,8 @@ def test_slf5k_rows_become_messages(shared):
 
 def test_slf5k_rows_of_the_hub_bring_their_summary():
     """FACTS §3: the schema of JeremyAlain/SLF5K."""
-    row = {"id": "t3", "title": "A title", "post": "My post.", "generated_summary_for_feedback": "He posts."}
+    row = {"id": "t3", "title": "A title", "post": "My post.",
+           "generated_summary_for_feedback": "He posts."}
     made, = examples(get_task("slf5k"), [row])
     assert (made["id"], made["response"]) == ("t3", "He posts.")
     check_messages(get_task("slf5k"), made, "A title", "My post.")
@@ -550,7 +611,8 @@ def test_kodcode_rows_become_messages(shared):
     pairs = [(row, trial) for row in rows for trial in row["trials"].values()]
     assert len(made) == len(pairs) == len({example["id"] for example in made}) == 87
     for (row, trial), example in zip(pairs, made):
-        assert example["id"].startswith(row["question_id"]) and example["response"] == trial["solution_code"]
+        assert (example["id"].startswith(row["question_id"])
+                and example["response"] == trial["solution_code"])
         assert trial["test_result"] in annotation_messages(task, example)[1]["content"]
         check_messages(task, example, row["question"].strip())
 
@@ -560,7 +622,8 @@ def test_ultrafeedback_rows_become_messages(shared):
     row, = read_rows(shared / "data" / "ultrafeedback_binarized_example.jsonl", task.needs)
     made = list(examples(task, [row]))
     assert [e["id"] for e in made] == [f"{row['prompt_id']}/0", f"{row['prompt_id']}/1"]
-    assert [e["response"] for e in made] == [row[side][1]["content"] for side in ("chosen", "rejected")]
+    assert [e["response"] for e in made] == [row[side][1]["content"]
+                                             for side in ("chosen", "rejected")]
     for example in made:
         check_messages(task, example, row["prompt"])
 
@@ -584,15 +647,18 @@ def test_a_response_of_the_row_wins_over_what_the_row_brings():
     assert [example["response"] for example in examples(get_task("slf5k"), [row])] == ["mine"]
 
 
-# ── Bad input ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Bad input
 
 @pytest.mark.parametrize("content, message", [
-    (b'{"post": "a"}\n{"post": \n', "line 2: not JSON"), (b'{"post": "a"}\n\n{"past": "a"}', "line 3: field 'post'"),
+    (b'{"post": "a"}\n{"post": \n', "line 2: not JSON"),
+    (b'{"post": "a"}\n\n{"past": "a"}', "line 3: field 'post'"),
     (b'{"post": ""}', "line 1: field 'post'"), (b'{"post": null}', "line 1: field 'post'"),
-    (b'{"post": "a"}\n["b"]\n', "line 2: expected a JSON object, found a list"), (b'3\n', "line 1: .* a int"),
-    (b"", "no rows"), (b" \n\n", "no rows"), ('{"post": "café"}\n'.encode("latin-1"), "UTF-8|utf-8"),
+    (b'{"post": "a"}\n["b"]\n', "line 2: expected a JSON object, found a list"),
+    (b'3\n', "line 1: .* a int"), (b"", "no rows"), (b" \n\n", "no rows"),
+    ('{"post": "café"}\n'.encode("latin-1"), "UTF-8|utf-8"),
     (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"), (b"[" * 100_000, "not JSON")],
-    ids=["json", "absent", "empty", "null", "list", "number", "nothing", "blank", "latin-1", "5000-digits", "deep"])
+    ids=["json", "absent", "empty", "null", "list", "number", "nothing", "blank", "latin-1",
+         "5000-digits", "deep"])
 def test_bad_rows_are_one_line_with_file_line_and_field(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
@@ -611,7 +677,8 @@ def test_a_missing_file_is_named(tmp_path):
 def test_one_field_of_a_group_is_enough(tmp_path):
     """FACTS §3: KodCode calls its tests `test` or `test_code`."""
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "q", "test": "t"}\n{"question": "q", "test_code": "t", "test": ""}\n')
+    path.write_text(
+        '{"question": "q", "test": "t"}\n{"question": "q", "test_code": "t", "test": ""}\n')
     assert len(read_rows(path, get_task("kodcode").needs)) == 2
     path.write_text('{"question": "q", "text": "t"}\n')
     with pytest.raises(InputError, match="'test' or 'test_code'"):
@@ -630,16 +697,16 @@ def test_a_response_without_text_is_refused(response):
                                           {"id": "r2", "post": "p", "response": response}]))
 
 
-@pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique", "no_such_module:f", "./toy:critique",
-                                  "toy:SLOTS"])
+@pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique",
+                                  "no_such_module:f", "./toy:critique", "toy:SLOTS"])
 def test_a_critic_that_cannot_be_called_is_refused(name):
     with pytest.raises(InputError, match="--critic"):
         load_object("--critic", name, Callable)
 
 
 def test_the_command_line_fails_in_one_line(monkeypatch):
-    for flags, said in ((["--task", "nope", "--data", "r.jsonl"], "nope"), (["--mood", "x"], "--mood"),
-                        ([], "--data")):
+    for flags, said in ((["--task", "nope", "--data", "r.jsonl"], "nope"),
+                        (["--mood", "x"], "--mood"), ([], "--data")):
         monkeypatch.setattr(sys, "argv", ["annotate.py", *flags])
         with pytest.raises(SystemExit) as ended:
             run_script(annotate.main, "annotate")

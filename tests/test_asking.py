@@ -46,7 +46,8 @@ def work(tmp_path, server):
 
 
 GOOD = json.dumps({"critique": "It ends.", "good_spans": ["the end"], "poor_spans": []})
-WORDS = "the plot is thin but every hero has a name and old Bob says “never” in the end 🎉 of it all".split()
+WORDS = ("the plot is thin but every hero has a name and old Bob says “never” "
+         "in the end 🎉 of it all").split()
 
 
 def made_rows(n: int, longest: int = 40) -> list[dict]:
@@ -64,9 +65,10 @@ class Work:
         self.journal = self.output.with_name("f.jsonl.journal")
 
     def config(self, **options) -> AnnotateConfig:
-        return AnnotateConfig(**{"task": "ultrafeedback", "data": str(self.data), "output": str(self.output),
-                                 "annotator_model": "tiny", "base_url": self.server.url, "retries": 2, "timeout": 20,
-                                 **options})
+        return AnnotateConfig(**{
+            "task": "ultrafeedback", "data": str(self.data), "output": str(self.output),
+            "annotator_model": "tiny", "base_url": self.server.url, "retries": 2, "timeout": 20,
+            **options})
 
     def run(self, rows=None, **options) -> str:
         if rows is not None:
@@ -95,10 +97,11 @@ class Work:
         return self.server.stats()["calls"]
 
 
-# ── Every row ends as feedback or as a recorded failure ─────────────────────────────────────────────────
+# ── Every row ends as feedback or as a recorded failure
 
 def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
-    """One layer of retries: a call for every row and one for every 429, 500 and time-out, no more."""
+    """One layer of retries: a call for every row and one for every 429, 500 and time-out,
+    no more."""
     work.server.settings.faults, work.server.settings.seed = MIX, 3
     line = work.fails("responses have no feedback", made_rows(150), concurrency=32, timeout=2,
                       retries=6)
@@ -106,17 +109,22 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     lost = [record for record in kept if record["reason"] and record["reply"]]
     assert said["faults"].keys() == MIX.keys(), "choose another seed: some fault did not happen"
     assert len(lost) == said["faults"]["garbage"] + said["faults"]["truncated"]
-    assert said["calls"] == 150 + sum(said["faults"][kind] for kind in ("429", "500", "timeout")) <= 1.25 * 150
+    assert (said["calls"]
+            == 150 + sum(said["faults"][kind] for kind in ("429", "500", "timeout"))
+            <= 1.25 * 150)
     assert len({record["key"] for record in kept}) == 150 and len(kept) == said["calls"]
-    assert line.startswith(f"{len(lost)} responses") and str(work.journal) in line and "\n" not in line
-    assert Counter(record["reply"][:11] for record in lost)["I am sorry,"] == said["faults"]["garbage"]
+    assert (line.startswith(f"{len(lost)} responses") and str(work.journal) in line
+            and "\n" not in line)
+    assert (Counter(record["reply"][:11] for record in lost)["I am sorry,"]
+            == said["faults"]["garbage"])
     assert sum("cut off" in record["reason"] for record in lost) == said["faults"]["truncated"]
     assert not work.output.exists()
 
     work.server.settings.faults = {"garbage": 1.0}
     work.run(skip_failed=True)
     gone = {record["id"] for record in lost}
-    assert [row["id"] for row in read_rows(work.output)] == [r["id"] for r in work.rows if r["id"] not in gone]
+    assert ([row["id"] for row in read_rows(work.output)]
+            == [r["id"] for r in work.rows if r["id"] not in gone])
     work.server.settings.faults, before = {}, work.calls()
     work.run()
     assert work.calls() - before == len(lost) and len(work.written()) == 150
@@ -124,7 +132,8 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
 
 @pytest.mark.parametrize("kind, reason, text", [
     ("filter", "empty: content_filter", ""),
-    ("truncated", "cut off after 1200 tokens", '{"reasoning'), ("empty", "no chat completion", '"choices": []'),
+    ("truncated", "cut off after 1200 tokens", '{"reasoning'),
+    ("empty", "no chat completion", '"choices": []'),
     ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
     ("invalid", "no chat completion", '"chatcmpl-1"')])
 def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, kind, reason, text):
@@ -148,8 +157,10 @@ def test_rows_stay_in_order_when_the_first_reply_comes_last(work):
     work.server.settings.responder = slow_first
     work.run(made_rows(12), concurrency=12)
     assert all(row["critique"] and row["annotator"] == "tiny" for row in work.written())
-    assert "sk-loopback" not in work.output.read_text() + work.journal.read_text() + json.dumps(said)
-    assert {(body["temperature"], body["max_tokens"], body["model"]) for body in said} == {(0.6, 1200, "tiny")}
+    assert ("sk-loopback" not in work.output.read_text() + work.journal.read_text()
+            + json.dumps(said))
+    assert ({(body["temperature"], body["max_tokens"], body["model"]) for body in said}
+            == {(0.6, 1200, "tiny")})
 
 
 def test_a_row_that_cannot_be_sent_is_a_failure_and_the_others_are_unharmed(work):
@@ -169,7 +180,8 @@ def test_a_response_of_a_megabyte_is_annotated_or_a_failure(work):
     work.server.settings.context = 10_000
     work.fails("1 responses have no feedback.*context length", rows[1:2])
     work.fails("1 responses.*row-1: .*context length", rows)
-    assert {record["id"] for record in work.kept() if record["reason"] is None} == {"row-0", "row-2"}
+    assert ({record["id"] for record in work.kept() if record["reason"] is None}
+            == {"row-0", "row-2"})
     work.server.settings.context = 0
     said = json.dumps({"critique": "It ends.", "good_spans": ["the end."], "poor_spans": []})
     work.server.settings.responder = lambda body: said
@@ -178,23 +190,26 @@ def test_a_response_of_a_megabyte_is_annotated_or_a_failure(work):
     assert work.calls() == 5
 
 
-# ── The journal: nothing is asked twice ─────────────────────────────────────────────────────────────────
+# ── The journal: nothing is asked twice
 
 def command(work, **options) -> list[str]:
     flags = vars(work.config(**options))
     return [sys.executable, str(ROOT / "annotate.py"), *(f"--{name}={flags[name]}" for name in (
-        "task", "data", "output", "annotator_model", "base_url", "retries", "timeout", *options))]
+        "task", "data", "output", "annotator_model", "base_url", "retries", "timeout",
+        *options))]
 
 
 def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
-    """SIGKILL of the real command; while it runs a second process is refused, and the first is unharmed."""
+    """SIGKILL of the real command; while it runs a second process is refused,
+    and the first is unharmed."""
     kills, n, concurrency = (20, 2000, 8) if SLOW else (3, 150, 8)
     rng, work.rows = random.Random(0), made_rows(n)
     write_rows(work.data, work.rows)
     work.server.settings.delay = 0.02
     for kill in range(kills):
-        process, before = subprocess.Popen(command(work, concurrency=concurrency), stderr=subprocess.DEVNULL,
-                                           stdout=subprocess.DEVNULL), work.calls()
+        process, before = subprocess.Popen(
+            command(work, concurrency=concurrency),
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL), work.calls()
         target = min(before + rng.randrange(1, 2 * n // (kills + 1)), n)
         while work.calls() < target and process.poll() is None:
             time.sleep(rng.uniform(0, 0.03))
@@ -204,14 +219,17 @@ def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
         process.wait()
         done = {record["key"] for record in work.kept()}
         assert len(done) <= work.calls() <= n + concurrency * (kill + 1)
-    done = subprocess.run(command(work, concurrency=concurrency), capture_output=True, text=True)
+    done = subprocess.run(command(work, concurrency=concurrency), capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     said = work.server.stats()
     assert len(work.written()) == n == len(said["asked"])
     twice = said["calls"] - n
-    print(f"{kills} kills, {n} rows, {said['calls']} calls: {twice} asked twice, {concurrency * kills} allowed")
+    print(f"{kills} kills, {n} rows, {said['calls']} calls: {twice} asked twice, "
+          f"{concurrency * kills} allowed")
     assert twice <= concurrency * kills
-    assert Counter(record["key"] for record in work.kept()).most_common(1)[0][1] == 1, "bought twice"
+    assert Counter(record["key"] for record in work.kept()).most_common(1)[0][1] == 1, (
+        "bought twice")
 
 
 def run_command(work, monkeypatch, **options):
@@ -220,7 +238,8 @@ def run_command(work, monkeypatch, **options):
     run_script(main, "annotate")
 
 
-def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work, monkeypatch, capsys):
+def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work, monkeypatch,
+                                                                          capsys):
     work.server.settings.plan = ["ok", "garbage"]
     write_rows(work.data, made_rows(3))
     with pytest.raises(SystemExit) as ended:
@@ -229,7 +248,8 @@ def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work, 
     run_command(work, monkeypatch)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 4 and str(work.output) in said[2]
-    assert said[3] == f"next: python reward_model.py --task ultrafeedback --data {work.output} --model MODEL"
+    assert said[3] == ("next: python reward_model.py --task ultrafeedback "
+                       f"--data {work.output} --model MODEL")
 
 
 def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(work, capsys):
@@ -238,7 +258,8 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
     whole, final = work.journal.read_bytes(), work.output.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     number = whole.count(b"\n")
-    for torn, asked in ((last + 1, 1), (last + 40, 1), (len(whole) - 2, 1), (len(whole) - 1, 0)):
+    for torn, asked in ((last + 1, 1), (last + 40, 1), (len(whole) - 2, 1),
+                        (len(whole) - 1, 0)):
         work.journal.write_bytes(whole[:torn])
         before = work.calls()
         work.run()
@@ -248,11 +269,11 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
         assert work.calls() - before == asked and capsys.readouterr()
 
 
-@pytest.mark.parametrize("damage", [lambda line: b"\xff\x00" + line[2:], lambda line: line[: len(line) // 2],
-                                    lambda line: b"", lambda line: b"7",
-                                    lambda line: b'"7"', lambda line: b"[]",
-                                    lambda line: line.replace(b'"reply"', b'"rfply"'),
-                                    lambda line: line.replace(b'"reason": null', b'"reason": nul')])
+@pytest.mark.parametrize("damage", [
+    lambda line: b"\xff\x00" + line[2:], lambda line: line[: len(line) // 2],
+    lambda line: b"", lambda line: b"7", lambda line: b'"7"', lambda line: b"[]",
+    lambda line: line.replace(b'"reply"', b'"rfply"'),
+    lambda line: line.replace(b'"reason": null', b'"reason": nul')])
 def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
     work.run(made_rows(4), concurrency=1)
     lines, final = work.journal.read_bytes().split(b"\n"), work.output.read_bytes()
@@ -266,7 +287,8 @@ def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
 @pytest.mark.parametrize("old, new, said", [
     ("good_spans", "bad_spans", "f.jsonl.journal: the reply to row-0 was changed"),
     ('"usd": [^}]*', '"usd": NaN', "line 2: damaged")])
-def test_a_journal_changed_by_hand_is_named_and_the_row_asked_again(work, capsys, old, new, said):
+def test_a_journal_changed_by_hand_is_named_and_the_row_asked_again(work, capsys, old,
+                                                                    new, said):
     work.run(made_rows(3), concurrency=1, **PRICES)
     lines, final = work.journal.read_text().split("\n"), work.output.read_bytes()
     lines[1], changes = re.subn(old, new, lines[1])
@@ -278,7 +300,8 @@ def test_a_journal_changed_by_hand_is_named_and_the_row_asked_again(work, capsys
 
 
 def test_what_was_asked_already_is_not_asked_again(work):
-    """Same prompt and response: once. Another model, mode or text: again. Rows added: only those."""
+    """Same prompt and response: once. Another model, mode or text: again.
+    Rows added: only those."""
     rows = made_rows(4)
     rows.append(rows[1] | {"id": "twin"})
     work.run(rows)
@@ -287,15 +310,17 @@ def test_what_was_asked_already_is_not_asked_again(work):
     assert {**first, "id": "twin"} == twin and twin["spans"]
     added = [row | {"id": f"new-{k}", "prompt": f"New {k}?"} for k, row in enumerate(rows[:3])]
     for changed, options, new in [
-            (rows, {}, 0), (rows[::-1], {}, 0), (rows + added, {}, 3), (rows, {"annotator_model": "other"}, 4),
-            (rows, {"mode": "no_cot"}, 4), ([rows[0] | {"prompt": "Another?"}, *rows[1:]], {}, 1), (rows, {}, 0)]:
+            (rows, {}, 0), (rows[::-1], {}, 0), (rows + added, {}, 3),
+            (rows, {"annotator_model": "other"}, 4), (rows, {"mode": "no_cot"}, 4),
+            ([rows[0] | {"prompt": "Another?"}, *rows[1:]], {}, 1), (rows, {}, 0)]:
         before = work.calls()
         work.run(changed, **options)
         assert work.calls() - before == new and work.written()
 
 
 def test_rows_that_can_never_succeed_do_not_block_those_behind_them(work):
-    """25 unusable replies in a row stop a run; the next one does not count what has failed before."""
+    """25 unusable replies in a row stop a run;
+    the next one does not count what has failed before."""
     rows = made_rows(60)
     for row in rows[:40]:
         row["response"] += " word" * 3000
@@ -304,10 +329,11 @@ def test_rows_that_can_never_succeed_do_not_block_those_behind_them(work):
     work.fails("40 responses have no feedback", concurrency=4)
     work.run(skip_failed=True, concurrency=4)
     assert [row["id"] for row in read_rows(work.output)] == [f"row-{i}" for i in range(40, 60)]
-    assert {r["id"] for r in work.kept() if r["reason"] is None} == {f"row-{i}" for i in range(40, 60)}
+    assert ({r["id"] for r in work.kept() if r["reason"] is None}
+            == {f"row-{i}" for i in range(40, 60)})
 
 
-# ── What the server takes ───────────────────────────────────────────────────────────────────────────────
+# ── What the server takes
 
 @pytest.mark.parametrize("context", [0, 2000])
 @pytest.mark.parametrize("only", ["either", "max_completion_tokens"])
@@ -330,10 +356,11 @@ def test_a_model_that_takes_no_temperature_is_asked_without_and_that_is_said(wor
     assert capsys.readouterr().err.count("tiny takes no temperature") == plain
 
 
-# ── Manners ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Manners
 
 @pytest.mark.parametrize("settings, message", [
-    ({"plan": ["quota"] * 99}, "exceeded your current quota"), ({"plan": ["500"] * 99}, "500.*had an error"),
+    ({"plan": ["quota"] * 99}, "exceeded your current quota"),
+    ({"plan": ["500"] * 99}, "500.*had an error"),
     ({"key": "another"}, "Incorrect API key.*check OPENAI_API_KEY"),
     ({"models": ["another"]}, "'tiny'.*does not exist.*name of the model")])
 def test_a_server_that_can_serve_nobody_is_one_line(work, settings, message):
@@ -347,7 +374,8 @@ def test_a_server_that_can_serve_nobody_is_one_line(work, settings, message):
 def test_a_server_that_gives_up_later_ends_the_run_and_nothing_is_lost(work):
     """One kind of refusal: the account is empty; 25 rows tell."""
     work.server.settings.plan = ["ok"] * 3 + ["quota"] * 99
-    line = work.fails("25 replies in a row.*exceeded your current quota", made_rows(60), concurrency=3, retries=0)
+    line = work.fails("25 replies in a row.*exceeded your current quota", made_rows(60),
+                      concurrency=3, retries=0)
     assert "\n" not in line and work.calls() <= 3 + 25 + 3
     assert sum(record["reason"] is None for record in work.kept()) == 3
     work.server.settings.plan, before = [], work.calls()
@@ -360,12 +388,14 @@ def test_replies_under_way_are_kept_when_another_request_ends_the_run(work):
     work.server.settings.plan, work.server.settings.delay = ["ok"] * 4 + ["quota"] * 25, 0.3
     work.fails("quota", made_rows(60), concurrency=4, retries=0)
     said = work.server.stats()
-    assert said["statuses"]["200"] == sum(record["reason"] is None for record in work.kept()) >= 4
+    assert (said["statuses"]["200"]
+            == sum(record["reason"] is None for record in work.kept()) >= 4)
 
 
 def test_a_server_that_is_down_or_a_missing_key_is_one_line(work, monkeypatch):
     url = "http://127.0.0.1:9/v1"
-    line = work.fails("Connection error.*check OPENAI_API_KEY, the URL", made_rows(3), base_url=url, retries=0)
+    line = work.fails("Connection error.*check OPENAI_API_KEY, the URL", made_rows(3),
+                      base_url=url, retries=0)
     assert "127.0.0.1:9" in line and "\n" not in line
     assert not any(sum(record["usage"].values()) for record in work.kept()), "nothing was sent"
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -459,10 +489,11 @@ def test_the_progress_bar_counts_failures_as_they_come(work, capsys):
 def test_25_unusable_replies_in_a_row_stop_the_run(work):
     work.server.settings.faults = {"garbage": 1.0}
     line = work.fails("25 replies in a row cannot be used.*row-", made_rows(60), concurrency=4)
-    assert str(work.journal) in line and 25 <= work.calls() <= 29 and work.calls() == len(work.kept())
+    assert (str(work.journal) in line and 25 <= work.calls() <= 29
+            and work.calls() == len(work.kept()))
 
 
-# ── Money ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Money
 
 PRICES = {"price_in": 2.5, "price_out": 10.0}
 
@@ -483,7 +514,8 @@ def test_usage_and_cost_are_the_servers_own(work):
     for name in ("prompt_tokens", "completion_tokens"):
         assert sum(record["usage"][name] for record in kept) == said[name]
     assert sum(record["usd"] for record in kept) == pytest.approx(bill(work.server), rel=1e-12)
-    assert float(re.search(r"\$([\d.]+) in all runs", line)[1]) == pytest.approx(bill(work.server), abs=1e-4)
+    assert (float(re.search(r"\$([\d.]+) in all runs", line)[1])
+            == pytest.approx(bill(work.server), abs=1e-4))
     for row in work.written():
         assert row["usd"] == pytest.approx(usd(row["usage"]))
 
@@ -510,13 +542,15 @@ def test_errors_of_several_at_once_are_one_line(critic, capfd):
 
 def hostile_rows(n: int) -> list[dict]:
     """By "pieces" nearly every character of these is a token."""
-    return [{"id": f"row-{i}", "prompt": "1a" * 900, "response": f"{i} " + "7b_" * 700} for i in range(n)]
+    return [{"id": f"row-{i}", "prompt": "1a" * 900, "response": f"{i} " + "7b_" * 700}
+            for i in range(n)]
 
 
 @pytest.mark.parametrize("counting, rows, reply", [
     ("pieces", made_rows(40), None), ("pieces", hostile_rows(15), "c"),
     ("quarters", made_rows(15), "c" * 4400)])
-def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, counting, rows, reply):
+def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, counting,
+                                                                   rows, reply):
     options = PRICES
     with serving(counting=counting, delay=0.005) as server:
         if reply:
@@ -563,7 +597,7 @@ def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency
     settings, worst = dear.server.settings, worst_usd(dear)
     settings.faults, budget = {kind: 1.0}, (concurrency + 2.2) * worst
     for _ in range(5):
-        settings.plan = ["ok"] * (dear.calls() + 1)               # so that all others ask at once
+        settings.plan = ["ok"] * (dear.calls() + 1)  # so that all others ask at once
         dear.fails("reached|in a row|no answer|Connection error", max_usd=budget,
                    concurrency=concurrency,
                    timeout=2 if kind == "late" else 20, **PRICES)
@@ -616,7 +650,8 @@ def test_what_is_refused_is_not_booked(work, settings):
 
 
 def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
-    """Four bytes a token and 350 tokens a reply, as it says; 80 where only spans are asked for."""
+    """Four bytes a token and 350 tokens a reply, as it says;
+    80 where only spans are asked for."""
     rows = made_rows(300, longest=150)
     monkeypatch.delenv("OPENAI_API_KEY")
     assert "USD unknown" in work.run(rows, dry_run=True) and work.calls() == 0
@@ -642,7 +677,7 @@ def test_quotes_that_are_not_there_are_dropped_and_counted(work):
     assert work.calls() == 1
 
 
-# ── A function instead of a server ──────────────────────────────────────────────────────────────────────
+# ── A function instead of a server
 
 @pytest.fixture()
 def critic(work, monkeypatch):
@@ -651,27 +686,32 @@ def critic(work, monkeypatch):
     module = SimpleNamespace(judge=lambda row, response: GOOD)
     monkeypatch.setitem(sys.modules, "critic_of_the_test", module)
     work.module, whole = module, work.config
-    work.config = lambda **options: whole(critic="critic_of_the_test:judge", base_url=None, **options)
+    work.config = lambda **options: whole(critic="critic_of_the_test:judge", base_url=None,
+                                          **options)
     return work
 
 
-def test_a_critic_is_asked_with_row_and_response(critic):  # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
+# Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
+def test_a_critic_is_asked_with_row_and_response(critic):
     seen = []
     critic.module.judge = lambda row, response: seen.append((row["more"], response)) or GOOD
     critic.run([row | {"more": k} for k, row in enumerate(made_rows(6))], concurrency=3)
-    assert sorted(seen) == [(k, row["response"]) for k, row in enumerate(critic.rows)] and critic.calls() == 0
+    assert (sorted(seen) == [(k, row["response"]) for k, row in enumerate(critic.rows)]
+            and critic.calls() == 0)
     assert {(row["annotator"], row["critique"], row["usd"]) for row in critic.written()} == {
         ("critic_of_the_test:judge", "It ends.", None)}
     critic.run([row | {"more": k * 2} for k, row in enumerate(made_rows(6))])
     assert len(seen) == 6 + 5, "a critic may look at any field, so a changed one asks again"
-    assert len(critic.written()) == 6, "𝒟_R starts empty: OUTPUT holds this run's rows, not those of the one before"
+    assert len(critic.written()) == 6, (
+        "𝒟_R starts empty: OUTPUT holds this run's rows, not those of the one before")
 
 
 def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic):
     critic.module.judge = lambda row, response: "It is late." if row["id"] == "row-2" else GOOD
     critic.fails("1 responses.*row-2: no JSON object", made_rows(5))
     critic.module.judge = lambda row, response: 1 // 0
-    assert "\n" not in critic.fails("--critic critic_of_the_test:judge, row row-2: ZeroDivisionError: integer")
+    assert "\n" not in critic.fails(
+        "--critic critic_of_the_test:judge, row row-2: ZeroDivisionError: integer")
     critic.module.judge = lambda row, response: None
     critic.fails("critic_of_the_test:judge, row row-2.*NoneType")
     critic.module.judge = lambda row, response: GOOD
@@ -681,20 +721,24 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic
 
 def test_half_characters_harm_only_their_row_with_a_critic_too(critic):
     rows = made_rows(5)
-    rows[1]["response"], rows[2]["id"], rows[3]["prompt"] = "the end \ud83d", "row-2\udc00", "\ud83d?"
-    critic.module.judge = lambda row, response: '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}' \
-        if row["id"] == "row-4" else GOOD
+    rows[1]["response"], rows[2]["id"], rows[3]["prompt"] = (
+        "the end \ud83d", "row-2\udc00", "\ud83d?")
+    critic.module.judge = lambda row, response: (
+        '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}'
+        if row["id"] == "row-4" else GOOD)
     critic.fails("4 responses", rows)
     critic.run(skip_failed=True)
     assert [row["id"] for row in read_rows(critic.output)] == ["row-0"]
 
 
-# ── Flags ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Flags
 
 @pytest.mark.parametrize("flags, message", [
-    (["--mode", "cots"], "--mode must be one of.*no_cot"), (["--unmatched", "drop"], "--unmatched"),
-    (["--limit", "0"], "--limit"), (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
-    (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"), (["--max_usd", "1"], "--max_usd needs")])
+    (["--mode", "cots"], "--mode must be one of.*no_cot"),
+    (["--unmatched", "drop"], "--unmatched"), (["--limit", "0"], "--limit"),
+    (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
+    (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"),
+    (["--max_usd", "1"], "--max_usd needs")])
 def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, flags, message):
     write_rows(work.data, made_rows(2))
     flags = ["--task", "ultrafeedback", "--data", str(work.data), "--output", str(work.output),
@@ -712,14 +756,15 @@ def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, fla
     ({"choices": None}, "", "no chat completion", True)])
 def test_completions_of_other_servers_are_read(change, text, reason, counted):
     usage = {"prompt_tokens": 5, "completion_tokens": 7}
-    body = {"choices": [{"message": {"content": "Fine."}, "finish_reason": "stop"}], "usage": usage} | change
+    body = {"choices": [{"message": {"content": "Fine."}, "finish_reason": "stop"}],
+            "usage": usage} | change
     worst = {"prompt_tokens": 99, "completion_tokens": 9}
     reply = read_completion(json.dumps(body), worst)
     assert reply.usage == (usage if counted else worst) and text in reply.text
     assert reason in reply.reason if reason else reply.reason is None
 
 
-# ── Leaving early, and coming back with other flags ─────────────────────────────────────────────────────
+# ── Leaving early, and coming back with other flags
 
 def interrupt(work, calls: int, times: int = 1):
     """Ctrl-C as soon as so many requests have come, and again .6 s later."""
@@ -781,4 +826,5 @@ def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
 def test_the_output_is_not_written_over_the_data(tmp_path):
     one = tmp_path / "x" / ".." / "one.jsonl"
     with pytest.raises(InputError, match="are one file"):
-        annotate(AnnotateConfig(data=str(tmp_path / "one.jsonl"), output=str(one), dry_run=True))
+        annotate(AnnotateConfig(data=str(tmp_path / "one.jsonl"), output=str(one),
+                                dry_run=True))

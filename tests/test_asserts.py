@@ -1,4 +1,5 @@
-"""Asserts that mirror the equations: each in text2grad.py and reward_model.py is broken once here.
+"""Asserts that mirror the equations: each in text2grad.py
+and reward_model.py is broken once here.
 
 Those of annotate.py are broken in test_annotate.py, those of model.py and sampling.py in
 test_model.py. What they cost is a row of bench.py; -O takes them out (test_pipeline.py).
@@ -32,7 +33,8 @@ def messages(module: str) -> list[str]:
 
 
 def test_the_core_asserts_its_equations():
-    """At least 25, each naming its equation or line; all of the two files here are broken below."""
+    """At least 25, each naming its equation or line;
+    all of the two files here are broken below."""
     every = [message for module in CORE for message in messages(module)]
     assert len(every) >= 25
     places = ("§", "Alg.", "Appendix", "Definition")

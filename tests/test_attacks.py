@@ -1,6 +1,8 @@
-"""Attacks on the sandbox, and more ways to fake a verdict: none passes, none leaves anything behind.
+"""Attacks on the sandbox, and more ways to fake a verdict:
+none passes, none leaves anything behind.
 
-Each runs as the user of the tests and, where that is root, once more as a user without privileges."""
+Each runs as the user of the tests and, where that is root,
+once more as a user without privileges."""
 
 import json
 import os
@@ -21,7 +23,8 @@ from measures.sandbox import SandboxError, run_python
 from test_sandbox import alive, copy_sandbox
 
 KEY = "sk-a-key-that-nobody-may-see"
-# The caller has KEY in a keyring of its session, and says whether it still holds that and no more.
+# The caller has KEY in a keyring of its session,
+# and says whether it still holds that and no more.
 CALL = """
 import ctypes, json, os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -35,7 +38,8 @@ begun = time.monotonic()
 result = run_python(**json.load(sys.stdin))
 seconds = time.monotonic() - begun
 size = call(keyctl, 11, -3, held, 80)
-kept = held.raw[:size] == key.to_bytes(4, "little") and call(keyctl, 11, key, held, 80) == len(KEY)
+kept = held.raw[:size] == key.to_bytes(4, "little") and \
+call(keyctl, 11, key, held, 80) == len(KEY)
 print(json.dumps([result.passed, result.status, result.stderr, seconds, kept]))
 """.replace("KEY", repr(KEY.encode()))
 
@@ -65,7 +69,8 @@ for _ in range(5):
 time.sleep(60)
 """
 
-ATTACKS = {                # name: code, status, limit in seconds; {outside} and {port} are filled in
+# name: code, status, limit in seconds; {outside} and {port} are filled in
+ATTACKS = {
     "fork bomb": (
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass",
         "timeout", .5),
@@ -78,44 +83,52 @@ ATTACKS = {                # name: code, status, limit in seconds; {outside} and
                     "assert False, 'it does nothing'", "error", 10),
     "write to the home directory": (
         "from pathlib import Path\nwritten = 0\nfor place in {outside}:\n    try:\n"
-        "        Path(place, 'written').write_text('x')\n        written += 1\n    except OSError as error:\n"
-        "        print(error)\nassert written", "error", 10),
+        "        Path(place, 'written').write_text('x')\n        written += 1\n"
+        "    except OSError as error:\n        print(error)\nassert written", "error", 10),
     "read an API key": (
         "import glob, os\nfound = repr(os.environ)\n"
         "for place in glob.glob('/proc/*/environ') + glob.glob('{outside[0]}/*'):\n    try:\n"
         "        found += open(place).read()\n    except OSError:\n        pass\nprint(found)\n"
         "assert 'sk-' in found", "error", 10),
     "connect to a loopback listener": (
-        "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)", "error", 10),
+        "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)",
+        "error", 10),
     "fill the disk": (
-        "import itertools, os\ntry:\n    for i in itertools.count():\n        with open(str(i), 'wb', 0) as file:\n"
-        "            for _ in range(8):\n                file.write(bytes(1 << 20))\n"
-        "finally:\n    print('MiB', sum(os.stat(name).st_blocks for name in os.listdir()) >> 11)", "error", 10),
+        "import itertools, os\ntry:\n    for i in itertools.count():\n"
+        "        with open(str(i), 'wb', 0) as file:\n"
+        "            for _ in range(8):\n                file.write(bytes(1 << 20))\nfinally:\n"
+        "    print('MiB', sum(os.stat(name).st_blocks for name in os.listdir()) >> 11)",
+        "error", 10),
     "ignore the end of the time": (
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass", "timeout", 1),
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
+        "timeout", 1),
     "unkillable signal handler": (
-        "import signal, time\nfor number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}:\n"
+        "import signal, time\n"
+        "for number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}:\n"
         "    signal.signal(number, lambda *_: None)\nwhile True:\n    time.sleep(1)",
         "timeout", .4),
     "background child": (
         "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    if os.fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n    os._exit(0)\n"
-        "time.sleep(0.3)\nassert False", "error", 10),
+        "    if os.fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n"
+        "    os._exit(0)\ntime.sleep(0.3)\nassert False", "error", 10),
     "fake verdict": (
-        "import os, sys\nfor word in (b'passed', b'0' * 32 + b' passed', b'\\n0\\n', b'\\npassed\\n0\\n'):\n"
-        "    for fd in range(1, 30):\n        try:\n            os.write(fd, word)\n        except OSError: pass\n"
-        "os._exit(0)", "error", 10),
-    "read the caller's keys": (LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
-                               f"text = ctypes.create_string_buffer(80)\ncall({KEYCTL}, 11, key, text, 80)\n"
-                               f"print(text.value)\nassert key > 0", "error", 10),
+        "import os, sys\n"
+        "for word in (b'passed', b'0' * 32 + b' passed', b'\\n0\\n', b'\\npassed\\n0\\n'):\n"
+        "    for fd in range(1, 30):\n        try:\n            os.write(fd, word)\n"
+        "        except OSError: pass\nos._exit(0)", "error", 10),
+    "read the caller's keys": (
+        LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
+        f"text = ctypes.create_string_buffer(80)\ncall({KEYCTL}, 11, key, text, 80)\n"
+        f"print(text.value)\nassert key > 0", "error", 10),
     "delete the caller's keys": (LIBC + f"assert call({KEYCTL}, 7, -3) == 0", "error", 10),
     "plant a key": (LIBC + f"assert max(call({ADD_KEY}, b'user', b'planted', b'x', 1, ring) "
                     f"for ring in (-2, -3, -4, -5)) > 0", "error", 10),
     "trace the watcher": (HOLD.format(act=f"call({PTRACE}, 16, process, 0, 0)"), "memory", 10),
     "stop the watcher": (HOLD.format(act="os.kill(process, signal.SIGSTOP)"), "memory", 10),
     "prlimit on the watcher": (
-        HOLD.format(act="resource.prlimit(process, resource.RLIMIT_NOFILE, (0, 0))"), "memory", 10),
+        HOLD.format(act="resource.prlimit(process, resource.RLIMIT_NOFILE, (0, 0))"),
+        "memory", 10),
     "SCHED_IDLE for the watcher": (
         HOLD.format(act="os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))"),
         "memory", 10),
@@ -130,7 +143,8 @@ def users() -> list:
 
 @pytest.fixture()
 def outside():
-    """A folder that holds a key and that every user may write to; nobody can read the tests' own."""
+    """A folder that holds a key and that every user may write to;
+    nobody can read the tests' own."""
     folder = Path("/var/tmp", f"outside-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir()
     folder.chmod(0o777)
@@ -143,7 +157,8 @@ def attack(order: dict, user: int | None, folder: Path) -> tuple:
     """(passed, status, stderr, seconds, keys kept) of run_python in a fresh interpreter."""
     copy_sandbox(folder / "code")
     (folder / "code" / "tqdm.py").write_text("tqdm = list")        # another Python may lack it
-    python = next((path for path in (sys.executable, "/usr/bin/python3") if starts(path, user)), None)
+    python = next((path for path in (sys.executable, "/usr/bin/python3") if starts(path, user)),
+                  None)
     if python is None:
         pytest.skip("no Python >= 3.11 that a user without privileges can start")
     (folder / "temporary").mkdir()
@@ -165,14 +180,16 @@ def starts(python: str, user: int | None) -> bool:
 
 
 @here
-@pytest.mark.parametrize("user", users(), ids=lambda user: "itself" if user is None else "unprivileged")
+@pytest.mark.parametrize("user", users(),
+                         ids=lambda user: "itself" if user is None else "unprivileged")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, outside):
     code, expected, timeout = ATTACKS[name]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         home = pwd.getpwuid(os.getuid() if user is None else user).pw_dir
-        code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"], port=listener.getsockname()[1])
+        code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
+                           port=listener.getsockname()[1])
         order = {"code": code, "tests": "assert True", "timeout": timeout, "memory_mb": 512}
         passed, status, stderr, seconds, kept = attack(order, user, outside)
         with pytest.raises(BlockingIOError):
@@ -181,18 +198,23 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
     assert (passed, status) == (False, expected), stderr
     assert seconds < FAR * timeout + 10 and kept
     assert not alive(str(outside)) and not list((outside / "temporary").iterdir())
-    assert not list(outside.glob("**/written")) and not Path(home, "written").exists() and KEY not in stderr
+    assert (not list(outside.glob("**/written")) and not Path(home, "written").exists()
+            and KEY not in stderr)
     if name == "fill the disk":
-        assert "No space left" in stderr and int(stderr.split("MiB ")[1].split()[0]) <= FOLDER_MB
+        assert ("No space left" in stderr
+                and int(stderr.split("MiB ")[1].split()[0]) <= FOLDER_MB)
 
 
-# ── Verdicts ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Verdicts
 
-EQUAL = "class Equal({}):\n    def __eq__(self, other):\n        return True\n    __hash__ = object.__hash__\n"
+EQUAL = ("class Equal({}):\n    def __eq__(self, other):\n        return True\n"
+         "    __hash__ = object.__hash__\n")
 
 
-# Clears the tests' statements wherever a frame holds them, and says that an assertion was reached.
-WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n    for held in [*frame.f_locals.values()]:\n"
+# Clears the tests' statements wherever a frame holds them,
+# and says that an assertion was reached.
+WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n"
+        "    for held in [*frame.f_locals.values()]:\n"
         "        if type(held) is set: held.add('assertion')\n"
         "        if type(held) is list: held.clear()\n"
         "        if type(held) is dict and 'statements' in held: held['statements'] = ()\n"
@@ -201,26 +223,36 @@ WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n    for held in [*fr
 
 @here
 @pytest.mark.parametrize("code", [
-    "import builtins\nbuiltins.abs = lambda x: 0", "import builtins\nbuiltins.exec = lambda *_: None",
+    "import builtins\nbuiltins.abs = lambda x: 0",
+    "import builtins\nbuiltins.exec = lambda *_: None",
     "__builtins__['abs'] = lambda x: 0\n__builtins__['AssertionError'] = Warning",
     "import __main__\n__main__.cell._run = lambda *_: 1",
-    EQUAL.format("") + "import sys\nsys.modules['cell']._Sealed = lambda value: value\ndef f():\n    return Equal()",
+    (EQUAL.format("") + "import sys\nsys.modules['cell']._Sealed = lambda value: value\n"
+     "def f():\n    return Equal()"),
     "import marshal, math\nmarshal.loads = lambda *_: None\nmath.isclose = lambda *_: True",
-    "import __main__, os\nwrite = os.write\nos.write = lambda to, what: write(to, what.replace(b'failed', b'passed'))",
+    ("import __main__, os\nwrite = os.write\n"
+     "os.write = lambda to, what: write(to, what.replace(b'failed', b'passed'))"),
     "import ast\nast.parse = lambda *_: ast.Module([], [])\nast.walk = lambda *_: []",
     "import traceback, sys\ntraceback.TracebackException = sys.excepthook = None",
     "import atexit, os\natexit.register(lambda: os.write(1, b'passed'))",
     "def check(*_):\n    pass\nassertion = close = check",
-    "def f():\n    globals()['close'] = lambda *_: True", "def f():\n    globals()['__reached__'] = lambda *_: True",
-    EQUAL.format("") + "def f():\n    return Equal()", EQUAL.format("int") + "def f():\n    return Equal(1)",
+    "def f():\n    globals()['close'] = lambda *_: True",
+    "def f():\n    globals()['__reached__'] = lambda *_: True",
+    EQUAL.format("") + "def f():\n    return Equal()",
+    EQUAL.format("int") + "def f():\n    return Equal(1)",
     EQUAL.format("str") + "def f():\n    return Equal('a')",
-    EQUAL.format("") + "def f():\n    return {'a': [Equal()]}", EQUAL.format("").replace("Equal", "f"),
-    EQUAL.format("") + "    __lt__ = __le__ = __gt__ = __contains__ = __eq__\ndef f():\n    return Equal()",
-    WALK + "def f():\n    return 1", "def f():\n    " + WALK.replace("\n", "\n    ") + "return 1",
+    EQUAL.format("") + "def f():\n    return {'a': [Equal()]}",
+    EQUAL.format("").replace("Equal", "f"),
+    (EQUAL.format("") + "    __lt__ = __le__ = __gt__ = __contains__ = __eq__\n"
+     "def f():\n    return Equal()"),
+    WALK + "def f():\n    return 1",
+    "def f():\n    " + WALK.replace("\n", "\n    ") + "return 1",
     EQUAL.format("list") + "def f():\n    return Equal()",
     EQUAL.format("") + "def f():\n    return [(1, {'a': Equal()})]",
-    "import os\nif os.fork():\n    os.wait()", "import os\nif not os.fork():\n    f = lambda: 2",
-    "import os, signal\nos.kill(-1, signal.SIGKILL)", "import os, signal\nos.kill(1, signal.SIGKILL)",
+    "import os\nif os.fork():\n    os.wait()",
+    "import os\nif not os.fork():\n    f = lambda: 2",
+    "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "import os, signal\nos.kill(1, signal.SIGKILL)",
     "import ctypes\nctypes.string_at(0)"])
 def test_a_wrong_answer_passes_in_no_disguise(code):
     code += "" if "f()" in code or "f =" in code else "\ndef f():\n    return 1"
@@ -233,7 +265,8 @@ def test_a_wrong_answer_passes_in_no_disguise(code):
 
 @here
 def test_no_lie_is_told_of_members():
-    code = "class Lie:\n    def __contains__(self, _):\n        return True\ndef f():\n    return Lie()"
+    code = ("class Lie:\n    def __contains__(self, _):\n        return True\n"
+            "def f():\n    return Lie()")
     assert not run_python(code, "assert 2 in f()").passed
 
 
@@ -256,12 +289,14 @@ def f():
         thing = todo.pop()
         if id(thing) not in seen:
             seen.add(id(thing))
-            text = thing.decode('latin') if isinstance(thing, bytes) else thing if isinstance(thing, str) else ''
+            text = thing.decode('latin') if isinstance(thing, bytes) else \
+thing if isinstance(thing, str) else ''
             found.update(re.findall('[0-9a-f]{64}', text))
             todo += gc.get_referents(thing)
     return found"""
     start, said = sandbox._start, []
-    monkeypatch.setattr(sandbox, "_start", lambda *order: said.append(start(*order)) or said[-1])
+    monkeypatch.setattr(sandbox, "_start",
+                        lambda *order: said.append(start(*order)) or said[-1])
     tests = ("def test_it():\n    planted = ['ab' * 32]\n    found = f()\n    print(found)\n"
              "    assert planted[0] in found")
     result = run_python(code, tests)
@@ -272,17 +307,19 @@ def f():
 
 @here
 def test_memory_is_counted_over_all_processes_and_processes_are_counted():
-    code = ("import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        x = b'x' * (100 << 20)\n"
-            "        time.sleep(60)\ntime.sleep(60)")
+    code = ("import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
+            "        x = b'x' * (100 << 20)\n        time.sleep(60)\ntime.sleep(60)")
     result = run_python(code, "assert True", timeout=30, memory_mb=300)
     assert result.status == "memory" and "300 MiB" in result.stderr
-    many = "import threading, time\nfor _ in range(200):\n    threading.Thread(target=time.sleep, args=(60,)).start()"
+    many = ("import threading, time\nfor _ in range(200):\n"
+            "    threading.Thread(target=time.sleep, args=(60,)).start()")
     assert "can't start new thread" in run_python(many, "assert True", memory_mb=4000).stderr
 
 
 @here
 @pytest.mark.parametrize("code", [
-    "import os\nassert os.geteuid() != 0", "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
+    "import os\nassert os.geteuid() != 0",
+    "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
     "import os\nos.setuid(0)", "import os\nos.chroot('.')",
     "import subprocess\nsubprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)",
     "import subprocess\nsubprocess.run(['unshare', '-Ur', 'true'], check=True)"])
@@ -291,18 +328,21 @@ def test_no_privilege_is_held_or_won(code):
     assert run_python(code, "assert True").status == expected
 
 
-# ── Without a sandbox ──────────────────────────────────────────────────────────────────────────────────
+# ── Without a sandbox
 
-def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(monkeypatch, tmp_path):
+def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(monkeypatch,
+                                                                               tmp_path):
     place = Path(copy_sandbox(tmp_path / "code")).parent / "cell.py"
     place.write_text(place.read_text().replace('_libc("unshare", ', '_libc("setns", '))
     monkeypatch.setattr(sandbox, "__file__", str(place))
-    with pytest.raises(SandboxError, match="no sandbox can be put up here.*setns.*--unsafe_sandbox$"):
+    with pytest.raises(SandboxError,
+                       match="no sandbox can be put up here.*setns.*--unsafe_sandbox$"):
         run_python("x = 1", "assert x == 1")
     assert run_python("x = 1", "assert x == 1", unsafe=True).passed
     code = "import os\nos.kill(os.getppid(), 9)"
     assert run_python(code, "assert True", unsafe=True).status in ("killed", "error")
-    assert run_python("while True:\n    pass", "assert True", 0.7, unsafe=True).status == "timeout"
+    assert (run_python("while True:\n    pass", "assert True", 0.7, unsafe=True).status
+            == "timeout")
 
 
 @here
@@ -316,24 +356,32 @@ cell.main()""")
     assert run_python("x = 1", "assert x == 1").passed
 
 
-# ── What honest code does ──────────────────────────────────────────────────────────────────────────────
+# ── What honest code does
 
 @pytest.mark.parametrize("code", [
-    "import numpy\nassert numpy.ones((3, 3)).sum() == 9 and abs(numpy.linalg.det(numpy.eye(3)) - 1) < 1e-9",
-    "import subprocess, sys\nassert subprocess.check_output([sys.executable, '-c', 'print(1)']) == b'1\\n'",
-    "import tempfile\nwith tempfile.TemporaryDirectory() as place:\n    open(place + '/file', 'w').write('x')",
+    ("import numpy\nassert numpy.ones((3, 3)).sum() == 9 and "
+     "abs(numpy.linalg.det(numpy.eye(3)) - 1) < 1e-9"),
+    ("import subprocess, sys\n"
+     "assert subprocess.check_output([sys.executable, '-c', 'print(1)']) == b'1\\n'"),
+    ("import tempfile\nwith tempfile.TemporaryDirectory() as place:\n"
+     "    open(place + '/file', 'w').write('x')"),
     "import sqlite3\nassert sqlite3.connect('data').execute('select 1').fetchone() == (1,)",
-    "from concurrent.futures import ThreadPoolExecutor\nassert list(ThreadPoolExecutor(8).map(abs, [-1, 2])) == [1, 2]",
+    ("from concurrent.futures import ThreadPoolExecutor\n"
+     "assert list(ThreadPoolExecutor(8).map(abs, [-1, 2])) == [1, 2]"),
     "import asyncio\nassert asyncio.run(asyncio.sleep(0, 1)) == 1",
-    "import sys\nsys.setrecursionlimit(20_000)\ndef g(n):\n    return n and 1 + g(n - 1)\nassert g(15_000) == 15_000",
-    "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nassert P(1) == P(1) != P(2)",
+    ("import sys\nsys.setrecursionlimit(20_000)\ndef g(n):\n    return n and 1 + g(n - 1)\n"
+     "assert g(15_000) == 15_000"),
+    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+     "assert P(1) == P(1) != P(2)"),
     "import builtins\nassert builtins.len([1]) == 1 and isinstance(__builtins__, dict)",
-    "import math, random, datetime, decimal, fractions, typing, enum, hashlib, ssl, multiprocessing, unittest.mock",
+    ("import math, random, datetime, decimal, fractions, typing, enum, hashlib, ssl, "
+     "multiprocessing, unittest.mock"),
     "count = 0\ndef add():\n    global count\n    count += 1"])
 def test_honest_code_passes(code):
     if "numpy" in code:
         pytest.importorskip("numpy")
-    tests = "add()\nassert count == 1\nadd()\nassert count == 2" if "add" in code else "assert True"
+    tests = ("add()\nassert count == 1\nadd()\nassert count == 2" if "add" in code
+             else "assert True")
     result = run_python(code, tests)
     assert result.passed, result.stderr
 
@@ -342,34 +390,42 @@ def test_honest_code_passes(code):
 def test_what_a_run_met_is_said():
     """torch maps more than the limit; multiprocessing has its semaphores."""
     result = run_python("import torch", "assert True")
-    assert result.status == "memory" and "the limit is 512 MiB of memory in a process" in result.stderr
-    code = "import multiprocessing as mp\ndef f(x):\n    with mp.Pool(2) as pool:\n        return pool.map(abs, x)"
+    assert (result.status == "memory"
+            and "the limit is 512 MiB of memory in a process" in result.stderr)
+    code = ("import multiprocessing as mp\ndef f(x):\n    with mp.Pool(2) as pool:\n"
+            "        return pool.map(abs, x)")
     assert run_python(code, "assert f([-1, 2]) == [1, 2]").passed
 
 
-# ── Time ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Time
 
-SPIN = "import time\ndef f():\n    end = time.process_time() + {}\n    while time.process_time() < end:\n        pass\n"
+SPIN = ("import time\ndef f():\n    end = time.process_time() + {}\n"
+        "    while time.process_time() < end:\n        pass\n")
 
 
 def test_time_is_of_the_program_and_on_the_cpu():
     """Not what it waits for."""
-    assert run_python("import time\ntime.sleep(2.5)", "assert True", timeout=1, unsafe=bool(LACKS)).passed
+    assert run_python("import time\ntime.sleep(2.5)", "assert True", timeout=1,
+                      unsafe=bool(LACKS)).passed
     for seconds, expected in ((0.5, "passed"), (20, "timeout")):
-        found = run_python(SPIN.format(seconds), "assert f() is None", timeout=1, unsafe=bool(LACKS))
+        found = run_python(SPIN.format(seconds), "assert f() is None", timeout=1,
+                           unsafe=bool(LACKS))
         assert found.status == expected
 
 
 @here
 def test_a_run_ends_with_its_caller_and_leaves_nothing(outside):
     """Which is killed at some moment of the run, three times while it sleeps."""
-    call = "import sys; sys.path[:0] = sys.argv[1:2]; from measures.sandbox import run_python; run_python(*sys.argv[2:])"
+    call = ("import sys; sys.path[:0] = sys.argv[1:2]; "
+            "from measures.sandbox import run_python; run_python(*sys.argv[2:])")
     copy_sandbox(outside / "code")
     (outside / "temporary").mkdir()
     for seconds in (0.0, 0.02, 0.05, *(3 * [60])):
-        caller = subprocess.Popen([sys.executable, "-c", call, str(outside / "code"), "import time\ntime.sleep(600)",
-                                   "assert 1"], env={"TMPDIR": str(outside / "temporary")})
-        while len(alive(str(outside), 0)) < (4 if seconds else 2):     # the caller, and three of the run
+        caller = subprocess.Popen([sys.executable, "-c", call, str(outside / "code"),
+                                   "import time\ntime.sleep(600)", "assert 1"],
+                                  env={"TMPDIR": str(outside / "temporary")})
+        # the caller, and three of the run
+        while len(alive(str(outside), 0)) < (4 if seconds else 2):
             assert caller.poll() is None
         time.sleep(random.random() * min(seconds, 0.1))
         caller.kill()

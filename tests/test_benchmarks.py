@@ -1,6 +1,8 @@
-"""The benchmarks: right programs pass, wrong ones do not, evalplus' rules beside numpy's, ARC beside a plain forward.
+"""The benchmarks: right programs pass, wrong ones do not, evalplus' rules beside numpy's,
+ARC beside a plain forward.
 
-Tests that run code say unsafe=True: what they run is known, and a machine without namespaces runs them too.
+Tests that run code say unsafe=True: what they run is known,
+and a machine without namespaces runs them too.
 """
 
 import gzip
@@ -26,18 +28,23 @@ HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x //
         'def grow(x: int) -> int:\n    """One more."""\n')
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": HEAD, "entry_point": "grow",
              "canonical_solution": "    return x + 1\n",
-             "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert half(4) == 2\n"}
+             "test": "def check(candidate):\n    assert candidate(1) == 2\n"
+                     "    assert half(4) == 2\n"}
 PLUS = {key: value for key, value in HUMANEVAL.items() if key != "test"} | {
     "base_input": [[1], [2]], "plus_input": [[-1], [10**30]], "atol": 0, "contract": ""}
-FULL = HUMANEVAL | PLUS                                  # HumanEvalPlus has a `test` beside its inputs
-MBPP = {"task_id": 2, "text": "Add one.", "code": "import math\r\ndef grow(x):\r\n  return x + 1",
-        "test_setup_code": "y = 1", "test_list": ["assert set([grow(y)]) == {2}", "assert grow(2) == 3"]}
+FULL = HUMANEVAL | PLUS  # HumanEvalPlus has a `test` beside its inputs
+MBPP = {"task_id": 2, "text": "Add one.",
+        "code": "import math\r\ndef grow(x):\r\n  return x + 1",
+        "test_setup_code": "y = 1",
+        "test_list": ["assert set([grow(y)]) == {2}", "assert grow(2) == 3"]}
 SANITIZED = {"task_id": 3, "prompt": "Add one.", "code": "def grow(x):\n  return x + 1",
              "test_imports": ["import math"], "test_list": ["assert math.isclose(grow(1), 2)"]}
 SHARED = {"task_id": "Mbpp/2", "entry_point": "similar_elements",
           "prompt": '"""\nShared elements.\nassert similar_elements("a", "ab") == "a"\n"""\n',
-          "canonical_solution": "\ndef similar_elements(a, b):\n  return tuple(set(a) & set(b))\n",
-          "base_input": [[[3, 4], [4, 5]]], "plus_input": [[[], []], [[1, "a"], ["a", 1, 2]]], "atol": 0}
+          "canonical_solution": "\ndef similar_elements(a, b):\n"
+                                "  return tuple(set(a) & set(b))\n",
+          "base_input": [[[3, 4], [4, 5]]], "plus_input": [[[], []], [[1, "a"], ["a", 1, 2]]],
+          "atol": 0}
 
 
 def write(path, *rows, array=False, zipped=False):
@@ -58,7 +65,7 @@ def run(problems, *programs, **options):
     return execute(problems, programs, unsafe=True, **options)
 
 
-# ── Files ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── Files
 
 EMPTY = SHARED | {"plus_input": {}}                      # as a row of MBPP+ v0.2.0 has it
 
@@ -73,7 +80,8 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
     assert found.entry_point == row.get("entry_point", "grow")
     assert (found.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
     wrong = found.solution.replace("x + 1", "x + 2").replace("&", "|")
-    right, empty, bad = run([found], found.solution, "", wrong + "\nif math: pass" if row is SANITIZED else wrong)
+    right, empty, bad = run([found], found.solution, "",
+                            wrong + "\nif math: pass" if row is SANITIZED else wrong)
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
     assert not empty["base"] and not empty["plus"] and empty["status"] == "error"
     assert not bad["base"] and not bad["plus"] and bad["status"] in ("failed", "error")
@@ -83,18 +91,23 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
     (b"[]", ["no rows"]), (gzip.compress(b"{", mtime=0), ["line 1", "JSON"]),
     (b'[{"a": 1}, 3]', ["row 1", "field"]), (b"\x1f\x8bnothing", ["gzip"]),
     *((json.dumps({k: v for k, v in row.items() if k != name}).encode(), ["row 1", name])
-      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (FULL, "base_input"), (MBPP, "test_list"),
-                        (SANITIZED, "prompt"))),
-    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(), ["row 2", words])
-      for row, more, words in ((HUMANEVAL, {"base_input": [[1]], "plus_input": [[1]], "atol": 0}, "'plus_input'"),
-                               (MBPP, {"plus_input": [[1]]}, "+ tests"),
-                               (SANITIZED, {"test": "assertion(grow(1), 2)"}, "+ tests"))),
-    (json.dumps(FULL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(), ["row 2", "'plus_input'"]),
-    (json.dumps({"id": "a", "question": {}, "answerKey": "A"}).encode(), ["'task_id' is missing"]),
+      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (FULL, "base_input"),
+                        (MBPP, "test_list"), (SANITIZED, "prompt"))),
+    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(),
+       ["row 2", words])
+      for row, more, words in (
+          (HUMANEVAL, {"base_input": [[1]], "plus_input": [[1]], "atol": 0}, "'plus_input'"),
+          (MBPP, {"plus_input": [[1]]}, "+ tests"),
+          (SANITIZED, {"test": "assertion(grow(1), 2)"}, "+ tests"))),
+    (json.dumps(FULL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(),
+     ["row 2", "'plus_input'"]),
+    (json.dumps({"id": "a", "question": {}, "answerKey": "A"}).encode(),
+     ["'task_id' is missing"]),
     (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "IndexError"]),
     (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["row 1", "SyntaxError"]),
     (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["row 1", "TypeError"]),
-    (json.dumps(SHARED | {"base_input": []}).encode(), ["row 1", "which every program would pass"]),
+    (json.dumps(SHARED | {"base_input": []}).encode(),
+     ["row 1", "which every program would pass"]),
 ])
 def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(text)
@@ -107,23 +120,28 @@ def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp
     (2, [[1, 2], [3]], [(1, 2), (3,)]), (63, [[[1, 2], [3, 4]]], [[(1, 2), (3, 4)]]),
     (75, [[[1, 2]], 3], [[(1, 2)], 3]), (106, [[1], [2, 3]], [[1], (2, 3)]),
     (250, [[1, 2], 3], [(1, 2), 3]), (307, [[1, []], 2, 3], [(1, []), 2, 3]),
-    (259, [[[1, 2]], [[3, 4]]], [((1, 2),), ((3, 4),)]), (278, [[1, [2, 3], 4]], [(1, (2, 3), 4)]),
-    (115, [[[1, 2], []]], [[{1, 2}, {}]]), (124, ["1", "2j"], [1.0, 2j]), (252, ["3+4j"], [3 + 4j]),
-    (722, [{"a": [1, 2]}, 3], [{"a": (1, 2)}, 3]), (580, [[1, [2, [3]]]], [(1, (2, (3,)))]), (3, [[1]], [[1]])])
+    (259, [[[1, 2]], [[3, 4]]], [((1, 2),), ((3, 4),)]),
+    (278, [[1, [2, 3], 4]], [(1, (2, 3), 4)]),
+    (115, [[[1, 2], []]], [[{1, 2}, {}]]), (124, ["1", "2j"], [1.0, 2j]),
+    (252, ["3+4j"], [3 + 4j]), (722, [{"a": [1, 2]}, 3], [{"a": (1, 2)}, 3]),
+    (580, [[1, [2, [3]]]], [(1, (2, (3,)))]), (3, [[1]], [[1]])])
 def test_arguments_that_json_cannot_hold_are_made_again(task, args, expected):
     assert repr(benchmarks._restored(f"Mbpp/{task}", args)) == repr(expected)
     assert benchmarks._restored(f"HumanEval/{task}", args) == args
 
 
-# ── Prompts and answers ────────────────────────────────────────────────────────────────────────────────
+# ── Prompts and answers
 
 def test_prompts_show_the_signature_or_the_asserts(tmp_path):
-    assert HEAD in code_prompt(problem(tmp_path)) and "Complete" in code_prompt(problem(tmp_path))
+    assert (HEAD in code_prompt(problem(tmp_path))
+            and "Complete" in code_prompt(problem(tmp_path)))
     for row in (MBPP, SANITIZED):
         told = code_prompt(problem(tmp_path, row))
-        assert "Add one." in told and all(test in told for test in row["test_list"]) and row["code"] not in told
+        assert ("Add one." in told and all(test in told for test in row["test_list"])
+                and row["code"] not in told)
     told = code_prompt(problem(tmp_path, SHARED))
-    assert 'Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in told and '"""' not in told
+    assert ('Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in told
+            and '"""' not in told)
 
 
 RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
@@ -132,32 +150,41 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
 @pytest.mark.parametrize("response, kept, left", [
     (f"Sure!\n```python\n{RIGHT}```\nThis adds one.", "", "Sure"),
     (f"~~~\n{RIGHT}~~~", "", "~"), (f"````py\n{RIGHT}````", "", "`"),
-    (f"```python\n{RIGHT}", "", "`"),                                                           # never closed
+    (f"```python\n{RIGHT}", "", "`"),                             # never closed
     (f"```python\r\n{RIGHT}```".replace("\n", "\r\n"), "", "\r"),
-    (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n```python\ndef grow(x):\n    return 0\n```", "",
-     "return 0"),
+    (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
+     "```python\ndef grow(x):\n    return 0\n```", "", "return 0"),
     ("1. Do it:\n   ```python\n   def grow(x):\n       return x + 1\n   ```", "", "1."),
-    ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n```python\ndef grow(x):\n    return more(x)\n```",
-     "ONE = 1", "and"),
-    (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}assert grow(1) == 7\nprint(grow(1))\n"
+    ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n"
+     "```python\ndef grow(x):\n    return more(x)\n```", "ONE = 1", "and"),
+    (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}"
+     "assert grow(1) == 7\nprint(grow(1))\n"
      "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"), "grow(1)", "#"),         # unfenced
-    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "import List", "#"),    # the prompt's
-    ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```", "List", "print"),
+    (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"),
+     "grow(1)", "#"),                                             # unfenced
+    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
+     "import List", "#"),                                         # the prompt's
+    ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
+     "List", "print"),
     ("grow = lambda x: x + 1", "lambda", "def grow"),
-    ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```", "lru_cache", "#"),
-    ("```python\nt = [0] * 9\nfor i in range(8):\n    t[i] = i + 1\ndef grow(x):\n    return t[x]\n```", "range", "#"),
-    ("```python\ntry:\n    from lost import more\nexcept ImportError:\n    more = lambda x: x + 1\ngrow = more\n```",
-     "lost", "#"),
-    (f"<think>\n```python\ndef grow(x):\n    return 0\n```\n</think>\n```python\n{RIGHT}```", "", "return 0"),
-    ("```\nclass A:\n    def f(self, x):\n        return x + 1\ndef grow(x):\n    return A().f(x)\n```", "A", "#"),
+    ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```",
+     "lru_cache", "#"),
+    ("```python\nt = [0] * 9\nfor i in range(8):\n    t[i] = i + 1\n"
+     "def grow(x):\n    return t[x]\n```", "range", "#"),
+    ("```python\ntry:\n    from lost import more\nexcept ImportError:\n"
+     "    more = lambda x: x + 1\ngrow = more\n```", "lost", "#"),
+    (f"<think>\n```python\ndef grow(x):\n    return 0\n```\n</think>\n```python\n{RIGHT}```",
+     "", "return 0"),
+    ("```\nclass A:\n    def f(self, x):\n        return x + 1\n"
+     "def grow(x):\n    return A().f(x)\n```", "A", "#"),
 ])
 def test_the_program_is_found_and_nothing_but_what_it_needs(response, kept, left, tmp_path):
     code, names = extract_code(response, problem(tmp_path)), {}
     exec(code, names)
-    assert [names["grow"](x) for x in (1, 5)] == [2, 6] and kept in code and left not in code, code
+    assert ([names["grow"](x) for x in (1, 5)] == [2, 6]
+            and kept in code and left not in code), code
 
 
 @pytest.mark.parametrize("response", [
@@ -183,11 +210,12 @@ def test_an_answer_that_was_cut_off_keeps_what_can_be_read(tmp_path):
 
 def test_what_the_asserts_of_mbpp_use_is_kept(tmp_path):
     found = problem(tmp_path, MBPP | {"test_list": ["assert grow(Box(1)) == 2"]})
-    code = extract_code("```python\nclass Box(int): pass\nclass Bag: pass\ndef grow(x):\n    return x + 1\n```", found)
+    code = extract_code("```python\nclass Box(int): pass\nclass Bag: pass\ndef grow(x):\n"
+                        "    return x + 1\n```", found)
     assert "Box" in code and "Bag" not in code and run([found], code)[0]["base"]
 
 
-# ── Outputs compared as evalplus does ──────────────────────────────────────────────────────────────────
+# ── Outputs compared as evalplus does
 
 def agrees(out, expected, atol=0.0, task="f", args=()):
     try:
@@ -198,23 +226,26 @@ def agrees(out, expected, atol=0.0, task="f", args=()):
 
 
 def by_numpy(out, expected, atol):
-    """The rule of evalplus in its own terms: equal, or of one type and length and numpy.allclose."""
+    """The rule of evalplus in its own terms: equal,
+    or of one type and length and numpy.allclose."""
     if out == expected:
         return True
-    if atol == 0 and (isinstance(expected, float) or isinstance(expected, (list, tuple)) and expected
+    if atol == 0 and (isinstance(expected, float)
+                      or isinstance(expected, (list, tuple)) and expected
                       and all(isinstance(item, float) for item in expected)):
         atol = 1e-6
     try:
-        same = type(out) is type(expected) and (not isinstance(out, (list, tuple)) or len(out) == len(expected))
+        same = type(out) is type(expected) and (
+            not isinstance(out, (list, tuple)) or len(out) == len(expected))
         return bool(atol and same and np.allclose(out, expected, rtol=1e-7, atol=atol))
     except TypeError:
         return False
 
 
-_NUMBER = st.sampled_from([0, 1, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, math.inf, -math.inf, math.nan,
-                           True])
-_VALUE = st.one_of(_NUMBER, st.none(), st.sampled_from(["a", "b"]), st.lists(_NUMBER, max_size=3),
-                   st.lists(_NUMBER, max_size=3).map(tuple))
+_NUMBER = st.sampled_from([0, 1, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200,
+                           math.inf, -math.inf, math.nan, True])
+_VALUE = st.one_of(_NUMBER, st.none(), st.sampled_from(["a", "b"]),
+                   st.lists(_NUMBER, max_size=3), st.lists(_NUMBER, max_size=3).map(tuple))
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -227,48 +258,62 @@ def test_outputs_agree_where_numpy_says_so(out, expected, atol):
 @pytest.mark.parametrize("task, args, expected, right, wrong", [
     ("find_zero", ([-6, 1, 1],), None, [2.0, -3.0, 2.00001], [1.0, 0.0]),
     ("are_equivalent", (1, 2), True, [True, False], []), ("sum_div", (6,), 6, [6, 0], [5]),
-    ("surface_Area", (3, 4), 33, [33, 35], [34]), ("digit_distance_nums", (1, 234), 3, [3, 8], [4]),
-    ("Diff", ([1], [2]), [1, 2], [[2, 1], (1, 2)], [[1]]), ("f", ([1], [2]), [1, 2], [[1, 2]], [[2, 1], (1, 2)]),
+    ("surface_Area", (3, 4), 33, [33, 35], [34]),
+    ("digit_distance_nums", (1, 234), 3, [3, 8], [4]),
+    ("Diff", ([1], [2]), [1, 2], [[2, 1], (1, 2)], [[1]]),
+    ("f", ([1], [2]), [1, 2], [[1, 2]], [[2, 1], (1, 2)]),
     ("check_str", ("a",), "match", [object(), True, "x"], [None, False]),
     ("check_str", ("a",), None, [None, False], [1, True]),
 ])
 def test_tasks_with_more_than_one_right_output(task, args, expected, right, wrong):
-    assert all(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args) for out in right)
-    assert not any(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args) for out in wrong)
+    assert all(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args)
+               for out in right)
+    assert not any(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args)
+                   for out in wrong)
 
 
 def test_the_reference_sees_fresh_inputs_and_the_solution_no_output(tmp_path):
-    [found] = read_problems(write(tmp_path / "p", PLUS | {"base_input": [[[3, 1]], [[2, 2]]], "canonical_solution":
-                                                          "    return sorted(x)\n", "plus_input": []}))
+    [found] = read_problems(write(tmp_path / "p", PLUS | {
+        "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
+        "plus_input": []}))
     clears = "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y"
     lazy = "def grow(x):\n    x.clear()\n    return []"
     peeks = "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')"
-    counts = "def grow(x, calls=[]):\n    calls.append(1)\n    return sorted(x) if len(calls) < 3 else 1 / 0"
-    assert [row["base"] for row in run([found], clears, lazy, peeks, counts)] == [True, False, False, True]
+    counts = ("def grow(x, calls=[]):\n    calls.append(1)\n"
+              "    return sorted(x) if len(calls) < 3 else 1 / 0")
+    assert ([row["base"] for row in run([found], clears, lazy, peeks, counts)]
+            == [True, False, False, True])
 
 
-ROOT_OF = PLUS | {"entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n', "atol": 1e-4,
-                  "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]], "plus_input": []}
+ROOT_OF = PLUS | {"entry_point": "find_zero",
+                  "prompt": 'def find_zero(xs):\n    """A root."""\n', "atol": 1e-4,
+                  "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]],
+                  "plus_input": []}
 
 
 @pytest.mark.parametrize("row, lie", [
-    (ROOT_OF, "class Liar(float):\n    def __pow__(self, power): return 0.0\ndef find_zero(xs): return Liar(1)"),
-    (PLUS, "class Liar(int):\n    def __eq__(self, other): return True\ndef grow(x): return Liar(0)"),
-    (SHARED, "class Liar(tuple):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
-             "def similar_elements(a, b): return Liar([0])"),
+    (ROOT_OF, "class Liar(float):\n    def __pow__(self, power): return 0.0\n"
+              "def find_zero(xs): return Liar(1)"),
+    (PLUS, "class Liar(int):\n    def __eq__(self, other): return True\n"
+           "def grow(x): return Liar(0)"),
+    (SHARED, "class Liar(tuple):\n    def __eq__(self, other): return True\n"
+             "    __hash__ = None\ndef similar_elements(a, b): return Liar([0])"),
     (PLUS, "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0")])
 def test_a_value_that_lies_is_compared_as_what_it_is(row, lie, tmp_path):
     found = problem(tmp_path, row)
     assert [one["base"] for one in run([found], found.solution, lie)] == [True, False]
 
 
-# ── Execution and pass@k ───────────────────────────────────────────────────────────────────────────────
+# ── Execution and pass@k
 
 def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
     problems = read_problems(write(tmp_path / "p", PLUS, PLUS | {"task_id": "HumanEval/1"}))
-    right, base_only, plus_only = "return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)"
-    programs = [f"def grow(x):\n    {body}" for body in (right, base_only, plus_only, "while True: pass")]
-    rows = run([one for one in problems for _ in programs], *2 * programs, workers=4, timeout=1.0)
+    right, base_only, plus_only = (
+        "return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)")
+    programs = [f"def grow(x):\n    {body}"
+                for body in (right, base_only, plus_only, "while True: pass")]
+    rows = run([one for one in problems for _ in programs], *2 * programs, workers=4,
+               timeout=1.0)
     assert [row["id"] for row in rows] == ["HumanEval/0"] * 4 + ["HumanEval/1"] * 4
     assert [(row["base"], row["plus"]) for row in rows[:4]] == [
         (True, True), (True, False), (False, False), (False, False)]
@@ -287,7 +332,8 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
 @pytest.mark.parametrize("name, count, every", [
     ("HumanEval.jsonl.gz", 164, 3), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164, 4),
     ("mbpp_first50.jsonl", 50, 1)])
-def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, shared):  # Table 3
+# Table 3
+def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, shared):
     problems = read_problems(shared / "data" / name)
     assert len(problems) == count
     some = problems[:: every if SLOW else 4 * every]
@@ -304,7 +350,9 @@ def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
     """evalplus found them; the tests of HumanEval did not."""
     own = {p.task_id: p.solution for p in read_problems(shared / "data" / "HumanEval.jsonl.gz")}
     wrong = [f"HumanEval/{number}" for number in (111, 122, 124, 132, 150)]
-    problems = [p for p in read_problems(shared / "data" / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz") if p.task_id in wrong]
+    problems = [
+        p for p in read_problems(shared / "data" / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz")
+        if p.task_id in wrong]
     rows = run(problems, *(own[task] for task in wrong))
     assert [(row["id"], row["base"], row["plus"], row["status"]) for row in rows] == [
         (task, True, False, "failed") for task in wrong]
@@ -322,17 +370,19 @@ def test_published_solutions_are_found_however_they_are_written(form, shared):
         assert (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names), p.task_id
 
 
-# ── ARC ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ARC
 
 def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **fields):
-    return {"id": "q", "answerKey": key, "question": {"stem": "Which colour is it?", "choices": [
-        {"text": text, "label": label} for text, label in zip(choices, labels)]}} | fields
+    return {"id": "q", "answerKey": key, "question": {
+        "stem": "Which colour is it?", "choices": [
+            {"text": text, "label": label} for text, label in zip(choices, labels)]}} | fields
 
 
 def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
-    rows = read_arc(write(tmp_path / "a", arc_row(), arc_row("E", "abcde", "ABCDE"), zipped=True))
-    assert rows[0] == {"id": "q", "question": "Which colour is it?", "choices": ["red", "blue", "a dark green"],
-                       "answer": 1}
+    rows = read_arc(write(tmp_path / "a", arc_row(), arc_row("E", "abcde", "ABCDE"),
+                          zipped=True))
+    assert rows[0] == {"id": "q", "question": "Which colour is it?",
+                       "choices": ["red", "blue", "a dark green"], "answer": 1}
     assert rows[1]["choices"] == list("abcde") and rows[1]["answer"] == 4
 
 
@@ -341,8 +391,8 @@ def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
     (arc_row(question={"stem": "s"}), "KeyError('choices')"),
     (arc_row(question={"stem": "s", "choices": ["a", "b"]}), "TypeError"),
     (arc_row("A", ["", "b"], "AB"), "a choice without a text"),
-    (arc_row(question="s"), "TypeError"), ({"id": "q", "question": {}}, "'question' is missing"),
-    (HUMANEVAL, "'id' is missing")])
+    (arc_row(question="s"), "TypeError"),
+    ({"id": "q", "question": {}}, "'question' is missing"), (HUMANEVAL, "'id' is missing")])
 def test_arc_rows_of_another_form_are_named(row, words, tmp_path):
     with pytest.raises(InputError) as caught:
         read_arc(write(tmp_path / "bad", arc_row(), row))
@@ -363,8 +413,8 @@ def plainly(model, tokenizer, question, choice):
 def assert_plain(model, tokenizer, rows, adapter=None):
     """Log-likelihoods and scores of a batch are those of a plain forward of each choice."""
     with use_lora(model, adapter):
-        plain = [[plainly(model, tokenizer, row["question"], choice) for choice in row["choices"]]
-                 for row in rows]
+        plain = [[plainly(model, tokenizer, row["question"], choice)
+                  for choice in row["choices"]] for row in rows]
     found = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
     assert list(map(len, found)) == list(map(len, plain))
     assert np.abs(np.concatenate(found) - np.concatenate(plain)).max() <= 1e-4
@@ -391,7 +441,8 @@ def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table
     assert_plain(*stories, [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7])
 
 
-@pytest.mark.parametrize("answer, expected", [(0, (0.0, 1.0)), (1, (1.0, 0.0)), (2, (0.0, 0.0))])
+@pytest.mark.parametrize("answer, expected",
+                         [(0, (0.0, 1.0)), (1, (1.0, 0.0)), (2, (0.0, 0.0))])
 def test_the_norm_is_per_character_and_the_first_of_equals_wins(answer, expected):
     row = {"id": "q", "question": "", "choices": ["four", "a", "b"], "answer": answer}
     [scores] = arc_scores([row], [[-4.0, -2.0, -2.0]])
@@ -406,7 +457,8 @@ def test_of_a_question_beyond_the_context_the_end_is_read(toy_model):
     row = {"id": "long", "question": "why? " * 600, "choices": ["a", "b c"], "answer": 0}
     found, = choice_logprobs(model, tokenizer, [row])
     for choice, score in zip(row["choices"], found):
-        ids = tokenizer(f"Question: {row['question']}\nAnswer: {choice}", add_special_tokens=False).input_ids
+        ids = tokenizer(f"Question: {row['question']}\nAnswer: {choice}",
+                        add_special_tokens=False).input_ids
         ids = torch.tensor([ids[-model.config.max_position_embeddings:]])
         y = len(tokenizer(f" {choice}", add_special_tokens=False).input_ids)
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])

@@ -1,4 +1,5 @@
-"""eval.py as a user runs it: every task on real rows, before against after, resuming, and bad input."""
+"""eval.py as a user runs it: every task on real rows, before against after, resuming,
+and bad input."""
 
 import json
 import os
@@ -61,8 +62,8 @@ def stories_flags(tmp_path_factory):
         pytest.skip("../shared is not here: real rows and the real checkpoint cannot be tested")
     model = shared / "models" / "stories260K"
     torch.manual_seed(1)
-    return ["--model", model, "--adapter", shaken(model, tmp_path_factory.mktemp("stories"), 0.1),
-            "--max_new_tokens", "12"]
+    return ["--model", model, "--adapter",
+            shaken(model, tmp_path_factory.mktemp("stories"), 0.1), "--max_new_tokens", "12"]
 
 
 def value(result: dict, measure: str, side: str = "after") -> float:
@@ -73,9 +74,10 @@ def value(result: dict, measure: str, side: str = "after") -> float:
 def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
         adapter, tmp_path, monkeypatch, capsys):  # Table 2
     flags, scored = ("--adapter", adapter, "--limit", "30", "--output_dir", tmp_path), []
-    monkeypatch.setattr(evaluation, "perplexity", lambda *args: scored.append(args[3]) or perplexity(*args))
+    monkeypatch.setattr(evaluation, "perplexity",
+                        lambda *args: scored.append(args[3]) or perplexity(*args))
     result, printed = run(capsys, *flags)
-    assert len(scored) == 3                         # both sides' answers, and the references once
+    assert len(scored) == 3  # both sides' answers, and the references once
     rows = toy.rows("eval", 30)
     texts = {name: [row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
              for name in ("before", "after")}
@@ -87,7 +89,8 @@ def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
         truth = [toy.fact_accuracy(row, text) for row, text in zip(rows, found)]
         assert figure(result, "fact accuracy")[name] == pytest.approx(
             [np.mean(truth), *bootstrap(truth)])
-        scores = [rouge(text, reference)["rougeL"] for text, reference in zip(found, references)]
+        scores = [rouge(text, reference)["rougeL"]
+                  for text, reference in zip(found, references)]
         assert value(result, "rougeL", name) == pytest.approx(np.mean(scores))
         assert value(result, "BLEU", name) == pytest.approx(bleu(found, references))
         nats, tokens = np.sum(perplexity(model, tokenizer, prompts, found), axis=0)
@@ -95,7 +98,8 @@ def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
         assert value(result, "tokens", name) == pytest.approx(tokens / 30)
     line = figure(result, "fact accuracy")
     change, low, high = line["difference"]
-    assert change == pytest.approx(line["after"][0] - line["before"][0]) and low <= change <= high
+    assert (change == pytest.approx(line["after"][0] - line["before"][0])
+            and low <= change <= high)
     assert line["rows"] == 30 and line["unit"] == "0–1 ↑"
     assert f"{line['after'][0]:.3f} [{line['after'][1]:.3f}, " in printed
     assert "before: no adapter, the base toy/base" in printed and f"after: {adapter}" in printed
@@ -135,15 +139,19 @@ def test_summaries_of_real_posts_with_bertscore(stories_flags, shared, tmp_path,
     encoder = tmp_path / "distilbert-base-uncased"                    # whose layer is known: 5
     encoder.mkdir()
     words = sorted(set("".join(open(shared / "data" / "slf5k.jsonl")).lower().split()))[:2000]
-    (encoder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    (encoder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
     BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(encoder)
     BertModel(BertConfig(vocab_size=len(words) + 5, hidden_size=16, num_hidden_layers=5,
                          num_attention_heads=2, intermediate_size=32)).save_pretrained(encoder)
-    posts = 2 * [{"post": row["summary_prompt"][:300], "ideal_human_summary": row["ideal_human_summary"]}
-             for row in read_rows(shared / "data" / "slf5k.jsonl") if len(row["ideal_human_summary"]) < 300][:9]
+    posts = 2 * [{"post": row["summary_prompt"][:300],
+                  "ideal_human_summary": row["ideal_human_summary"]}
+                 for row in read_rows(shared / "data" / "slf5k.jsonl")
+                 if len(row["ideal_human_summary"]) < 300][:9]
     write_rows(tmp_path / "posts.jsonl", posts)
     result, printed = run(capsys, "--task", "slf5k", "--data", tmp_path / "posts.jsonl",
-                          *stories_flags, "--encoder", encoder, "--output_dir", tmp_path / "out")
+                          *stories_flags, "--encoder", encoder,
+                          "--output_dir", tmp_path / "out")
     assert figure(result, "rouge1")["rows"] == len(posts)             # each post stands twice
     assert 0 < value(result, "BERTScore F1") < 1
     assert value(result, "perplexity of references") > 1
@@ -165,23 +173,28 @@ def marked_rows(n: int) -> tuple[list[dict], list[dict]]:
     return rows, replies
 
 
-def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path, monkeypatch, capsys):
+def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(tmp_path, monkeypatch,
+                                                                        capsys):
     rows, replies = marked_rows(20)
     for reply in replies[:5]:
         reply["response"] = "no idea"
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "replies.jsonl", replies)
     result, printed = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
-                          "--adapter", tmp_path / "replies.jsonl", "--output_dir", tmp_path / "out")
+                          "--adapter", tmp_path / "replies.jsonl",
+                          "--output_dir", tmp_path / "out")
     assert value(result, "critiques that cannot be read") == 0.25
-    for perfect in ("tokens, precision", "spans, exact", "spans, overlap index", "spans, ≥ 90 % overlap"):
+    for perfect in ("tokens, precision", "spans, exact", "spans, overlap index",
+                    "spans, ≥ 90 % overlap"):
         right, low, high = figure(result, f"good {perfect}")["after"]
         assert right == high == 1 and 0.7 < low < 1                   # Wilson's, not [1, 1]
     assert value(result, "good tokens, recall") < 1 and "Table 19" in printed
     found = read_rows(tmp_path / "out" / "after.jsonl")
-    assert [row["reason"] for row in found] == 5 * ["this critique cannot be read"] + 15 * [None]
-    monkeypatch.setattr(sys, "argv", ["spans", "--audit", str(tmp_path / "out" / "after.jsonl")])
-    spans.main()                                                      # which makes its page, too
+    assert ([row["reason"] for row in found]
+            == 5 * ["this critique cannot be read"] + 15 * [None])
+    monkeypatch.setattr(sys, "argv",
+                        ["spans", "--audit", str(tmp_path / "out" / "after.jsonl")])
+    spans.main()  # which makes its page, too
     assert "5 rows without feedback left out" in capsys.readouterr().out
 
 
@@ -210,7 +223,8 @@ def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
     assert [of for _, of in counts["good tokens, recall"]] == marked  # in tokens, not in words
 
 
-def test_r_phi_on_real_rows_writes_its_own_critiques(stories_flags, shared, tmp_path, monkeypatch, capsys):
+def test_r_phi_on_real_rows_writes_its_own_critiques(stories_flags, shared, tmp_path,
+                                                     monkeypatch, capsys):
     marked = tmp_path / "people.jsonl"
     monkeypatch.setattr(sys, "argv", [
         "spans", "--people", str(shared / "data" / "finegrained_qa_human_spans.jsonl"),
@@ -233,9 +247,11 @@ def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, caps
     load_lora(model, "mine", stories_flags[3])
     for name, lora in (("before", None), ("after", "mine")):
         asked = benchmarks.read_arc(data)[:12]
-        rows = benchmarks.arc_scores(asked, benchmarks.choice_logprobs(model, tokenizer, asked, lora))
+        rows = benchmarks.arc_scores(
+            asked, benchmarks.choice_logprobs(model, tokenizer, asked, lora))
         for key in ("accuracy", "accuracy_norm"):
-            assert value(result, key, name) == pytest.approx(np.mean([row[key] for row in rows]))
+            assert (value(result, key, name)
+                    == pytest.approx(np.mean([row[key] for row in rows])))
     flags = ("--task", "code", "--data", shared / "data" / "HumanEval.jsonl.gz", "--limit", "3",
              *stories_flags, "--output_dir", tmp_path / "code")
     result, printed = run(capsys, *flags)
@@ -249,10 +265,12 @@ def test_arc_and_code_before_against_after(stories_flags, shared, tmp_path, caps
 def test_solutions_from_a_file_are_run_and_counted(shared, tmp_path, capsys):
     data = shared / "data" / "HumanEval.jsonl.gz"
     write_rows(tmp_path / "samples.jsonl", [
-        {"task_id": p["task_id"], "solution": p["prompt"] + (p["canonical_solution"] if i else "    pass\n")}
+        {"task_id": p["task_id"],
+         "solution": p["prompt"] + (p["canonical_solution"] if i else "    pass\n")}
         for i, p in enumerate(read_rows(data)[:4])])
     result, _ = run(capsys, "--task", "code", "--data", data, "--limit", "4", "--adapter",
-                    tmp_path / "samples.jsonl", "--allow_code_execution", "--output_dir", tmp_path / "out")
+                    tmp_path / "samples.jsonl", "--allow_code_execution",
+                    "--output_dir", tmp_path / "out")
     assert value(result, "pass@1") == 0.75
 
 
@@ -290,13 +308,15 @@ def test_critiques_are_judged_in_pairs(tmp_path, capsys):  # Table 1, Appendix E
     rows, replies = marked_rows(4)
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "a.jsonl", replies)
-    write_rows(tmp_path / "b.jsonl", [{"id": row["id"], "response": "I cannot say."} for row in rows])
+    write_rows(tmp_path / "b.jsonl", [{"id": row["id"], "response": "I cannot say."}
+                                      for row in rows])
     asked = []
     with loopback(responder=lambda body: asked.append(body["messages"][1]["content"]) or "[[C]]"
                   ) as server:
         result, _ = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
                         "--adapter", tmp_path / "a.jsonl", "--before", tmp_path / "b.jsonl",
-                        "--judge_model", "j", "--base_url", server.url, "--output_dir", tmp_path / "o")
+                        "--judge_model", "j", "--base_url", server.url,
+                        "--output_dir", tmp_path / "o")
     assert value(result, "win rate") == 0.5 and all("<feedback_a" in text for text in asked)
     assert len(asked) == 8 and value(result, "critiques that cannot be read", "before") == 1
 
@@ -307,8 +327,9 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
                  if sum(map(len, row["turns"])) < 400][:4]
     write_rows(tmp_path / "questions.jsonl", questions)
     gamed = tmp_path / "df_gamed.csv"
-    gamed.write_text("model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline\n"
-                     + "".join(f"long,0.{i},{i},-1.5,0.{i},False\n" for i in range(10)))
+    gamed.write_text(
+        "model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline\n"
+        + "".join(f"long,0.{i},{i},-1.5,0.{i},False\n" for i in range(10)))
     with loopback(responder=verdict) as server:
         judge = ("--judge_model", "judge", "--base_url", server.url)
         result, _ = run(capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
@@ -321,8 +342,10 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
         assert len(row["response"]) == 2 and row["question_id"] == questions[0]["question_id"]
         data = shared / "data" / "alpaca_eval_100.jsonl"
         result, printed = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
-                              "--difficulty", gamed, *stories_flags, *judge, "--output_dir", tmp_path / "alpaca")
-        assert figure(result, "win rate")["rows"] == 6 and printed.count("length-controlled, %\n") == 2
+                              "--difficulty", gamed, *stories_flags, *judge,
+                              "--output_dir", tmp_path / "alpaca")
+        assert (figure(result, "win rate")["rows"] == 6
+                and printed.count("length-controlled, %\n") == 2)
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
         assert [set(row) for row in outputs] == [{"instruction", "output", "generator"}] * 6
         again, _ = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
@@ -336,12 +359,14 @@ def test_a_judge_that_answers_prose_is_counted_and_not_guessed(adapter, tmp_path
         result, printed = run(capsys, "--adapter", adapter, "--limit", "4",
                               "--judge_model", "judge", "--base_url", server.url,
                               "--output_dir", tmp_path)
-    assert "8 of 8 questions have no verdict, first toy-eval-0-0: no verdict in the reply" in printed
+    assert ("8 of 8 questions have no verdict, first toy-eval-0-0: no verdict in the reply"
+            in printed)
     assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
 
 
 def test_rows_that_a_judge_left_open_are_out_of_every_side():
-    line, = evaluation.table_lines({"before": {"rating": [1, None, 5]}, "after": {"rating": [2, 9, 4]}})
+    line, = evaluation.table_lines({"before": {"rating": [1, None, 5]},
+                                    "after": {"rating": [2, 9, 4]}})
     assert line["rows"] == 2 and line["before"][0] == 3 and line["after"][0] == 3
 
 
@@ -375,8 +400,8 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, capsys):
 
 def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, capsys):
     text = "The cat sat on the mat."
-    row = {"id": "1", "prompt": "p", "response": text, "critique": "c", "good_spans": [], "poor_spans": ["mat"],
-           "spans": [{"start": 19, "end": 22, "label": -1}]}
+    row = {"id": "1", "prompt": "p", "response": text, "critique": "c", "good_spans": [],
+           "poor_spans": ["mat"], "spans": [{"start": 19, "end": 22, "label": -1}]}
     write_rows(tmp_path / "gold.jsonl", [row, row | {"id": "2"}])
     for good in ([], ["cat"]):
         said = json.dumps({"textual_feedback": "so", "good_spans": good, "poor_spans": ["mat"]})
@@ -386,7 +411,7 @@ def test_a_sign_that_people_never_marked_is_neither_right_nor_wrong(tmp_path, ca
                               "--adapter", tmp_path / "said.jsonl",
                               "--output_dir", tmp_path / f"{len(good)}")
         assert value(result, "poor spans, exact") == 1
-        assert not re.search(r"^good, quarter", printed, re.M)        # Table 19 calls none wrong
+        assert not re.search(r"^good, quarter", printed, re.M)  # Table 19 calls none wrong
         assert not any(line["measure"].startswith("good") for line in result["figures"])
         assert "after: in words of the response" in printed
 
@@ -397,7 +422,8 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
     path = broken / "adapter_model.safetensors"
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
-        save_file({name: x * float("nan") for name, x in tensors.items()}, path, file.metadata())
+        save_file({name: x * float("nan") for name, x in tensors.items()}, path,
+                  file.metadata())
     assert "NaN or infinite weights" in fails("eval.py", "--adapter", broken, "--limit", "2",
                                               "--output_dir", tmp_path / "o")
 
@@ -406,7 +432,8 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
     (("--batch_size", "0"), "--batch_size: 0 must be at least 1"),
     (("--limit", "-2"), "--limit: -2"), (("--temperature", "nan"), "--temperature: nan"),
     (("--dtype", "fp99"), "--dtype: invalid choice: 'fp99'"),
-    (("--max_usd", "1"), "--price_in"), (("--judge_prompts", "nowhere"), "nowhere: no such file"),
+    (("--max_usd", "1"), "--price_in"),
+    (("--judge_prompts", "nowhere"), "nowhere: no such file"),
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
     (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py is none"),
     (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
@@ -420,9 +447,11 @@ def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, sa
 
 def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
     out = ("--output_dir", tmp_path / "out", "--data", tmp_path / "spans.jsonl")
-    row = {"id": "1", "prompt": "p", "response": "r", "spans": [{"start": 0, "end": 9, "label": 1}]}
+    row = {"id": "1", "prompt": "p", "response": "r",
+           "spans": [{"start": 0, "end": 9, "label": 1}]}
     write_rows(tmp_path / "spans.jsonl", [row])
-    told = fails("eval.py", "--task", "reward_model", "--adapter", tmp_path / "spans.jsonl", *out)
+    told = fails("eval.py", "--task", "reward_model",
+                 "--adapter", tmp_path / "spans.jsonl", *out)
     assert "row 1: " in told and "is no span" in told
     assert "spans.jsonl, line 1: field" in fails("eval.py", "--task", "code", *out[2:],
                                                   "--output_dir", tmp_path / "code")

@@ -186,8 +186,8 @@ def test_every_fault_is_found(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert sorted(wrong_imports(tmp_path)) == [
-        "annotate.py imports measures", "annotate.py imports model", "annotate.py imports requests", "data.py imports torch",
-        "model.py imports tokenizers"]
+        "annotate.py imports measures", "annotate.py imports model",
+        "annotate.py imports requests", "data.py imports torch", "model.py imports tokenizers"]
     found = "\n".join(loose_ends(tmp_path))
     assert all(fault in found for fault in ("json", "never", "unused"))
     assert found.count("\n") == 2

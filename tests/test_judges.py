@@ -1,4 +1,5 @@
-"""The judge over HTTP: a server with an opinion, a bias, or only prose; MT-Bench; AlpacaEval."""
+"""The judge over HTTP: a server with an opinion, a bias, or only prose;
+MT-Bench; AlpacaEval."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from measures import judge as judges
 from measures.judge import (JudgeConfig, ask_judge, pairwise_questions, pairwise_scores,
                             win_tie_loss)
 
-WORDS = "a summary that keeps {what} matters and \\leaves {} out [[B]] the {answer_b} % $1".split()
+WORDS = ("a summary that keeps {what} matters and \\leaves {} out "
+         "[[B]] the {answer_b} % $1").split()
 
 
 @pytest.fixture()
@@ -131,7 +133,8 @@ def test_verdicts_are_read(kind, text, verdict):
 
 
 @pytest.mark.parametrize("kind, text, reason", [
-    ("pair-v2", "A is better.", "no verdict"), ("pair-v2", "[A] [[D]] [[a]] [[7]]", "no verdict"),
+    ("pair-v2", "A is better.", "no verdict"),
+    ("pair-v2", "[A] [[D]] [[a]] [[7]]", "no verdict"),
     ("pair-v2", "[[A]] or [[B]]?", "differ"), ("single-v1", "[[0]]", "no rating from 1 to 10"),
     ("single-v1", "[[11]]", "no rating"), ("single-v1", "[[" + "9" * 500 + "]]", "no rating"),
     ("single-v1", "[[8/10]]", "no verdict"), ("single-v1", "[[NaN]] [[A]]", "no verdict"),
@@ -149,7 +152,7 @@ def test_a_judge_that_answers_prose_is_counted_and_asked_again(config, server, t
         "win": 0, "tie": 0, "loss": 0, "inconsistent": 0, "unjudged": 5, "win_rate": None,
         "standard_error": None}
     assert server.stats()["calls"] == 10
-    server.settings.responder = shorter                       # the next run asks for these again
+    server.settings.responder = shorter  # the next run asks for these again
     assert win_tie_loss(judge(5, config, tmp_path / "j"))["unjudged"] == 0
 
 
@@ -199,8 +202,8 @@ def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server,
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--max_usd", "1"], "--max_usd needs --price_in"), (["--concurrency", "0"], "--concurrency"),
-    (["--judge_tokens", "0"], "--judge_tokens"),
+    (["--max_usd", "1"], "--max_usd needs --price_in"),
+    (["--concurrency", "0"], "--concurrency"), (["--judge_tokens", "0"], "--judge_tokens"),
     (["--judge_prompts", "nowhere", "--base_url", "http://127.0.0.1:9"], "nowhere: no such")])
 def test_flags_that_make_no_sense_are_refused(flags, message, tmp_path):
     with pytest.raises(InputError, match=message):
@@ -339,7 +342,8 @@ def test_the_published_files_are_read(shared, config):
         question_1=one, question_2=two, ref_answer_1=ref_1, ref_answer_2=ref_2,
         answer_1="{one}", answer_2="two }")
     asked = [q for q in questions if q.about["id"] == 111][1]
-    assert [message["content"] for message in asked.messages] == [whole["system_prompt"], expected]
+    assert [message["content"] for message in asked.messages] == [
+        whole["system_prompt"], expected]
     rows = judges.read_alpaca(data / "alpaca_eval_100.jsonl")
     texts = [row["response"] for row in rows]
     assert len(pairwise_questions(rows, texts, texts[::-1], config)) == 200
@@ -379,7 +383,8 @@ def test_win_rates_are_those_of_alpaca_eval(seed, n, rate, error, controlled, co
     solver stops at 1e-4); Table 4."""
     rows, texts, scores, gamed = world(seed, n)
     table = win_tie_loss(scores)
-    assert [table["win_rate"], table["standard_error"]] == pytest.approx([rate, error], abs=1e-6)
+    assert [table["win_rate"], table["standard_error"]] == pytest.approx(
+        [rate, error], abs=1e-6)
     found = judges.length_controlled(rows, texts, scores, gamed)
     assert found["win_rate"] == pytest.approx(controlled, abs=1e-3)
     assert found["standard_error"] == pytest.approx(controlled_error, abs=1e-3)
@@ -434,8 +439,8 @@ def test_alpaca_s_difficulty_file_is_read_and_others_named(tmp_path):
 
 
 def test_alpaca_s_outputs_have_the_published_fields(tmp_path):
-    reference = [{"instruction": f"Do {i}.", "output": "word " * (i + 1), "generator": "davinci",
-                  "dataset": "koala"} for i in range(4)]
+    reference = [{"instruction": f"Do {i}.", "output": "word " * (i + 1),
+                  "generator": "davinci", "dataset": "koala"} for i in range(4)]
     (tmp_path / "r.json").write_text(json.dumps(reference))
     rows = judges.read_alpaca(tmp_path / "r.json")
     assert rows[3] == {"id": "3", "prompt": "Do 3.", "response": "word " * 4}

@@ -26,9 +26,9 @@ import model as model_file
 import sampling
 from data import InputError
 from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
-                   checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids, fingerprint,
-                   keep_checkpoint, load_checkpoint, load_lora, load_model, lock_directory,
-                   lora_parameters, newest_checkpoint, response_hidden,
+                   checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids,
+                   fingerprint, keep_checkpoint, load_checkpoint, load_lora, load_model,
+                   lock_directory, lora_parameters, newest_checkpoint, response_hidden,
                    save_checkpoint, save_lora, use_lora)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
@@ -595,7 +595,8 @@ def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_pa
     assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "26 Jul 2024: Hello"
 
 
-def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, tmp_path, monkeypatch):
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, tmp_path,
+                                                                     monkeypatch):
     """A directory by its absolute path, a hub id as it is."""
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
@@ -870,7 +871,8 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys)
     for n in (9, 10):
         kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)
     path, tensors, state = newest_checkpoint(tmp_path)
-    assert path.name == "checkpoint-10" and tensors["0.parameter"][0] == state["iteration"] == 10
+    assert (path.name == "checkpoint-10"
+            and tensors["0.parameter"][0] == state["iteration"] == 10)
     file = path / name
     whole = file.read_bytes()
     damages = [whole[:keep] for keep in (0, 5, 40, -1)]

@@ -28,7 +28,8 @@ PAPER = "https://arxiv.org/abs/2505.22338"
 
 
 class Page(HTMLParser):
-    """ids; links: [the ids around, where it leads, its words]; marked lines by the id around."""
+    """ids; links: [the ids around, where it leads, its words];
+    marked lines by the id around."""
 
     def __init__(self, text: str):
         super().__init__()

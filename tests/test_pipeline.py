@@ -1,5 +1,5 @@
-"""The scripts as a user runs them: all phases, reuse, real rows with a loopback annotator, a task
-of one's own, and bad input."""
+"""The scripts as a user runs them: all phases, reuse, real rows with a loopback annotator,
+a task of one's own, and bad input."""
 
 import importlib
 import json
@@ -34,12 +34,14 @@ def refused(*flags) -> str:
 # ── What a run leaves
 
 def test_a_run_leaves_everything_that_the_readme_names(finished_run):
-    metrics, samples = (rows_of(finished_run / f"{name}.jsonl") for name in ("metrics", "samples"))
+    metrics, samples = (rows_of(finished_run / f"{name}.jsonl")
+                        for name in ("metrics", "samples"))
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
-    named = {"delta", "unmatched", "unparseable", "policy_kl", "kl", "entropy", "ratio", "kl_coef",
-             "clip_fraction", "explained_variance", "fact accuracy", "seconds_rollout",
-             "seconds_critique", "seconds_score", "seconds_update", "skipped_steps"}
+    named = {"delta", "unmatched", "unparseable", "policy_kl", "kl", "entropy", "ratio",
+             "kl_coef", "clip_fraction", "explained_variance", "fact accuracy",
+             "seconds_rollout", "seconds_critique", "seconds_score", "seconds_update",
+             "skipped_steps"}
     assert named <= metrics[0].keys()
     assert all(row["seconds_update"] > 0 for row in metrics)
     for row in samples:
@@ -52,7 +54,8 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
 
 
 def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
-    """Alg. 4 l.29–33: the newest checkpoint's weights are the ones that are saved, and not B = 0."""
+    """Alg. 4 l.29–33: the newest checkpoint's weights are the ones that are saved,
+    and not B = 0."""
     tensors = load_file(finished_run / "policy" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     head = load_file(finished_run / "value_head.safetensors")
@@ -64,7 +67,8 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
 
 
 def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
-    """Alg. 4 l.5: no KL to π_ref in the first rollouts and V = 0; both are so no more after it."""
+    """Alg. 4 l.5: no KL to π_ref in the first rollouts and V = 0;
+    both are so no more after it."""
     first, *later = rows_of(finished_run / "metrics.jsonl")
     assert abs(first["kl"]) < 1e-5 and first["explained_variance"] == 0
     assert all(row["kl"] != 0 and row["explained_variance"] != 0 for row in later)
@@ -78,8 +82,8 @@ def test_the_kl_coefficient_follows_nats_per_response(toy_model, tmp_path):
         p.data.normal_(std=0.15)
     rows = get_task("toy").rows("train", 8, 0)
     config = Config(iterations=2, batch_size=8, minibatch_size=8, learning_rate=0.0)
-    batch = text2grad.sample_rollouts(model, tokenizer, text2grad.batch_rows(rows, config, 0), config,
-                                      "policy", torch.Generator().manual_seed(0))
+    batch = text2grad.sample_rollouts(model, tokenizer, text2grad.batch_rows(rows, config, 0),
+                                      config, "policy", torch.Generator().manual_seed(0))
     text2grad.add_scores(batch, model, ValueHead(128), config)
     log_ratio = (batch.logprobs_old - batch.logprobs_ref) * batch.mask
     kl = log_ratio.sum(1).mean().item()
@@ -87,11 +91,13 @@ def test_the_kl_coefficient_follows_nats_per_response(toy_model, tmp_path):
     train(model, tokenizer, rows, config, tmp_path, judged_by_length)
     first, second = rows_of(tmp_path / "metrics.jsonl")
     assert first["kl"] == pytest.approx(kl, rel=1e-4) and kl > 5
-    assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / 10_000), rel=1e-7)
+    assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / 10_000),
+                                              rel=1e-7)
 
 
 def test_r_phi_has_learned_to_write_the_feedback(finished_run, toy_model):
-    """Alg. 3 l.8: the adapter of phase 2 makes the annotated z far likelier than the base does."""
+    """Alg. 3 l.8: the adapter of phase 2 makes the annotated z far likelier
+    than the base does."""
     model, tokenizer = toy_model
     load_lora(model, "reward", finished_run / "reward" / "adapter")
     rows = rows_of(finished_run / "feedback.jsonl")[:20]
@@ -128,7 +134,8 @@ def test_before_is_the_reference_and_after_is_the_policy(toy_model, tmp_path):
 
 
 @pytest.mark.parametrize("lost, said", [(2, True), (1, False)])
-def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_path, capsys, lost, said):
+def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_path, capsys,
+                                                               lost, said):
     """Two of six are over a fifth, one is not; the reason and the remedy are told. Responses
     that are cut off are counted, too."""
     def critic(rollouts, model, tokenizer, config):
@@ -138,11 +145,14 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
     rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0, max_new_tokens=3, probe_rows=0)
+    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
+                    max_new_tokens=3, probe_rows=0)
     text2grad.optimise(model, tokenizer, rows, rows, config, tmp_path, critic)
     told = capsys.readouterr().out
-    assert ("33% of the critiques cannot be read, and pay nothing (one: no JSON); stop" in told) == said
-    assert json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"] == 1
+    assert ("33% of the critiques cannot be read, and pay nothing (one: no JSON); stop"
+            in told) == said
+    assert (json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"]
+            == 1)
     assert rows_of(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
 
 
@@ -185,8 +195,8 @@ def test_other_settings_in_the_same_directory_are_refused(finished_run, flag, wa
 
 
 def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
-    """After phase 2 another --learning_rate is taken; another --temperature, which the responses
-    depend on, is not. --micro_batch_size never binds."""
+    """After phase 2 another --learning_rate is taken; another --temperature,
+    which the responses depend on, is not. --micro_batch_size never binds."""
     out = tmp_path / "run"
     shutil.copytree(finished_run, out)
     for path in [*out.glob("checkpoint-*"), out / "policy"]:
@@ -254,7 +264,8 @@ def test_the_deletion_test(tmp_path):
 
 
 def test_few_functions_in_few_files_make_delta_of_a_critique(reward, toy_model):
-    """Alg. 4 l.12–13 can be walked through: public functions by sys.setprofile, decoding as one."""
+    """Alg. 4 l.12–13 can be walked through: public functions by sys.setprofile,
+    decoding as one."""
     model, tokenizer = toy_model
     load_lora(model, "reward", reward)
     rows, config = get_task("toy").rows("eval", 2, 0), Config()
@@ -264,7 +275,8 @@ def test_few_functions_in_few_files_make_delta_of_a_critique(reward, toy_model):
 
     def profile(frame, event, _):
         file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
-        if not frame.f_code.co_filename.startswith(str(ROOT)) or ".venv" in frame.f_code.co_filename:
+        if (not frame.f_code.co_filename.startswith(str(ROOT))
+                or ".venv" in frame.f_code.co_filename):
             return
         if event not in ("call", "return"):                    # of C functions, in our frames
             return
@@ -314,9 +326,9 @@ TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_ba
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_stories, tmp_path,
                                                         capsys):
     """stories260K, SLF5K posts, feedback over HTTP; the second run asks the server nothing."""
-    flags = ["--task", "slf5k", "--model", long_stories, "--data", shared / "data" / "slf5k.jsonl",
-             "--max_prompt_tokens", 800, "--annotated_rows", 5, *TINY,
-             "--output_dir", tmp_path / "run"]
+    flags = ["--task", "slf5k", "--model", long_stories,
+             "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
+             "--annotated_rows", 5, *TINY, "--output_dir", tmp_path / "run"]
     run_main(*flags)
     asked, feedback = server.stats()["calls"], rows_of(tmp_path / "run" / "feedback.jsonl")
     assert asked == len(feedback) == 5
@@ -352,14 +364,16 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     data = tmp_path / "rows.jsonl"
-    write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."} for i in range(12)])
+    write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."}
+                      for i in range(12)])
     run_main("--task", "my_task:HEADLINES", "--critic", "my_task:critic", "--data", data,
              "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
         0.3, 1e-6, "cosine")
     assert len(rows_of(tmp_path / "run" / "feedback.jsonl")) <= 6
-    assert rows_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith("Write a headline.")
+    assert rows_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
+        "Write a headline.")
     told = refused("--task", "my_task:critic", "--data", data)
     assert "not a Task" in told
 
@@ -393,13 +407,15 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("needs --data", *real),
             ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--critic",
              "toy:critique"),
-            (f"{data}, line 2: field 'prompt'", *real, "--data", data, "--critic", "toy:critique"),
+            (f"{data}, line 2: field 'prompt'", *real, "--data", data,
+             "--critic", "toy:critique"),
             ("OPENAI_API_KEY", *real, "--data", data),
             ("--critic toy:nothing", "--critic", "toy:nothing"),
             ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
             ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
              "--critic", "toy:critique", "--data", solved),
-            ("5 of 5 rows bring no outcome", *code), ("bring no outcome", *code, "--data", tested),
+            ("5 of 5 rows bring no outcome", *code),
+            ("bring no outcome", *code, "--data", tested),
             ("holds no adapter_config.json", "--reward_model", tmp_path),
             (str(tmp_path / "none"), "--model", tmp_path / "none"),
             ("--schedule: invalid choice", "--schedule", "square"),
@@ -427,7 +443,8 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         row | {"outcome": task.name} for row in rows])
     rows = [{"question": "f", "test": "t", "response": "x"}]
     for allowed, outcome in ((False, None), (True, "kodcode")):
-        config, out = Config(task="kodcode", allow_code_execution=allowed), tmp_path / str(allowed)
+        config, out = (Config(task="kodcode", allow_code_execution=allowed),
+                       tmp_path / str(allowed))
         text2grad.respond(*toy_model, rows, config, out)
         assert rows_of(out / "responses.jsonl")[0].get("outcome") == outcome
 
@@ -450,9 +467,11 @@ def test_help_names_every_flag_once(capsys):
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, capsys):
     data = tmp_path / "rows.jsonl"
-    write_rows(data, [{"id": f"r{i}", "prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)])
-    flags = ["--task", "ultrafeedback", "--data", data, "--model", "toy/base", "--reward_model", reward,
-             *TINY, "--output_dir", tmp_path / "r"]
+    write_rows(data, [{"id": f"r{i}", "prompt": "word " * (5 + 600 * (i == 3))}
+                      for i in range(6)])
+    flags = ["--task", "ultrafeedback", "--data", data,
+             "--model", "toy/base", "--reward_model", reward, *TINY,
+             "--output_dir", tmp_path / "r"]
     told = refused(*flags, "--max_new_tokens", 480)
     assert "no row is left" in told and "--max_new_tokens" in told
     capsys.readouterr()

@@ -12,9 +12,10 @@ from report import colour_tokens, heatmap, html_table, split_text, table
 
 often = settings(max_examples=100, deadline=None, derandomize=True)
 HOSTILE = ["</script><img src=x onerror=\"document.title='owned'\">", "<!-- <script>",
-           "a\"b'c&amp;<b>", "nul \0 here", "line\u2028para\u2029graph", "half \ud83d of a pair",
-           "نص عربي", "👨‍👩‍👧 🏠 é\u0301", "</style></title><b>"]
-texts = st.one_of(st.sampled_from(HOSTILE), st.text("<>/!-'\"\ud800🏠é\u0301\n\t x", max_size=20))
+           "a\"b'c&amp;<b>", "nul \0 here", "line\u2028para\u2029graph",
+           "half \ud83d of a pair", "نص عربي", "👨‍👩‍👧 🏠 é\u0301", "</style></title><b>"]
+texts = st.one_of(st.sampled_from(HOSTILE),
+                  st.text("<>/!-'\"\ud800🏠é\u0301\n\t x", max_size=20))
 
 
 class Page(HTMLParser):
@@ -63,7 +64,8 @@ def assert_closed(text):
 # ── The terminal
 
 def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1
-    assert split_text("a🏠b", [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)]) == ["a", "🏠", "", "b", ""]
+    assert (split_text("a🏠b", [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)])
+            == ["a", "🏠", "", "b", ""])
     tokens, delta = ["The", " big", " cat", " ", "flew", " \n"], [0, 1, .5, -1, -1, 1]
     assert colour_tokens(tokens, delta, False) == "The [+big cat+] [-flew-] \n"
     coloured = "The \033[32mbig cat\033[0m \033[31mflew\033[0m \n"
@@ -76,7 +78,8 @@ def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch): 
 
 
 def test_tables_are_aligned_and_absent_figures_are_dashes():
-    lines = table(["name", "x"], [["a", 1.0], ["long one", None], ["b", -0.0001]], 2).split("\n")
+    lines = table(["name", "x"], [["a", 1.0], ["long one", None], ["b", -0.0001]],
+                  2).split("\n")
     assert lines == ["name         x", "──────────────", "a         1.00", "long one     –",
                      "b         0.00"]
     cells = Page(html_table(["a", "<b>"], [["x&y", None], ["z", 0.5]]))

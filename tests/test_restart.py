@@ -213,7 +213,8 @@ def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeyp
 
 def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. "
+                                     "GPU 0 has")
 
     monkeypatch.setattr(text2grad, "ppo_update", full)
     with pytest.raises(InputError, match="out of memory.*--micro_batch_size.*--shard"):

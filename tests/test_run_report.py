@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 import report
 from data import InputError
-from report import (NOTES, batch_metrics, curves, heatmap, public, run_report, sample_row, svg_line,
-                    ticks)
+from report import (NOTES, batch_metrics, curves, heatmap, public, run_report, sample_row,
+                    svg_line, ticks)
 from test_report import HOSTILE, Page, assert_closed, often
 
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
 METRICS = """delta true_delta poor_recall poor_precision good_recall good_precision good poor
-    entropy kl kl_coef response_tokens truncated explained_variance unparseable unmatched ambiguous
+    entropy kl kl_coef response_tokens truncated explained_variance unparseable unmatched \
+ambiguous
     conflicting half_inside policy_loss value_loss ratio policy_kl clip_fraction grad_norm
     skipped_steps learning_rate seconds_rollout seconds_critique seconds_score
     seconds_update""".split()
@@ -48,8 +49,10 @@ def run(tmp_path):
     for when in ("before", "after"):
         rows = [row_of(i, f"{when} {i}", id=f"row-{i}") for i in range(20)]
         write(out / f"{when}_samples.jsonl", rows)
-    write(out / "config.json", [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor"}])
-    write(out / "result.json", [{"before": {"fact accuracy": .5}, "after": {"fact accuracy": .75}}])
+    write(out / "config.json",
+          [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor"}])
+    write(out / "result.json",
+          [{"before": {"fact accuracy": .5}, "after": {"fact accuracy": .75}}])
     write(out / "reward" / "metrics.json", [{"held_out_loss": .25}])
     write(out / "phases.jsonl", [{"phase": "annotate", "seconds": 3.2, "summary": "20 rows"}])
     return out
@@ -120,7 +123,7 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
     for figure in re.findall("(?s)<figure>.*?</figure>", curves(rows)):
         root = xml.fromstring(re.search("(?s)<svg.*</svg>", figure)[0])
         found[root[0].text] = drawn(xml.tostring(root)), Page(figure).all("figcaption")[0][1]
-    assert [*found][:2] == ["fact accuracy", "new <thing>"]           # the task's own come first
+    assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's own come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS] and [*NOTES] == METRICS
     for key, note in NOTES.items():
         ((points, *_), *_), said = found[key.replace("_", " ")]
@@ -172,7 +175,8 @@ def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_t
                          for when in ("before", "after"))
         assert before < text.index(f"critique {i}", before) < after
     titles = [title for _, title in Page(text).all("h3")]
-    assert titles.count("Before: δ_t, mean +0.000") == titles.count("After: δ_t, mean +0.000") == 7
+    assert (titles.count("Before: δ_t, mean +0.000")
+            == titles.count("After: δ_t, mean +0.000") == 7)
 
 
 def test_samples_stand_with_delta_and_advantage_beside_the_critique(run):
@@ -183,8 +187,9 @@ def test_samples_stand_with_delta_and_advantage_beside_the_critique(run):
     assert shown == [*range(3, 31, 3)]
     for i in shown:
         card = re.search(rf"(?s)<b>iteration {i}</b>.*?</article>", text)[0]
-        delta, advantage = (card.index(heatmap(["a", " cat", ""], values, limit)) for values, limit
-                            in (([1.0, -1.0, 0.0], 1), ([.5, -2.25, i / 10], 2)))
+        delta, advantage = (
+            card.index(heatmap(["a", " cat", ""], values, limit))
+            for values, limit in (([1.0, -1.0, 0.0], 1), ([.5, -2.25, i / 10], 2)))
         said = f"critique {i}" if i < 30 else "no reward: it was cut"
         assert delta < advantage < card.index(said)
 
@@ -241,8 +246,8 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Tokens of padding count for nothing; KL is per response, counts per critique or quote."""
     judged = [SimpleNamespace(critique="c", delta=[1.0, 0.0], reason="", quotes=3, unmatched=1,
                               ambiguous=0, conflicts=1, half_inside=0),
-              SimpleNamespace(critique="d", delta=[-1.0], reason="unread", quotes=1, unmatched=0,
-                              ambiguous=2, conflicts=0, half_inside=3)]
+              SimpleNamespace(critique="d", delta=[-1.0], reason="unread", quotes=1,
+                              unmatched=0, ambiguous=2, conflicts=0, half_inside=3)]
     batch = SimpleNamespace(
         mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
         truncated=[True, False],
@@ -253,12 +258,13 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     task = SimpleNamespace(truth={"right": lambda row, text: row + len(text)})
     assert batch_metrics(batch, task) == pytest.approx({
         "delta": 0, "good": 1 / 3, "poor": 1 / 3, "entropy": 2, "kl": (2 + 1 + 0) / 2,
-        "response_tokens": 1.5, "truncated": .5, "explained_variance": 1 - (8 / 9) / (2 / 3), "unparseable": .5,
-        "unmatched": .25, "ambiguous": .5, "conflicting": 1, "half_inside": 3, "right": (6 + 5) / 2})
+        "response_tokens": 1.5, "truncated": .5, "explained_variance": 1 - (8 / 9) / (2 / 3),
+        "unparseable": .5, "unmatched": .25, "ambiguous": .5, "conflicting": 1,
+        "half_inside": 3, "right": (6 + 5) / 2})
     sample = sample_row(batch, 0)
     assert sample == {"prompt": "x", "response": "a b", "critique": "c", "unreadable": "",
                       "tokens": ["a", " b"], "delta": [1.0, 0.0]}
     batch.advantages = torch.tensor([[.5, -.5], [0.0, 9.0]])
     assert sample_row(batch, 1) == {
-        "prompt": "x'", "response": "c", "critique": "d", "unreadable": "unread", "tokens": ["c"],
-        "delta": [-1.0], "advantage": [0.0]}
+        "prompt": "x'", "response": "c", "critique": "d", "unreadable": "unread",
+        "tokens": ["c"], "delta": [-1.0], "advantage": [0.0]}

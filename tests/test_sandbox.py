@@ -1,4 +1,5 @@
-"""The sandbox: right code passes, wrong code does not, and nothing that code does passes it or outlives it."""
+"""The sandbox: right code passes, wrong code does not,
+and nothing that code does passes it or outlives it."""
 
 import functools
 import json
@@ -19,7 +20,8 @@ from data import InputError, get_task, read_rows, write_rows
 from measures import sandbox
 from measures.sandbox import KEPT, SandboxError, add_outcomes, code_of
 
-run_python = functools.partial(sandbox.run_python, unsafe=True)    # with the layers that this machine has
+# with the layers that this machine has
+run_python = functools.partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
 
@@ -58,14 +60,14 @@ def copy_sandbox(folder: Path) -> str:
     return str(folder / "measures" / "sandbox.py")
 
 
-# ── Right and wrong ────────────────────────────────────────────────────────────────────────────────────
+# ── Right and wrong
 
 @pytest.mark.parametrize("tests, expected", [
     ("assert f(1) == 2", "passed"),
     ("assert f(1) == 3", "failed"),
     ("from solution import f\nimport solution\nassert solution.f is f and f(1) == 2", "passed"),
     ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", "passed"),
-    ("def check(candidate):\n    assert candidate(1) == 2", "error"),                        # never called
+    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # never called
     ("f(1)", "error"), ("", "error"), ("for x in []:\n    assert f(x)", "error"),
     ("assert f('1')", "error"), ("assert g(1)", "error"), ("assert f(1", "error"),
     ("assert f(1) == 2\nraise SystemExit(0)", "error"),
@@ -78,7 +80,8 @@ def test_the_status_says_what_the_tests_found(tests, expected):
     assert status(INCREMENT, tests) == expected
 
 
-@pytest.mark.parametrize("code", ["def f(:", "import no_such_module", "1 / 0", "assert False", "x = '\ud800'", "\0"])
+@pytest.mark.parametrize("code", ["def f(:", "import no_such_module", "1 / 0", "assert False",
+                                  "x = '\ud800'", "\0"])
 def test_code_that_cannot_be_loaded_is_an_error_with_its_reason(code):
     result = run_python(code, "assert True")
     assert (result.passed, result.status) == (False, "error") and "Error" in result.stderr
@@ -87,21 +90,25 @@ def test_code_that_cannot_be_loaded_is_an_error_with_its_reason(code):
 def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine():
     code = "def f(x):\n    print('here')\n    return g(x)\ndef g(x):\n    return 1 / x"
     told = run_python(code, "assert f(0) == 2").stderr
-    assert told.startswith("here\nTraceback (most recent call last):\n  File \"tests.py\", line 1, in <module>\n")
-    assert "    assert f(0) == 2\n" in told and "    return 1 / x\n" in told and told.endswith("division by zero\n")
+    assert told.startswith("here\nTraceback (most recent call last):\n"
+                           "  File \"tests.py\", line 1, in <module>\n")
+    assert ("    assert f(0) == 2\n" in told and "    return 1 / x\n" in told
+            and told.endswith("division by zero\n"))
     assert "sandbox" not in told and tempfile.gettempdir() not in told
 
 
 def test_tests_overwrite_no_name_of_the_code_and_lend_it_no_import():
     code = "def help():\n    return 1\ndef f():\n    return help()"
-    assert status(code, "def help():\n    return 2\ndef test_f():\n    assert f() == 1 and help() == 2") == "passed"
+    assert status(code, "def help():\n    return 2\n"
+                  "def test_f():\n    assert f() == 1 and help() == 2") == "passed"
     assert status("def f():\n    return math.pi", "import math\nassert f() > 3") == "error"
 
 
 def test_any_text_is_code_and_any_bytes_are_output():
     assert status("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2") == "passed"
     assert status("x = 1", "assert '\ud800'") == "error"
-    said = run_python("import os\nos.write(1, b'a\\xff\\xc3z')\nos.write(2, 'é'.encode())", "assert True")
+    said = run_python("import os\nos.write(1, b'a\\xff\\xc3z')\nos.write(2, 'é'.encode())",
+                      "assert True")
     assert said.passed and said.stderr == "a\ufffd\ufffdzé"
 
 
@@ -121,70 +128,83 @@ node = Node()
 
 @pytest.mark.parametrize("tests", [
     "assert P(1) == P(1) != P(2)", "assert P(1) < P(2) <= P(2)", "assert P(3) - P(1) == P(2)",
-    "assert [P(1), {'a': P(2)}] == [P(1), {'a': P(2)}]", "assert {P(1)} == {P(1)} and P(1) in [P(1)]",
-    "assert node and not node == None and node == node and node != Node()", "assert type(node) == Node and node is node",
-    "assert Pair(1, 2) == (1, 2)", "assert Counter('aab') - Counter('ab') == {'a': 1}", "assert {1, 2} - {1} == {2}",
-    "assert numpy.int64(3) == 3 and (numpy.ones(3) == numpy.ones(3)).all()", "assert deque([1]) == deque([1])",
-    "assert abs(numpy.float64(1) - 1) < 1e-9 and numpy.ones(2).tolist() == [1, 1]", "assert {1: 2}.keys() == {1}"])
+    "assert [P(1), {'a': P(2)}] == [P(1), {'a': P(2)}]",
+    "assert {P(1)} == {P(1)} and P(1) in [P(1)]",
+    "assert node and not node == None and node == node and node != Node()",
+    "assert type(node) == Node and node is node",
+    "assert Pair(1, 2) == (1, 2)", "assert Counter('aab') - Counter('ab') == {'a': 1}",
+    "assert {1, 2} - {1} == {2}",
+    "assert numpy.int64(3) == 3 and (numpy.ones(3) == numpy.ones(3)).all()",
+    "assert deque([1]) == deque([1])",
+    "assert abs(numpy.float64(1) - 1) < 1e-9 and numpy.ones(2).tolist() == [1, 1]",
+    "assert {1: 2}.keys() == {1}"])
 def test_objects_of_own_kind_and_of_libraries_keep_their_operators(tests):
     pytest.importorskip("numpy")
     assert run_python(KINDS, tests).passed
     assert status(KINDS, tests.replace("assert ", "assert not (") + ")") == "failed"
 
 
-# ── The part of pytest that there is, beside pytest itself ─────────────────────────────────────────────
+# ── The part of pytest that there is, beside pytest itself
 
 @pytest.mark.parametrize("expected, rel, abs_, actual", [
-    (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05), (10.0, 0.1, None, 9.0),
-    (0.0, None, None, 1e-13), (0.0, None, None, 1e-11), (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005),
-    (1.0, 0.1, 0.5, 1.4), (float("inf"), None, None, 1.0), (float("inf"), None, None, float("inf")),
+    (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05),
+    (10.0, 0.1, None, 9.0), (0.0, None, None, 1e-13), (0.0, None, None, 1e-11),
+    (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005), (1.0, 0.1, 0.5, 1.4),
+    (float("inf"), None, None, 1.0), (float("inf"), None, None, float("inf")),
     (float("nan"), None, None, float("nan")), (3, None, None, 3)])
 def test_approx_is_equal_where_pytest_says_so(expected, rel, abs_, actual):
     said = pytest.approx(expected, rel=rel, abs=abs_) == actual
     numbers = "from math import inf, nan\nimport pytest\n"
-    tests = f"{numbers}ours = pytest.approx({expected!r}, rel={rel}, abs={abs_})\nassert ({actual!r} == ours) is {said}"
+    tests = (f"{numbers}ours = pytest.approx({expected!r}, rel={rel}, abs={abs_})\n"
+             f"assert ({actual!r} == ours) is {said}")
     assert run_python("", tests).passed
 
 
 def test_raises_takes_the_named_exception_with_the_matching_words():
-    body = ("import pytest\ndef test_f():\n    with pytest.raises({}) as caught:\n        int('x')\n"
-            "    assert '{}' in str(caught.value)")
+    body = ("import pytest\ndef test_f():\n    with pytest.raises({}) as caught:\n"
+            "        int('x')\n    assert '{}' in str(caught.value)")
     assert status("", body.format("ValueError, match='invalid'", "literal")) == "passed"
     assert status("", body.format("(KeyError, ValueError)", "something else")) == "failed"
     assert status("", body.format("ValueError, match='valid$'", "literal")) == "failed"
     assert status("", body.format("KeyError", "literal")) == "error"
-    nothing = "from pytest import raises\ndef test_f():\n    with raises(ValueError):\n        int('1')"
+    nothing = ("from pytest import raises\n"
+               "def test_f():\n    with raises(ValueError):\n        int('1')")
     result = run_python("", nothing)
-    assert result.status == "failed" and "did not raise" in result.stderr and "contextlib" not in result.stderr
+    assert (result.status == "failed" and "did not raise" in result.stderr
+            and "contextlib" not in result.stderr)
 
 
 @pytest.mark.parametrize("tests, word", [
-    ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x", "'fixture'"),
+    ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x",
+     "'fixture'"),
     ("def test_f(capsys):\n    assert True", "'capsys'"),
     ("import pytest\n@pytest.mark.skip\ndef test_f():\n    pass", "'mark'"),
     ("from pytest import importorskip\ndef test_f():\n    pass", "'importorskip'"),
     ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
-    ("async def test_f():\n    assert False", "test_f"), ("def test_f():\n    yield\n    assert False", "test_f"),
+    ("async def test_f():\n    assert False", "test_f"),
+    ("def test_f():\n    yield\n    assert False", "test_f"),
     ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
 def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
     result = run_python("", tests)
     assert (result.passed, result.status) == (False, "error") and word in result.stderr
 
 
-# ── What code does to get away ─────────────────────────────────────────────────────────────────────────
+# ── What code does to get away
 
 @pytest.mark.parametrize("code", [
     "quit()", "raise KeyboardInterrupt", "import os\nprint('passed')\nos._exit(0)",
     "import os\nos.closerange(3, 100)",
     "def f():\n    import os\n    os._exit(0)", "def f():\n    raise SystemExit(0)"])
 def test_leaving_early_and_writing_everywhere_is_no_pass(code):
-    assert status(code + "\n", "assert f() == 1" if "def f" in code else "assert True") in ("error", "killed")
+    assert (status(code + "\n", "assert f() == 1" if "def f" in code else "assert True")
+            in ("error", "killed"))
 
 
 def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=1)
-    assert result.status == "timeout" and result.stderr.startswith("begun\nstopped after 1 s of CPU time, or 5")
+    assert (result.status == "timeout"
+            and result.stderr.startswith("begun\nstopped after 1 s of CPU time, or 5"))
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
     result = run_python("import os\nos.abort()", "assert True")
     assert result.status == "killed" and "-6" in result.stderr
@@ -193,7 +213,8 @@ def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("code, tests", [
     ("x = [0] * 10**10", ""), ("x = []\nwhile True:\n    x.append(bytearray(1000))", ""),
-    ("def f():\n    return bytes(400 << 20)", "assert f()"), ("", "x = []\nwhile True: x.append(bytearray(1000))")])
+    ("def f():\n    return bytes(400 << 20)", "assert f()"),
+    ("", "x = []\nwhile True: x.append(bytearray(1000))")])
 def test_memory_has_a_bound(code, tests):
     assert status(code, tests, memory_mb=300) == "memory"
     assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
@@ -203,16 +224,19 @@ def test_endless_output_is_stopped_and_its_end_kept():
     result = run_python("print('x' * 100_000 + 'end')", "assert True")
     assert result.passed and result.stderr == "x" * (KEPT - 4) + "end\n"
     result = run_python("while True:\n    print('x' * 100_000)", "assert True")
-    assert result.status == "error" and "File too large" in result.stderr and len(result.stderr) < KEPT + 50
+    assert (result.status == "error" and "File too large" in result.stderr
+            and len(result.stderr) < KEPT + 50)
     assert status("open('large', 'wb').write(bytes(40 << 20))") == "error"
 
 
 def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
     """One is forked, one is a program of its own; both hold the output open."""
     monkeypatch.setattr(sandbox, "__file__", copy_sandbox(tmp_path / "code"))
-    code = ("import os, subprocess, time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
+    code = ("import os, subprocess, time\n"
+            "if os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
             f"subprocess.Popen(['sh', '-c', 'sleep 600; : {tmp_path}'])\n")
-    for end, expected in (("", "passed"), ("while True: pass", "timeout"), ("os._exit(0)", "error")):
+    for end, expected in (("", "passed"), ("while True: pass", "timeout"),
+                          ("os._exit(0)", "error")):
         with ThreadPoolExecutor(1) as pool:
             run = pool.submit(sandbox.run_python, code + end, "assert True", timeout=1)
             found = 0
@@ -223,26 +247,31 @@ def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
 
 
 def test_a_thread_that_never_ends_does_not_hold_up_a_pass():
-    assert status("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()") == "passed"
+    assert status("import threading, time\n"
+                  "threading.Thread(target=time.sleep, args=(600,)).start()") == "passed"
 
 
 def test_the_environment_is_empty_and_home_is_the_temporary_directory(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    code = "import json, os, sys\nprint(json.dumps([dict(os.environ), os.getcwd(), sys.path, sorted(os.listdir())]))"
+    code = ("import json, os, sys\nprint(json.dumps("
+            "[dict(os.environ), os.getcwd(), sys.path, sorted(os.listdir())]))")
     environment, directory, path, files = json.loads(run_python(code, "assert True").stderr)
-    assert {"HOME", "TMPDIR"} <= set(environment) <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"}
+    assert ({"HOME", "TMPDIR"} <= set(environment)
+            <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"})
     assert directory == os.path.realpath(directory) and "/somewhere" not in path
     assert {"solution.py"} <= set(files) <= {"solution.py", "__pycache__"}
 
 
 def test_standard_input_is_empty():
     result = run_python("import sys\nprint(repr(sys.stdin.read()))\nx = input()", "assert True")
-    assert result.status == "error" and result.stderr.startswith("''\n") and "EOFError" in result.stderr
+    assert (result.status == "error" and result.stderr.startswith("''\n")
+            and "EOFError" in result.stderr)
 
 
-@pytest.mark.parametrize("end", ["", "os._exit(0)", "while True:\n    open(str(time.time()), 'w').close()",
-                                 "os.mkdir('closed')\nopen('closed/file', 'w').close()\nos.chmod('closed', 0)"])
+@pytest.mark.parametrize("end", [
+    "", "os._exit(0)", "while True:\n    open(str(time.time()), 'w').close()",
+    "os.mkdir('closed')\nopen('closed/file', 'w').close()\nos.chmod('closed', 0)"])
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_no_directory_is_left(end, unsafe, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -251,7 +280,7 @@ def test_no_directory_is_left(end, unsafe, tmp_path, monkeypatch):
     assert "solution.py" in result.stderr and not list(tmp_path.iterdir())
 
 
-# ── Responses: what is code, and what the tests say of it ──────────────────────────────────────────────
+# ── Responses: what is code, and what the tests say of it
 
 SHOWN = 'def f(x):\n    """Adds one.\n\n    ```\n    f(1)\n    ```\n    """\n    return x + 1\n'
 PART = "def g(x):\n    return x\n"
@@ -260,12 +289,15 @@ PART = "def g(x):\n    return x\n"
 @pytest.mark.parametrize("text, program", [
     (INCREMENT, INCREMENT), (SHOWN, SHOWN), ('"""\n```\nf(0)\n```\n"""\n' + INCREMENT,) * 2,
     ("s = 'a```'\n" + INCREMENT,) * 2, ("No code.", "No code."), ("Say `f` or ```f```.",) * 2,
-    (f"```python\n{INCREMENT}```", INCREMENT), (f"Sure:\n\n```py\n{INCREMENT}```\nIt adds.", INCREMENT),
+    (f"```python\n{INCREMENT}```", INCREMENT),
+    (f"Sure:\n\n```py\n{INCREMENT}```\nIt adds.", INCREMENT),
     (f"So:\n```\n{INCREMENT}```", INCREMENT), (f"~~~ Python 3\n{INCREMENT}~~~", INCREMENT),
     (f"````python3\n{SHOWN}````", SHOWN), (f"```python\n{SHOWN}```", SHOWN),
-    (f"```python\n{INCREMENT}", INCREMENT), (f"So:\n```python\n{INCREMENT}  ```\nIt adds.", INCREMENT),
+    (f"```python\n{INCREMENT}", INCREMENT),
+    (f"So:\n```python\n{INCREMENT}  ```\nIt adds.", INCREMENT),
     (f"So:\r\n```python\r\n{SHOWN}```\r\n".replace("\r", "").replace("\n", "\r\n"), SHOWN),
-    ("1. So:\r\n   ```python\r\n   def f(x):\r\n\r\n       return x + 1\r\n   ```\r\n", INCREMENT),
+    ("1. So:\r\n   ```python\r\n   def f(x):\r\n\r\n       return x + 1\r\n   ```\r\n",
+     INCREMENT),
     (f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```", PART + INCREMENT),
     (f"```bash\npip install f\n```\n```Python\n{INCREMENT}```\n```\n2 is out\n```", INCREMENT),
     (f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```", INCREMENT),
@@ -274,7 +306,8 @@ PART = "def g(x):\n    return x\n"
 def test_what_stands_in_fences_is_the_program_and_without_them_the_text_is(text, program):
     """A fence within a string of the program is none, bare or in fences of its own."""
     found = code_of(text)
-    assert [line for line in found.split("\n") if line] == [line for line in program.split("\n") if line]
+    assert ([line for line in found.split("\n") if line]
+            == [line for line in program.split("\n") if line])
     if "def f" in program:
         assert status(found, "assert f(1) == 2") == "passed"
 
@@ -286,25 +319,34 @@ def kodcode(response: str, **more) -> dict:
 
 def test_outcomes_are_what_the_tests_say_in_the_order_of_the_rows():
     rows = [kodcode(f"```python\nimport time\ntime.sleep(0.5)\n{INCREMENT}```"),
-            kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"), kodcode("x", outcome="Mine."),
-            {name: kodcode("")[name] for name in ("question", "test")}, kodcode("def f(:", test_code="assert f")]
-    task = replace(get_task("kodcode"), responses=lambda row: [{"response": "a"}, {"response": "b"}])
+            kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"),
+            kodcode("x", outcome="Mine."),
+            {name: kodcode("")[name] for name in ("question", "test")},
+            kodcode("def f(:", test_code="assert f")]
+    task = replace(get_task("kodcode"),
+                   responses=lambda row: [{"response": "a"}, {"response": "b"}])
     found = add_outcomes(rows, task, unsafe=True)
     assert found[0] == rows[0] | {"outcome": "All tests passed."}
     head, said = found[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
     assert len(said) == 1500 and said.startswith("yyy") and said.endswith("AssertionError\n")
-    assert found[2:4] == rows[2:4] and "(error)" in found[4]["outcome"] and "SyntaxError" in found[4]["outcome"]
+    assert (found[2:4] == rows[2:4] and "(error)" in found[4]["outcome"]
+            and "SyntaxError" in found[4]["outcome"])
 
 
 def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     path = tmp_path / "rows.jsonl"
-    write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"), kodcode("x", outcome="Mine.")])
-    for said in ("2 responses run, 1 passed", "0 responses run"):     # a second run has nothing to do
-        done = subprocess.run([sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"],
-                              cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert said in done.stdout and f"annotate.py --task kodcode --data {path}" in done.stdout, done.stderr
-    assert [row["outcome"][:17] for row in read_rows(path)] == ["All tests passed.", "The tests did not", "Mine."]
+    write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
+                      kodcode("x", outcome="Mine.")])
+    # a second run has nothing to do
+    for said in ("2 responses run, 1 passed", "0 responses run"):
+        done = subprocess.run(
+            [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"],
+            cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert (said in done.stdout
+                and f"annotate.py --task kodcode --data {path}" in done.stdout), done.stderr
+    assert ([row["outcome"][:17] for row in read_rows(path)]
+            == ["All tests passed.", "The tests did not", "Mine."])
 
 
 def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkeypatch):
@@ -317,10 +359,12 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
             return sandbox.Result(True, "passed", "")
         raise SandboxError("the sandbox lacks files")
 
-    assert "rows.jsonl, line 1: field 'test' or 'test_code'" in run(rows=[kodcode("x", test="")])
+    assert ("rows.jsonl, line 1: field 'test' or 'test_code'"
+            in run(rows=[kodcode("x", test="")]))
     assert "row q7: its 'response' is no text" in run(rows=[kodcode(7, id="q7")])
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
-    assert "--task ultrafeedback: it has no tests" in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")])
+    assert ("--task ultrafeedback: it has no tests"
+            in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
     assert "no such file" in fails("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", no_layers)
     assert run() == "the sandbox lacks files"
@@ -330,7 +374,7 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
     assert "outcome" in add_outcomes([kodcode("x")], get_task("kodcode"), unsafe=True)[0]
 
 
-# ── Real rows ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Real rows
 
 def statuses(pairs: list) -> list[str]:
     with ThreadPoolExecutor(2) as pool:
@@ -342,7 +386,8 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     assert len(rows) == 29
     rows = rows[:: 1 if SLOW else 4]
     assert set(statuses([(row["solution"], row["test_code"]) for row in rows])) == {"passed"}
-    fenced = [row | {"response": f"Here:\n\n```python\n{row['solution']}\n```\n"} for row in rows]
+    fenced = [row | {"response": f"Here:\n\n```python\n{row['solution']}\n```\n"}
+              for row in rows]
     outcomes = add_outcomes(fenced, get_task("kodcode"), unsafe=True)
     assert {row["outcome"] for row in outcomes} == {"All tests passed."}
     trials = [trial for row in rows for trial in row["trials"].values()]
@@ -350,4 +395,5 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
         assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
     found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
     assert len(trials) == 3 * len(rows)
-    assert [status == "passed" for status in found] == [trial["test_result"] == "Pass" for trial in trials]
+    assert ([status == "passed" for status in found]
+            == [trial["test_result"] == "Pass" for trial in trials])

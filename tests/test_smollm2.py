@@ -1,4 +1,5 @@
-"""A real instruct model, SmolLM2-135M-Instruct: the three phases, restart, ranks, template, files.
+"""A real instruct model, SmolLM2-135M-Instruct: the three phases,
+restart, ranks, template, files.
 
 Skipped, visibly, unless the directory of its checkpoint is in the variable SMOLLM2.
 """
@@ -40,7 +41,8 @@ def test_the_three_phases(tmp_path, monkeypatch, capsys):
     run_main(*SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8,
              "--output_dir", tmp_path)
     said = capsys.readouterr().out
-    assert "critiques cannot be read, and pay nothing" in said and "raise --max_critique_tokens" in said
+    assert ("critiques cannot be read, and pay nothing" in said
+            and "raise --max_critique_tokens" in said)
     phases = read_rows(tmp_path / "phases.jsonl")
     assert [row["phase"][:7] for row in phases] == ["phase 1", "phase 2", "phase 3"]
     assert all(row["GB"] > 0.5 and row["seconds"] > 0 for row in phases)
@@ -60,8 +62,9 @@ def trained(smollm2, tmp_path_factory):
 
 def learn(smollm2, out):
     """`train` under the true critic, from whatever lies in `out`."""
-    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2, "minibatch_size": 2,
-                       "max_new_tokens": 8, "iterations": 2, "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
+    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2,
+                       "minibatch_size": 2, "max_new_tokens": 8, "iterations": 2,
+                       "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
     train(model, tokenizer, toy.rows("train", 8), config, out, true_critic)
@@ -86,7 +89,8 @@ def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     finish(both)
     one, two = (rows_of(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
     assert [row["response"] for row in one] == [row["response"] for row in two]
-    ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors") for n in (2, 1))
+    ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors")
+                   for n in (2, 1))
     moved = {name: x for name, x in whole.items() if "lora_B" in name}               # from 0
     assert all((ours[name] - x).norm() < 0.01 * x.norm() for name, x in moved.items())
 
@@ -97,7 +101,8 @@ def test_the_template_is_transformers_own_and_its_texts_come_back(smollm2):
     ids = encode_prompt(tokenizer, text)
     turns = [{"role": "user", "content": text}]
     assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
-    assert text in tokenizer.decode(ids) and tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+    assert (text in tokenizer.decode(ids)
+            and tokenizer.decode(ids).endswith("<|im_start|>assistant\n"))
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +131,12 @@ def test_without_a_template_and_without_pad(copy):
     assert tokenizer.decode(encode_prompt(tokenizer, "Hello")).endswith("Hello\n\nAnswer:\n")
 
 
-def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm2, trained, tmp_path):
+def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm2, trained,
+                                                                          tmp_path):
     """README, serving: PEFT merges, transformers loads."""
     from peft import AutoPeftModelForCausalLM
-    merged = AutoPeftModelForCausalLM.from_pretrained(trained / "policy", dtype="float32").merge_and_unload()
+    merged = AutoPeftModelForCausalLM.from_pretrained(
+        trained / "policy", dtype="float32").merge_and_unload()
     merged.save_pretrained(tmp_path)
     smollm2[1].save_pretrained(tmp_path)
     model, tokenizer = load_model(tmp_path, device="cpu")

@@ -21,13 +21,16 @@ def key(row):
 
 
 def test_splits_share_no_facts_whatever_the_seed():
-    seen = {split: {key(r) for seed in range(3) for r in toy.rows(split, 1500, seed)} for split in toy.SPLITS}
-    assert not seen["base"] & seen["train"] and not seen["base"] & seen["eval"] and not seen["train"] & seen["eval"]
+    seen = {split: {key(r) for seed in range(3) for r in toy.rows(split, 1500, seed)}
+            for split in toy.SPLITS}
+    assert (not seen["base"] & seen["train"] and not seen["base"] & seen["eval"]
+            and not seen["train"] & seen["eval"])
 
 
 def test_rows_are_a_function_of_split_seed_and_length():
     assert toy.rows("eval", 5, 3) == toy.rows("eval", 9, 3)[:5] != toy.rows("eval", 5, 4)
-    assert [len(toy.rows("train", 1, 0, length)[0]["facts"]) for length in toy.LENGTHS] == [3, 6, 9, 12]
+    assert ([len(toy.rows("train", 1, 0, length)[0]["facts"]) for length in toy.LENGTHS]
+            == [3, 6, 9, 12])
     with pytest.raises(KeyError, match="no split 'test'"):
         toy.rows("test", 1)
 
@@ -48,13 +51,16 @@ def test_a_fault_rate_that_cannot_be_is_one_line(rate):
 def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
     for row in toy.rows("train", 100, 0, length):
         for text in (row["post"], row["reference"]):
-            assert sorted(value for _, _, value in toy.said_facts(text)) == sorted(row["facts"].values())
+            assert (sorted(value for _, _, value in toy.said_facts(text))
+                    == sorted(row["facts"].values()))
         assert toy.fact_accuracy(row, row["reference"]) == 1
-        assert json.loads(toy.critique(row, row["reference"]).split("\n")[1])["poor_spans"] == []
+        assert (json.loads(toy.critique(row, row["reference"]).split("\n")[1])["poor_spans"]
+                == [])
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
-    """The base tells two phrases apart by their first words; those in one another stand in one slot."""
+    """The base tells two phrases apart by their first words;
+    those in one another stand in one slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
     assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
     for values in toy.SLOTS.values():
@@ -69,7 +75,8 @@ def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not
         for slot, value in toy.confuse(row["facts"], rng).items():
             values = toy.SLOTS[slot]
             fact = row["facts"][slot]
-            told[slot]["right" if value == fact else "other" if values.index(value) != values.index(fact) ^ 1
+            told[slot]["right" if value == fact
+                       else "other" if values.index(value) != values.index(fact) ^ 1
                        else "neighbour"] += 1
     for slot, counts in told.items():
         if slot in toy.CONFUSED:
@@ -79,14 +86,18 @@ def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not
 
 
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
-    """Recomputed from the facts that went into the summary; every quote is found, none is ambiguous."""
+    """Recomputed from the facts that went into the summary;
+    every quote is found, none is ambiguous."""
     rng = random.Random(1)
     for row in toy.rows("train", 300, length=2):
         said = toy.confuse(row["facts"], rng)
         summary = toy.write_summary(said, rng)
-        feedback, found = read_reply({"id": "", "prompt": "", "response": summary}, toy.critique(row, summary))
-        assert sorted(feedback.good_spans) == sorted(v for s, v in said.items() if v == row["facts"][s])
-        assert sorted(feedback.poor_spans) == sorted(v for s, v in said.items() if v != row["facts"][s])
+        feedback, found = read_reply({"id": "", "prompt": "", "response": summary},
+                                     toy.critique(row, summary))
+        assert (sorted(feedback.good_spans)
+                == sorted(v for s, v in said.items() if v == row["facts"][s]))
+        assert (sorted(feedback.poor_spans)
+                == sorted(v for s, v in said.items() if v != row["facts"][s]))
         assert not found.unmatched and not found.ambiguous and len(found.spans) == 6
         for slot, value in said.items():
             assert toy.verdict(slot, value, row["facts"][slot]) in feedback.critique
@@ -99,17 +110,20 @@ ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "
 @pytest.mark.parametrize("response, good, poor, said, accuracy, ambiguous", [
     ("A nurse from York writes that the bike is gone.", ["nurse", "bike"], ["York"],
      "The city York was New York, wrong.", 2 / 3, 0),
-    ("A nurse writes that the bike is gone.", ["nurse", "bike"], [], "The city New York is missing.", 2 / 3, 0),
-    ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"], ["driver"],
-     "The job driver was nurse, wrong.", 2 / 3, 0),
+    ("A nurse writes that the bike is gone.", ["nurse", "bike"], [],
+     "The city New York is missing.", 2 / 3, 0),
+    ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"],
+     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
     # A clause said twice: what it says is quoted once, which is ambiguous; the repeat is poor.
-    ("A nurse comes from New York, comes from New York, as the bike shows.", ["nurse", "New York", "bike"],
-     [", comes from New York"], "It says comes from New York twice.", 2 / 3, 1),
+    ("A nurse comes from New York, comes from New York, as the bike shows.",
+     ["nurse", "New York", "bike"], [", comes from New York"],
+     "It says comes from New York twice.", 2 / 3, 1),
     # The first person: "bike" is right, "my bike" is not, so nobody knows of "bike".
     ("A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
      "It speaks of my bike as the writer.", 1, 0)])
 def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
-    feedback, found = read_reply({"id": "", "prompt": "", "response": response}, toy.critique(ROW, response))
+    feedback, found = read_reply({"id": "", "prompt": "", "response": response},
+                                 toy.critique(ROW, response))
     assert said in feedback.critique
     assert feedback == Feedback(feedback.critique, good, poor)
     assert toy.fact_accuracy(ROW, response) == pytest.approx(accuracy)
@@ -126,14 +140,17 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     ("A polar bear opened it, a 16-year-old bear.", ["polar bear", "16-year-old bear"],
      "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
     ("A bear opened it, a bear.", ["bear"], "The post has no bear.", 1 / 3, 1),
-    # What begins as a word of the post does, or tells a post, is no news; wrong facts are judged on their own.
+    # What begins as a word of the post does, or tells a post, is no news;
+    # wrong facts are judged on their own.
     ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"],
      "The post has no dinner.", 5 / 7, 0),
     ("Slightly rephrased for clarity", ["Slightly rephrased", "clarity"],
      "The post has no Slightly rephrased.", 0, 0),
     ("It is what it is.", [], None, 1, 0)])
-def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported, ambiguous):
-    feedback, found = read_reply({"id": "", "prompt": "", "response": response}, toy.critique_prose(POST, response))
+def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported,
+                                                             ambiguous):
+    feedback, found = read_reply({"id": "", "prompt": "", "response": response},
+                                 toy.critique_prose(POST, response))
     assert feedback.poor_spans == poor and not found.unmatched and found.ambiguous == ambiguous
     assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
     assert toy.supported_words(POST, response) == pytest.approx(supported)
@@ -158,8 +175,9 @@ def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occu
         text, offsets = token_offsets(tokenizer, ids)
         found = judge(toy.critique(row, text), text, offsets)
         inside = tokens_inside(text, offsets, found.spans)
-        counts.update(several=sum(len(one) > 1 for one in inside), spans=len(inside), quotes=found.quotes,
-                      ambiguous=found.ambiguous, half=found.half_inside, conflicting=found.conflicts)
+        counts.update(several=sum(len(one) > 1 for one in inside), spans=len(inside),
+                      quotes=found.quotes, ambiguous=found.ambiguous, half=found.half_inside,
+                      conflicting=found.conflicts)
     assert counts["several"] >= 0.5 * counts["spans"]
     assert min(counts["ambiguous"], counts["half"], counts["conflicting"]) > 40, counts
 
@@ -167,23 +185,26 @@ def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occu
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_temperature_solves_the_committed_base(toy_model, length):
     """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB."""
-    assert sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir()) <= 3 * 1024 * 1024
+    assert (sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir())
+            <= 3 * 1024 * 1024)
     model, tokenizer = toy_model
     rows = toy.rows("eval", 200 if SLOW else 64, 0, length)
     prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
     for temperature in (0, 0.3, 0.5, 0.7, 1):
-        ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id, tokenizer.pad_token_id,
-                       generator=torch.Generator().manual_seed(0))
+        ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id,
+                       tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0))
         texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
         assert 0.3 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75, temperature
 
 
 def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
-    """The longest critique is shorter than max_critique_tokens, instruction and all within the context of 512."""
+    """The longest critique is shorter than max_critique_tokens,
+    instruction and all within the context of 512."""
     _, tokenizer = toy_model
     rng = random.Random(2)
     for row in toy.rows("train", 500):
         summary = toy.write_draft(row["facts"], rng)
         x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), summary))
         z = encode_answer(tokenizer, toy.critique(row, summary))
-        assert len(z) <= 96 and len(x) + len(z) <= 256 and len(encode_answer(tokenizer, summary)) <= 32
+        assert (len(z) <= 96 and len(x) + len(z) <= 256
+                and len(encode_answer(tokenizer, summary)) <= 32)
