@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 # Who begins: the longest, or one worker would end minutes after the others; beside them those
 # that mostly wait, for a server or a sandbox.
-FIRST = ("stored[5_", "test_asking", "test_attacks", "stored[4_", "test_sandbox", "test_ranks")
+FIRST = ("stored[5_", "test_asking", "test_attacks", "stored[4_", "test_sandbox", "test_ranks",
+         "test_restart", "test_pipeline")
 
 
 class Units(LoadScopeScheduling):

@@ -264,7 +264,8 @@ def splits(text: str) -> set[int]:
     ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1),
     ("это слово", "слов", 0), ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1),
     ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0), ("הספר כאן", "ספר", 0),
-    ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1)])
+    ("don't go", "go", 1), ("f(x)", "f(x", 1), ("self.size", "size", 1),
+    ("the cat \u0301", "cat ", 1)])
 def test_a_quote_is_of_whole_words_and_visible_characters(text, quote, there):
     """§3.3: what labels a part of a word labels nothing, and is counted."""
     found = grounded(text, [quote])
@@ -294,6 +295,8 @@ def test_ground_equals_brute_force_on_exact_quotes(case):
             places = [] if quote.isspace() else [
                 i for i in range(len(text)) if text[i:i + len(quote)] == quote
                 and not splits(text) & {i, i + len(quote)}]
+            # Without its spaces it may stand there, before a mark that its last space holds.
+            assume(places or quote.isspace() or quote == quote.strip())
             if len(places) > repeats:
                 ambiguous += 1
             else:
