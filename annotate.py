@@ -91,8 +91,6 @@ def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple
     rest was broken or cut off, and may have taken it back.
     """
     answer = text.rpartition("</think>")[2]
-    if "<think>" in answer:
-        raise FeedbackError("the reply stops inside <think>")
     decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
     found, outside, end, broken = [], "", 0, ""
     for mark in re.finditer(r'\{\s*"', answer):
@@ -112,6 +110,8 @@ def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple
             found.append((start, end, value))
             outside += "\0"                                # here it stands
     outside += answer[end:]
+    if "<think>" in outside:                               # a quote may hold the word
+        raise FeedbackError("the reply stops inside <think>")
     if not found:
         raise FeedbackError(broken or f"no JSON object with {' or '.join(wanted)}")
     start, closed, value = found[0]

@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-# Two workers share two cores, and the models are small. Set before torch is imported, and for
+# Three workers share two cores, and the models are small. Set before torch is imported, and for
 # the children too: torch.set_num_threads alone changes the last bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 

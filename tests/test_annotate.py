@@ -82,7 +82,10 @@ plain_critiques = st.text(
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
-    """§3.4: z = [c ; span JSON] is read back as it was written."""
+    """§3.4: z = [c ; span JSON] is read back as it was written; but "</think>" ends a thought
+    wherever it stands, and "<think>" begins one in prose."""
+    assume("<think>" not in critique)
+    assume(not any("</think>" in text for text in (critique, *good, *poor)))
     assert (parse_feedback(Feedback(critique, good, poor).text())
             == Feedback(critique.strip(), good, poor))
 
@@ -136,6 +139,7 @@ INNER = reply("Perfect.", ["all of it"], [])
     (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
     (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
     (reply('The tag "</think>" is left.'), "no JSON object"),
+    (reply('The tag "<think>" is left.'), None),
     (f'{{"textual_feedback": "use "}}" here", "spans": {INNER}}}', "a part of"),
     (f"{{'textual_feedback': 'x', 'spans': {INNER}}}", "a part of"),
     (f'{{ /* v */ "textual_feedback": "x", "spans": {INNER}}}', "a part of"),
