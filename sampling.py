@@ -94,10 +94,10 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 def _tiles(rows: int, weight: Tensor) -> list[slice]:
     """Parts of the vocabulary, a quarter of a large one at most, for float32 [rows, part].
 
-    16 MiB on a CPU, whose cache they should stay in; 128 MiB on CUDA. In steps of 128 that suit
+    4 MiB on a CPU, whose cache they should stay in; 64 MiB on CUDA. In steps of 128 that suit
     the matrix units.
     """
-    budget = 1 << (27 if weight.is_cuda else 24)
+    budget = 1 << (26 if weight.is_cuda else 22)
     width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
     width = round_up(max(width, 1), 128)
     return [slice(i, i + width) for i in range(0, len(weight), width)]
@@ -113,33 +113,34 @@ class _FusedLogProbs(torch.autograd.Function):
 
     The gradient needs nothing from upstream, so it is made in the forward pass, where p is at
     hand, and backward only scales it: it needs no head, which FSDP has freed by then.
-    Exponentials are relative to the largest logit so far; what is summed already shrinks where
-    a later tile holds a larger one (the online softmax of FlashAttention).
+    Each tile has a softmax and a log Σ e^z of its own, which are joined as FlashAttention does:
+    a tile's share of p is its part of Σ e^z, and shrinks as others are added.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         """[rows, H], [V, H], [rows, 1] → log p(y) [rows]."""
         wide, wanted = torch.promote_types(hidden.dtype, torch.float32), ctx.needs_input_grad[0]
-        total = z_y = hidden.new_zeros(len(hidden), 1, dtype=wide)       # Σ e, and z of y
-        peak = total - torch.inf                                         # the largest z so far
-        pull = torch.zeros_like(hidden, dtype=wide) if wanted else None  # Σ e W
+        z_y = hidden.new_zeros(len(hidden), 1, dtype=wide)               # z of y
+        total = z_y - torch.inf                                          # log Σ e^z so far
+        pull = torch.zeros_like(hidden, dtype=wide) if wanted else None  # pᵀW so far
         for tile in _tiles(len(hidden), weight):
             w = weight[tile]
             z = head_logits(hidden, w, temperature)                          # [rows, tile]
-            former, peak = peak, torch.maximum(peak, z.amax(1, keepdim=True))
-            shrink = (former - peak).exp()
             here = (targets >= tile.start) & (targets < tile.stop)
             column = (targets - tile.start).clamp(0, len(w) - 1)
             z_y = torch.where(here, z.gather(1, column), z_y)
-            e = z.sub_(peak).exp_()     # in place: memory traffic is half the work
-            total = total * shrink + e.sum(1, keepdim=True)
+            p = z.softmax(1)            # a row at a time, while it is in the cache
+            # p = e^z / Σ e^z, so that log Σ e^z = z − log p, safest where both are largest.
+            part = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
+            former, total = total, torch.logaddexp(total, part)
             if wanted:
-                pull.mul_(shrink).add_(_product(e.to(w.dtype), w))
-        logprobs = z_y - peak - total.log()
-        assert not (logprobs > 1e-3 * (1 + peak.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
+                pull.mul_((former - total).exp())
+                pull.addcmul_(_product(p.to(w.dtype), w), (part - total).exp())
+        logprobs = z_y - total
+        assert not (logprobs > 1e-3 * (1 + total.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
         if wanted:
-            gradient = (weight[targets[:, 0]] - pull / total) / temperature
+            gradient = (weight[targets[:, 0]] - pull) / temperature
             ctx.save_for_backward(gradient.to(hidden.dtype))
         return logprobs.squeeze(1).float()
 
