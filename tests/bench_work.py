@@ -134,8 +134,17 @@ def warmed(work):
 # ── The sides
 
 def build_logprobs(side: str, options: dict):
-    """Log-probs of N targets and the gradient in the hidden states; the head is frozen."""
+    """Log-probs of N targets and the gradient in the hidden states; the head is frozen.
+
+    "products" is what no side can leave out: h Wᵀ, and the gradient's pᵀW.
+    """
     inputs = logprob_inputs(options)
+
+    def products(hidden, weight, _):
+        from sampling import ROWS, _tiles
+        for h in hidden.detach().split(ROWS):
+            for tile in _tiles(len(h), weight):
+                (h @ weight[tile].T) @ weight[tile]
 
     def naive(hidden, weight, targets):
         logits = F.linear(hidden, weight).float()
@@ -147,6 +156,8 @@ def build_logprobs(side: str, options: dict):
         return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, chunk, None,
                                             1.0, ())[0]
 
+    if side == "products":
+        return warmed(partial(products, *inputs))
     if side == "ours":
         from sampling import token_logprobs as function
     else:
