@@ -533,9 +533,9 @@ class Journal:
         return self
 
     def __exit__(self, *exception):
+        if not self.file.seek(0, os.SEEK_END):               # a dry run leaves nothing behind
+            self.path.unlink()                               # while nobody else can open it
         self.file.close()
-        if not self.path.stat().st_size:                     # a dry run leaves nothing behind
-            self.path.unlink()
 
     def usd(self, prompt_tokens: float, completion_tokens: float) -> float | None:
         """What so many tokens cost, or None without prices."""
@@ -920,7 +920,7 @@ def annotate(config: AnnotateConfig) -> str:
             raise InputError(
                 f"{len(failed)} responses have no feedback, so {config.output} is not written "
                 f"({'; '.join(failed[:3])}). Every reply is in {journal.path}; run again to "
-                f"ask for these, or write the others with --skip_failed")
+                f"ask for these, or write the others with annotate.py --skip_failed")
         write_rows(config.output, rows)
         left_out = f", {len(failed)} left out" if failed else ""
         spent = f"; ${journal.spent:.4f} in all runs" if journal.spent else ""

@@ -301,7 +301,10 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
     """
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--task", default=getattr(config_class, "task", ""))
-    defaults = preset(first.parse_known_args(argv)[0].task)
+    task = first.parse_known_args(argv)[0].task
+    defaults = preset(task)
+    if unknown := defaults.keys() - {one.name for one in fields(config_class)}:
+        raise InputError(f"--task {task}: its settings name {min(unknown)}, which is no flag")
     group = parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                              usage="%(prog)s [--flag value ...]",
                              formatter_class=argparse.ArgumentDefaultsHelpFormatter)

@@ -180,8 +180,7 @@ class Side:
             uniforms = torch.stack([torch.rand(n, generator=one)[:most] for one in seeds])
             with use_lora(model, self.lora, merge=True):
                 ids = generate(model, [prompts[key] for key in keys], most, temperature,
-                               eos_ids(tokenizer, model), tokenizer.pad_token_id,
-                               uniforms=uniforms)
+                               eos_ids(tokenizer, model), uniforms=uniforms)
             for key, y in zip(keys, ids):
                 yield key, tokenizer.decode(y, skip_special_tokens=True).strip()
 

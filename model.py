@@ -94,9 +94,7 @@ def _check_plain_head(model, path):
     # From id 1 on: 0 may be a blank padding row.
     ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
     plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
-    changed = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-               if getattr(model.config, key, None) not in (None, 1)]
-    if changed or not torch.allclose(plain, model(ids).logits, rtol=1e-2, atol=1e-2):
+    if not torch.allclose(plain, model(ids).logits, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{path}: this architecture changes its logits after the head (by a "
                          f"bias, a scale or a soft cap); Llama, Mistral and Qwen do not")
 
@@ -241,17 +239,14 @@ def lora_parameters(model, name: str) -> list[nn.Parameter]:
 
 
 def fingerprint(model) -> str:
-    """A hash of shapes and bfloat16 corners: one base has one, in whatever precision."""
-    if isinstance(model.get_input_embeddings().weight, DTensor):
+    """A hash of shapes and bfloat16 corners: of one base the same in float32 and bfloat16."""
+    embeddings = model.get_input_embeddings().weight
+    if isinstance(embeddings, DTensor):
         return model.fingerprint_when_whole     # by `shard`, so that one rank can save alone
-    weights = [model.get_input_embeddings().weight, head_weight(model)]
-    shapes = [list(w.shape) for w in weights] + [model.config.num_hidden_layers]
-    digest = hashlib.sha256(json.dumps(shapes).encode())
-    for weight in weights:
-        corner = weight.detach()[:: max(1, len(weight) // 64), :64]
-        corner = corner.to(torch.bfloat16).float().cpu().contiguous()
-        digest.update(corner.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    corners = [w.detach()[:: max(1, len(w) // 64), :64].bfloat16().tolist()
+               for w in (embeddings, head_weight(model))]
+    shape = [*embeddings.shape, model.config.num_hidden_layers]
+    return checksum(state=[shape, corners])[:16]
 
 
 def save_lora(model, name: str, directory):
@@ -285,6 +280,8 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     config = read_json(config_path)
     if kinds := [key for key in OTHER_KINDS if config.get(key)]:
         raise ModelError(f"{directory}: the adapter sets {kinds[0]}, not supported here")
+    if lacking := {"r", "lora_alpha"} - config.keys():
+        raise ModelError(f"{config_path}: {min(lacking)} is not there; save the adapter again")
     tensors, metadata = read_tensors(path)
     ours, base = fingerprint(model), config.get("base_model_name_or_path")
     if metadata.get("base_fingerprint", ours) != ours:

@@ -225,7 +225,6 @@ NOTES = {
     "clip_fraction": "share of tokens; under .2",
     "grad_norm": "before clipping; steady; a peak is a batch to look at",
     "skipped_steps": "optimizer steps not taken: a gradient or ρ_t was beyond bounds; 0",
-    "learning_rate": "as the schedule has it",
     **{f"seconds_{part}": "steady" for part in ("rollout", "critique", "score", "update")},
 }
 
@@ -303,8 +302,9 @@ def _samples(rows: list[dict]) -> str:
 def curves(rows: list[dict]) -> str:  # Figure 3
     """Every metric of metrics.jsonl's rows, a small chart above its note; the task's first."""
     html = ""
-    own = sorted(rows[0].keys() - {"iteration", *NOTES})
-    for key in own + [key for key in NOTES if key in rows[0]]:
+    keys = set().union(*rows)                         # some are measured now and then
+    own = sorted(keys - {"iteration", *NOTES})
+    for key in own + [key for key in NOTES if key in keys]:
         known = [row for row in rows if key in row]
         lines = {"last": [row[key] for row in known]}
         if key == "true_delta":

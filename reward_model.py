@@ -39,36 +39,36 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 
 @dataclass
 class RewardConfig:
-    """Defaults are the toy world's; --task sets the paper's for the others (Table 9)."""
+    """Defaults are the toy world's; --task sets the release's for the others (Table 9)."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
     model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
     output_dir: str = flag("runs/reward", "where the adapter, metrics and samples go")
     seed: int = flag(0, "of the split, the order and the adapter's first values", most=10**9)
-    epochs: int = flag(3, "passes over the rows (paper: 3)", least=1)
+    epochs: int = flag(3, "passes over the rows (release: 3)", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float = flag(3e-3, "peak, AdamW (paper: 1e-5, KodCode 2e-5)", most=10)
-    weight_decay: float = flag(0.0, "of the adapter (paper: 3e-7, KodCode .01)", most=10)
-    lora_r: int = flag(32, "rank of the adapter (paper: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(64, "the update is scaled by alpha / r (paper: 32)")
-    lora_dropout: float = flag(0.0, "on the adapter's input (paper: .05, .1)", most=0.99)
+    learning_rate: float = flag(3e-3, "peak, AdamW (release: 1e-5, KodCode 2e-5)", most=10)
+    weight_decay: float = flag(0.0, "of the adapter (release: 3e-7, KodCode .01)", most=10)
+    lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(64, "the update is scaled by alpha / r (release: 32)")
+    lora_dropout: float = flag(0.0, "on the adapter's input (release: .05, .1)", most=0.99)
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-                             "layers that get it (paper: q_proj,v_proj)")
+                             "layers that get it (release: q_proj,v_proj)")
     max_tokens: int = flag(512, "of x, y, z; longer rows are left out and counted", least=1)
-    max_critique_tokens: int = flag(96, "longest z it may write (paper: 500, 768)", least=1)
-    held_out: int = flag(200, "rows kept for judging, at most a tenth of all")
+    max_critique_tokens: int = flag(96, "longest z it may write (release: 500, 768)", least=1)
+    held_out: int = flag(200, "prompts kept for judging, at most a tenth of all")
     dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
                              DTYPES)
-    micro_batch_size: int = flag(16, "rows per forward pass; changes memory alone", least=1)
+    micro_batch_size: int = flag(16, "rows per forward pass; moves dropout's masks", least=1)
     activation_checkpointing: bool = flag(False, "less memory, more time")
     shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
 
     GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
-MAX_GRAD_NORM = 1.0                                       # as in the paper
+MAX_GRAD_NORM = 1.0                                       # as in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-# What a fit that goes on may change: its weights do not depend on it.
+# What a fit that goes on may change: its weights depend on it by dropout's masks at most.
 FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
              lora_dropout=0.1, lora_targets="q_proj,v_proj", learning_rate=1e-5,
@@ -122,10 +122,10 @@ def split_rows(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], 
 
 # ── Algorithm 3: teacher forcing
 
-def z_loss(model, pairs: list[tuple], pad: int) -> torch.Tensor:
+def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """−Σ_j log p_φ(z_j | z_<j, x, y) over z (§3.4, Algorithm 3): a scalar, in nats."""
     prompts, z_ids = [x for x, _ in pairs], [z for _, z in pairs]
-    *inputs, mask = pad_batch(prompts, z_ids, pad, model.device)
+    *inputs, mask = pad_batch(prompts, z_ids, model.device)
     at = mask.bool()
     hidden = response_hidden(model, *inputs, mask)[at]                                 # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
@@ -133,18 +133,18 @@ def z_loss(model, pairs: list[tuple], pad: int) -> torch.Tensor:
 
 
 def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[list[tuple]]:
-    """Shuffled batches of like lengths: sorted within pools of 16, so little is padding."""
+    """Shuffled batches of like lengths: sorted within pools of 16 batches."""
     pools = chunks(rng.sample(pairs, len(pairs)), 16 * size)
     order = [pair for pool in pools for pair in sorted(pool, key=lambda p: sum(map(len, p)))]
     batches = chunks(order, size)
     return rng.sample(batches, len(batches))
 
 
-def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardConfig,
+def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                 loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None) -> list[float]:
     """Minimise a mean loss by one adapter, new unless it is loaded (Algorithm 3) → the losses.
 
-    loss_of(model, pairs, pad) is a sum, in nats; count_of(pair): its terms, the tokens of z.
+    loss_of(model, pairs) is a sum, in nats; count_of(pair): its terms, the tokens of z.
     The ranks share each batch. out: where checkpoints lie, from the newest of which it goes on.
     """
     torch.manual_seed(config.seed)
@@ -176,8 +176,7 @@ def fit_adapter(model, tokenizer, pairs: list[tuple], name: str, config: RewardC
             for part in chunks(steps[step], config.micro_batch_size * RANKS):
                 # All ranks gather a sharded base: one without a row runs a pass of weight 0.
                 mine = part[RANK::RANKS]
-                loss = loss_of(model, mine or part[:1], tokenizer.pad_token_id or 0)
-                loss = loss / total * bool(mine)
+                loss = loss_of(model, mine or part[:1]) / total * bool(mine)
                 loss.backward()
                 mean += loss.item()
             losses.append(sum(everyone([mean])))
@@ -217,7 +216,8 @@ def judge(critique: str, text: str, offsets) -> Judgement:
     """
     try:
         if not critique:
-            raise FeedbackError("no critique: the response is empty or too long for R_φ")
+            raise FeedbackError("no critique: the response is empty or too long for R_φ, or "
+                                "R_φ wrote nothing")
         feedback = parse_feedback(critique, response=text)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
@@ -250,7 +250,7 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     u = None if uniforms is None else uniforms[list(asked)]
     with use_lora(model, "reward", merge=True):
         written = generate(model, list(asked.values()), max_new_tokens, temperature,
-                           eos_ids(tokenizer, model), tokenizer.pad_token_id, uniforms=u)
+                           eos_ids(tokenizer, model), uniforms=u)
     assert len(written) == len(asked), "Alg. 4 l.12: one z' for each y"
     out = [""] * len(responses)
     for i, z in zip(asked, written):
@@ -317,14 +317,14 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if not pairs:
         raise InputError(f"{config.data}: every row has over {limit} tokens (--max_tokens or "
                          f"the model's context)")
-    losses = fit_adapter(model, tokenizer, pairs, "reward", config, out=out)
+    losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "final_loss": losses[-1]}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
         mine = chunks(held_pairs[RANK::RANKS], config.micro_batch_size)
         with use_lora(model, "reward"):                                          # L_R(φ)
-            losses = [z_loss(model, part, tokenizer.pad_token_id or 0).item() for part in mine]
+            losses = [z_loss(model, part).item() for part in mine]
     if held_out:
         loss = sum(everyone([sum(losses)])) / sum(len(z) for _, z in held_pairs)
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}

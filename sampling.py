@@ -48,13 +48,16 @@ def context_length(model) -> int:
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
-def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], pad: int,
-              device=None, multiple: int = 1):
-    """Prompts padded left to a multiple, responses right: ids, mask [B, P], ids, mask [B, T]"""
+def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device=None,
+              multiple: int = 1):
+    """Prompts padded left to a multiple, responses right: ids, mask [B, P], ids, mask [B, T]
+
+    With id 0, which every model has: what is masked is never seen.
+    """
     P, T = round_up(max(map(len, prompt_ids)), multiple), max(map(len, response_ids), default=0)
-    prompts = [[pad] * (P - len(x)) + x for x in prompt_ids]
+    prompts = [[0] * (P - len(x)) + x for x in prompt_ids]
     prompt_mask = [[0] * (P - len(x)) + [1] * len(x) for x in prompt_ids]
-    responses = [y + [pad] * (T - len(y)) for y in response_ids]
+    responses = [y + [0] * (T - len(y)) for y in response_ids]
     mask = [[1] * len(y) + [0] * (T - len(y)) for y in response_ids]
     batch = prompts, prompt_mask, responses, mask
     return tuple(torch.tensor(x, device=device) for x in batch)
@@ -314,8 +317,8 @@ class Decoder:
 
 @torch.no_grad()
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
-             eos_token_id=None, pad_token_id=None, generator=None,
-             uniforms: Tensor | None = None, cuda_graph: bool = True) -> list[list[int]]:
+             eos_token_id=None, generator=None, uniforms: Tensor | None = None,
+             cuda_graph: bool = True) -> list[list[int]]:
     """Draw one answer per prompt, of at most max_new_tokens tokens, its EOS kept (Alg. 4 l.11).
 
     temperature 0 is greedy; else the draws are from softmax(logits / temperature), as scored
@@ -341,7 +344,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     eos = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     eos = [token for token in eos if token is not None]
     bucket = 64 if device.type == "cuda" else 1          # graphs ask for few different shapes
-    prompts, attention, *_ = pad_batch(prompt_ids, [], pad_token_id or 0, device, bucket)
+    prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
     columns, uniforms = round_up(prompts.shape[1] + max_new_tokens, bucket), uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)

@@ -12,8 +12,9 @@ Read `train` first: it is Algorithm 4, line by line; everything above it is one 
 Departures. Slips of the paper, read by their evident meaning: the loss is −L_CLIP − β H; GAE
 sums to T − t with V = 0 after the last token; δ_t is `delta`, and the other δ_t is `td_error`.
 As in the release, not in the paper: A_t is whitened over the batch, the value loss is halved
-and clipped, θ and ψ share one gradient clip. Our own: R_φ writes z' greedily; r_t^KL is of the
-sampled token (the release's exact KL_t is, as a reward, a baseline and penalises nothing).
+and clipped, θ and ψ share one gradient clip. Our own: R_φ writes z' greedily; a step that would
+do harm is skipped and counted; r_t^KL is of the sampled token (the release's exact KL_t is, as
+a reward, a baseline and penalises nothing).
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
 flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
@@ -28,7 +29,7 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,7 +57,7 @@ from sampling import (context_length, generate, head_weight, pad_batch, token_en
 
 @dataclass
 class Config:
-    """Defaults are the toy world's; --task sets the paper's values (Table 10)."""
+    """Defaults are the toy world's; --task sets the release's values (for Table 10)."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
     model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str | None = flag(None, "rows to train on, JSON lines; the toy world makes its own")
@@ -65,7 +66,7 @@ class Config:
     critic: str | None = flag("toy:critique", "annotator module:function instead of a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
     iterations: int = flag(25, "of Algorithm 4's outer loop", least=1)
-    learning_rate: float = flag(1e-3, "peak, AdamW (paper: 1e-6, KodCode 5e-7)", most=10)
+    learning_rate: float = flag(1e-3, "peak, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
     seed: int = flag(0, "of everything that is drawn", most=10**9)
     adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
     base_url: str | None = flag(None, "the annotator's server; none: OPENAI_BASE_URL")
@@ -75,26 +76,26 @@ class Config:
     price_out: float | None = flag(None, "USD per million reply tokens")
     max_usd: float | None = flag(None, "USD that annotation may cost; needs prices")
     allow_code_execution: bool = flag(False, "kodcode: run the responses with the rows' tests")
-    batch_size: int = flag(64, "rollouts per iteration, all ranks (paper: 12, 64)", least=1)
-    temperature: float = flag(1.0, "of π, sampled and scored (paper: .6)", least=0.01)
+    batch_size: int = flag(64, "rollouts per iteration, all ranks (release: 12, 64)", least=1)
+    temperature: float = flag(1.0, "of π, sampled and scored (release: .6)", least=0.01)
     max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
-    max_new_tokens: int = flag(32, "longest response (paper: 89, 256, 512)", least=1)
-    max_critique_tokens: int = flag(96, "longest critique of R_φ (paper: 500, 768)", least=1)
-    kl_coef: float = flag(0.5, "first KL coefficient β (paper: .2, .07, .05)")
-    kl_target: float = flag(6.0, "nats per response (paper: 6, 1, 3); 0: β stays")
-    gamma: float = flag(1.0, "discount γ (paper: 1)", most=1)
-    lam: float = flag(0.95, "GAE λ (paper: .95)", most=1)
-    ppo_epochs: int = flag(4, "passes over each batch (paper: 4)", least=1)
+    max_new_tokens: int = flag(32, "longest response (release: 89, 256, 512)", least=1)
+    max_critique_tokens: int = flag(96, "longest critique of R_φ (release: 500, 768)", least=1)
+    kl_coef: float = flag(0.5, "first KL coefficient β (release: .2, .07, .05)")
+    kl_target: float = flag(6.0, "nats per response (release: 6, 1, 3); 0: β stays")
+    gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
+    lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
+    ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
     minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
-    schedule: str = flag("linear", "to zero (paper: linear, cosine)", ("linear", "cosine"))
-    clip: float = flag(0.2, "ε of the clipped ratio (paper: .2)")
+    schedule: str = flag("linear", "to zero (release: both)", ("linear", "cosine"))
+    clip: float = flag(0.2, "ε of the clipped ratio (release: .2)")
     value_learning_rate: float | None = flag(7e-3, "ψ's peak; none: θ's (release)", most=10)
-    value_clip: float = flag(5.0, "of V's move from its old value (paper: .2)")
-    value_coef: float = flag(0.1, "of the value loss (paper: .1)")
+    value_clip: float = flag(5.0, "of V's move from its old value (release: .2)")
+    value_coef: float = flag(0.1, "of the value loss (release: .1)")
     value_target: str = flag("gae", "A + V; return: Alg. 4 l.24", ("gae", "return"))
     entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release")
-    lora_r: int = flag(16, "rank of the policy's adapter (paper: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(32, "the update is scaled by alpha / r (paper: 32)")
+    lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
     lora_targets: str = flag("q_proj,v_proj", "layers that get the adapter")
     eval_rows: int = flag(200, "held-out prompts of the table before and after", least=1)
     dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
@@ -133,7 +134,8 @@ PRESETS = {  # Table 10
     "kodcode": {**PAPER, "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
                 "kl_target": 1.0, "max_prompt_tokens": 644},
 }
-# What a run may change when it goes on: neither weights nor texts depend on it.
+# What a run may change when it goes on: neither weights nor texts depend on it, but for the
+# masks of dropout, which phase 2 draws for each micro-batch.
 FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
         "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout", "save_every",
         "probe_rows", "wandb", "allow_code_execution"}
@@ -258,9 +260,8 @@ class Rollouts:
     def part(self, index: list[int]) -> dict[str, Tensor]:
         """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them."""
         P, T = (int(m[index].sum(1).max()) for m in (self.prompt_mask, self.mask))
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T]
-                for name, x in tensors.items() if isinstance(x, Tensor)}
+                for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def by_length(self, index) -> list[int]:
         """Rows by response length, so that a micro-batch holds little padding."""
@@ -273,11 +274,11 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     prompt_ids, ids = [encode_prompt(tokenizer, prompt) for prompt in prompts], []
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
-    ends, pad = eos_ids(tokenizer, model), tokenizer.pad_token_id
+    ends = eos_ids(tokenizer, model)
     with use_lora(model, adapter, merge=True):
         for part in chunks(range(RANK, len(rows), RANKS), config.rollout_batch_size):
             x, u = [prompt_ids[i] for i in part], uniforms[list(part)]
-            ids += generate(model, x, config.max_new_tokens, config.temperature, ends, pad,
+            ids += generate(model, x, config.max_new_tokens, config.temperature, ends,
                             uniforms=u)                                                  # l.11
     ids = everyone(ids)
     truncated = [y[-1] not in ends for y in ids]
@@ -285,7 +286,7 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
         "Alg. 4 l.11: y ends with its EOS, or is cut off"
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
     assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: each y_t has its characters"
-    padded = pad_batch(prompt_ids, ids, pad or 0, model.device)
+    padded = pad_batch(prompt_ids, ids, model.device)
     return Rollouts(rows, prompts, list(texts), list(offsets), *padded,                  # l.8
                     truncated=truncated)
 
@@ -497,7 +498,7 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
         save_file(value_head.state_dict(), out / "value_head.safetensors")
 
 
-PROBES = 10                               # in a run, the last after the last iteration
+PROBES = 10                               # in a run, the last in its last iteration
 
 
 def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]:
@@ -569,7 +570,7 @@ def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
 # ── Algorithm 1: annotate, train R_φ, optimise the policy
 
 def check(config: Config, out: Path, learnt: bool):
-    """Look at every path, critic and key before anything is sampled or spent."""
+    """Look at flags, critic, key and directory before anything is sampled or spent."""
     if config.batch_size % RANKS or config.minibatch_size % RANKS:
         raise InputError(f"--batch_size and --minibatch_size must be multiples of {RANKS}")
     if config.shard and RANKS == 1:
@@ -670,8 +671,8 @@ def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
         say(f"{config.data or config.task}: left out {len(rows) - len(kept)} of {len(rows)} "
             f"rows, whose prompts have over {most} tokens")
     if not kept:
-        raise InputError(f"{config.data}: no row is left to train on or to judge by; lower "
-                         f"--max_new_tokens or raise --max_prompt_tokens")
+        raise InputError(f"{config.data or config.task}: no row is left to train on or "
+                         f"to judge by; lower --max_new_tokens or raise --max_prompt_tokens")
     return kept
 
 
@@ -785,7 +786,7 @@ def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
 
 
 def start_policy(model, config: Config):
-    """The adapter "policy" before the first step, and π_ref's."""
+    """The adapter "policy" before the first step, and π_ref's (Alg. 1 l.17)."""
     if config.adapter:
         load_lora(model, "reference", config.adapter)
         load_lora(model, "policy", config.adapter)
@@ -843,10 +844,11 @@ def main(argv=None, critic=critique, learnt=True):
             if name in goals and y < x - 0.1 * abs(x):
                 print(f"warning: {name} fell from {x:.3f} to {y:.3f}; look at kl and entropy "
                       f"in the report, and lower --learning_rate or raise --kl_coef")
+        benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
         print(f"\n{time.time() - started:.0f} s in all. Look at {run_report(out)}. In {out}/: "
               f"policy/ (PEFT format), metrics.jsonl, samples.jsonl.\n"
-              f"next: python eval.py --model {config.model} --adapter {out}/policy; or phase 3 "
-              f"with other settings: another --output_dir{reuse(config, out)}")
+              f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; "
+              f"or phase 3 with other settings: another --output_dir{reuse(config, out)}")
     together(dist.destroy_process_group)
 
 

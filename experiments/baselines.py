@@ -92,9 +92,9 @@ def sdpo_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def sequence_logprobs(model, pairs: list[tuple], pad: int) -> Tensor:
+def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
     """log π(y|x) = Σ_t log π(y_t | x, y_<t), by the adapter in use. [(x, y)] as ids → [B]"""
-    *inputs, mask = pad_batch(*zip(*pairs), pad, model.device)
+    *inputs, mask = pad_batch(*zip(*pairs), model.device)
     at = mask.bool()
     hidden = response_hidden(model, *inputs, mask)[at]                                  # [N, H]
     found = token_logprobs(hidden, head_weight(model), inputs[2][at])
@@ -106,12 +106,12 @@ def both_sides(pairs: list[tuple]) -> list[tuple]:
     return [(x, w) for x, w, _ in pairs] + [(x, l) for x, _, l in pairs]
 
 
-def preference_loss(model, pairs, pad: int, reference: str | None) -> Tensor:
+def preference_loss(model, pairs, reference: str | None) -> Tensor:
     """DPO of some (x, y_w, y_l), summed; π_ref as in text2grad.py."""
     both = both_sides(pairs)
     with torch.no_grad(), use_lora(model, reference):
-        before = sequence_logprobs(model, both, pad).chunk(2)
-    return dpo_loss(*sequence_logprobs(model, both, pad).chunk(2), *before, DPO_BETA).sum()
+        before = sequence_logprobs(model, both).chunk(2)
+    return dpo_loss(*sequence_logprobs(model, both).chunk(2), *before, DPO_BETA).sum()
 
 
 def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
@@ -219,7 +219,7 @@ def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, 
     settings = RewardConfig(**{key: getattr(config, key) for key in shared},
                             batch_size=config.minibatch_size,
                             epochs=max(1, round(seen / len(texts))))
-    fit_adapter(model, tokenizer, encode(tokenizer, texts), name, settings,
+    fit_adapter(model, encode(tokenizer, texts), name, settings,
                 out=out / f"fit-{name}", **loss)
 
 
@@ -278,8 +278,8 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, kind: str) -> 
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
     some = max(1, len(found) // 10)
-    fit_adapter(model, tokenizer, found[some:], "reward", settings,
-                lambda model, part, _: losses(model, tokenizer, part).sum(), count_of)
+    fit_adapter(model, found[some:], "reward", settings,
+                lambda model, part: losses(model, tokenizer, part).sum(), count_of)
     save_lora(model, "reward", out / "reward" / "adapter")
     with torch.no_grad(), use_lora(model, "reward"):
         parts = [losses(model, tokenizer, part) for part in chunks(found[:some], 64)]
@@ -329,7 +329,7 @@ def show(batch: Rollouts, judged: list[Judgement], tokenizer) -> Rollouts:
     """The same responses to prompts that hold them and their critiques, as the teacher sees."""
     asked = map(rewrite_prompt, batch.prompts, batch.texts, (one.critique for one in judged))
     ids = [encode_prompt(tokenizer, prompt) for prompt in asked]
-    x, mask, *_ = pad_batch(ids, [], tokenizer.pad_token_id or 0, batch.mask.device)
+    x, mask, *_ = pad_batch(ids, [], batch.mask.device)
     return replace(batch, prompt_ids=x, prompt_mask=mask)
 
 

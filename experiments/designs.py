@@ -157,7 +157,7 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     plus, minus = (tokenizer(mark, add_special_tokens=False).input_ids[-1] for mark in "+-")
     # One more token, so that there is a state after the last one of y.
     batch = pad_batch([x for x, _ in pairs], [[*y, plus] for _, y in pairs],
-                      tokenizer.pad_token_id or 0, model.device)
+                      model.device)
     hidden, weight = response_hidden(model, *batch)[:, 1:], head_weight(model)
     return hidden.float() @ (weight[plus].float() - weight[minus].float()), batch[3][:, 1:]
 

@@ -204,7 +204,7 @@ def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch
     with torch.inference_mode(), use_lora(model, adapter):
         for at in tqdm(range(0, len(order), batch_size), desc="score", delay=2):
             part = order[at : at + batch_size]
-            batch = pad_batch(*zip(*(pairs[i] for i in part)), 0, model.device)
+            batch = pad_batch(*zip(*(pairs[i] for i in part)), model.device)
             y, mask = batch[2], batch[3].bool()
             hidden = response_hidden(model, *batch)[mask]       # [N, H]
             logprobs = token_logprobs(hidden, head_weight(model), y[mask])

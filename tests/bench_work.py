@@ -203,7 +203,7 @@ def build_decode(side: str, options: dict):
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, init_lora_weights=False,
                                              target_modules=["q_proj", "v_proj"]))
     model = model.merge_and_unload() if side == "merged" else model
-    ids, mask, *_ = pad_batch(prompts, [[] for _ in prompts], 0, device)
+    ids, mask, *_ = pad_batch(prompts, [[] for _ in prompts], device)
     rules = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new,
                  eos_token_id=None, pad_token_id=0)
     if side == "static":                              # on CUDA transformers compiles for it
@@ -247,7 +247,7 @@ def build_ppo(side: str, options: dict):
     rows = len(prompts)
     config = t2g.Config(batch_size=rows, minibatch_size=rows, ppo_epochs=options["epochs"],
                         micro_batch_size=options["micro"])
-    padded = pad_batch(prompts, responses, 0, model.device)
+    padded = pad_batch(prompts, responses, model.device)
     delta = torch.zeros(padded[3].shape, device=model.device)
     ends = padded[3].sum(1) - 1
     delta[torch.arange(rows), ends] = torch.tensor(scores, device=model.device)

@@ -117,7 +117,7 @@ def loss_of_z(policy, monkeypatch):
         return *others, mask
 
     monkeypatch.setattr(reward_model, "pad_batch", without_the_last)
-    reward_model.z_loss(policy[0], [([5], [6, 7])], 0)
+    reward_model.z_loss(policy[0], [([5], [6, 7])])
 
 
 def written(policy, tokenizer, monkeypatch):

@@ -115,11 +115,11 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
     add_lora(model, "policy", 4, 8)
     loss_of = partial(preference_loss, reference=None)
     with use_lora(model, "policy"):
-        assert loss_of(model, PAIRS, 0).item() == pytest.approx(3 * math.log(2), abs=1e-5)
+        assert loss_of(model, PAIRS).item() == pytest.approx(3 * math.log(2), abs=1e-5)
     for p in lora_parameters(model, "policy"):
         p.data.normal_(std=0.1)
     with use_lora(model, "policy"):
-        loss = loss_of(model, PAIRS, 0)
+        loss = loss_of(model, PAIRS)
     sums = []
     for name in ("policy", None):
         for k in (1, 2):
@@ -319,7 +319,7 @@ def rollouts_of(tokenizer, n=6, only=None):
     prompts = [get_task("toy").policy_prompt(row) for row in rows]
     asked = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     offsets = [token_offsets(tokenizer, y)[1] for y in ids]
-    return Rollouts(rows, prompts, texts, offsets, *pad_batch(asked, ids, 0, "cpu"))
+    return Rollouts(rows, prompts, texts, offsets, *pad_batch(asked, ids, "cpu"))
 
 
 def ids_of(rollouts, row):
@@ -498,8 +498,8 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     (model, tokenizer), config, kept = toy_model, small(tmp_path, iterations=6), []
     fit = baselines.fit_adapter
 
-    def watch(model, tokenizer, pairs, name, settings, *more, **loss):
-        losses = fit(model, tokenizer, pairs, name, settings, *more, **loss)
+    def watch(model, pairs, name, settings, *more, **loss):
+        losses = fit(model, pairs, name, settings, *more, **loss)
         kept.append((pairs, losses, settings))
         return losses
 

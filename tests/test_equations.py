@@ -89,7 +89,7 @@ def random_rollouts(copies=1):
                           for lengths in ((9, 4, 1, 6, 12, 3), (5, 1, 8, 3, 2, 7)))
     n = len(prompts)
     rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n,
-                        *pad_batch(prompts, responses, 0))
+                        *pad_batch(prompts, responses))
     rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
     rollouts.feedback = [Judgement("", []) for _ in range(n)]
     return rollouts
@@ -759,15 +759,13 @@ def test_z_loss_is_the_negative_log_likelihood_of_z_alone(toy_model):
     randomise(parameters)
     pairs = [([5, 6, 7, 8], [9, 10, 1]), ([11], [12, 13, 14, 15, 1]), ([16, 17], [1])]
     with use_lora(model, "reward"):
-        loss = z_loss(model, pairs, 0)
+        loss = z_loss(model, pairs)
         expected = sum(-brute(model, x, z)[0][torch.arange(len(z)), torch.tensor(z)].sum()
                        for x, z in pairs)
         close(loss, expected, rtol=1e-4, atol=1e-4)
         got, want = gradients(loss, parameters), gradients(expected, parameters)
         close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
-        other_pad = z_loss(model, pairs, 333)
-        alone = [z_loss(model, [pair], 0) for pair in pairs]
-    close(other_pad, loss, rtol=1e-4, atol=1e-4)
+        alone = [z_loss(model, [pair]) for pair in pairs]
     close(sum(alone), loss, rtol=1e-4, atol=1e-4)
 
 
@@ -777,10 +775,10 @@ def test_teacher_forcing_starts_at_the_base_and_lowers_the_loss(toy_model):
     every step makes z likelier."""
     model, tokenizer = toy_model
     pairs = [([5, 6, 7, 8], [9, 10, 1]), ([11], [12, 13, 14, 15, 1]), ([16, 17], [1])]
-    bare = z_loss(model, pairs, 0).item() / 9
+    bare = z_loss(model, pairs).item() / 9
     config = RewardConfig(lora_r=4, lora_alpha=12, lora_targets="q_proj,v_proj",
                           learning_rate=1e-3, batch_size=3, micro_batch_size=2, epochs=4)
-    losses = fit_adapter(model, tokenizer, pairs, "reward", config)
+    losses = fit_adapter(model, pairs, "reward", config)
     assert (len(losses) == 4 and losses[0] == pytest.approx(bare, rel=1e-5)
             and losses == sorted(losses)[::-1])
     assert (losses[-1] < bare - 1e-3

@@ -144,7 +144,7 @@ def up_to_eos(row, eos):
 
 def transformers_greedy(model, prompts, max_new_tokens, eos):
     """What transformers' generate makes of the left-padded batch, cut after each EOS."""
-    ids, mask, *_ = pad_batch(prompts, [], 0)
+    ids, mask, *_ = pad_batch(prompts, [])
     out = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=eos,
                          max_new_tokens=max_new_tokens, pad_token_id=0)
     return [up_to_eos(row, eos) for row in out[:, ids.shape[1]:].tolist()]
@@ -638,7 +638,7 @@ def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
 
 def rescored(model, prompts, responses, temperature=1.0):
     """Log-probs of all sampled tokens, row after row, by the forward pass of training."""
-    batch = pad_batch(prompts, responses, 0)
+    batch = pad_batch(prompts, responses)
     at = batch[3].bool()
     with torch.no_grad():
         hidden = response_hidden(model, *batch)
@@ -680,7 +680,7 @@ def test_greedy_is_transformers_greedy(base):
     long = generate(model, prompts, 24, temperature=0)
     eos, cut = staggering_eos(long)
     with sizes_of(model) as sizes:
-        ours = generate(model, prompts, 24, 0, eos, pad_token_id=0)
+        ours = generate(model, prompts, 24, 0, eos)
     assert ours == transformers_greedy(model, prompts, 24, eos) == cut
     rows = [b for b, _ in sizes]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(prompts) * 3 / 4, \
@@ -812,7 +812,7 @@ def test_recomputed_activations_give_the_same_gradients(base):
     def gradients():
         torch.manual_seed(7)
         with use_lora(model, "policy"):
-            hidden = response_hidden(model, *pad_batch(prompts, prompts[::-1], 0))
+            hidden = response_hidden(model, *pad_batch(prompts, prompts[::-1]))
         hidden.square().sum().backward()
         made = [p.grad.clone() for p in policy]
         model.zero_grad()

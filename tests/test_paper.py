@@ -217,13 +217,14 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
         for p in add_lora(model, name):
             torch.nn.init.normal_(p, std=0.1)
     config, rows = Config(temperature=0.7), toy.rows("train", 3)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})   # an id that the embeddings lack
     generator = torch.Generator().manual_seed(0)
     rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", generator)
     prompts = [encode_prompt(tokenizer, prompt) for prompt in rollouts.prompts]
     uniforms = torch.rand(3, config.max_new_tokens, generator=torch.Generator().manual_seed(0))
     ends = eos_ids(tokenizer, model)
     with use_lora(model, "policy"):
-        ids = generate(model, prompts, config.max_new_tokens, 0.7, ends, 0, uniforms=uniforms)
+        ids = generate(model, prompts, config.max_new_tokens, 0.7, ends, uniforms=uniforms)
     kept = zip(rollouts.response_ids, rollouts.mask)
     assert [row[mask.bool()].tolist() for row, mask in kept] == ids
     passes, new = [], 12
@@ -255,7 +256,7 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
     uniforms = torch.rand(3, config.max_new_tokens, generator=torch.Generator().manual_seed(3))
     for row, u in zip(others, uniforms):
         x = encode_prompt(tokenizer, get_task("toy").policy_prompt(row))
-        y, = generate(model, [x], config.max_new_tokens, 0.7, eos_ids(tokenizer, model), 0,
+        y, = generate(model, [x], config.max_new_tokens, 0.7, eos_ids(tokenizer, model),
                       uniforms=u[None])
         assert row["response"] == token_offsets(tokenizer, y)[0]
 

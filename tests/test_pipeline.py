@@ -105,7 +105,7 @@ def test_r_phi_has_learned_to_write_the_feedback(finished_run, toy_model):
     loss = {}
     for name in (None, "reward"):
         with use_lora(model, name), torch.no_grad():
-            loss[name] = reward_model.z_loss(model, pairs, 0).item()
+            loss[name] = reward_model.z_loss(model, pairs).item()
     assert loss["reward"] < 0.3 * loss[None]
 
 
@@ -387,6 +387,7 @@ BAD_TASK = """
 from data import Task
 BAD = Task("bad", lambda row: row["question"], reward={"lora_targets": "q_prj"},
            policy={"max_new_tokens": 9, "max_critique_tokens": 9})
+MISSPELT = Task("misspelt", lambda row: row["question"], policy={"kl_coeff": 0.3})
 """
 
 
@@ -414,6 +415,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
             ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
              "--critic", "toy:critique", "--data", solved),
+            ("its settings name kl_coeff", "--task", "bad_task:MISSPELT", "--data", solved),
             ("5 of 5 rows bring no outcome", *code),
             ("bring no outcome", *code, "--data", tested),
             ("holds no adapter_config.json", "--reward_model", tmp_path),

@@ -132,14 +132,14 @@ def fitted(out, stops_after=None, seed=0):
     pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(30)]
     config = RewardConfig(batch_size=4, epochs=2, lora_dropout=0.3, seed=seed)
 
-    def loss(model, part, pad):
+    def loss(model, part):
         if len(calls := [*seen, 1]) == stops_after:
             raise KeyboardInterrupt
         seen[:] = calls
-        return z_loss(model, part, pad)
+        return z_loss(model, part)
 
     seen = []
-    losses = reward_model.fit_adapter(model, tokenizer, pairs, "reward", config, loss, out=out)
+    losses = reward_model.fit_adapter(model, pairs, "reward", config, loss, out=out)
     return losses, lora_parameters(model, "reward"), len(seen)
 
 

@@ -32,7 +32,7 @@ def prepared(path, dtype=None):
 
 def trained(model, rows, total):
     """Hidden states, log-probs, adapter gradients of their sum over `total`, for some rows."""
-    batch = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows], 0)
+    batch = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows])
     at = batch[3].bool()
     with use_lora(model, "policy"):
         hidden = response_hidden(model, *batch)[at]
@@ -87,7 +87,7 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     ids = sampled(model)
     counts = [gathers(model, n) for n in (8, 24)]
     with Gathers() as each_pass:
-        response_hidden(model, *pad_batch(PROMPTS, RESPONSES, 0))
+        response_hidden(model, *pad_batch(PROMPTS, RESPONSES))
     resting = local_bytes(model)
     mine = [0, 2, 4] if rank == 0 else [1, 3, 5]
     hidden, logprobs, gradients = trained(model, mine, sum(map(len, RESPONSES)))

@@ -192,7 +192,7 @@ def test_no_temperature_solves_the_committed_base(toy_model, length):
     prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
     for temperature in (0, 0.3, 0.5, 0.7, 1):
         ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id,
-                       tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0))
+                       generator=torch.Generator().manual_seed(0))
         texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
         assert 0.3 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75, temperature
 

@@ -141,7 +141,7 @@ def main():
         pairs.sort(key=lambda pair: sum(map(len, pair)))
         count, total = sum(len(answer) for _, answer in pairs), 0.0
         for part in chunks(pairs, 16):             # of like length, so that little is padding
-            batch = pad_batch(*zip(*part), tokenizer.pad_token_id)
+            batch = pad_batch(*zip(*part))
             at = batch[3].bool()
             logits = response_hidden(model, *batch)[at] @ head_weight(model).T
             loss = F.cross_entropy(logits, batch[2][at], reduction="sum") / count
