@@ -65,7 +65,7 @@ class Settings:
 
 
 def digest(text: str) -> str:
-    """Under this name /stats counts how often a user message was asked and answered."""
+    """Under this name /stats counts how often a user message was asked."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -140,17 +140,14 @@ class Server:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.calls, self.billed, self.now, self.most = (
-            0, Counter(prompt_tokens=0, completion_tokens=0), 0, 0)
-        self.statuses, self.faults, self.asked, self.answered = (
-            Counter(), Counter(), Counter(), Counter())
+        self.calls, self.billed = 0, Counter(prompt_tokens=0, completion_tokens=0)
+        self.statuses, self.faults, self.asked = Counter(), Counter(), Counter()
         self.recent = deque(maxlen=5)
 
     def stats(self) -> dict:
-        """Calls are chat completions; answered: a 200 for which the client was still there."""
+        """Calls are chat completions; statuses: of those that went back to a client."""
         return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults,
-                "asked": self.asked, "answered": self.answered, "under_way": self.now,
-                "max_concurrent": self.most, "recent": list(self.recent), **self.billed}
+                "asked": self.asked, "recent": list(self.recent), **self.billed}
 
     # Chat completions
 
@@ -261,12 +258,6 @@ class Server:
             whole["usage"] = reported or {**usage, "total_tokens": asked + said}
         return Answer(200, whole, usage=usage)
 
-    def given(self, body: dict, answer: Answer):
-        """Count a chat completion that went back to a client."""
-        self.statuses[str(answer.status)] += 1
-        if answer.status == 200:
-            self.answered[digest(user_message(body))] += 1
-
     # Routes
 
     def route(self, method: str, path: str, head: bytes,
@@ -312,35 +303,29 @@ class Server:
             writer.close()
 
     async def _give(self, reader, writer, answer: Answer, chat: dict | None):
-        self.now += chat is not None
-        self.most = max(self.most, self.now)
-        try:
-            if answer.status is None:  # nobody waits longer than the client does
-                self.statuses["none"] += 1
-                await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
-                if answer.usage:                                # reset, where else it is closed
-                    hard = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                    writer.get_extra_info("socket").setsockopt(*hard)
-                return
-            if answer.wait:
-                await asyncio.sleep(answer.wait)
-            if reader.at_eof():  # killed while it waited: nothing was delivered
-                raise ConnectionResetError
-            body = (json.dumps(answer.body).encode() if isinstance(answer.body, dict)
-                    else answer.body)
-            lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
-                     "Content-Type: application/json", f"Content-Length: {len(body)}")
-            writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
-            for byte in body if answer.drip else ():
-                writer.write(bytes([byte]))
-                await writer.drain()
-                await asyncio.sleep(answer.drip)
-            writer.write(b"" if answer.drip else body)
-            if chat is not None:
-                self.given(chat, answer)
+        if answer.status is None:  # nobody waits longer than the client does
+            self.statuses["none"] += 1
+            await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
+            if answer.usage:                                # reset, where else it is closed
+                hard = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(*hard)
+            return
+        if answer.wait:
+            await asyncio.sleep(answer.wait)
+        if reader.at_eof():  # killed while it waited: nothing was delivered
+            raise ConnectionResetError
+        body = (json.dumps(answer.body).encode() if isinstance(answer.body, dict)
+                else answer.body)
+        lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
+                 "Content-Type: application/json", f"Content-Length: {len(body)}")
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+        for byte in body if answer.drip else ():
+            writer.write(bytes([byte]))
             await writer.drain()
-        finally:
-            self.now -= chat is not None
+            await asyncio.sleep(answer.drip)
+        writer.write(b"" if answer.drip else body)
+        self.statuses[str(answer.status)] += chat is not None
+        await writer.drain()
 
     async def serve(self, port: int, ready: Callable[[str], None], stop: asyncio.Event):
         """Listen until `stop` is set; ready(url) is called once with the base URL."""

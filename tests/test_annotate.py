@@ -454,15 +454,6 @@ def test_a_replacement_mark_that_the_model_wrote_is_a_character(tokenizer):
     assert token_offsets(tokenizer, ids) == offsets_from_bytes(token_bytes(tokenizer, ids))
 
 
-def test_special_tokens_have_empty_intervals(tokenizer):
-    words, eos = tokenizer.encode("The end 🎉", add_special_tokens=False), tokenizer.eos_token_id
-    text, offsets = token_offsets(tokenizer, words)
-    assert (token_offsets(tokenizer, [*words, eos, eos])
-            == (text, offsets + [(len(text), len(text))] * 2))
-    assert (token_offsets(tokenizer, [eos]) == ("", [(0, 0)])
-            and token_offsets(tokenizer, []) == ("", []))
-
-
 def test_a_word_behind_a_special_token_keeps_its_space(tokenizer):
     ids, eos = tokenizer.encode("The end", add_special_tokens=False), tokenizer.eos_token_id
     text, offsets = token_offsets(tokenizer, ids)
@@ -675,29 +666,6 @@ def test_bad_rows_are_one_line_with_file_line_and_field(tmp_path, content, messa
     with pytest.raises(InputError, match=f"rows.jsonl.*({message})") as caught:
         read_rows(path, (("post",),))
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match="absent.jsonl: no such file"):
-        read_rows(tmp_path / "absent.jsonl")
-    with pytest.raises(InputError):
-        read_rows(tmp_path)
-
-
-def test_one_field_of_a_group_is_enough(tmp_path):
-    """FACTS §3: KodCode calls its tests `test` or `test_code`."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        '{"question": "q", "test": "t"}\n{"question": "q", "test_code": "t", "test": ""}\n')
-    assert len(read_rows(path, get_task("kodcode").needs)) == 2
-    path.write_text('{"question": "q", "text": "t"}\n')
-    with pytest.raises(InputError, match="'test' or 'test_code'"):
-        read_rows(path, get_task("kodcode").needs)
-
-
-def test_an_unknown_task_is_refused_with_the_names():
-    with pytest.raises(InputError, match="nope.*toy.*slf5k.*ultrafeedback.*kodcode"):
-        get_task("nope")
 
 
 @pytest.mark.parametrize("response", ["", " \n", None, 7, ["a"]])

@@ -469,16 +469,6 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(work, monkeypatch, c
     assert work.calls() == 0
 
 
-def test_the_first_connection_error_is_said_at_once(work, capsys, monkeypatch):
-    monkeypatch.setattr("annotate.PAUSE", 1.5)
-    said = []
-    timer = threading.Timer(1.2, lambda: said.append(capsys.readouterr().err))
-    timer.start()
-    work.fails("Connection error", made_rows(2), base_url="http://127.0.0.1:9/v1", retries=2)
-    timer.join()
-    assert "0/2" in said[0] and "Connection error" in said[0]
-
-
 def test_the_progress_bar_counts_failures_as_they_come(work, capsys):
     work.server.settings.plan = ["ok", "garbage", "ok", "garbage"]
     work.fails("2 responses", made_rows(5), concurrency=1)
@@ -666,15 +656,6 @@ def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
     assert prompt == pytest.approx(due, rel=0.35) and pilot > 0
     aligned = [row | {"critique": "c"} for row in rows]
     assert "80 tokens a reply" in work.run(aligned, dry_run=True, mode="align")
-
-
-def test_quotes_that_are_not_there_are_dropped_and_counted(work):
-    """§3.3: no place is guessed, and nothing is asked again."""
-    work.server.settings.responder = lambda body: GOOD.replace("the end", "zq")
-    work.run([{"id": "a", "prompt": "p", "response": "This is the end."}])
-    row, = work.written()
-    assert (row["spans"], row["unmatched"], row["good_spans"]) == ([], ["zq"], ["zq"])
-    assert work.calls() == 1
 
 
 # ── A function instead of a server

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from loopback import loopback as serving
 
-from data import InputError, parse_flags
+from data import InputError
 from measures import judge as judges
 from measures.judge import (JudgeConfig, ask_judge, pairwise_questions, pairwise_scores,
                             win_tie_loss)
@@ -177,17 +177,6 @@ def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tm
     assert server.stats()["calls"] == 42
 
 
-def test_a_forecast_asks_nothing_and_knows_what_is_left(config, server, tmp_path):
-    config.price_in, config.price_out = 2.5, 10.0
-    questions = pairwise_questions(made_rows(40), made_texts(40, 1), made_texts(40, 2), config)
-    line = judges.forecast(questions, config, tmp_path / "j")
-    assert line.startswith("80 questions, 80 to ask: about") and "$" in line
-    assert server.stats()["calls"] == 0
-    ask_judge(questions[:20], config, tmp_path / "j")
-    assert "60 to ask" in judges.forecast(questions, config, tmp_path / "j")
-    assert len(ask_judge(questions, config, tmp_path / "j")) == 80
-
-
 def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server, tmp_path):
     config.price_in, config.price_out, config.judge_tokens = 1.0, 1.0, 200
     config.max_usd = 0.01
@@ -199,15 +188,6 @@ def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server,
     config.max_usd = 1.0
     judge(40, config, tmp_path / "j")
     assert server.stats()["calls"] == 80
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--max_usd", "1"], "--max_usd needs --price_in"),
-    (["--concurrency", "0"], "--concurrency"), (["--judge_tokens", "0"], "--judge_tokens"),
-    (["--judge_prompts", "nowhere", "--base_url", "http://127.0.0.1:9"], "nowhere: no such")])
-def test_flags_that_make_no_sense_are_refused(flags, message, tmp_path):
-    with pytest.raises(InputError, match=message):
-        ask_judge([], parse_flags(JudgeConfig, flags, "Judge."), tmp_path / "j")
 
 
 # ── The user's prompts

@@ -485,16 +485,6 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
     assert "left out 1 of 6 rows" in capsys.readouterr().out
 
 
-def test_an_adapter_for_another_base_is_refused(reward, shared, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "once"}\n' * 4)
-    told = refused("--task", "ultrafeedback", "--model",
-                   shared / "models" / "stories260K", "--data", data, "--reward_model", reward,
-                   "--output_dir", tmp_path / "r", "--max_new_tokens", 8,
-                   "--max_critique_tokens", 8)
-    assert "another base" in told
-
-
 def test_the_reward_model_script_learns_and_reports(finished_run, tmp_path, capsys):
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
     write_rows(data, rows_of(finished_run / "feedback.jsonl")[:40])

@@ -82,16 +82,6 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, 
     assert_equal_runs(out, unbroken)
 
 
-def test_checkpoints_hold_the_optimizer_and_only_the_newest_stay(unbroken):
-    """Two of three; AdamW's moments and step for every trained tensor, six times four steps."""
-    assert [p.name for p in checkpoints(unbroken)] == ["checkpoint-4", "checkpoint-6"]
-    tensors = load_file(unbroken / "checkpoint-6" / "tensors.safetensors")
-    trained = {name.split(".")[0] for name in tensors}
-    keys = "parameter", "exp_avg", "exp_avg_sq", "step"
-    assert tensors.keys() == {f"{i}.{key}" for i in trained for key in keys}
-    assert all(tensors[f"{i}.step"] == 24 for i in trained)
-
-
 def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, reward, capsys):
     """It names the checkpoint, does two iterations again and replaces it."""
     path = broken / "checkpoint-6" / "tensors.safetensors"

@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import ROOT
 from runs import assert_equal_tensors, rows_of, run_main
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_ranks import finish, start
 
 import toy
-from data import InputError, read_rows
+from data import read_rows
 from experiments import baselines
 from experiments.designs import true_critic
 from model import encode_prompt, load_lora, load_model, use_lora
@@ -105,32 +105,6 @@ def test_the_template_is_transformers_own_and_its_texts_come_back(smollm2):
             and tokenizer.decode(ids).endswith("<|im_start|>assistant\n"))
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """A copy of the checkpoint, to be changed."""
-    return shutil.copytree(BASE, tmp_path_factory.mktemp("copy") / "base")
-
-
-def test_bfloat16_weights_on_a_cpu_are_read_in_float32(smollm2, copy):
-    tensors = {name: x.bfloat16() for name, x in load_file(copy / "model.safetensors").items()}
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    model, _ = load_model(copy, device="cpu")
-    assert model.dtype == torch.float32
-    whole = smollm2[0].get_input_embeddings().weight
-    torch.testing.assert_close(model.get_input_embeddings().weight, whole, rtol=1e-2, atol=1e-3)
-
-
-def test_without_a_template_and_without_pad(copy):
-    """A plain prompt, and padding by any id, for nobody sees it."""
-    (copy / "chat_template.jinja").unlink()
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    settings.pop("pad_token")
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
-    model, tokenizer = load_model(copy, device="cpu")
-    assert tokenizer.chat_template is None and tokenizer.pad_token_id is None
-    assert tokenizer.decode(encode_prompt(tokenizer, "Hello")).endswith("Hello\n\nAnswer:\n")
-
-
 def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm2, trained,
                                                                           tmp_path):
     """README, serving: PEFT merges, transformers loads."""
@@ -147,14 +121,3 @@ def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm
         whole, bare = ours(ids).logits, smollm2[0](ids).logits
         torch.testing.assert_close(model(ids).logits, whole, rtol=1e-3, atol=1e-3)
     assert (whole - bare).abs().max() > 0.01
-
-
-def test_a_post_longer_than_the_context_is_left_out_and_counted(tmp_path, monkeypatch, capsys):
-    rows = toy.rows("train", 4)
-    rows[1]["post"] *= 600
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(InputError, match="no row is left"):
-        run_main(*SHORT, "--data", file, "--max_prompt_tokens", 10,
-                 "--output_dir", tmp_path / "run")
-    assert "left out 3 of 3" in capsys.readouterr().out

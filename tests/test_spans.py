@@ -17,9 +17,9 @@ import annotate
 from annotate import Feedback, Span, ground
 from data import InputError, read_rows, write_rows
 from measures import spans as script
-from measures.spans import (FIGURES, SIGNS, audit, audit_text, character_labels, colour_spans,
+from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_spans,
                             compare, feedback_page, figures, krippendorff_alpha, merge,
-                            overlaps, parts, read_people, read_spans, readable, span_accuracy,
+                            overlaps, read_people, read_spans, readable, span_accuracy,
                             span_length, span_table, total, words, written_replies)
 from test_report import HOSTILE, Page, assert_closed, often
 
@@ -119,12 +119,6 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
             assert got[f"{name} marked"] == len(marked)
             assert got[f"{name} predicted"] == len(said)
             assert got[f"{name} hit"] == len(set(marked) & set(said))
-
-
-def test_each_figure_has_the_name_that_people_say():
-    assert FIGURES["good_near"][0] == "good spans, ≥ 90 % overlap"
-    assert {*parts(Counter())} == {*FIGURES} == {*figures(Counter())}
-    assert parts(Counter({"poor hit": 3, "poor either": 6}))["poor_f1"] == (3, 6)
 
 
 # ── The spans of a row
@@ -402,12 +396,6 @@ def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared, name):
 def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(change):
     with pytest.raises(InputError, match="^row 2 cannot be read: .*; mend it or drop it$"):
         read_people([people_row(), people_row() | change])
-
-
-@pytest.mark.parametrize("quotes", [None, "plot", [3], {"plot": 1}])
-def test_quotes_must_be_lists_of_texts(quotes):
-    with pytest.raises(InputError, match="row 1 cannot be read: 'poor_spans' must be a list"):
-        read_people([QUOTES_ROW | {"poor_spans": quotes}])
 
 
 def nodes(value, path=()):

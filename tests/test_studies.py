@@ -65,15 +65,6 @@ def test_rollouts_to_a_goal_by_hand():
 
 # ── Runs
 
-def test_a_key_depends_on_every_setting_and_on_nothing_else():
-    run = Run(rate=1e-3, seed=1)
-    others = [replace(run, **{name: value}) for name, value in dict(
-        method="dpo", annotator="human", settings=(("kl_coef", 1.0),), judge=(("lora_r", 64),),
-        length=4, updates=3, batch=4, rows=5, rate=2e-3, seed=2, posts=7).items()]
-    assert len({key(one) for one in [run, *others]}) == 12
-    assert key(run) == key(replace(run))
-
-
 def test_runs_have_the_reward_models_that_they_name():
     assert judge_of(Run("true")) is None and judge_of(Run("dpo")) is None
     assert judge_of(Run("scalar", rows=9)) == Run("fit scalar", rows=9)
