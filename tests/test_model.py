@@ -544,6 +544,19 @@ def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, option):
     refused(option, load_lora, toy_model[0], "policy", tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+def test_an_adapter_without_its_scale_is_refused(toy_model, tmp_path, key):
+    """Nothing is guessed in its place, and the model stays as it was."""
+    model, _ = toy_model
+    peft_adapter(model, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    refused(f"{path}: {key} is not there", load_lora, model, "policy", tmp_path)
+    assert not any(isinstance(m, LoRALinear) for m in model.modules())
+
+
 def test_unknown_names_are_refused(toy_model, tiny, tmp_path):
     """A target that the model lacks or that is not linear, an adapter unknown or known."""
     model, _ = toy_model
