@@ -64,12 +64,12 @@ small=(--annotated_rows 40 --iterations 2 --batch_size 8 --minibatch_size 8 --ev
        --micro_batch_size 8 --learning_rate 1e-5)
 model="{\"mode\": \"save\", \"options\": {\"shape\": \"$one\", \"device\": \"$device\",
         \"path\": \"$work/model\"}}"
-bench=("$PYTHON" tests/bench.py "${bench[@]}" --patience 5 --write "$out/BENCHMARKS.md")
+bench=("$PYTHON" bench/bench.py "${bench[@]}" --patience 5 --write "$out/BENCHMARKS.md")
 
 step machine 60 bash -c facts
 step tests 90 "$PYTHON" -m pytest -q tests/test_model.py -k "cuda or captured or host_waits"
 step default 120 "$PYTHON" text2grad.py --output_dir "$work/toy" "${default[@]}"
-step random 60 env PYTHONPATH=. "$PYTHON" tests/bench_work.py "$model"
+step random 60 env PYTHONPATH=. "$PYTHON" bench/bench_work.py "$model"
 step phases 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
     "${small[@]}"
 step iterations 150 "${bench[@]}" --rounds 1 --only iteration

@@ -1,7 +1,7 @@
-"""The work that tests/bench.py measures, in processes of their own; how, stands there.
+"""The work that bench/bench.py measures, in processes of their own; how, stands there.
 
-    python tests/bench_work.py '{"mode": "iteration", "options": {…}}'     # once, from JSON
-    python tests/bench_work.py                                   # tasks from stdin, a line each
+    python bench/bench_work.py '{"mode": "iteration", "options": {…}}'     # once, from JSON
+    python bench/bench_work.py                                   # tasks from stdin, a line each
 
 A builder makes one side of a row: build(side, options) → a callable, warm already, that does
 the work once and returns a number on which the sides must agree. Sides whose names begin with

@@ -1,6 +1,6 @@
-"""Memory and hours of eight billion parameters, by formula, for the presets: tests/SCALING.md.
+"""Memory and hours of eight billion parameters, by formula, for the presets: bench/SCALING.md.
 
-    python tests/bench_scaling.py --write
+    python bench/bench_scaling.py --write
 
 Lengths and batches are the presets' of text2grad.py and reward_model.py, every text at its
 limit. Constants of memory are fitted on this machine to four shapes and checked on others; the
@@ -394,7 +394,7 @@ def page() -> str:
 
 TEXT = """# Scaling: eight billion, on paper
 
-Written by `python tests/bench_scaling.py --write` on {date}; the formulas are its code. Nothing
+Written by `python bench/bench_scaling.py --write` on {date}; the formulas are its code. Nothing
 here was run on a GPU. Constants and checks are of {machine}.
 
 The presets of `text2grad.py` and `reward_model.py` are counted with every text at its limit:
@@ -453,7 +453,7 @@ those of a machine that others use, and too long.
 def main():
     """Measure, compute, print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="to tests/SCALING.md")
+    parser.add_argument("--write", action="store_true", help="to bench/SCALING.md")
     write = parser.parse_args().write
     if os.environ.get(MALLOC := "MALLOC_MMAP_THRESHOLD_") != ENVIRONMENT[MALLOC]:
         os.execve(sys.executable, [sys.executable, *sys.argv], ENVIRONMENT)

@@ -1,9 +1,9 @@
 """Every figure of speed and memory in this repository: one command, one page of ratios.
 
-    python tests/bench.py --write                  # all that a CPU can measure → BENCHMARKS.md
-    python tests/bench.py --only ppo decode          # some groups
-    python tests/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
-    python tests/bench.py --tiny                     # the GPU's rows, toy-sized, on a CPU
+    python bench/bench.py --write                  # all that a CPU can measure → BENCHMARKS.md
+    python bench/bench.py --only ppo decode          # some groups
+    python bench/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
+    python bench/bench.py --tiny                     # the GPU's rows, toy-sized, on a CPU
 
 Two peers live in environments of their own; without them their rows say how to make one:
 
@@ -389,7 +389,7 @@ def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, ar
             known[key] = row
     load = f"{date.today()}, load average {os.getloadavg()[1]:.1f}"
     command = " ".join("PATH" if x.startswith("/") else x for x in sys.argv[1:])
-    sections[section] = f"\nMachine: {here}.\n\nLast command, {load}: `python tests/bench.py " \
+    sections[section] = f"\nMachine: {here}.\n\nLast command, {load}: `python bench/bench.py " \
                         f"{command}`\n\n{tables(list(known.values()))}"
     if "Machine:" not in sections.get("cuda", "") and section == "cpu":
         wanting = [cells(case, peer) for case in cuda_cases("llama3-8b", False)
@@ -404,7 +404,7 @@ def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, ar
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `python tests/bench.py --write`; no figure here was typed. A row is a ratio of ours
+Written by `python bench/bench.py --write`; no figure here was typed. A row is a ratio of ours
 to a peer's in the same run, below 1 where ours takes less: of the fastest runs, in brackets the
 least and the greatest of a round; seconds are of the fastest and the slowest round. ≈: the
 rounds do not agree on which is faster. ✓ and ✗: what must be reached was, or was not. Memory is
