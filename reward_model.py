@@ -19,6 +19,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -111,13 +112,22 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     return kept, pairs
 
 
-def split_rows(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows); all responses to one prompt fall on the same side."""
-    prompts = sorted({row["prompt"] for row in rows})
-    random.Random(seed).shuffle(prompts)
-    kept = set(prompts[: min(held_out, len(prompts) // 10)])
-    return ([row for row in rows if row["prompt"] not in kept],
-            [row for row in rows if row["prompt"] in kept])
+def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=itemgetter("prompt"),
+               least: int = 0) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows) (§4.1). All rows of one prompt fall on the same side.
+
+    held_out: number of held-out prompts, at most a tenth of all, but never fewer than `least`.
+    prompt_of(row) is the prompt of a row. Both parts keep the order of `rows`.
+    """
+    prompts = [str(prompt_of(row)) for row in rows]
+    order = sorted(set(prompts))
+    random.Random(seed).shuffle(order)
+    count = max(least, min(held_out, len(order) // 10))
+    held_out_prompts = set(order[:count])
+    training, evaluation = [], []
+    for row, prompt in zip(rows, prompts):
+        (evaluation if prompt in held_out_prompts else training).append(row)
+    return training, evaluation
 
 
 # ── Algorithm 3: teacher forcing

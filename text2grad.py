@@ -50,7 +50,7 @@ from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activat
                    save_lora, say, shard, start_ranks, target_layers, together, use_lora)
 from report import batch_metrics, colour_tokens, public, run_report, sample_row, table
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
-                          summary, token_figures, write_critiques)
+                          split_rows, summary, token_figures, write_critiques)
 from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -648,16 +648,25 @@ def bind(config: Config, out: Path):
         write_rows(out / "phases.jsonl", whole_rows(out / "phases.jsonl"))
 
 
-def split_rows(config: Config) -> tuple[list[dict], list[dict]]:
-    """(rows to train on, rows to judge by), disjoint (§4.1)."""
+def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows) (§4.1). No held-out prompt is trained on or annotated.
+
+    Training rows are shuffled by the seed. Of each held-out prompt one row remains. Raises
+    InputError where all rows have the same prompt.
+    """
     task = get_task(config.task)
     if config.data is None:
         rows = task.rows("train", config.annotated_rows, config.seed)
         return rows, task.rows("eval", config.eval_rows, 0)
     rows = read_rows(config.data, task.needs)
-    order = random.Random(config.seed).sample(rows, len(rows))
-    held_out = min(config.eval_rows, max(1, len(rows) // 10))
-    return order[held_out:], order[:held_out]
+    shuffled = random.Random(config.seed).sample(rows, len(rows))
+    training, evaluation = split_rows(shuffled, config.eval_rows, config.seed,
+                                      task.policy_prompt, least=1)
+    if not training:
+        raise InputError(f"{config.data}: all rows have the same prompt; add rows with another "
+                         f"prompt, because one prompt is held out for evaluation")
+    one_per_prompt = {str(task.policy_prompt(row)): row for row in evaluation}
+    return training, list(one_per_prompt.values())
 
 
 def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
@@ -803,7 +812,7 @@ def main(argv=None, critic=critique, learnt=True):
     check(config, out, learnt)
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
-    rows, held_out = split_rows(config)
+    rows, held_out = load_rows(config)
     model, tokenizer = load_model(config.model, config.dtype, device)
     rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
     if config.reward_model:

@@ -51,8 +51,8 @@ from model import (RANKS, encode_answer, encode_prompt, load_lora, load_model, l
 from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, bind, check,
-                       critique, decay, done, fitting, forward, preset, respond,
-                       reward_settings, sample_rollouts, split_rows, start_policy, train)
+                       critique, decay, done, fitting, forward, load_rows, preset, respond,
+                       reward_settings, sample_rollouts, start_policy, train)
 
 
 # ── The losses
@@ -375,7 +375,7 @@ def main(argv=None):
     check(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process ends
     model, tokenizer = load_model(config.model, config.dtype)
-    rows = fitting(split_rows(config)[0], model, tokenizer, config)
+    rows = fitting(load_rows(config)[0], model, tokenizer, config)
     bind(config, out)
     start_policy(model, config)
     if config.reward_model:

@@ -1,0 +1,187 @@
+"""Algorithm 3 as `fit_adapter` runs it, and what `fit` and `write_critiques` pass on.
+
+Each test compares a step's inputs (batches, rates, dropout masks, uniforms, the adapter that is
+judged) with values that are written out here, or with a closed form.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import randomise, read_jsonl
+
+import reward_model
+from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
+from reward_model import RewardConfig, encode_rows, fit, fit_adapter, write_critiques, z_loss
+
+CONFIG = RewardConfig(batch_size=4, micro_batch_size=4, epochs=2, lora_r=2, lora_alpha=4,
+                      learning_rate=1e-2, lora_targets="q_proj")
+PAIRS = [([5, 6, 7], [8, 9, 10 + n]) for n in range(20)]
+
+
+def no_gradient(model, part):
+    """A loss whose gradient is exactly 0, so that AdamW only decays the weights."""
+    return sum(p.sum() for p in lora_parameters(model, "reward")) * 0.0
+
+
+# ── Algorithm 3
+
+def expected_rates(peak, steps, warm_up):
+    """The written schedule: `warm_up` steps to the peak, under a line from the peak to 0."""
+    return [peak * min((step + 1) / warm_up, (steps - step) / steps) for step in range(steps)]
+
+
+def test_the_learning_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_zero(toy_model,
+                                                                                monkeypatch):
+    """40 steps: two of warm-up, then a line to 0 that the step after the last would reach."""
+    rates = []
+
+    class Recorder(torch.optim.AdamW):
+        def step(self, *args, **kwargs):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
+    config = replace(CONFIG, batch_size=1, learning_rate=0.4)
+    fit_adapter(toy_model[0], PAIRS, "reward", config, no_gradient)
+    assert len(rates) == 40
+    assert rates[:4] == pytest.approx([0.2, 0.39, 0.38, 0.37])
+    assert rates[-1] == pytest.approx(0.01)
+    assert rates == pytest.approx(expected_rates(0.4, 40, 2))
+
+
+def test_weight_decay_is_that_of_the_flag(toy_model):
+    """Without a gradient, AdamW multiplies the weights by 1 − rate · decay in every step."""
+    model, _ = toy_model
+    torch.manual_seed(CONFIG.seed)
+    before = [p.detach().clone() for p in add_lora(model, "reward", 2, 4, 0.0, ["q_proj"])]
+    fit_adapter(model, PAIRS, "reward", replace(CONFIG, weight_decay=0.7), no_gradient)
+    factor = 1.0
+    for rate in expected_rates(CONFIG.learning_rate, 10, 1):
+        factor *= 1 - rate * 0.7
+    assert factor < 0.97
+    for p, start in zip(lora_parameters(model, "reward"), before, strict=True):
+        torch.testing.assert_close(p.detach(), start * factor, rtol=1e-5, atol=1e-8)
+
+
+def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(toy_model):
+    batches = []
+
+    def record(model, part):
+        batches.append([z[-1] for _, z in part])
+        return no_gradient(model, part)
+
+    fit_adapter(toy_model[0], PAIRS, "reward", CONFIG, record)
+    first, second = sum(batches[:5], []), sum(batches[5:], [])
+    assert len(batches) == 10 and sorted(first) == sorted(second) == [*range(10, 30)]
+    assert first != second and first != sorted(first)
+
+
+def test_dropout_is_active_and_every_step_has_its_own_mask(toy_model, monkeypatch):
+    """All steps see the same rows, so the masks differ only by their seeds.
+
+    The mask of a step depends on the seed and the step alone: a second fit has the same masks.
+    """
+    masks = []
+
+    def record(x, p):
+        dropped = F.dropout(x, p)
+        assert p == 0.5
+        masks.append((dropped == 0).flatten().tolist())
+        return dropped
+
+    model, _ = toy_model
+    monkeypatch.setattr("model.F", type("F", (), {"linear": F.linear, "dropout": record}))
+    config = replace(CONFIG, lora_dropout=0.5, epochs=1)
+    fit_adapter(model, PAIRS[:1] * 12, "reward", config)
+    layers = len(lora_parameters(model, "reward")) // 2
+    first_layer = masks[::layers]
+    assert len(first_layer) == 3
+    assert all(0.3 < sum(mask) / len(mask) < 0.7 for mask in first_layer)
+    assert first_layer[0] != first_layer[1] != first_layer[2] != first_layer[0]
+    before, masks[:] = masks[:], []
+    fit_adapter(model, PAIRS[:1] * 12, "reward", config)
+    assert masks == before
+
+
+# ── Phase 2
+
+def test_the_held_out_loss_is_of_r_phi_per_token_of_z(finished_run, toy_model, tmp_path,
+                                                      monkeypatch):
+    """metrics.json against `z_loss` of the saved adapter, and against the base's loss.
+
+    No held-out row is among those that R_φ is fitted to.
+
+    After two passes over 40 rows the ratio of the two is .443 ± .046 (8 seeds and sets of
+    rows); the bound is 4 standard deviations above.
+    """
+    model, tokenizer = toy_model
+    rows = read_jsonl(finished_run / "feedback.jsonl")[:40]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = RewardConfig(data=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "r"),
+                          epochs=2, held_out=4, max_critique_tokens=8)
+    fitted = []
+
+    def record(model, pairs, *args, **options):
+        fitted.extend(pairs)
+        return fit_adapter(model, pairs, *args, **options)
+
+    monkeypatch.setattr(reward_model, "fit_adapter", record)
+    metrics = fit(model, tokenizer, config)
+    load_lora(model, "saved", tmp_path / "r" / "adapter")
+    _, held_out = reward_model.split_rows(rows, 4, config.seed)
+    _, pairs = encode_rows(held_out, tokenizer, 512)
+    assert len(fitted) == 36 and not any(pair in pairs for pair in fitted)
+    tokens = sum(len(z) for _, z in pairs)
+    loss = {}
+    for name in (None, "saved"):
+        with use_lora(model, name), torch.no_grad():
+            loss[name] = z_loss(model, pairs).item() / tokens
+    assert metrics["held_out_rows"] == 4
+    assert metrics["held_out_loss"] == pytest.approx(loss["saved"], rel=1e-4)
+    assert loss["saved"] < 0.63 * loss[None]
+
+
+# ── What phase 3 asks of R_φ (Alg. 4 l.12)
+
+@pytest.fixture()
+def critic_model(toy_model):
+    """The toy base with a random adapter "reward"."""
+    model, tokenizer = toy_model
+    randomise(add_lora(model, "reward", 4, 8), 0.2)
+    return model, tokenizer
+
+
+def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model):
+    """Of ["", y] y's critique is that of y alone with the second row of the uniforms."""
+    uniforms = torch.rand(2, 16, generator=torch.Generator().manual_seed(0))
+
+    def critiques(prompts, responses, u):
+        return write_critiques(*critic_model, prompts, responses, 16, 1.0, u)
+
+    both = critiques(["a", "b"], ["", "It was a cat."], uniforms)
+    alone = critiques(["b"], ["It was a cat."], uniforms[1:])
+    other = critiques(["b"], ["It was a cat."], uniforms[:1])
+    assert both == ["", *alone] and alone != other
+
+
+def test_a_critique_ends_at_every_eos_of_the_generation_config(critic_model, monkeypatch):
+    """With EOS ids [eos, k], a critique that draws k ends there."""
+    model, tokenizer = critic_model
+    generate, critiques = reward_model.generate, []
+
+    def record(*args, **options):
+        critiques.append(generate(*args, **options))
+        return critiques[-1]
+
+    monkeypatch.setattr(reward_model, "generate", record)
+    arguments = model, tokenizer, ["a", "b"], ["It was a cat.", "It was a dog."], 16
+    write_critiques(*arguments)
+    k = critiques[0][0][3]
+    assert k not in eos_ids(tokenizer)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, k]
+    write_critiques(*arguments)
+    whole, cut = critiques
+    assert cut == [z[: z.index(k) + 1] if k in z else z for z in whole] and cut != whole
