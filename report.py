@@ -148,13 +148,16 @@ def heatmap(tokens: list[str], values: list[float], limit: float | None = None) 
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most` + 1 numbers around [low, high], a step of 1, 2 or 5 · 10^k apart."""
-    if high - low <= 1e-9 * abs(high):                                # one value alone
+    """At most `most` + 1 numbers around [low, high], a step of 1, 2 or 5 · 10^k apart.
+
+    1.0000001 counts as 1: some processors round so, and the axis is to be the same on all.
+    """
+    if high - low <= 1e-6 * max(abs(low), abs(high)):                 # one value alone
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-6))
+    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
