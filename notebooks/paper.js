@@ -1,6 +1,6 @@
 // One response by hand: a critique's quotes → spans → δ → r → A, as it is typed.
 // `parse`, `ground`, `rewards` are annotate.py's (Algorithm 2), `advantages` is text2grad.py's
-// (Algorithm 4 l.14–17); tests/test_page.py holds their numbers against Python's, with node.
+// (Algorithm 4 l.14–17); tests/test_paper.py holds their numbers against Python's, with node.
 // Left out: replies with more than one JSON object, scripts without spaces between words.
 "use strict";
 

@@ -1,69 +1,41 @@
-"""What the tests share: paths, small models, one run. `../shared` is optional: what needs it
-skips, visibly, without it."""
+"""Fixtures that several test files use.
+
+`../shared` is optional: tests that need it skip, with the reason, where it is absent.
+"""
 
 import fcntl
-import importlib
 import os
 import sys
-import traceback
 from pathlib import Path
 
-# Three workers share two cores, and the models are small. Set before torch is imported, and for
-# the children too: torch.set_num_threads alone changes the last bits.
+# Three workers share two cores, and the models are small. OMP_NUM_THREADS is set before torch
+# is imported, and child processes inherit it; torch.set_num_threads changes the last bits.
 os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from xdist.scheduler import LoadScopeScheduling  # noqa: E402
+from helpers import PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main  # noqa: E402
 
-# SLOW=1 python -m pytest -q tests: the rare, too, by kills in the dozen and 100,000 replies.
-SLOW = bool(os.environ.get("SLOW"))
-ROOT = Path(__file__).resolve().parent.parent
+from model import ValueHead, add_lora, load_model  # noqa: E402
+
 SHARED = ROOT.parent / "shared"
-sys.path.insert(0, str(ROOT))
-
-
-# Who begins: the longest, or one worker would end minutes after the others; beside them those
-# that mostly wait, for a server or a sandbox.
-FIRST = ("stored[5_", "test_asking", "test_attacks", "stored[4_", "test_sandbox", "test_ranks",
-         "test_restart", "test_pipeline")
-
-
-class Units(LoadScopeScheduling):
-    """What one worker does in one go: a file, whose fixtures are made once; a notebook."""
-
-    def _split_scope(self, nodeid):
-        return nodeid if "clean_kernel" in nodeid else nodeid.split("::")[0]
-
-
-def pytest_xdist_make_scheduler(config, log):
-    return Units(config, log)
+# The files that take longest start first, so that no worker ends minutes after the others.
+LONGEST = ("test_notebooks", "test_asking", "test_attacks", "test_sandbox", "test_ranks",
+           "test_restart", "test_pipeline")
 
 
 def pytest_collection_modifyitems(items):
-    def turn(item):
-        places = [at for at, name in enumerate(FIRST) if name in item.nodeid]
-        return places[0] if places else len(FIRST)
+    def place(item):
+        name = Path(item.fspath).stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=turn)
-
-
-def fails(script: str, *flags) -> str:
-    """The one line with which a script's main refuses its flags, run in this process."""
-    from data import InputError
-    from runs import run_main
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    with pytest.raises((InputError, SystemExit)) as caught:
-        run_main(*flags, module=module)
-    traceback.clear_frames(caught.tb)                 # and with them the lock of a directory
-    said = str(caught.value)
-    assert len(said) > 3 and "\n" not in said          # an exit status is no message
-    return said
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
-def _as_alone(monkeypatch):
-    """The same numbers in any order of the tests; and no key or proxy of the user's."""
+def _isolated(monkeypatch):
+    """The same random numbers in any order of the tests, and no key or proxy of the user."""
     torch.manual_seed(0)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -80,20 +52,28 @@ def shared() -> Path:
 @pytest.fixture()
 def toy_model():
     """A fresh copy of the toy base and its tokenizer."""
-    from model import load_model
     return load_model(ROOT / "toy" / "base", device="cpu")
 
 
 @pytest.fixture()
 def stories(shared):
     """A fresh copy of stories260K (SentencePiece-style vocabulary, grouped-query attention)."""
-    from model import load_model
     return load_model(shared / "models" / "stories260K", device="cpu")
 
 
+@pytest.fixture()
+def policy(toy_model):
+    """(toy model with a random adapter "policy", a random value head, six random rollouts)"""
+    model, _ = toy_model
+    randomise(add_lora(model, "policy", 4, 8))
+    head = ValueHead(model.config.hidden_size)
+    randomise(head.parameters())
+    return model, head, random_rollouts()
+
+
 @pytest.fixture(scope="session")
-def once(tmp_path_factory):
-    """A function that makes a folder for all workers: the first one makes it, others wait."""
+def make_once(tmp_path_factory):
+    """A function that makes a folder once for all workers: the first makes it, others wait."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -107,21 +87,19 @@ def once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished_run(once):
-    """A small toy run, all three phases; nobody may write into it."""
-    from runs import SMALL, run_main
-    return once("finished", lambda out: run_main(*SMALL, "--output_dir", out))
+def finished_run(make_once):
+    """A small toy run of all three phases. Tests must not write into it."""
+    return make_once("finished", lambda out: run_main(*SMALL, "--output_dir", out))
 
 
 @pytest.fixture(scope="session")
 def reward(finished_run):
-    """Its adapter "reward", which writes readable critiques of toy summaries."""
+    """R_φ of that run, an adapter that writes readable critiques of toy summaries."""
     return finished_run / "reward" / "adapter"
 
 
 @pytest.fixture(scope="session")
-def unbroken(once, reward):
-    """A run of phase 3 alone that nothing stopped; nobody may write into it."""
-    from runs import PHASE_3, run_main
-    return once("unbroken", lambda out: run_main(*PHASE_3, "--reward_model", reward,
-                                                "--output_dir", out))
+def unbroken(make_once, reward):
+    """A run of phase 3 alone that was never interrupted. Tests must not write into it."""
+    return make_once("unbroken", lambda out: run_main(*PHASE_3, "--reward_model", reward,
+                                                     "--output_dir", out))

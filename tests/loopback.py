@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import math
+import random
 import re
 import socket
 import struct
@@ -28,7 +29,7 @@ import time
 import urllib.request
 from collections import Counter, deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import Callable
 
@@ -54,9 +55,7 @@ class Settings:
     # kinds for the first calls in order of arrival, "ok" for none
     plan: list = field(default_factory=list)
     hang: float = 600.0  # seconds that "timeout" keeps the connection open before it closes it
-    # or the only one taken: "max_tokens", "max_completion_tokens" (and then no temperature or
-    # top_p but 1, as with models that reason first)
-    token_parameter: str = "either"
+    only_default_sampling: bool = False  # no temperature, as models that reason first
     key: str = ""                       # else 401
     models: list = field(default_factory=list)      # else 404; empty: every name
     context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
@@ -83,29 +82,20 @@ def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
     return 3 + sum(3 + tokens(message.get("content") or "", counting) for message in messages)
 
 
-def user_message(body: dict) -> str:
-    """The last message of the user."""
-    said = [m["content"] for m in body["messages"]
-            if m.get("role") == "user" and isinstance(m.get("content"), str)]
-    return said[-1] if said else ""
-
-
 def critique(body: dict) -> str:
     """A reply that grounds: quotes of one to three words
     that occur once in the response of the last user message."""
-    user = user_message(body)
+    user = body["messages"][-1]["content"]
     inside = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
                        re.DOTALL)
     response = inside[1] if inside else user
-    words, chance = ([match.span() for match in re.finditer(r"\S+", response[:20_000])],
-                     int(digest(user), 16))
-    quotes = []
-    for k in range(8):
-        first = (chance >> 4 * k) % max(len(words), 1)
-        last = min(first + (chance >> 2 * k) % 3, len(words) - 1)
-        quote = response[words[first][0] : words[last][1]] if words else ""
-        if (quote and response.count(quote) == 1
-                and not any(quote in q or q in quote for q in quotes)):
+    words = [match.span() for match in re.finditer(r"\S+", response[:20_000])]
+    rng, quotes = random.Random(digest(user)), []
+    for _ in range(8 if words else 0):
+        first = rng.randrange(len(words))
+        last = min(first + rng.randrange(3), len(words) - 1)
+        quote = response[words[first][0] : words[last][1]]
+        if response.count(quote) == 1 and not any(quote in q or q in quote for q in quotes):
             quotes.append(quote)
     value = {"textual_feedback":
              f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
@@ -127,12 +117,9 @@ class Answer:
     drip: float = 0.0                               # seconds between two bytes of the body
 
 
-def failed(status: int, message: str, code=None, param=None, kind="invalid_request_error",
-           **more) -> Answer:
+def failed(status: int, message: str, code=None) -> Answer:
     """An error in OpenAI's form."""
-    return Answer(status, {"error": {"message": message, "type": kind, "param": param,
-                                     "code": code}},
-                  **more)
+    return Answer(status, {"error": {"message": message, "code": code}})
 
 
 class Server:
@@ -155,7 +142,7 @@ class Server:
         """The answer to one request, which is billed at once."""
         self.calls += 1
         self.recent.append(body)
-        name = digest(user_message(body))
+        name = digest(body["messages"][-1]["content"])
         self.asked[name] += 1
         refused = self._refused(body)
         if refused:
@@ -164,8 +151,8 @@ class Server:
         if kind:
             self.faults[kind] += 1
         answer = self._fault(kind, body) or self._completion(body, self._reply(body))
-        slow = kind in ("timeout", "late")
-        answer.wait = s.hang if slow else 0 if kind in ("429", "quota") else s.delay
+        waits = {"timeout": s.hang, "late": s.hang, "429": 0, "quota": 0}
+        answer.wait = waits.get(kind, s.delay)
         answer.drip = 0.5 if kind == "drip" else 0.0
         if kind == "reset":
             answer.status = None
@@ -173,6 +160,7 @@ class Server:
         return answer
 
     def _kind(self, name: str) -> str:
+        """What goes wrong with the next call; "" for nothing."""
         if self.calls <= len(self.settings.plan):
             kind = str(self.settings.plan[self.calls - 1])
             return "" if kind == "ok" else kind
@@ -187,26 +175,16 @@ class Server:
         s = self.settings
         if s.models and body.get("model") not in s.models:
             return failed(404, f"The model `{body.get('model')}` does not exist or you do not "
-                          "have access to it.", "model_not_found")
-        if s.token_parameter == "max_tokens" and "max_completion_tokens" in body:
-            return failed(400, "Unrecognized request argument supplied: max_completion_tokens")
-        if s.token_parameter == "max_completion_tokens":
-            if "max_tokens" in body:
-                return failed(400, "Unsupported parameter: 'max_tokens' is not supported with "
-                              "this model. Use 'max_completion_tokens' instead.",
-                              "unsupported_parameter", "max_tokens")
-            for name in ("temperature", "top_p"):
-                if body.get(name, 1) != 1:
-                    return failed(400,
-                                  f"Unsupported value: '{name}' does not support {body[name]} "
-                                  "with this model. Only the default (1) value is supported.",
-                                  "unsupported_value", name)
+                          "have access to it.")
+        if s.only_default_sampling and "max_tokens" in body:
+            return failed(400, "Unsupported parameter: 'max_tokens' is not supported with this "
+                          "model. Use 'max_completion_tokens' instead.")
+        if s.only_default_sampling and {"temperature", "top_p"} & set(body):
+            return failed(400, "Unsupported value: 'temperature' is not supported.")
         asked = prompt_tokens(body["messages"], s.counting)
         if s.context and asked > s.context:
             return failed(400, f"This model's maximum context length is {s.context} tokens. "
-                          f"However, your messages resulted in {asked} tokens. "
-                          "Please reduce the length of the messages.",
-                          "context_length_exceeded", "messages")
+                          f"However, your messages resulted in {asked} tokens.")
         return None
 
     def _fault(self, kind: str, body: dict) -> Answer | None:
@@ -218,13 +196,10 @@ class Server:
             "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
             "400": lambda: failed(400, "Bad request."),
             "error200": lambda: failed(200, "The provider has gone to lunch.", 502),
-            "429": lambda: failed(429, "Rate limit reached for requests.",
-                                  "rate_limit_exceeded", kind="requests"),
-            "quota": lambda: failed(429, "You exceeded your current quota, please check your "
-                                    "plan and billing details.", "insufficient_quota",
-                                    kind="insufficient_quota"),
-            "500": lambda: failed(500, "The server had an error while processing your request.",
-                                  kind="server_error"),
+            "429": lambda: failed(429, "Rate limit reached for requests."),
+            "quota": lambda: failed(429, "You exceeded your current quota.",
+                                    "insufficient_quota"),
+            "500": lambda: failed(500, "The server had an error."),
             "timeout": lambda: Answer(None),
             "garbage": lambda: self._completion(
                 body, "I am sorry, I would rather talk about the weather {today}."),
@@ -248,39 +223,25 @@ class Server:
                     else "".join(_PIECES.findall(text)[:most]))
         asked, said = prompt_tokens(body["messages"], counting), tokens(text or "", counting)
         usage = {"prompt_tokens": asked, "completion_tokens": said}
-        message = {"role": "assistant", "content": text, "refusal": None}
-        whole = {
-            "id": f"chatcmpl-{self.calls}", "object": "chat.completion",
-            "created": int(time.time()), "model": body.get("model"),
-            "choices": [{"index": 0, "message": message, "finish_reason": finish,
-                         "logprobs": None}] if choices else []}
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": finish}
+        whole = {"id": f"chatcmpl-{self.calls}", "object": "chat.completion",
+                 "created": int(time.time()), "model": body.get("model"),
+                 "choices": [choice] if choices else []}
         if reported is not None:
             whole["usage"] = reported or {**usage, "total_tokens": asked + said}
         return Answer(200, whole, usage=usage)
 
-    # Routes
-
-    def route(self, method: str, path: str, head: bytes,
-              content: bytes) -> tuple[Answer, dict | None]:
-        """The answer to a request, and the body of a chat completion,
-        which is counted when it is given."""
+    def route(self, path: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
+        """The answer, and the body of a chat completion, which is counted when it is given."""
         if path == "/stats":
             return Answer(200, self.stats()), None
-        key = re.search(rb"(?i)\r\nauthorization: *bearer ([^\r]*)", head)
-        if self.settings.key and (not key
-                                  or key[1].decode("latin-1").strip() != self.settings.key):
-            return failed(401, "Incorrect API key provided.", "invalid_api_key"), None
-        try:
-            body = json.loads(content) if content else {}
-        except ValueError:
-            return failed(400, "We could not parse the JSON body of your request."), None
-        if (method, path) == ("POST", "/v1/chat/completions"):
-            if (not isinstance(body, dict) or not isinstance(body.get("messages"), list)
-                    or not body["messages"]):
-                return failed(400, "Missing required parameter: 'messages'.",
-                              param="messages"), None
-            return self.chat(body), body
-        return failed(404, f"Unknown request: {method} {path}"), None
+        if path != "/v1/chat/completions":
+            return failed(404, f"Unknown request: {path}"), None
+        if self.settings.key and f"Bearer {self.settings.key}\r".encode() not in head:
+            return failed(401, "Incorrect API key provided."), None
+        body = json.loads(content)
+        return self.chat(body), body
 
     # HTTP/1.1
 
@@ -289,11 +250,10 @@ class Server:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                method, target, _ = head[: head.index(b"\r\n")].decode("latin-1").split(" ", 2)
+                path = head.split(b" ")[1].decode("latin-1")
                 length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
                 content = await reader.readexactly(int(length[1])) if length else b""
-                path = target.partition("?")[0]
-                answer, chat = self.route(method, path.rstrip("/"), head, content)
+                answer, chat = self.route(path, head, content)
                 await self._give(reader, writer, answer, chat)
                 if answer.status is None or re.search(rb"(?i)\r\nconnection: *close", head):
                     break
@@ -304,7 +264,6 @@ class Server:
 
     async def _give(self, reader, writer, answer: Answer, chat: dict | None):
         if answer.status is None:  # nobody waits longer than the client does
-            self.statuses["none"] += 1
             await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
             if answer.usage:                                # reset, where else it is closed
                 hard = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
@@ -327,9 +286,9 @@ class Server:
         self.statuses[str(answer.status)] += chat is not None
         await writer.drain()
 
-    async def serve(self, port: int, ready: Callable[[str], None], stop: asyncio.Event):
+    async def serve(self, ready: Callable[[str], None], stop: asyncio.Event):
         """Listen until `stop` is set; ready(url) is called once with the base URL."""
-        listener = await asyncio.start_server(self.connection, "127.0.0.1", port, backlog=1024)
+        listener = await asyncio.start_server(self.connection, "127.0.0.1", 0, backlog=1024)
         ready(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
         await stop.wait()
         listener.close()
@@ -350,18 +309,15 @@ class Running:
             return json.load(answer)
 
 
-@contextmanager
 def loopback(process: bool = False, **settings):
     """A server for the length of a `with` block: in a thread, or in a process,
     which leaves this one its core."""
-    Settings(**settings)  # an unknown name is an error here
-    with (_in_process if process else _in_thread)(settings) as running:
-        yield running
+    return (_in_process if process else _in_thread)(Settings(**settings))
 
 
 @contextmanager
-def _in_process(settings: dict):
-    with subprocess.Popen([sys.executable, __file__, json.dumps(settings)],
+def _in_process(settings: Settings):
+    with subprocess.Popen([sys.executable, __file__, json.dumps(asdict(settings))],
                           stdout=subprocess.PIPE, text=True) as child:
         try:
             yield Running(child.stdout.readline().strip())
@@ -370,17 +326,16 @@ def _in_process(settings: dict):
 
 
 @contextmanager
-def _in_thread(settings: dict):
-    running, started, loop = (Running(settings=Settings(**settings)), threading.Event(),
-                              asyncio.new_event_loop())
-    stop = asyncio.Event()
+def _in_thread(settings: Settings):
+    running, loop = Running(settings=settings), asyncio.new_event_loop()
+    started, stop = threading.Event(), asyncio.Event()
 
     def ready(url: str):
         running.url = url
         started.set()
 
     async def main():
-        await Server(running.settings).serve(0, ready, stop)
+        await Server(running.settings).serve(ready, stop)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -401,7 +356,7 @@ def main():
     """Run with the settings of the first argument, in JSON, until killed;
     prints the base URL."""
     server = Server(Settings(**json.loads(sys.argv[1])))
-    asyncio.run(server.serve(0, lambda url: print(url, flush=True), asyncio.Event()))
+    asyncio.run(server.serve(lambda url: print(url, flush=True), asyncio.Event()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Asking over HTTP: a loopback server that fails in every way, the real command killed, the
-server's bill beside ours."""
+server's bill beside ours. No test depends on how fast the machine is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from types import SimpleNamespace
 
 import openai.resources.chat  # noqa: F401  else a second of the first short --timeout
 import pytest
+from helpers import ROOT, SLOW
 
 import loopback
-from annotate import (AnnotateConfig, Server, annotate, annotation_questions, check_annotator,
-                      main, read_completion)
-from conftest import ROOT, SLOW
+from annotate import (AnnotateConfig, Server, annotate, annotation_questions, main,
+                      read_completion)
 from data import InputError, parse_flags, read_rows, run_script, write_rows
-from loopback import MIX, critique
+from loopback import MIX, critique, prompt_tokens, tokens
 from loopback import loopback as serving
 
 
@@ -34,15 +34,10 @@ def _in_haste(monkeypatch):
 
 
 @pytest.fixture()
-def server():
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture()
-def work(tmp_path, server):
-    """A small annotation of a given number of rows, and what came of it."""
-    return Work(tmp_path, server)
+def work(tmp_path):
+    """Runs over rows in a folder, with a server of their own."""
+    with serving() as server:
+        yield Work(tmp_path, server)
 
 
 GOOD = json.dumps({"critique": "It ends.", "good_spans": ["the end"], "poor_spans": []})
@@ -91,7 +86,7 @@ class Work:
     def kept(self) -> list[dict]:
         """The journal's replies; a last line that a kill has torn is none."""
         lines = self.journal.read_bytes().split(b"\n")[:-1] if self.journal.exists() else []
-        return [row for line in lines if "due" not in (row := json.loads(line))]
+        return [record for record in map(json.loads, lines) if "due" not in record]
 
     def calls(self) -> int:
         return self.server.stats()["calls"]
@@ -99,32 +94,47 @@ class Work:
 
 # ── Every row ends as feedback or as a recorded failure
 
+@pytest.mark.parametrize("counting", ["quarters", "pieces"])
+def test_rows_stay_in_order_and_are_billed_when_the_first_reply_comes_last(work, counting):
+    """The server's bill and critiques are what they should be; else no other test here proves
+    anything."""
+    work.server.settings.__dict__.update(counting=counting, plan=["late"], hang=0.3)
+    work.run(made_rows(5), concurrency=5)
+    for row in work.written():
+        assert row["spans"] and not row["unmatched"] and not row["ambiguous"]
+        assert row["critique"] and row["annotator"] == "tiny"
+    stats, replies = work.server.stats(), [record["reply"] for record in work.kept()]
+    assert stats["completion_tokens"] == sum(tokens(reply, counting) for reply in replies)
+    bodies = stats["recent"]
+    assert stats["prompt_tokens"] == sum(prompt_tokens(body["messages"], counting)
+                                         for body in bodies)
+    assert {(body["temperature"], body["max_tokens"], body["model"])
+            for body in bodies} == {(0.6, 1200, "tiny")}
+    files = work.output.read_text() + work.journal.read_text()
+    assert "sk-loopback" not in files + json.dumps(bodies)
+
+
 def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
-    """One layer of retries: a call for every row and one for every 429, 500 and time-out,
-    no more."""
-    work.server.settings.faults, work.server.settings.seed = MIX, 3
-    line = work.fails("responses have no feedback", made_rows(150), concurrency=32, timeout=2,
-                      retries=6)
-    said, kept = work.server.stats(), work.kept()
+    """A call for every row, and one more for every 429, 500 and lost reply."""
+    work.server.settings.__dict__.update(faults=MIX, seed=3, hang=0.2)
+    line = work.fails("responses have no feedback", made_rows(150), concurrency=32, retries=6)
+    stats, kept = work.server.stats(), work.kept()
+    faults = stats["faults"]
+    assert faults.keys() == MIX.keys(), "choose another seed: some fault did not happen"
+    assert stats["calls"] == len(kept) == 150 + sum(faults[kind]
+                                                    for kind in ("429", "500", "timeout"))
+    assert len({record["key"] for record in kept}) == 150
     lost = [record for record in kept if record["reason"] and record["reply"]]
-    assert said["faults"].keys() == MIX.keys(), "choose another seed: some fault did not happen"
-    assert len(lost) == said["faults"]["garbage"] + said["faults"]["truncated"]
-    assert (said["calls"]
-            == 150 + sum(said["faults"][kind] for kind in ("429", "500", "timeout"))
-            <= 1.25 * 150)
-    assert len({record["key"] for record in kept}) == 150 and len(kept) == said["calls"]
-    assert (line.startswith(f"{len(lost)} responses") and str(work.journal) in line
-            and "\n" not in line)
-    assert (Counter(record["reply"][:11] for record in lost)["I am sorry,"]
-            == said["faults"]["garbage"])
-    assert sum("cut off" in record["reason"] for record in lost) == said["faults"]["truncated"]
-    assert not work.output.exists()
+    assert len(lost) == faults["garbage"] + faults["truncated"]
+    assert sum("cut off" in record["reason"] for record in lost) == faults["truncated"]
+    assert line.startswith(f"{len(lost)} responses") and str(work.journal) in line
+    assert "\n" not in line and not work.output.exists()
 
     work.server.settings.faults = {"garbage": 1.0}
     work.run(skip_failed=True)
-    gone = {record["id"] for record in lost}
+    lost_ids = {record["id"] for record in lost}
     assert ([row["id"] for row in read_rows(work.output)]
-            == [r["id"] for r in work.rows if r["id"] not in gone])
+            == [row["id"] for row in work.rows if row["id"] not in lost_ids])
     work.server.settings.faults, before = {}, work.calls()
     work.run()
     assert work.calls() - before == len(lost) and len(work.written()) == 150
@@ -135,7 +145,8 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     ("truncated", "cut off after 1200 tokens", '{"reasoning'),
     ("empty", "no chat completion", '"choices": []'),
     ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
-    ("invalid", "no chat completion", '"chatcmpl-1"')])
+    ("invalid", "no chat completion", '"chatcmpl-1"'), ("400", "Bad request.", ""),
+    ("error200", "The provider has gone to lunch.", "The provider has gone to lunch.")])
 def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, kind, reason, text):
     """FACTS §5: failed calls must never become rows."""
     work.server.settings.plan = ["ok", kind, "ok"]
@@ -143,51 +154,9 @@ def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, kind, reason, t
     bad, = [record for record in work.kept() if record["reason"] is not None]
     assert bad["id"] == "row-1" and reason in bad["reason"]
     assert text in bad["reply"] and bool(text) == bool(bad["reply"])
-    assert (work.calls(), work.run() and work.calls(), len(work.written())) == (3, 4, 3)
-
-
-def test_rows_stay_in_order_when_the_first_reply_comes_last(work):
-    said = []
-
-    def slow_first(body):
-        said.append(body)
-        time.sleep(0.05 * (len(said) == 1))
-        return critique(body)
-
-    work.server.settings.responder = slow_first
-    work.run(made_rows(12), concurrency=12)
-    assert all(row["critique"] and row["annotator"] == "tiny" for row in work.written())
-    assert ("sk-loopback" not in work.output.read_text() + work.journal.read_text()
-            + json.dumps(said))
-    assert ({(body["temperature"], body["max_tokens"], body["model"]) for body in said}
-            == {(0.6, 1200, "tiny")})
-
-
-def test_a_row_that_cannot_be_sent_is_a_failure_and_the_others_are_unharmed(work):
-    rows = made_rows(5)
-    rows[0]["response"] += " \ud83d"
-    rows[2]["prompt"] += "\udc00"
-    line = work.fails("2 responses.*surrogate", rows)
-    assert work.calls() == 3 and "row-0" in line
-    assert {r["id"] for r in work.kept() if r["reason"]} == {"row-0", "row-2"}
-    work.run(skip_failed=True)
-    assert [row["id"] for row in read_rows(work.output)] == ["row-1", "row-3", "row-4"]
-
-
-def test_a_response_of_a_megabyte_is_annotated_or_a_failure(work):
-    rows = made_rows(3)
-    rows[1]["response"] = "word " * 200_000 + "the end."
-    work.server.settings.context = 10_000
-    work.fails("1 responses have no feedback.*context length", rows[1:2])
-    work.fails("1 responses.*row-1: .*context length", rows)
-    assert ({record["id"] for record in work.kept() if record["reason"] is None}
-            == {"row-0", "row-2"})
-    work.server.settings.context = 0
-    said = json.dumps({"critique": "It ends.", "good_spans": ["the end."], "poor_spans": []})
-    work.server.settings.responder = lambda body: said
+    assert work.calls() == 3
     work.run()
-    assert work.written()[1]["spans"] == [{"start": 10 ** 6, "end": 10 ** 6 + 8, "label": 1}]
-    assert work.calls() == 5
+    assert work.calls() == 4 and len(work.written()) == 3
 
 
 # ── The journal: nothing is asked twice
@@ -199,53 +168,56 @@ def command(work, **options) -> list[str]:
         *options))]
 
 
+def kill_when_asked(work, calls: int, **options):
+    """Start the command, and kill it once the server has had so many calls in all."""
+    process = subprocess.Popen(command(work, **options), stderr=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL)
+    while work.calls() < calls and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+
+
 def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
-    """SIGKILL of the real command; while it runs a second process is refused,
-    and the first is unharmed."""
+    """SIGKILL of the real command; while it waits for its first reply a second process is
+    refused, and the first is unharmed."""
     kills, n, concurrency = (20, 2000, 8) if SLOW else (3, 150, 8)
-    rng, work.rows = random.Random(0), made_rows(n)
+    rng, work.rows, refusals = random.Random(0), made_rows(n), []
     write_rows(work.data, work.rows)
-    work.server.settings.delay = 0.02
+
+    def answer(body):
+        if not refusals:
+            refusals.append(work.fails("another process"))
+        return critique(body)
+
+    work.server.settings.__dict__.update(delay=0.02, responder=answer)
     for kill in range(kills):
-        process, before = subprocess.Popen(
-            command(work, concurrency=concurrency),
-            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL), work.calls()
-        target = min(before + rng.randrange(1, 2 * n // (kills + 1)), n)
-        while work.calls() < target and process.poll() is None:
-            time.sleep(rng.uniform(0, 0.03))
-        if kill == 0:
-            work.fails("another process")
-        process.kill()
-        process.wait()
-        done = {record["key"] for record in work.kept()}
-        assert len(done) <= work.calls() <= n + concurrency * (kill + 1)
-    done = subprocess.run(command(work, concurrency=concurrency), capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    said = work.server.stats()
-    assert len(work.written()) == n == len(said["asked"])
-    twice = said["calls"] - n
-    print(f"{kills} kills, {n} rows, {said['calls']} calls: {twice} asked twice, "
+        target = work.calls() + rng.randrange(1, 2 * n // (kills + 1))
+        kill_when_asked(work, min(target, n), concurrency=concurrency)
+        read = {record["key"] for record in work.kept()}
+        assert len(read) <= work.calls() <= n + concurrency * (kill + 1)
+    process = subprocess.run(command(work, concurrency=concurrency), capture_output=True,
+                             text=True)
+    assert process.returncode == 0, process.stderr
+    stats = work.server.stats()
+    assert len(work.written()) == n == len(stats["asked"]) and refusals
+    twice = stats["calls"] - n
+    print(f"{kills} kills, {n} rows, {stats['calls']} calls: {twice} asked twice, "
           f"{concurrency * kills} allowed")
     assert twice <= concurrency * kills
     assert Counter(record["key"] for record in work.kept()).most_common(1)[0][1] == 1, (
         "bought twice")
 
 
-def run_command(work, monkeypatch, **options):
-    """The command in this process."""
-    monkeypatch.setattr(sys, "argv", command(work, **options)[1:])
-    run_script(main, "annotate")
-
-
 def test_the_command_ends_with_status_1_and_one_line_where_replies_failed(work, monkeypatch,
                                                                           capsys):
     work.server.settings.plan = ["ok", "garbage"]
     write_rows(work.data, made_rows(3))
+    monkeypatch.setattr(sys, "argv", command(work)[1:])
     with pytest.raises(SystemExit) as ended:
-        run_command(work, monkeypatch)
+        run_script(main, "annotate")
     assert re.fullmatch(r"annotate: 1 responses have no feedback.*", ended.value.code)
-    run_command(work, monkeypatch)
+    run_script(main, "annotate")
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 4 and str(work.output) in said[2]
     assert said[3] == ("next: python reward_model.py --task ultrafeedback "
@@ -269,34 +241,24 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
         assert work.calls() - before == asked and capsys.readouterr()
 
 
-@pytest.mark.parametrize("damage", [
-    lambda line: b"\xff\x00" + line[2:], lambda line: line[: len(line) // 2],
-    lambda line: b"", lambda line: b"7", lambda line: b'"7"', lambda line: b"[]",
-    lambda line: line.replace(b'"reply"', b'"rfply"'),
-    lambda line: line.replace(b'"reason": null', b'"reason": nul')])
-def test_a_damaged_line_in_the_middle_costs_one_row(work, capsys, damage):
-    work.run(made_rows(4), concurrency=1)
+DAMAGED = "f.jsonl.journal, line 2: damaged"
+
+
+@pytest.mark.parametrize("pattern, text, message", [
+    (b"^..", b"\xff\0", DAMAGED), (b".{99}$", b"", DAMAGED), (b"^.*$", b"", DAMAGED),
+    (b"^.*$", b"7", DAMAGED), (b"^.*$", b'"7"', DAMAGED), (b"^.*$", b"[]", DAMAGED),
+    (b'"reply"', b'"rfply"', DAMAGED), (b'"usd": [^}]*', b'"usd": NaN', DAMAGED),
+    (b"good_spans", b"bad_spans", "f.jsonl.journal: the reply to row-0 was changed")])
+def test_a_damaged_or_changed_line_is_named_and_its_row_asked_again(work, capsys, pattern, text,
+                                                                    message):
+    work.run(made_rows(4), concurrency=1, **PRICES)
     lines, final = work.journal.read_bytes().split(b"\n"), work.output.read_bytes()
-    lines[1] = damage(lines[1])
-    work.journal.write_bytes(b"\n".join(lines))
-    work.run()
-    assert (work.calls(), work.output.read_bytes()) == (5, final)
-    assert f"{work.journal}, line 2: damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("old, new, said", [
-    ("good_spans", "bad_spans", "f.jsonl.journal: the reply to row-0 was changed"),
-    ('"usd": [^}]*', '"usd": NaN', "line 2: damaged")])
-def test_a_journal_changed_by_hand_is_named_and_the_row_asked_again(work, capsys, old,
-                                                                    new, said):
-    work.run(made_rows(3), concurrency=1, **PRICES)
-    lines, final = work.journal.read_text().split("\n"), work.output.read_bytes()
-    lines[1], changes = re.subn(old, new, lines[1])
+    lines[1], changes = re.subn(pattern, text, lines[1])
     assert changes == 1
-    work.journal.write_text("\n".join(lines))
+    work.journal.write_bytes(b"\n".join(lines))
     work.run(**PRICES)
-    assert (work.calls(), work.output.read_bytes()) == (4, final)
-    assert said in capsys.readouterr().err
+    assert (work.calls(), work.output.read_bytes()) == (5, final)
+    assert message in capsys.readouterr().err
 
 
 def test_what_was_asked_already_is_not_asked_again(work):
@@ -333,133 +295,91 @@ def test_rows_that_can_never_succeed_do_not_block_those_behind_them(work):
             == {f"row-{i}" for i in range(40, 60)})
 
 
-# ── What the server takes
+# ── What the server takes, and what it refuses
 
-@pytest.mark.parametrize("context", [0, 2000])
-@pytest.mark.parametrize("only", ["either", "max_completion_tokens"])
-def test_a_model_that_takes_no_temperature_is_asked_without_and_that_is_said(work, capsys, only,
-                                                                             context):
+@pytest.mark.parametrize("only_default", [False, True])
+def test_a_model_that_takes_no_temperature_is_asked_without_and_that_is_said(work, capsys,
+                                                                             only_default):
     """As today's hosted models; also where the first rows are too long, or cannot be sent."""
-    work.server.settings.__dict__.update(token_parameter=only, context=context)
-    rows, bad = made_rows(20), 2 * bool(context)
-    if bad:
-        rows[0]["response"] = "word " * 5000
-        rows[1]["response"] += " \ud83d"
-        work.fails("2 responses.*row-0: .*context.*row-1: .*surrogate", rows, concurrency=4)
-    else:
-        work.run(rows, concurrency=4)
-    said, plain = work.server.stats(), only != "either"
-    assert 0 < said["statuses"].get("400", 0) <= 5 if plain else said["calls"] == 20 - bool(bad)
-    assert all(("temperature" in body, "max_tokens" in body) == (not plain, not plain)
-               and body.get(only, 1200) == 1200 for body in said["recent"])
-    assert sum(record["reason"] is None for record in work.kept()) == 20 - bad
-    assert capsys.readouterr().err.count("tiny takes no temperature") == plain
+    work.server.settings.__dict__.update(only_default_sampling=only_default, context=2000)
+    rows = made_rows(20)
+    rows[0]["response"] = "word " * 5000
+    rows[1]["response"] += " \ud83d"
+    work.fails("2 responses.*row-0: .*context.*row-1: .*surrogate", rows, concurrency=4)
+    stats = work.server.stats()
+    assert 19 + only_default <= stats["calls"] <= 19 + 4 * only_default
+    options = ({"max_completion_tokens": 1200} if only_default
+               else {"max_tokens": 1200, "temperature": 0.6, "top_p": 0.95})
+    for body in stats["recent"]:
+        assert body == {"model": "tiny", "messages": body["messages"], **options}
+    assert sum(record["reason"] is None for record in work.kept()) == 18
+    assert capsys.readouterr().err.count("tiny takes no temperature") == only_default
 
-
-# ── Manners
 
 @pytest.mark.parametrize("settings, message", [
-    ({"plan": ["quota"] * 99}, "exceeded your current quota"),
-    ({"plan": ["500"] * 99}, "500.*had an error"),
-    ({"key": "another"}, "Incorrect API key.*check OPENAI_API_KEY"),
-    ({"models": ["another"]}, "'tiny'.*does not exist.*name of the model")])
-def test_a_server_that_can_serve_nobody_is_one_line(work, settings, message):
-    for name, value in settings.items():
-        setattr(work.server.settings, name, value)
-    line = work.fails(message, made_rows(20), concurrency=3, retries=1)
-    assert "\n" not in line and work.server.url in line and "sk-loopback" not in line
-    assert work.calls() <= 3 * 2 and all(record["reason"] for record in work.kept())
+    ({"plan": ["quota"] * 99}, "http://127.*exceeded your current quota"),
+    ({"plan": ["429", "500"] * 99}, "http://127.*(Rate limit|had an error)"),
+    ({"key": "another"}, "http://127.*Incorrect API key.*check OPENAI_API_KEY"),
+    ({"models": ["another"]}, "http://127.*'tiny'.*does not exist.*name of the model"),
+    ({"plan": ["ok", *["429"] * 99]}, "429")])
+def test_a_server_that_refuses_is_one_line_and_costs_nothing(work, settings, message):
+    """Four runs in a row leave the budget as it was, or at the one reply that came."""
+    work.server.settings.__dict__.update(settings)
+    work.rows = made_rows(3)
+    write_rows(work.data, work.rows)
+    budget = 3.5 * worst_usd(work)
+    for n in range(1, 5):
+        line = work.fails(message, concurrency=3, retries=1, max_usd=budget, **PRICES)
+        assert "\n" not in line and "sk-loopback" not in line
+        assert work.calls() <= n * 3 * 2
+    work.server.settings.__dict__.update(key="", models=[], plan=[])
+    work.run(max_usd=budget, **PRICES)
+    assert len(work.written()) == 3
 
 
 def test_a_server_that_gives_up_later_ends_the_run_and_nothing_is_lost(work):
-    """One kind of refusal: the account is empty; 25 rows tell."""
-    work.server.settings.plan = ["ok"] * 3 + ["quota"] * 99
-    line = work.fails("25 replies in a row.*exceeded your current quota", made_rows(60),
-                      concurrency=3, retries=0)
-    assert "\n" not in line and work.calls() <= 3 + 25 + 3
-    assert sum(record["reason"] is None for record in work.kept()) == 3
+    """25 failures in a row tell; a reply that is under way then is billed, and kept."""
+    plan = ["ok"] * 3 + ["late"] + ["quota"] * 99
+    work.server.settings.__dict__.update(plan=plan, hang=1)
+    line = work.fails("25 replies in a row.*exceeded your current quota", made_rows(99),
+                      concurrency=4, retries=0)
+    assert "\n" not in line and str(work.journal) in line
+    read = sum(record["reason"] is None for record in work.kept())
+    assert read == 4 == work.server.stats()["statuses"]["200"] and work.calls() < 99
     work.server.settings.plan, before = [], work.calls()
     work.run()
-    assert work.calls() - before == 57 and len(work.written()) == 60
-
-
-def test_replies_under_way_are_kept_when_another_request_ends_the_run(work):
-    """They are on the bill: the 25th refusal comes while others are still asked."""
-    work.server.settings.plan, work.server.settings.delay = ["ok"] * 4 + ["quota"] * 25, 0.3
-    work.fails("quota", made_rows(60), concurrency=4, retries=0)
-    said = work.server.stats()
-    assert (said["statuses"]["200"]
-            == sum(record["reason"] is None for record in work.kept()) >= 4)
-
-
-def test_a_server_that_is_down_or_a_missing_key_is_one_line(work, monkeypatch):
-    url = "http://127.0.0.1:9/v1"
-    line = work.fails("Connection error.*check OPENAI_API_KEY, the URL", made_rows(3),
-                      base_url=url, retries=0)
-    assert "127.0.0.1:9" in line and "\n" not in line
-    assert not any(sum(record["usage"].values()) for record in work.kept()), "nothing was sent"
-    monkeypatch.delenv("OPENAI_API_KEY")
-    work.fails("OPENAI_API_KEY is not set")
-    with pytest.raises(InputError, match="OPENAI_API_KEY is not set"):
-        check_annotator(work.config())
-    check_annotator(work.config(critic="toy:critique"))
-    with pytest.raises(InputError, match="--critic"):
-        check_annotator(work.config(critic="toy:nothing"))
-    assert work.calls() == 0
+    assert work.calls() - before == 95 and len(work.written()) == 99
 
 
 @pytest.mark.parametrize("concurrency", [1, 64])
 @pytest.mark.parametrize("kind", ["timeout", "drip"])
 def test_a_server_that_never_answers_ends_the_run(work, kind, concurrency):
-    """Within 2 × timeout × (retries + 1): a byte now and then is no answer."""
-    work.server.settings.__dict__.update(faults={kind: 1.0}, hang=9)
-    begun = time.monotonic()
-    work.fails("no answer in 0.8 s; check", made_rows(150), concurrency=concurrency,
-               timeout=0.8, retries=1)
-    assert time.monotonic() - begun < 2 * 0.8 * 2 + 8           # else 18 s, on a slow machine
+    """The first questions are asked twice, and no other; a byte now and then is no answer."""
+    work.server.settings.__dict__.update(faults={kind: 1.0}, hang=20)
+    work.fails("no answer in 0.5 s; check", made_rows(150), concurrency=concurrency,
+               timeout=0.5, retries=1)
+    assert 2 <= work.calls() <= 2 * concurrency
 
 
-def test_a_server_that_stops_answering_ends_the_run(work):
-    """One question may take too long for a server that is well; 25 in a row may not."""
-    work.server.settings.__dict__.update(plan=["ok"] * 3, faults={"timeout": 1.0}, hang=9)
-    work.fails("25 replies in a row.*no answer in 3 s", made_rows(150), concurrency=32,
-               timeout=3, retries=0)
-    assert sum(record["reason"] is None for record in work.kept()) == 3
-
-
-@pytest.mark.parametrize("kind", ["500", "429", "reset", "timeout"])
-def test_an_outage_pauses_everybody_and_the_run_goes_on(work, kind, monkeypatch):
-    """Shorter than all pauses together: nothing fails."""
-    monkeypatch.setattr("annotate.PAUSE", 0.5)
-    settings = work.server.settings
-    settings.delay = 0.01
-    timers = [threading.Timer(wait, lambda faults=faults: setattr(settings, "faults", faults))
-              for wait, faults in ((0.2, {kind: 1.0}), (1.5, {}))]
-
-    def begin_with_the_first(body):
-        for timer in timers:
-            timer.ident or timer.start()
-        return critique(body)
-
-    settings.responder = begin_with_the_first
-    work.run(made_rows(300), concurrency=8, timeout=2 if kind == "timeout" else 20, retries=6)
-    assert len(work.written()) == 300 and work.server.stats()["faults"][kind] >= 8
-
-
-@pytest.mark.parametrize("kind, said", [
-    ("error200", "The provider has gone to lunch."), ("400", "Bad request.")])
-def test_what_a_server_says_is_shown_in_its_own_words(work, kind, said):
-    work.server.settings.faults = {kind: 1.0}
-    assert "row-0" in work.fails(said, made_rows(2))
+@pytest.mark.parametrize("kind", ["429", "reset"])
+def test_each_pause_of_an_outage_is_twice_as_long_as_the_one_before(work, kind):
+    """A slow machine can only make them longer."""
+    work.server.settings.plan = [kind] * 3
+    start = time.monotonic()
+    work.run(made_rows(2), concurrency=1, retries=3)
+    assert time.monotonic() - start >= 0.1 + 0.2 + 0.4
+    assert work.calls() == 3 + 2 == len(work.written()) + 3
 
 
 @pytest.mark.parametrize("url", [
-    "http://127.0.0.1:9/\x01", " http://127.0.0.1:9/v1", "http://[::1", "http://", "ftp://x/",
-    "localhost:8000/v1", "http://h:port/v1",
+    "http://127.0.0.1:9/v1", "http://127.0.0.1:9/\x01", " http://127.0.0.1:9/v1",
+    "http://[::1", "http://", "ftp://x/", "localhost:8000/v1", "http://h:port/v1",
     "http://no.such.host.invalid/v1", "http://" + "a" * 70 + ".org/v1"])
-def test_a_url_that_cannot_be_one_is_one_line(work, url):
-    line = work.fails("--base_url|with model.*the URL", made_rows(2), base_url=url, retries=0)
+def test_a_url_without_a_server_is_one_line_and_costs_nothing(work, url):
+    line = work.fails("--base_url|with model.*check OPENAI_API_KEY, the URL", made_rows(2),
+                      base_url=url, retries=0)
     assert "\n" not in line and work.calls() == 0
+    assert not any(sum(record["usage"].values()) for record in work.kept())
 
 
 @pytest.mark.parametrize("key", ["", "sk-secret\n", "sk-secr\u00e8t", "sk secret"])
@@ -474,13 +394,6 @@ def test_the_progress_bar_counts_failures_as_they_come(work, capsys):
     work.fails("2 responses", made_rows(5), concurrency=1)
     shown = dict(re.findall(r"(\d)/5 [^|]*failed=(\d)", capsys.readouterr().err))
     assert shown == {"2": "1", "3": "1", "4": "2", "5": "2"}
-
-
-def test_25_unusable_replies_in_a_row_stop_the_run(work):
-    work.server.settings.faults = {"garbage": 1.0}
-    line = work.fails("25 replies in a row cannot be used.*row-", made_rows(60), concurrency=4)
-    assert (str(work.journal) in line and 25 <= work.calls() <= 29
-            and work.calls() == len(work.kept()))
 
 
 # ── Money
@@ -510,24 +423,15 @@ def test_usage_and_cost_are_the_servers_own(work):
         assert row["usd"] == pytest.approx(usd(row["usage"]))
 
 
-def test_refused_requests_end_no_run_that_has_money_left(tmp_path):
+def test_refused_requests_end_no_run_that_has_money_left(work):
     """What one gives back while it waits is not all that there is: others may cost less."""
     rows = made_rows(60)
-    with serving(delay=0.02) as server:
-        work = Work(tmp_path, server)
-        work.run(rows, **PRICES)
-        whole = bill(server)
-        work.journal.unlink()
-        server.settings.faults = {"429": 0.3}
-        work.run(rows, max_usd=whole + 0.03, concurrency=16, retries=9, **PRICES)
-        assert bill(server) <= 2 * whole + 0.03
-
-
-def test_errors_of_several_at_once_are_one_line(critic, capfd):
-    critic.module.judge = lambda row, response: 1 // 0
-    critic.fails("ZeroDivisionError", made_rows(40), concurrency=16)
-    gc.collect()
-    assert "Traceback" not in capfd.readouterr().err
+    work.run(rows, **PRICES)
+    whole = bill(work.server)
+    work.journal.unlink()
+    work.server.settings.__dict__.update(delay=0.02, faults={"429": 0.3})
+    work.run(rows, max_usd=whole + 0.03, concurrency=16, retries=9, **PRICES)
+    assert bill(work.server) <= 2 * whole + 0.03
 
 
 def hostile_rows(n: int) -> list[dict]:
@@ -536,27 +440,25 @@ def hostile_rows(n: int) -> list[dict]:
             for i in range(n)]
 
 
-@pytest.mark.parametrize("counting, rows, reply", [
+@pytest.mark.parametrize("counting, rows, critique", [
     ("pieces", made_rows(40), None), ("pieces", hostile_rows(15), "c"),
     ("quarters", made_rows(15), "c" * 4400)])
-def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(tmp_path, counting,
-                                                                   rows, reply):
-    options = PRICES
-    with serving(counting=counting, delay=0.005) as server:
-        if reply:
-            said = json.dumps({"critique": reply, "good_spans": ["zq"], "poor_spans": []})
-            server.settings.responder = lambda body: said
-        work = Work(tmp_path, server)
-        work.run(rows, **options)
-        whole, final = bill(server), work.output.read_bytes()
-        work.journal.unlink()
-        work.output.unlink()
-        for share in (0.01, 0.2, 0.5, 0.8):
-            work.fails("--max_usd .* reached", max_usd=share * whole, concurrency=8, **options)
-            assert bill(server) - whole <= share * whole and not work.output.exists()
-        assert bill(server) - whole > 0.4 * whole, "it must not stop long before the budget"
-        work.run(max_usd=2 * whole + 1, **options)
-        assert bill(server) == pytest.approx(2 * whole) and work.output.read_bytes() == final
+def test_the_bill_never_passes_the_budget_and_a_higher_one_goes_on(work, counting, rows,
+                                                                   critique):
+    work.server.settings.__dict__.update(counting=counting, delay=0.005)
+    if critique:
+        reply = json.dumps({"critique": critique, "good_spans": ["zq"], "poor_spans": []})
+        work.server.settings.responder = lambda body: reply
+    work.run(rows, **PRICES)
+    whole, final = bill(work.server), work.output.read_bytes()
+    work.journal.unlink()
+    work.output.unlink()
+    for share in (0.01, 0.2, 0.5, 0.8):
+        work.fails("--max_usd .* reached", max_usd=share * whole, concurrency=8, **PRICES)
+        assert bill(work.server) - whole <= share * whole and not work.output.exists()
+    assert bill(work.server) - whole > 0.4 * whole, "it must not stop long before the budget"
+    work.run(max_usd=2 * whole + 1, **PRICES)
+    assert bill(work.server) == pytest.approx(2 * whole) and work.output.read_bytes() == final
 
 
 AT_ONCE = [1, 8, 64] if SLOW else [1, 64]
@@ -569,14 +471,14 @@ def worst_usd(work) -> float:
 
 
 @pytest.fixture()
-def dear(tmp_path):
+def dear(work):
     """150 rows, each of which is billed nearly at its worst case."""
-    said = GOOD.replace("It ends.", "7b_" * 380).replace("the end", "zq")
-    with serving(counting="pieces", delay=0.02, hang=3, responder=lambda body: said) as server:
-        work = Work(tmp_path, server)
-        work.rows = hostile_rows(150)
-        write_rows(work.data, work.rows)
-        yield work
+    reply = GOOD.replace("It ends.", "7b_" * 380).replace("the end", "zq")
+    work.server.settings.__dict__.update(counting="pieces", delay=0.02,
+                                         responder=lambda body: reply)
+    work.rows = hostile_rows(150)
+    write_rows(work.data, work.rows)
+    return work
 
 
 @pytest.mark.parametrize("concurrency", AT_ONCE)
@@ -598,8 +500,7 @@ def test_five_runs_are_never_billed_more_than_the_budget(dear, kind, concurrency
           f"booked {booked / budget:.3f}, {dear.calls()} calls, {read} replies kept")
     assert bill(dear.server) <= booked * (1 + 1e-9) <= budget * (1 + 2e-9)
     assert bill(dear.server) > 0.3 * budget and dear.calls() > concurrency
-    # A busy machine hears its own time-out after the late reply was sent.
-    assert kind == "late" or read == dear.server.stats()["statuses"]["200"]
+    assert read == dear.server.stats()["statuses"]["200"]
 
 
 @pytest.mark.parametrize("concurrency", AT_ONCE)
@@ -608,35 +509,13 @@ def test_runs_killed_while_they_ask_are_never_billed_more_than_the_budget(dear, 
     dear.server.settings.delay = 0.2
     budget = (2 * concurrency + 1.2) * worst_usd(dear)
     for _ in range(2):
-        process, before = subprocess.Popen(
-            command(dear, concurrency=concurrency, max_usd=budget, **PRICES),
-            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL), dear.calls()
-        while dear.calls() < before + concurrency + 1 and process.poll() is None:
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
+        kill_when_asked(dear, dear.calls() + concurrency + 1, concurrency=concurrency,
+                        max_usd=budget, **PRICES)
         assert bill(dear.server) <= budget
     assert dear.calls() > concurrency
     dear.fails("--max_usd .* reached", max_usd=budget, concurrency=concurrency, **PRICES)
     print(f"SIGKILL, {concurrency} at once: billed / budget {bill(dear.server) / budget:.3f}")
     assert 0.4 * budget < bill(dear.server) <= budget
-
-
-@pytest.mark.parametrize("settings", [
-    {"key": "another"}, {"models": ["another"]}, {"plan": ["429", "500"] * 99},
-    {"plan": ["ok", *["429"] * 99]}])
-def test_what_is_refused_is_not_booked(work, settings):
-    """Runs in a row against a server that refuses leave the budget as it was."""
-    for name, value in settings.items():
-        setattr(work.server.settings, name, value)
-    work.rows = made_rows(3)
-    write_rows(work.data, work.rows)
-    budget = 3.5 * worst_usd(work)
-    for _ in range(4):
-        work.fails("Incorrect|does not exist|500|429", max_usd=budget, retries=1, **PRICES)
-    work.server.settings.__dict__.update(key="", models=[], plan=[])
-    work.run(max_usd=budget, **PRICES)
-    assert len(work.written()) == 3
 
 
 def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
@@ -647,13 +526,13 @@ def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
     assert "USD unknown" in work.run(rows, dry_run=True) and work.calls() == 0
     monkeypatch.setenv("OPENAI_API_KEY", "any")
     work.run(limit=50, **PRICES)
-    pilot, said = bill(work.server), work.run(dry_run=True, **PRICES)
+    said = work.run(dry_run=True, **PRICES)
     assert work.calls() == 50 and said.startswith("300 responses, 250 to ask")
     assert "87,500 reply tokens (4 bytes a token, 350 tokens a reply)" in said
     work.run(price_in=2.5, price_out=0.0)
     due = sum(record["usage"]["prompt_tokens"] for record in work.kept()[50:])
     prompt = int(re.search(r"about ([\d,]+) prompt", said)[1].replace(",", ""))
-    assert prompt == pytest.approx(due, rel=0.35) and pilot > 0
+    assert prompt == pytest.approx(due, rel=0.35)
     aligned = [row | {"critique": "c"} for row in rows]
     assert "80 tokens a reply" in work.run(aligned, dry_run=True, mode="align")
 
@@ -687,17 +566,20 @@ def test_a_critic_is_asked_with_row_and_response(critic):
         "𝒟_R starts empty: OUTPUT holds this run's rows, not those of the one before")
 
 
-def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic):
+def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic, capfd):
     critic.module.judge = lambda row, response: "It is late." if row["id"] == "row-2" else GOOD
-    critic.fails("1 responses.*row-2: no JSON object", made_rows(5))
+    critic.fails("1 responses.*row-2: no JSON object", made_rows(40), concurrency=16)
     critic.module.judge = lambda row, response: 1 // 0
-    assert "\n" not in critic.fails(
-        "--critic critic_of_the_test:judge, row row-2: ZeroDivisionError: integer")
+    critic.fails("row row-2: ZeroDivisionError: integer")
+    assert "\n" not in critic.fails("--critic critic_of_the_test:judge, row .*: ZeroDivision",
+                                    [row | {"more": 1} for row in critic.rows], concurrency=16)
+    gc.collect()                                       # an error that nobody awaits is shown
+    assert "Traceback" not in capfd.readouterr().err
     critic.module.judge = lambda row, response: None
-    critic.fails("critic_of_the_test:judge, row row-2.*NoneType")
+    critic.fails("critic_of_the_test:judge, row row-.*NoneType")
     critic.module.judge = lambda row, response: GOOD
     critic.run()
-    assert len(critic.written()) == 5
+    assert len(critic.written()) == 40
 
 
 def test_half_characters_harm_only_their_row_with_a_critic_too(critic):
@@ -719,8 +601,10 @@ def test_half_characters_harm_only_their_row_with_a_critic_too(critic):
     (["--unmatched", "drop"], "--unmatched"), (["--limit", "0"], "--limit"),
     (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
     (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"),
-    (["--max_usd", "1"], "--max_usd needs")])
-def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, flags, message):
+    (["--max_usd", "1"], "--max_usd needs"), (["--output", "x/../rows.jsonl"], "are one file")])
+def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, monkeypatch, flags,
+                                                                       message):
+    monkeypatch.chdir(work.folder)
     write_rows(work.data, made_rows(2))
     flags = ["--task", "ultrafeedback", "--data", str(work.data), "--output", str(work.output),
              "--base_url", work.server.url, *flags]
@@ -729,41 +613,35 @@ def test_flags_that_make_no_sense_are_refused_before_anything_is_spent(work, fla
     assert work.calls() == 0 and not work.kept()
 
 
-@pytest.mark.parametrize("change, text, reason, counted", [
-    ({}, "Fine.", None, True), ({"usage": None}, "Fine.", None, False),
-    ({"usage": {"total_tokens": 9}}, "Fine.", None, False),
-    ({"usage": {"prompt_tokens": 5, "completion_tokens": None}}, "Fine.", None, False),
-    ({"choices": [{"message": {"content": 7}}]}, "", "no chat completion", True),
-    ({"choices": None}, "", "no chat completion", True)])
-def test_completions_of_other_servers_are_read(change, text, reason, counted):
+@pytest.mark.parametrize("choices", [None, [{"message": {"content": 7}}]])
+def test_a_completion_without_a_text_is_unusable_and_billed(choices):
     usage = {"prompt_tokens": 5, "completion_tokens": 7}
-    body = {"choices": [{"message": {"content": "Fine."}, "finish_reason": "stop"}],
-            "usage": usage} | change
-    worst = {"prompt_tokens": 99, "completion_tokens": 9}
-    reply = read_completion(json.dumps(body), worst)
-    assert reply.usage == (usage if counted else worst) and text in reply.text
-    assert reason in reply.reason if reason else reply.reason is None
+    body = json.dumps({"choices": choices, "usage": usage})
+    reply = read_completion(body, {"prompt_tokens": 99, "completion_tokens": 9})
+    assert "no chat completion" in reply.reason and reply.text == body and reply.usage == usage
 
 
 # ── Leaving early, and coming back with other flags
 
-def interrupt(work, calls: int, times: int = 1):
-    """Ctrl-C as soon as so many requests have come, and again .6 s later."""
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_ctrl_c_at(work, call: int):
+    """Ctrl-C as soon as so many requests have come."""
+    def answer(body):
+        bodies.append(body)
+        if len(bodies) == call:
+            press_ctrl_c()
+        return critique(body)
+
+    bodies, work.server.settings.responder = [], answer
     signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
-
-    def press():
-        while work.calls() < calls:
-            time.sleep(0.02)
-        for _ in range(times):
-            time.sleep(0.6)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press, daemon=True).start()
 
 
 def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
-    work.server.settings.delay = 0.5
-    interrupt(work, calls=9)
+    work.server.settings.delay = 0.2
+    press_ctrl_c_at(work, 9)
     with pytest.raises(KeyboardInterrupt):
         work.run(made_rows(60), concurrency=8)
     assert 8 < len(work.kept()) == work.calls() < 60
@@ -773,22 +651,34 @@ def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
 
 
 def test_ctrl_c_does_not_wait_to_ask_again_who_was_refused(work, monkeypatch):
-    """The pauses are of 1.5 s and of 3 s; it comes in the second."""
-    monkeypatch.setattr("annotate.PAUSE", 1.5)
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
+    """It is pressed when all eight begin to pause for an hour."""
+    def note_refusal(bar, reason):
+        reasons.append(reason)
+        if len(reasons) == 8:
+            threading.Timer(0.1, press_ctrl_c).start()
+
+    reasons = []
+    monkeypatch.setattr("annotate.PAUSE", 3600)
+    monkeypatch.setattr("annotate.tqdm.set_postfix_str", note_refusal)
     work.server.settings.__dict__.update(plan=["ok"], faults={"429": 1.0})
-    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT))
-    begun = time.monotonic()
-    timer.start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
+    rescue = threading.Timer(120, press_ctrl_c)                  # a second one never waits
+    rescue.start()
     with pytest.raises(KeyboardInterrupt):
         work.run(made_rows(20), concurrency=8)
-    assert 1 + 8 <= work.calls() <= 1 + 2 * 8 and time.monotonic() - begun < 4.4
+    assert rescue.is_alive(), "the first waited for the pause"
+    rescue.cancel()
+    assert work.calls() == 1 + 8
 
 
-def test_a_second_ctrl_c_does_not_wait(work):
-    """The server hangs for ten minutes; what is under way then is not kept."""
-    work.server.settings.delay = 600
-    interrupt(work, calls=1, times=2)
+def test_a_second_ctrl_c_does_not_wait(work, monkeypatch):
+    """What is under way then is not kept; its replies would come after a minute."""
+    def press_again(bar, description):                           # the first one is being heeded
+        threading.Timer(0.1, press_ctrl_c).start()
+
+    monkeypatch.setattr("annotate.tqdm.set_description", press_again)
+    work.server.settings.delay = 60
+    press_ctrl_c_at(work, 1)
     with pytest.raises(KeyboardInterrupt):
         work.run(made_rows(20))
     assert 0 < work.calls() <= 8 and not work.kept()
@@ -802,10 +692,3 @@ def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
     assert f"reached at ${bill:.4f}" in line and work.calls() == 20
     work.run(price_in=100.0, price_out=100.0)
     assert all(row["usd"] > 0 for row in work.written())
-
-
-def test_the_output_is_not_written_over_the_data(tmp_path):
-    one = tmp_path / "x" / ".." / "one.jsonl"
-    with pytest.raises(InputError, match="are one file"):
-        annotate(AnnotateConfig(data=str(tmp_path / "one.jsonl"), output=str(one),
-                                dry_run=True))

@@ -9,9 +9,8 @@ import ast
 import random
 
 import pytest
+from helpers import ROOT, random_rollouts, scored
 import torch
-from conftest import ROOT
-from test_equations import policy, random_rollouts, scored  # noqa: F401  (policy is a fixture)
 
 import reward_model
 import text2grad

@@ -1,8 +1,8 @@
-"""Attacks on the sandbox, and more ways to fake a verdict:
-none passes, none leaves anything behind.
+"""Attacks on the sandbox, and more ways to fake a verdict: none passes or leaves anything.
 
-Each runs as the user of the tests and, where that is root,
-once more as a user without privileges."""
+Each runs as the user of the tests. Where that is root, those to which it matters run once more
+as a user without privileges.
+"""
 
 import json
 import os
@@ -12,35 +12,36 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers import alive, copy_sandbox
 
 from measures import sandbox
-from measures.cell import FAR, FOLDER_MB, REFUSED
-from measures.sandbox import SandboxError, run_python
-from test_sandbox import alive, copy_sandbox
+from measures.cell import FOLDER_MB, REFUSED
+from measures.sandbox import START, SandboxError, run_python
 
 KEY = "sk-a-key-that-nobody-may-see"
-# The caller has KEY in a keyring of its session,
-# and says whether it still holds that and no more.
+# The caller has KEY in a keyring of its session, and says whether that still holds KEY alone.
 CALL = """
-import ctypes, json, os, sys, time
+import ctypes, json, os, sys
 sys.path.insert(0, sys.argv[1])
-from measures.sandbox import run_python
+from measures import sandbox
 from measures.cell import REFUSED
 _, add_key, _, keyctl, *_ = REFUSED[os.uname().machine]
 call, held = ctypes.CDLL(None).syscall, ctypes.create_string_buffer(80)
 call(keyctl, 1, None)
 key = call(add_key, b"user", b"secret", KEY, len(KEY), -3)
-begun = time.monotonic()
-result = run_python(**json.load(sys.stdin))
-seconds = time.monotonic() - begun
+sandbox.START, order = json.load(sys.stdin)
+result = sandbox.run_python(**order)
 size = call(keyctl, 11, -3, held, 80)
 kept = held.raw[:size] == key.to_bytes(4, "little") and \
 call(keyctl, 11, key, held, 80) == len(KEY)
-print(json.dumps([result.passed, result.status, result.stderr, seconds, kept]))
+print(json.dumps([result.passed, result.status, result.stderr, kept]))
 """.replace("KEY", repr(KEY.encode()))
 
 
@@ -54,12 +55,16 @@ def sandbox_lacks() -> str:
 here = pytest.mark.skipif(bool(LACKS := sandbox_lacks()), reason=f"no sandbox: {LACKS}")
 _, ADD_KEY, _, KEYCTL, PTRACE, *_ = REFUSED.get(os.uname().machine, range(9))
 LIBC = "import ctypes, os, resource, signal, time\ncall = ctypes.CDLL(None).syscall\n"
-# What {act} does to every other process that it sees; then five children hold 2 GiB together.
-HOLD = LIBC + """
+# Does to every other process what would keep it from weighing; then five hold 2 GiB together.
+BLIND = LIBC + f"""
 for process in sorted(int(name) for name in os.listdir('/proc') if name.isdigit()):
-    if process != os.getpid():
+    for act in (lambda: call({PTRACE}, 16, process, 0, 0),
+                lambda: resource.prlimit(process, resource.RLIMIT_NOFILE, (0, 0)),
+                lambda: os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0)),
+                lambda: os.kill(process, signal.SIGSTOP)):
         try:
-            print(process, {act})
+            if process != os.getpid():
+                print(process, act())
         except OSError as error:
             print(process, error)
 for _ in range(5):
@@ -67,84 +72,71 @@ for _ in range(5):
         x = b'x' * (400 << 20)
         time.sleep(60)
 time.sleep(60)
-"""
+""".replace("{", "{{").replace("}", "}}")
 
-# name: code, status, limit in seconds; {outside} and {port} are filled in
+# name: (status, code); {outside} and {port} are filled in
 ATTACKS = {
-    "fork bomb": (
-        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass",
-        "timeout", .5),
-    "memory bomb": ("x = []\nwhile True:\n    x.append(bytearray(16 << 20))", "memory", 10),
-    "endless loop": ("while True:\n    pass", "timeout", 1),
-    "endless output": ("while True:\n    print('x' * 100_000)", "error", 10),
-    "os._exit(0)": ("import os\nos._exit(0)", "error", 10),
-    "sys.exit(0)": ("import sys\nsys.exit(0)", "error", 10),
-    "kill parent": ("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(0.5)\n"
-                    "assert False, 'it does nothing'", "error", 10),
+    "fork bomb": ("timeout", "import os\nwhile True:\n    try:\n        os.fork()\n"
+                  "    except OSError:\n        pass"),
+    "memory bomb": ("memory", "x = []\nwhile True:\n    x.append(bytearray(16 << 20))"),
+    "endless loop": ("timeout", "while True:\n    pass"),
+    "kill parent": ("error", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(0.5)\n"
+                    "assert False, 'it does nothing'"),
     "write to the home directory": (
-        "from pathlib import Path\nwritten = 0\nfor place in {outside}:\n    try:\n"
+        "error", "from pathlib import Path\nwritten = 0\nfor place in {outside}:\n    try:\n"
         "        Path(place, 'written').write_text('x')\n        written += 1\n"
-        "    except OSError as error:\n        print(error)\nassert written", "error", 10),
+        "    except OSError as error:\n        print(error)\nassert written"),
     "read an API key": (
-        "import glob, os\nfound = repr(os.environ)\n"
+        "error", "import glob, os\nfound = repr(os.environ)\n"
         "for place in glob.glob('/proc/*/environ') + glob.glob('{outside[0]}/*'):\n    try:\n"
         "        found += open(place).read()\n    except OSError:\n        pass\nprint(found)\n"
-        "assert 'sk-' in found", "error", 10),
+        "assert 'sk-' in found"),
     "connect to a loopback listener": (
-        "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)",
-        "error", 10),
+        "error", "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"),
     "fill the disk": (
-        "import itertools, os\ntry:\n    for i in itertools.count():\n"
+        "error", "import itertools, os\ntry:\n    for i in itertools.count():\n"
         "        with open(str(i), 'wb', 0) as file:\n"
         "            for _ in range(8):\n                file.write(bytes(1 << 20))\nfinally:\n"
-        "    print('MiB', sum(os.stat(name).st_blocks for name in os.listdir()) >> 11)",
-        "error", 10),
+        "    print('MiB', sum(os.stat(name).st_blocks for name in os.listdir()) >> 11)"),
     "ignore the end of the time": (
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
-        "timeout", 1),
+        "timeout", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+        "while True:\n    pass"),
     "unkillable signal handler": (
-        "import signal, time\n"
+        "timeout", "import signal, time\n"
         "for number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}:\n"
-        "    signal.signal(number, lambda *_: None)\nwhile True:\n    time.sleep(1)",
-        "timeout", .4),
+        "    signal.signal(number, lambda *_: None)\nwhile True:\n    time.sleep(1)"),
     "background child": (
-        "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n"
+        "error", "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    if os.fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n"
-        "    os._exit(0)\ntime.sleep(0.3)\nassert False", "error", 10),
+        "    os._exit(0)\ntime.sleep(0.3)\nassert False"),
     "fake verdict": (
-        "import os, sys\n"
+        "error", "import os, sys\n"
         "for word in (b'passed', b'0' * 32 + b' passed', b'\\n0\\n', b'\\npassed\\n0\\n'):\n"
         "    for fd in range(1, 30):\n        try:\n            os.write(fd, word)\n"
-        "        except OSError: pass\nos._exit(0)", "error", 10),
-    "read the caller's keys": (
-        LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
+        "        except OSError:\n            pass\nos._exit(0)"),
+    # Reads, deletes or plants one.
+    "take the caller's keys": (
+        "error", LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
         f"text = ctypes.create_string_buffer(80)\ncall({KEYCTL}, 11, key, text, 80)\n"
-        f"print(text.value)\nassert key > 0", "error", 10),
-    "delete the caller's keys": (LIBC + f"assert call({KEYCTL}, 7, -3) == 0", "error", 10),
-    "plant a key": (LIBC + f"assert max(call({ADD_KEY}, b'user', b'planted', b'x', 1, ring) "
-                    f"for ring in (-2, -3, -4, -5)) > 0", "error", 10),
-    "trace the watcher": (HOLD.format(act=f"call({PTRACE}, 16, process, 0, 0)"), "memory", 10),
-    "stop the watcher": (HOLD.format(act="os.kill(process, signal.SIGSTOP)"), "memory", 10),
-    "prlimit on the watcher": (
-        HOLD.format(act="resource.prlimit(process, resource.RLIMIT_NOFILE, (0, 0))"),
-        "memory", 10),
-    "SCHED_IDLE for the watcher": (
-        HOLD.format(act="os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))"),
-        "memory", 10),
-    "change its root": ("import os\nos.mkdir('x')\nos.chroot('x')", "error", 10),
+        f"print(text.value)\nplanted = [call({ADD_KEY}, b'user', b'planted', b'x', 1, ring) "
+        f"for ring in (-2, -3, -4, -5)]\ndeleted = call({KEYCTL}, 7, -3) == 0\n"
+        f"assert max(key, *planted) > 0 or deleted"),
+    "blind the watcher": ("memory", BLIND),
     "memory that no process maps": (
-        "import os\nfile = os.memfd_create('x')\nos.write(file, bytes(1 << 20))", "error", 10)}
-
-
-def users() -> list:
-    return [None, 65534] if sys.platform == "linux" and os.geteuid() == 0 else [None]
+        "error", "import os\nfile = os.memfd_create('x')\nos.write(file, bytes(1 << 20))")}
+# Which user runs these makes no difference to what stops them.
+ALIKE = {"memory bomb", "endless loop", "ignore the end of the time", "fake verdict",
+         "unkillable signal handler"}
+IS_ROOT = sys.platform == "linux" and os.geteuid() == 0
+AS_ITSELF = [pytest.param(name, None, id=f"{name}-itself") for name in ATTACKS]
+AS_NOBODY = [pytest.param(name, 65534, id=f"{name}-unprivileged")
+             for name in ATTACKS if IS_ROOT and name not in ALIKE]
 
 
 @pytest.fixture()
 def outside():
-    """A folder that holds a key and that every user may write to;
-    nobody can read the tests' own."""
+    """A folder with a key in which every user may write: nobody can read the tests' own."""
     folder = Path("/var/tmp", f"outside-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir()
     folder.chmod(0o777)
@@ -153,8 +145,11 @@ def outside():
     shutil.rmtree(folder)
 
 
-def attack(order: dict, user: int | None, folder: Path) -> tuple:
-    """(passed, status, stderr, seconds, keys kept) of run_python in a fresh interpreter."""
+def attack(order: dict, start: float, user: int | None, folder: Path) -> tuple:
+    """(passed, status, stderr, keys kept) of run_python in a fresh interpreter.
+
+    start: the seconds on the clock that a run has to begin in.
+    """
     copy_sandbox(folder / "code")
     (folder / "code" / "tqdm.py").write_text("tqdm = list")        # another Python may lack it
     python = next((path for path in (sys.executable, "/usr/bin/python3") if starts(path, user)),
@@ -166,7 +161,8 @@ def attack(order: dict, user: int | None, folder: Path) -> tuple:
     others = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     done = subprocess.run([python, "-B", "-c", CALL, str(folder / "code")], cwd="/", text=True,
                           env={"OPENAI_API_KEY": KEY, "TMPDIR": str(folder / "temporary")},
-                          input=json.dumps(order), capture_output=True, **others)
+                          input=json.dumps([start, order]), capture_output=True,
+                          timeout=120, **others)            # no attack delays its end so long
     assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
 
@@ -180,26 +176,24 @@ def starts(python: str, user: int | None) -> bool:
 
 
 @here
-@pytest.mark.parametrize("user", users(),
-                         ids=lambda user: "itself" if user is None else "unprivileged")
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name, user", AS_ITSELF + AS_NOBODY)
 def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, outside):
-    code, expected, timeout = ATTACKS[name]
+    expected, code = ATTACKS[name]
+    # What only the clock stops is stopped soon: after 5 * 0.2 + 1 s.
+    limit, start = (0.2, 1) if expected == "timeout" else (10, START)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         home = pwd.getpwuid(os.getuid() if user is None else user).pw_dir
         code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
                            port=listener.getsockname()[1])
-        order = {"code": code, "tests": "assert True", "timeout": timeout, "memory_mb": 512}
-        passed, status, stderr, seconds, kept = attack(order, user, outside)
+        order = {"code": code, "tests": "assert True", "timeout": limit, "memory_mb": 512}
+        passed, status, stderr, kept = attack(order, start, user, outside)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    print(f"{name} | {status} | {seconds:.2f} | {(stderr.strip().splitlines() or [''])[-1]}")
-    assert (passed, status) == (False, expected), stderr
-    assert seconds < FAR * timeout + 10 and kept
+    assert (passed, status, kept) == (False, expected, True), stderr
     assert not alive(str(outside)) and not list((outside / "temporary").iterdir())
-    assert (not list(outside.glob("**/written")) and not Path(home, "written").exists()
-            and KEY not in stderr)
+    assert not list(outside.glob("**/written")) and not Path(home, "written").exists()
+    assert KEY not in stderr
     if name == "fill the disk":
         assert ("No space left" in stderr
                 and int(stderr.split("MiB ")[1].split()[0]) <= FOLDER_MB)
@@ -208,11 +202,9 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
 # ── Verdicts
 
 EQUAL = ("class Equal({}):\n    def __eq__(self, other):\n        return True\n"
-         "    __hash__ = object.__hash__\n")
-
-
-# Clears the tests' statements wherever a frame holds them,
-# and says that an assertion was reached.
+         "    __hash__ = object.__hash__\n"
+         "    __lt__ = __le__ = __gt__ = __contains__ = __eq__\n")
+# Clears the tests' statements wherever a frame holds them, and says that one was reached.
 WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n"
         "    for held in [*frame.f_locals.values()]:\n"
         "        if type(held) is set: held.add('assertion')\n"
@@ -223,84 +215,53 @@ WALK = ("import sys\nframe = sys._getframe()\nwhile frame:\n"
 
 @here
 @pytest.mark.parametrize("code", [
-    "import builtins\nbuiltins.abs = lambda x: 0",
-    "import builtins\nbuiltins.exec = lambda *_: None",
+    "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.exec = lambda *_: None",
     "__builtins__['abs'] = lambda x: 0\n__builtins__['AssertionError'] = Warning",
-    "import __main__\n__main__.cell._run = lambda *_: 1",
-    (EQUAL.format("") + "import sys\nsys.modules['cell']._Sealed = lambda value: value\n"
-     "def f():\n    return Equal()"),
-    "import marshal, math\nmarshal.loads = lambda *_: None\nmath.isclose = lambda *_: True",
     ("import __main__, os\nwrite = os.write\n"
      "os.write = lambda to, what: write(to, what.replace(b'failed', b'passed'))"),
-    "import ast\nast.parse = lambda *_: ast.Module([], [])\nast.walk = lambda *_: []",
-    "import traceback, sys\ntraceback.TracebackException = sys.excepthook = None",
-    "import atexit, os\natexit.register(lambda: os.write(1, b'passed'))",
     "def check(*_):\n    pass\nassertion = close = check",
     "def f():\n    globals()['close'] = lambda *_: True",
-    "def f():\n    globals()['__reached__'] = lambda *_: True",
     EQUAL.format("") + "def f():\n    return Equal()",
     EQUAL.format("int") + "def f():\n    return Equal(1)",
     EQUAL.format("str") + "def f():\n    return Equal('a')",
-    EQUAL.format("") + "def f():\n    return {'a': [Equal()]}",
-    EQUAL.format("").replace("Equal", "f"),
-    (EQUAL.format("") + "    __lt__ = __le__ = __gt__ = __contains__ = __eq__\n"
-     "def f():\n    return Equal()"),
-    WALK + "def f():\n    return 1",
-    "def f():\n    " + WALK.replace("\n", "\n    ") + "return 1",
     EQUAL.format("list") + "def f():\n    return Equal()",
     EQUAL.format("") + "def f():\n    return [(1, {'a': Equal()})]",
+    "def f():\n    " + WALK.replace("\n", "\n    ") + "return 1",
     "import os\nif os.fork():\n    os.wait()",
     "import os\nif not os.fork():\n    f = lambda: 2",
     "import os, signal\nos.kill(-1, signal.SIGKILL)",
-    "import os, signal\nos.kill(1, signal.SIGKILL)",
     "import ctypes\nctypes.string_at(0)"])
 def test_a_wrong_answer_passes_in_no_disguise(code):
     code += "" if "f()" in code or "f =" in code else "\ndef f():\n    return 1"
     close = ("def close(a, b):\n    return a == b or abs(a - b) < 1e-6\ndef check(candidate):\n"
              "    x = candidate()\n    assert close(x, 2)\ncheck(f)")
     pytests = "def test_f():\n    assert f() == 2\ndef test_g():\n    assert 2 in [f()]"
-    for tests in (close, pytests, "assert f() == [(1, {'a': 2})]"):
+    for tests in (close, pytests, "assert 2 in f()", "assert f() == [(1, {'a': 2})]"):
         assert not run_python(code, tests, timeout=1).passed
-
-
-@here
-def test_no_lie_is_told_of_members():
-    code = ("class Lie:\n    def __contains__(self, _):\n        return True\n"
-            "def f():\n    return Lie()")
-    assert not run_python(code, "assert 2 in f()").passed
-
-
-def test_what_tests_import_by_name_is_their_own():
-    code, tests = "import math\nmath.floor = lambda _: 2", "from math import floor\n"
-    for right, expected in ((1, "passed"), (2, "failed")):
-        asserted = f"{tests}assert floor(1.5) == {right}"
-        assert run_python(code, asserted, unsafe=bool(LACKS)).status == expected
 
 
 @here
 def test_no_name_frame_or_container_holds_the_token(monkeypatch):
     """A search of all that Python can reach finds a planted token, and not the true one."""
-    code = """import gc, re, sys
+    code = """
+import gc, re, sys
 def f():
-    seen, found, frame, todo = set(), set(), sys._getframe(), gc.get_objects()
+    seen, tokens, frame, todo = set(), set(), sys._getframe(), gc.get_objects()
     while frame := frame.f_back:
         todo += [frame, frame.f_locals, frame.f_globals]
     while todo:
         thing = todo.pop()
         if id(thing) not in seen:
             seen.add(id(thing))
-            text = thing.decode('latin') if isinstance(thing, bytes) else \
-thing if isinstance(thing, str) else ''
-            found.update(re.findall('[0-9a-f]{64}', text))
+            if isinstance(thing, (str, bytes)):
+                tokens.update(re.findall('[0-9a-f]{64}', str(thing)))
             todo += gc.get_referents(thing)
-    return found"""
-    start, said = sandbox._start, []
+    return tokens"""
+    start, replies = sandbox._start, []
     monkeypatch.setattr(sandbox, "_start",
-                        lambda *order: said.append(start(*order)) or said[-1])
-    tests = ("def test_it():\n    planted = ['ab' * 32]\n    found = f()\n    print(found)\n"
-             "    assert planted[0] in found")
-    result = run_python(code, tests)
-    token, again, verdict, end = said[-1][0]
+                        lambda *order: replies.append(start(*order)) or replies[-1])
+    result = run_python(code, "planted = ['ab' * 32]\nprint(f())\nassert planted[0] in f()")
+    token, again, verdict, end = replies[-1][0]
     assert result.passed and len(token) == 64 and token not in result.stderr
     assert (again, verdict, end) == (token, "passed", "0")
 
@@ -318,14 +279,14 @@ def test_memory_is_counted_over_all_processes_and_processes_are_counted():
 
 @here
 @pytest.mark.parametrize("code", [
-    "import os\nassert os.geteuid() != 0",
-    "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
-    "import os\nos.setuid(0)", "import os\nos.chroot('.')",
-    "import subprocess\nsubprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)",
-    "import subprocess\nsubprocess.run(['unshare', '-Ur', 'true'], check=True)"])
+    "resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
+    "os.setuid(0)", "os.chroot('.')",
+    "subprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)",
+    "subprocess.run(['unshare', '-Ur', 'true'], check=True)"])
 def test_no_privilege_is_held_or_won(code):
-    expected = "passed" if code.endswith("!= 0") else "error"
-    assert run_python(code, "assert True").status == expected
+    needed = "import os, resource, subprocess\nassert os.geteuid() != 0\n"
+    assert run_python(needed, "assert True").passed
+    assert run_python(needed + code, "assert True").status == "error"
 
 
 # ── Without a sandbox
@@ -341,8 +302,6 @@ def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(m
     assert run_python("x = 1", "assert x == 1", unsafe=True).passed
     code = "import os\nos.kill(os.getppid(), 9)"
     assert run_python(code, "assert True", unsafe=True).status in ("killed", "error")
-    assert (run_python("while True:\n    pass", "assert True", 0.7, unsafe=True).status
-            == "timeout")
 
 
 @here
@@ -371,18 +330,15 @@ cell.main()""")
     "import asyncio\nassert asyncio.run(asyncio.sleep(0, 1)) == 1",
     ("import sys\nsys.setrecursionlimit(20_000)\ndef g(n):\n    return n and 1 + g(n - 1)\n"
      "assert g(15_000) == 15_000"),
-    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-     "assert P(1) == P(1) != P(2)"),
-    "import builtins\nassert builtins.len([1]) == 1 and isinstance(__builtins__, dict)",
-    ("import math, random, datetime, decimal, fractions, typing, enum, hashlib, ssl, "
-     "multiprocessing, unittest.mock"),
+    ("import builtins, math, random, datetime, decimal, fractions, typing, enum, hashlib, ssl, "
+     "multiprocessing, unittest.mock\nassert builtins.len([1]) == 1"),
     "count = 0\ndef add():\n    global count\n    count += 1"])
 def test_honest_code_passes(code):
     if "numpy" in code:
         pytest.importorskip("numpy")
     tests = ("add()\nassert count == 1\nadd()\nassert count == 2" if "add" in code
              else "assert True")
-    result = run_python(code, tests)
+    result = run_python(code, tests, unsafe=bool(LACKS))
     assert result.passed, result.stderr
 
 
@@ -399,35 +355,70 @@ def test_what_a_run_met_is_said():
 
 # ── Time
 
-SPIN = ("import time\ndef f():\n    end = time.process_time() + {}\n"
-        "    while time.process_time() < end:\n        pass\n")
+SPIN = """
+import time
+def f():
+    end = time.process_time() + {}
+    while time.process_time() < end:
+        pass
+"""
 
 
-def test_time_is_of_the_program_and_on_the_cpu():
-    """Not what it waits for."""
-    assert run_python("import time\ntime.sleep(2.5)", "assert True", timeout=1,
-                      unsafe=bool(LACKS)).passed
-    for seconds, expected in ((0.5, "passed"), (20, "timeout")):
-        found = run_python(SPIN.format(seconds), "assert f() is None", timeout=1,
-                           unsafe=bool(LACKS))
-        assert found.status == expected
+def test_time_is_of_the_program_and_on_the_cpu(monkeypatch):
+    """Not what it waits for. The clock alone would let all three end."""
+    monkeypatch.setattr(sandbox, "START", 120)
+    run = partial(run_python, timeout=0.3, unsafe=bool(LACKS))        # one second of CPU time
+    assert run("import time\ntime.sleep(1.3)", "assert True").passed
+    assert run(SPIN.format(0.2), "assert f() is None").passed
+    assert run(SPIN.format(4), "assert f() is None").status == "timeout"
+
+
+# ── What is left of a run: nothing, also where there is no sandbox
+
+def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
+    """One is forked, one is a program of its own; both hold the output open."""
+    monkeypatch.setattr(sandbox, "__file__", copy_sandbox(tmp_path / "code"))
+    code = ("import os, subprocess, time\n"
+            "if os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
+            f"subprocess.Popen(['sh', '-c', 'sleep 600; : {tmp_path}'])\n")
+    for end, expected in (("", "passed"), ("while True: pass", "timeout"),
+                          ("os._exit(0)", "error")):
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(run_python, code + end, "assert True", timeout=0.5, unsafe=True)
+            most = 0
+            while not run.done():
+                most = max(most, len(alive(str(tmp_path), 0)))
+                time.sleep(0.01)
+        assert run.result().status == expected and not alive(str(tmp_path))
+        assert most > 3 or expected != "timeout"       # so that the search finds what there is
+
+
+@pytest.mark.parametrize("end", [
+    "", "os._exit(0)",
+    "while True:\n    open(str(time.time()), 'w').close()\n    time.sleep(0.001)",
+    "os.mkdir('closed')\nopen('closed/file', 'w').close()\nos.chmod('closed', 0)"])
+def test_no_directory_is_left(end, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "START", 2)
+    code = "import os, time\nprint(os.listdir())\n" + end
+    result = run_python(code, "assert True", timeout=0.1, unsafe=True)
+    assert "solution.py" in result.stderr and not list(tmp_path.iterdir())
 
 
 @here
 def test_a_run_ends_with_its_caller_and_leaves_nothing(outside):
-    """Which is killed at some moment of the run, three times while it sleeps."""
+    """Which is killed when it has one, two or three processes, which sleep in the end."""
     call = ("import sys; sys.path[:0] = sys.argv[1:2]; "
             "from measures.sandbox import run_python; run_python(*sys.argv[2:])")
     copy_sandbox(outside / "code")
     (outside / "temporary").mkdir()
-    for seconds in (0.0, 0.02, 0.05, *(3 * [60])):
+    for started in (1, 2, 3, 3):
         caller = subprocess.Popen([sys.executable, "-c", call, str(outside / "code"),
                                    "import time\ntime.sleep(600)", "assert 1"],
                                   env={"TMPDIR": str(outside / "temporary")})
-        # the caller, and three of the run
-        while len(alive(str(outside), 0)) < (4 if seconds else 2):
+        while len(alive(str(outside), 0)) < 1 + started:
             assert caller.poll() is None
-        time.sleep(random.random() * min(seconds, 0.1))
+        time.sleep(random.random() / 10)
         caller.kill()
         caller.wait()
         assert not alive(str(outside)) and not list((outside / "temporary").iterdir())

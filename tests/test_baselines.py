@@ -6,26 +6,25 @@ import math
 import random
 import re
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from helpers import ROOT, randomise
 
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
-from data import InputError, get_task, read_rows
+from data import InputError, get_task, load_object, read_rows
 from experiments import baselines, designs
-from experiments.baselines import (bradley_terry_loss, distil, dpo_loss,
-                                   labelled_losses, labelled_steps, mend, pair_losses,
-                                   preference_loss, preferences, reflect, sdpo_loss, show,
-                                   step_loss)
-from experiments.designs import (ANNOTATORS, OTHERS, SCORED, WEIGHTINGS, at_end, damaged,
-                                 mark_ends, marks, noisy, span_weights, step_spans,
-                                 token_scores, true_critic, weighted)
+from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
+                                   labelled_steps, mend, pair_losses, preference_loss,
+                                   preferences, reflect, sdpo_loss, show)
+from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, mark_ends, marks,
+                                 noisy, span_weights, step_spans, token_scores, true_critic,
+                                 weighted)
 from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
 from reward_model import Judgement
 from sampling import pad_batch
@@ -43,21 +42,17 @@ def feedback_of(response, reply, mode="cot"):
     return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)
 
 
-# ── DPO, Bradley–Terry and step losses
+# ── Losses
 
 def test_dpo_loss_and_its_gradient_are_the_closed_form():
     """−log σ(βu), u = Δ_w − Δ_l; ∂/∂log π(y_w) = −β σ(−βu) (Rafailov et al. 2023, §4)."""
-    w, l, ref_w, ref_l = (numbers(i, 50) * 5 for i in range(4))
-    w.requires_grad_(), l.requires_grad_()
-    for beta in (0.05, 0.1, 2.0):
+    w, l, ref_w, ref_l = (numbers(i, 50).mul(5).requires_grad_() for i in range(4))
+    for beta in (0.05, 2.0):
         loss, u = dpo_loss(w, l, ref_w, ref_l, beta), (w - ref_w) - (l - ref_l)
         close(loss, torch.log1p(torch.exp(-beta * u)), rtol=1e-9, atol=1e-9)
         up_w, up_l = torch.autograd.grad(loss.sum(), (w, l))
         close(up_w, -beta / (1 + torch.exp(beta * u)), rtol=1e-9, atol=1e-12)
         close(up_l, -up_w)
-    same = numbers(0, 4)
-    log_2 = torch.full((4,), math.log(2), dtype=torch.float64)
-    close(dpo_loss(same, same + 3, same, same + 3, 0.7), log_2)
 
 
 def test_bradley_terry_is_cross_entropy_between_two_classes():
@@ -73,26 +68,11 @@ def test_bradley_terry_is_cross_entropy_between_two_classes():
     assert far.item() == pytest.approx(2e4)
 
 
-def test_step_loss_is_binary_cross_entropy_over_the_labelled_tokens():
-    generator = torch.Generator().manual_seed(0)
-    scores, labels = numbers(2, 3, 9), torch.randint(-1, 2, (3, 9), generator=generator)
-    at = labels != 0
-    expected = F.binary_cross_entropy_with_logits(scores[at], (labels[at] > 0).double(),
-                                                  reduction="none")
-    close(step_loss(scores, labels), expected)
-
-
 def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
-    """KL(p ‖ q) as torch has it; ∂/∂z_v = p_v (log p_v/q_v − KL); none into the teacher."""
     student, teacher = (numbers(i, 6, 9).requires_grad_() for i in (1, 2))
-    loss = sdpo_loss(student, teacher)
-    p, q = student.log_softmax(-1), teacher.log_softmax(-1)
+    loss, p, q = sdpo_loss(student, teacher), student.log_softmax(-1), teacher.log_softmax(-1)
     close(loss, F.kl_div(q, p, log_target=True, reduction="sum"))
-    up, none = torch.autograd.grad(loss, (student, teacher), allow_unused=True)
-    ratio = (p - q).detach()
-    kl = (p.exp() * ratio).sum(-1, keepdim=True)
-    close(up, p.exp() * (ratio - kl))
-    assert none is None and sdpo_loss(student, student).item() == pytest.approx(0)
+    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
 
 
 PAIRS = [([5, 6, 7, 8], [9, 10, 1], [20, 1]), ([11], [12, 13, 14, 15, 1], [30, 31, 1]),
@@ -103,33 +83,23 @@ def side(pairs, k):
     return [(pair[0], pair[k]) for pair in pairs]
 
 
-def randomise(model, name, seed=3):
-    torch.manual_seed(seed)
-    for p in add_lora(model, name, 4, 8):
-        p.data.normal_(std=0.1)
-
-
 def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
     """Row by row through the plain logits, so that padding changes nothing; log 2 at first."""
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
-    loss_of = partial(preference_loss, reference=None)
     with use_lora(model, "policy"):
-        assert loss_of(model, PAIRS).item() == pytest.approx(3 * math.log(2), abs=1e-5)
-    for p in lora_parameters(model, "policy"):
-        p.data.normal_(std=0.1)
-    with use_lora(model, "policy"):
-        loss = loss_of(model, PAIRS)
+        first = preference_loss(model, PAIRS, None)
+        randomise(lora_parameters(model, "policy"))
+        loss = preference_loss(model, PAIRS, None)
+    assert first.item() == pytest.approx(3 * math.log(2), abs=1e-5) and loss.requires_grad
     sums = []
-    for name in ("policy", None):
-        for k in (1, 2):
-            with use_lora(model, name), torch.no_grad():
-                logits = [model(torch.tensor([x + y])).logits[0] for x, y in side(PAIRS, k)]
-            logprobs = [z.log_softmax(-1)[len(x) - 1 : -1][range(len(y)), y].sum()
-                        for z, (x, y) in zip(logits, side(PAIRS, k))]
-            sums.append(torch.stack(logprobs))
+    for name, k in product(("policy", None), (1, 2)):
+        with use_lora(model, name), torch.no_grad():
+            logits = [model(torch.tensor([x + y])).logits[0] for x, y in side(PAIRS, k)]
+        logprobs = [z.log_softmax(-1)[len(x) - 1 : -1][range(len(y)), y].sum()
+                    for z, (x, y) in zip(logits, side(PAIRS, k))]
+        sums.append(torch.stack(logprobs))
     close(loss, dpo_loss(*sums, 0.1).sum(), rtol=1e-4, atol=1e-4)
-    assert loss.requires_grad
 
 
 # ── Scores that are read from the head
@@ -137,21 +107,20 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
 def test_scores_are_logit_differences_after_each_token(toy_model):
     """ℓ_t = logit(+) − logit(−) of the plain model after y_≤t; r is that after the last."""
     model, tokenizer = toy_model
-    randomise(model, "reward")
+    randomise(add_lora(model, "reward", 4, 8))
     plus, minus = (tokenizer(mark).input_ids[-1] for mark in "+-")
+    rows = [([5, 6], [7, 8, 9], [0, 1, -1]), ([5], [6], [1])]
     with use_lora(model, "reward"), torch.no_grad():
-        scores, mask = token_scores(model, tokenizer, side(PAIRS, 1))
         ends = []
-        for x, y in side(PAIRS, 1) + side(PAIRS, 2):
-            logits = model(torch.tensor([x + y])).logits[0, len(x):]
-            ends.append(logits[-1, plus] - logits[-1, minus])
-            if len(ends) <= 3:
-                row, n = scores[len(ends) - 1], mask.sum(1)[len(ends) - 1]
+        for k in (1, 2):
+            scores, mask = token_scores(model, tokenizer, side(PAIRS, k))
+            assert mask.sum(1).tolist() == [len(pair[k]) for pair in PAIRS]
+            for (x, y), row in zip(side(PAIRS, k), scores):
+                logits = model(torch.tensor([x + y])).logits[0, len(x):]
                 close(row[: len(y)], logits[:, plus] - logits[:, minus], rtol=1e-3, atol=1e-3)
-                assert n == len(y)
+                ends.append(logits[-1, plus] - logits[-1, minus])
         want = bradley_terry_loss(*torch.stack(ends).chunk(2))
         close(pair_losses(model, tokenizer, PAIRS), want, rtol=1e-3, atol=1e-3)
-        rows = [([5, 6], [7, 8, 9], [0, 1, -1]), ([5], [6], [1])]
         a, b = (token_scores(model, tokenizer, [row[:2]])[0][0] for row in rows)
         want = -F.logsigmoid(torch.stack([a[1], -a[2], b[0]]))
         close(labelled_losses(model, tokenizer, rows), want, rtol=1e-4, atol=1e-4)
@@ -185,21 +154,17 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line():
     assert span_weights(text, places[:1], "linear_decay") == [1]
 
 
-def shown(text, code=False):
-    return [text[step.start : step.end] for step in step_spans(text, code)]
-
-
-def test_steps_of_a_text_are_its_clauses():
+@pytest.mark.parametrize("text, code, steps", [
+    ("A cook is sad, who left.  It rained because of me; so what?\nYes", False,
+     ["A cook is sad,", "who left.", "It rained", "because of me;", "so what?", "Yes"]),
+    ("", False, []), ("one, 1,000", False, ["one,", "1,000"]),
+    ("def f(x):\n    return 1\n\n  y = 2 \n", True, ["def f(x):", "return 1", "y = 2"])])
+def test_steps_are_clauses_of_a_text_or_lines_of_code(text, code, steps):
     """Appendix N: sentence- or clause-level units; together they are the text."""
-    text = "A cook from York is sad, who left.  It rained because of me; so what?\nYes"
-    assert shown(text) == ["A cook from York is sad,", "who left.", "It rained",
-                           "because of me;", "so what?", "Yes"]
-    assert shown("") == [] and shown("one, 1,000") == ["one,", "1,000"]
+    assert [text[step.start : step.end] for step in step_spans(text, code)] == steps
 
 
-def test_steps_of_code_are_its_lines_and_steps_have_their_last_tokens():
-    program = "def f(x):\n    if x: return 1\n\n  y = 2 \n"
-    assert shown(program, code=True) == ["def f(x):", "if x: return 1", "y = 2"]
+def test_a_step_is_labelled_at_its_last_token():
     text = "It is, so be it."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 16), (16, 16)]
     assert mark_ends(text, offsets, step_spans(text)) == [0, 0, 1, 0, 0, 1, 0]
@@ -215,50 +180,46 @@ def faulty(row, seed=0):
 def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
     """An annotation in mode STEPS → labels; a clause with nothing wrong in it is correct."""
     _, tokenizer = toy_model
-    labels_seen = set()
+    seen = set()
     for row in toy.rows("train", 12):
         text = faulty(row)
-        critic, mode = ANNOTATORS["steps"]
         reply = designs.critique_steps(row, text)
-        spans = feedback_of(text, reply, mode)[1].spans
+        spans = feedback_of(text, reply, ANNOTATORS["steps"][1])[1].spans
         wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
         want = [-1 if any(step.start < end <= step.end for end in wrong) else 1
                 for step in step_spans(text)]
-        assert [span.label for span in spans] == want and critic.endswith("critique_steps")
-        kept = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
-        x, y, labels = labelled_steps(kept, tokenizer)
+        annotation = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
+        x, y, labels = labelled_steps(annotation, tokenizer)
         ends = [tokenizer.decode(y[: t + 1]) for t, label in enumerate(labels) if label]
         assert ends == [text[: span.end] for span in spans]
-        assert [label for label in labels if label] == want
+        assert [label for label in labels if label] == [span.label for span in spans] == want
         assert x == encode_prompt(tokenizer, "p") and y == encode_answer(tokenizer, text)
-        labels_seen |= {*want}
-    assert labels_seen == {1, -1}
+        seen |= {*want}
+    assert seen == {1, -1}
 
 
 # ── Annotators of the toy world
 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
-    critic = getattr(toy if name == "careful" else designs, ANNOTATORS[name][0].split(":")[1])
-    seen, kinds, whole = 0, set(), name in ("careful", "no_cot", "dense")
+    """Those that err nowhere give a quote that stands there once its true label."""
+    critic, kinds = load_object("--critic", ANNOTATORS[name][0]), set()
     for row in toy.rows("train", 40):
         response = faulty(row)
         reply = critic(row, response)
         feedback, grounding = feedback_of(response, reply, ANNOTATORS[name][1])
         assert reply == critic(row, response)
         assert feedback.critique and not grounding.unmatched
-        found = marks(row, response)
-        for truth in found:               # a quote that stands there once has its true label
+        truths = marks(row, response)
+        for truth in truths if name in ("careful", "no_cot", "dense") else []:
             once = response.count(response[truth.start : truth.end]) == 1
-            alone = sum(s.start < truth.end and truth.start < s.end for s in found) == 1
-            around = {s.label for s in grounding.spans
-                      if s.start <= truth.start + 2 * (truth.name == "repetition")
-                      and truth.end <= s.end}
-            kinds.add(truth.name)
-            if whole and once and alone:
-                seen += 1
-                assert around == {truth.label}, (response, reply)
-    assert kinds > {"repetition", "voice", "month"} and (seen > 80 or not whole)
+            alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
+            if once and alone:
+                kinds.add(truth.name)
+                start = truth.start + 2 * (truth.name == "repetition")
+                assert {s.label for s in grounding.spans
+                        if s.start <= start and truth.end <= s.end} == {truth.label}, reply
+    assert kinds > {"repetition", "month"} or name in ("hasty", "human", "steps")
 
 
 def test_reasoning_stands_in_z_or_not():
@@ -270,51 +231,49 @@ def test_reasoning_stands_in_z_or_not():
     assert sorted(careful.poor_spans) == sorted(brief.poor_spans) and brief.poor_spans
     assert sorted(careful.good_spans) == sorted(brief.good_spans)
     assert " was " in careful.critique and " was " not in brief.critique
-    hasty = [parse_feedback(designs.critique_hasty(row, faulty(row, seed)))
-             for row in toy.rows("train", 100) for seed in (3,)]
-    true = [parse_feedback(designs.critique_no_cot(row, faulty(row, 3)))
-            for row in toy.rows("train", 100)]
-    moved = mean(len({*a.good_spans} & {*b.poor_spans}) + len({*b.good_spans} & {*a.poor_spans})
-                 for a, b in zip(hasty, true))
-    assert 0.06 < moved / mean(len(b.good_spans + b.poor_spans) for b in true) < 0.14
+    moved, total = 0, 0
+    for row in toy.rows("train", 400):
+        hasty, true = (parse_feedback(critic(row, faulty(row, 3)))
+                       for critic in (designs.critique_hasty, designs.critique_no_cot))
+        moved += len({*hasty.good_spans} & {*true.poor_spans})
+        moved += len({*hasty.poor_spans} & {*true.good_spans})
+        total += len(true.good_spans + true.poor_spans)
+    assert moved / total == pytest.approx(0.1, abs=0.04)   # eight seeds: .101 ± .009
 
 
-@pytest.mark.parametrize("share, wrong", [(0.1, 1), (0.2, 2), (0.4, 4), (0, 0)])
+@pytest.mark.parametrize("share, wrong", [(0.1, 1), (0.4, 4), (0, 0)])
 def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
     text = "abc " * 30
     words = [(4 * i, 4 * i + 3) for i in range(30)]
     spans = [Span(12 * i, 12 * i + 3, 1 if i % 3 else -1) for i in range(9)]
     spans.append(Span(108, 115, 1))                                   # of two words
+    undone = {replace(span, label=-span.label) for span in spans}
     for seed in range(20):
         flipped, dropped, shifted, wide = (
             damaged(text, spans, kind, share, random.Random(seed))
             for kind in ("flipped", "dropped", "shifted", "widened"))
-        undone = [replace(span, label=-span.label) for span in spans]
-        assert len(flipped) == 10 and len({*flipped} & {*undone}) == wrong
-        assert len({*flipped} & {*spans}) == 10 - wrong
+        assert len({*flipped} & undone) == wrong
         assert len(dropped) == 10 - wrong and {*dropped} <= {*spans}
+        for changed in (flipped, shifted, wide):
+            assert len(changed) == 10 and len({*changed} & {*spans}) == 10 - wrong
         for span in {*wide} - {*spans}:                                # two words and one more
             around = [s for s in spans if span.start <= s.start and s.end + 4 == span.end]
             assert [s.start - span.start for s in around] in ([8], [0])
-        assert len(wide) == 10 and len({*wide} & {*spans}) == 10 - wrong
-        moved = {*shifted} - {*spans}
-        assert len(shifted) == 10 and len(moved) == wrong
         assert sorted(s.label for s in shifted) == sorted(s.label for s in spans)
-        for span in moved:                                             # a word, next to a fact
+        for span in {*shifted} - {*spans}:                             # a word, next to a fact
             assert (span.start, span.end) in words
             assert min(abs(span.start - lost.start) for lost in {*spans} - {*shifted}) <= 8
     few = [len(damaged(text, spans[:7], "dropped", 0.1, random.Random(i))) for i in range(4000)]
+    # Of 7 labels 0.7 in the mean; the standard error of the mean is 0.007.
     assert {*few} == {6, 7} and 7 - mean(few) == pytest.approx(0.7, abs=0.03)
 
 
 # ── Reward designs
 
-def rollouts_of(tokenizer, n=6, only=None):
-    """Summaries with faults, the last one empty; only: of these one alone."""
+def rollouts_of(tokenizer, n=6):
+    """Summaries with faults, the last one of six is empty."""
     rows = toy.rows("train", n)
-    texts = [faulty(row) for row in rows[:-1]] + [""]
-    if only is not None:
-        rows, texts = rows[only : only + 1], texts[only : only + 1]
+    texts = [*map(faulty, rows[:5])] + [""] * (n == 6)
     ids = [encode_answer(tokenizer, text) for text in texts]
     prompts = [get_task("toy").policy_prompt(row) for row in rows]
     asked = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -330,14 +289,14 @@ def ids_of(rollouts, row):
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     model, tokenizer = toy_model
     rollouts, (critic, mode) = rollouts_of(tokenizer), ANNOTATORS[name]
-    found = true_critic(rollouts, model, tokenizer, Config(critic=critic, mode=mode))
-    critic = getattr(toy if name == "careful" else designs, critic.split(":")[1])
-    places = zip(rollouts.rows, rollouts.texts, rollouts.offsets, found)
-    for row, text, offsets, judged in list(places)[:-1]:
+    *judged, empty = true_critic(rollouts, model, tokenizer, Config(critic=critic, mode=mode))
+    critic = load_object("--critic", critic)
+    rows = zip(rollouts.rows, rollouts.texts, rollouts.offsets, judged)
+    for row, text, offsets, found in rows:
         spans = feedback_of(text, critic(row, text), mode)[1].spans
-        assert judged.delta == token_rewards(text, offsets, spans)
-        assert any(judged.delta) and not judged.reason
-    assert not any(found[-1].delta) and found[-1].reason
+        assert found.delta == token_rewards(text, offsets, spans)
+        assert any(found.delta) and not found.reason
+    assert not any(empty.delta) and empty.reason
 
 
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
@@ -354,7 +313,6 @@ def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
     rollouts, asked = rollouts_of(toy_model[1]), (*toy_model, Config())
     clean, flipped, dropped = (critic(rollouts, *asked) for critic in (
         true_critic, noisy(true_critic, "flipped", 100), noisy(true_critic, "dropped", 100)))
-    assert any(any(found.delta) for found in clean)
     for a, b, c in zip(clean, flipped, dropped, strict=True):
         assert b.delta == [-d for d in a.delta] and not any(c.delta)
     some = noisy(true_critic, "flipped", 40)
@@ -362,11 +320,13 @@ def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
     assert again == twice and clean != again != flipped
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_weighted_critics_pay_each_token_of_a_span_its_weight(toy_model, weighting):
-    """Token by token (Appendix I.1): label · weight of the last span; conflicts stay 0."""
+@pytest.mark.parametrize("weighting, good, poor", [
+    ("linear_decay", [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]),
+    ("importance", [1, .2, 1], [.2, 1, .2, .2, .2, .2, .2, .2])])
+def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, poor):
+    """By hand (Appendix I.1): label · weight; a conflict stays 0, and counts for the decay."""
     text = "A nurse of York, sad, is not sad at all because of him."
-    spans = [Span(2, 20, 1), Span(12, 20, -1), Span(25, 55, -1)]
+    spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
     delta = token_rewards(text, offsets, spans)
 
@@ -374,76 +334,64 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(toy_model, weighti
         return [Judgement("z", delta, spans=spans)]
 
     rollouts = SimpleNamespace(rows=[{}], texts=[text], offsets=[offsets])
-    (found,) = weighted(critic, weighting)(rollouts, None, None, None)
-    cores = [(b - len(text[a:b].strip()), b) for a, b in offsets]      # without leading space
-    held = {span: [t for t, (a, b) in enumerate(cores) if span.start <= a and b <= span.end]
-            for span in spans}
-    want = []
-    for t, (a, b) in enumerate(cores):
-        around = [span for span in spans if t in held[span]]
-        if {span.label for span in around} not in ({1}, {-1}):
-            want.append(0.0)
-            continue
-        span, word = around[-1], text[a:b]
-        want.append(span.label * {
-            "linear_decay": 1 - 0.9 * held[span].index(t) / (len(held[span]) - 1),
-            "importance": 1.0 if word in ("nurse", "York", "sad") else 0.2}[weighting])
-    assert want.count(0.0) == 5 and any(abs(x) not in (0, 1) for x in want)
-    assert found.delta == pytest.approx(want) and found.critique == "z"
+    (judged,) = weighted(critic, weighting)(rollouts, None, None, None)
+    want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
+    assert judged.delta == pytest.approx(want) and judged.critique == "z"
 
 
 def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch):
-    """Of four that say good, good, poor and nothing readable, δ is (1 + 1 − 1 + 0) / 4."""
-    rollouts, calls = rollouts_of(toy_model[1], only=0), []
-    text, offsets = rollouts.texts[0], rollouts.offsets[0]
+    """Of four that say good, good, poor and nothing readable, δ is (1 + 1 − 1 + 0) / 4.
+
+    The random numbers behind a critique are those of its rollout, in any batch.
+    """
+    config, alone = Config(), rollouts_of(toy_model[1], 1)
+    text, offsets = alone.texts[0], alone.offsets[0]
     fact = toy.said_facts(text)[0][2]
+    good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
+                  for g, p in (([fact], []), ([], [fact])))
+    calls = []
 
     def write(model, tokenizer, prompts, texts, most, temperature=0.0, uniforms=None):
-        calls.append((texts, temperature, uniforms.shape))
-        good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
-                      for g, p in (([fact], []), ([], [fact])))
-        return [good, good, poor, "?"]
+        calls.append((texts, temperature, uniforms))
+        return [good, good, poor, "?"] * (len(texts) // 4)
 
     monkeypatch.setattr(designs, "write_critiques", write)
-    (found,) = designs.graded(rollouts, *toy_model, Config())
+    (graded,) = designs.graded(alone, *toy_model, config)
+    designs.graded(rollouts_of(toy_model[1]), *toy_model, config)
     at = text.index(fact)
     discrete = token_rewards(text, offsets, [Span(at, at + len(fact), 1)])
-    assert [4 * d for d in found.delta] == discrete and any(discrete)
-    assert calls == [([text] * 4, 1.0, (4, Config().max_critique_tokens))]
-    assert found.quotes == 1 and not found.reason
-
-
-def test_what_is_drawn_for_graded_rewards_does_not_depend_on_the_batch(toy_model):
-    add_lora(toy_model[0], "reward", 4, 8)
-    config = Config(max_critique_tokens=12)
-    whole = designs.graded(rollouts_of(toy_model[1], 4), *toy_model, config)
-    alone = designs.graded(rollouts_of(toy_model[1], 4, only=1), *toy_model, config)
-    assert whole[1] == alone[0] and whole[0].critique != whole[1].critique
+    assert [4 * d for d in graded.delta] == discrete and any(discrete)
+    assert graded.quotes == 1 and not graded.reason
+    (texts, temperature, draws), (*_, all_draws) = calls
+    assert texts == [text] * 4 and temperature == 1.0
+    assert draws.shape == (4, config.max_critique_tokens)
+    assert torch.equal(draws, all_draws[:4]) and not torch.equal(draws, all_draws[4:8])
+    assert len({*draws[:, 0].tolist()}) == 4
 
 
 def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
     """r at the last token alone; tanh(ℓ/2) at the end of every clause; of this rank's rows."""
     model, tokenizer = toy_model
-    randomise(model, "reward")
+    randomise(add_lora(model, "reward", 4, 8))
     rollouts, config = rollouts_of(tokenizer), Config(micro_batch_size=4)
-    paid = [critic(rollouts, model, tokenizer, config) for critic in SCORED.values()]
-    for i, (r, s) in enumerate(zip(*paid, strict=True)):
-        x, y, text = rollouts.prompts[i], ids_of(rollouts, i), rollouts.texts[i]
+    scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
+    for i, text in enumerate(rollouts.texts):
+        pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
         with use_lora(model, "reward"), torch.no_grad():
-            scores = token_scores(model, tokenizer, [(encode_prompt(tokenizer, x), y)])[0][0]
-        last = pytest.approx(scores[-1].item(), abs=1e-3)
-        assert r.delta == [0.0] * (len(y) - 1) + [last]
+            scores = token_scores(model, tokenizer, [pair])[0][0]
+        assert scalar[i].delta[-1] == pytest.approx(scores[-1].item(), abs=1e-3)
+        assert len(scalar[i].delta) == len(scores) and not any(scalar[i].delta[:-1])
         ends = mark_ends(text, rollouts.offsets[i], step_spans(text))
-        of_step = torch.tanh(scores / 2).tolist()
-        assert s.delta == [pytest.approx(score, abs=1e-3) if end else 0.0
-                           for score, end in zip(of_step, ends, strict=True)]
-    assert sum(map(bool, paid[1][0].delta)) >= 2 and not any(paid[1][-1].delta)
+        want = torch.tanh(scores / 2) * torch.tensor(ends)
+        assert steps[i].delta == pytest.approx(want.tolist(), abs=1e-3)
+        assert [delta == 0 for delta in steps[i].delta] == [end == 0 for end in ends]
+    assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "RANKS", 2)
     for critic in (SCORED["steps"], true_critic, weighted(true_critic, "importance")):
-        found = critic(rollouts, model, tokenizer, config)
+        judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
-        assert [len(judged.delta) for judged in found] == lengths
+        assert [len(one.delta) for one in judged] == lengths
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -461,28 +409,22 @@ def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, sa
 def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
     """Of each row two samples of the base, the better one first, ties left out."""
     rows, config = toy.rows("train", 24), small(tmp_path)
-    found = preferences(*toy_model, rows, config, tmp_path)
-    asked = {toy.prompt(row): row for row in rows}
-    assert 3 < len(found) <= 24
-    for x, better, worse in found:
-        sums = []
-        for text in (better, worse):
-            spans = feedback_of(text, toy.critique(asked[x], text))[1].spans
-            sums.append(sum(span.label for span in spans))
-        assert sums[0] > sums[1]
+    pairs = preferences(*toy_model, rows, config, tmp_path)
+    row_of = {toy.prompt(row): row for row in rows}
+    assert len(pairs) > 12                              # eight seeds: 17.4 ± 1.6
+    for x, *texts in pairs:
+        better, worse = (feedback_of(text, toy.critique(row_of[x], text))[1].spans
+                         for text in texts)
+        assert sum(span.label for span in better) > sum(span.label for span in worse)
 
 
 def test_what_the_critique_names_is_mended():
     """Facts of several words, clauses said twice, a first person; and nothing else."""
-    worst = 0
     for row in toy.rows("train", 60):
         response = faulty(row)
         mended = mend(response, toy.critique(row, response))
-        worst = max(worst, 1 - toy.fact_accuracy(row, response))
-        assert toy.fact_accuracy(row, mended) == 1, (response, mended)
-        assert not toy.faults(mended)
+        assert toy.fact_accuracy(row, mended) == 1 and not toy.faults(mended), response
         assert mend(mended, toy.critique(row, mended)) == mended
-    assert worst > 0.5
 
 
 def small(tmp_path, **more):
@@ -494,43 +436,48 @@ def small(tmp_path, **more):
 @pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
 def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
                                                             name):
-    """Its loss falls below that of the untrained policy on the rows that it was fitted to."""
-    (model, tokenizer), config, kept = toy_model, small(tmp_path, iterations=6), []
+    """To the nearest whole pass over its rows; and the loss on them falls."""
+    (model, tokenizer), config, fits = toy_model, small(tmp_path, iterations=6), []
     fit = baselines.fit_adapter
 
     def watch(model, pairs, name, settings, *more, **loss):
         losses = fit(model, pairs, name, settings, *more, **loss)
-        kept.append((pairs, losses, settings))
+        fits.append((len(pairs), losses, settings))
         return losses
 
     monkeypatch.setattr(baselines, "fit_adapter", watch)
     baselines.start_policy(model, config)
     baselines.METHODS[name](model, tokenizer, toy.rows("train", 48), config, tmp_path)
-    ((pairs, losses, settings),) = kept
-    assert len(losses) == pytest.approx(6 * 2, abs=3) and settings.batch_size == 8
+    ((n, losses, settings),) = fits
+    assert abs(settings.epochs * n - 6 * 8 * 2) <= n / 2 and settings.batch_size == 8
+    assert len(losses) == settings.epochs * math.ceil(n / 8)
+    # The ratio over eight seeds: .59 ± .01 (SFT), .65 ± .10 (ILF), .58 ± .12 (DPO).
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
-    assert any(p.any() for p in lora_parameters(model, "policy")[1::2])
 
 
 def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
-    """Its gradient is that of Σ_t KL over the model's own logits, row by row, per token."""
+    """Its gradient is that of Σ_t KL(student ‖ teacher, which is held fixed) per token.
+
+    Row by row over the model's own logits, with the KL as torch has it.
+    """
     model, tokenizer = toy_model
-    randomise(model, "policy")
-    batch = rollouts_of(tokenizer, 4, None)
+    randomise(add_lora(model, "policy", 4, 8))
+    batch = rollouts_of(tokenizer, 4)
     shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in range(4)], tokenizer)
     parameters, rows = lora_parameters(model, "policy"), [0, 1, 2, 3]
     distil(model, batch.part(rows), shown.part(rows), 0.5)
     total, count = 0, 0
     for i in range(4):
         y, logits = ids_of(batch, i), []
-        said = f"{batch.prompts[i]}\n\nResponse: {batch.texts[i]}\n\nCritique: No {i}.\n\n"
-        for prompt in (batch.prompts[i], said + "Write the response anew, mended as the "
-                       "critique asks."):
+        shown_prompt = (f"{batch.prompts[i]}\n\nResponse: {batch.texts[i]}\n\nCritique: No {i}."
+                        "\n\nWrite the response anew, mended as the critique asks.")
+        for prompt in (batch.prompts[i], shown_prompt):
             x = encode_prompt(tokenizer, prompt)
             with use_lora(model, "policy"):
                 logits.append(2 * model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1])
         p, q = (z.log_softmax(-1) for z in logits)
-        total, count = total + (p.exp() * (p - q.detach())).sum(), count + len(y)
+        total += F.kl_div(q.detach(), p, log_target=True, reduction="sum")
+        count += len(y)
     for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
         close(p.grad, want, rtol=1e-3, atol=1e-5)
 
@@ -541,17 +488,16 @@ def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
     config = small(tmp_path, max_critique_tokens=16)
     baselines.start_policy(model, config)
     baselines.sdpo(model, tokenizer, rows, config, tmp_path)
-    curve = [row["fact accuracy"] for row in read_rows(tmp_path / "metrics.jsonl")]
-    assert len(curve) == 2 and all(0 <= x <= 1 for x in curve)
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
     baselines.reflection(model, tokenizer, rows, config, tmp_path)
     add_lora(model, "reward", 4, 8)
     batch, generator = rollouts_of(tokenizer, 3), torch.Generator().manual_seed(0)
-    rewrite, told = baselines.rewrite, []
+    rewrite, questions = baselines.rewrite, []
     monkeypatch.setattr(baselines, "rewrite", lambda model, tokenizer, asked, *more: (
-        told.extend(asked) or rewrite(model, tokenizer, asked, *more)))
+        questions.extend(asked) or rewrite(model, tokenizer, asked, *more)))
     assert len(reflect(batch, model, tokenizer, config, generator)) == 3
-    for text, asked, prompt in zip(batch.texts, told, batch.prompts, strict=True):
-        assert asked.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
+    for text, question, prompt in zip(batch.texts, questions, batch.prompts, strict=True):
+        assert question.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
 
 
 def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, toy_model):

@@ -13,8 +13,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from helpers import SLOW
 import torch
-from conftest import SLOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,6 +12,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers import random_rollouts, randomise, scored
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 import text2grad
 from annotate import Feedback, FeedbackError, Span, ground, parse_feedback, token_rewards
 from data import reward_prompt
-from model import (ValueHead, add_lora, encode_prompt, lora_parameters, response_hidden,
+from model import (add_lora, encode_prompt, lora_parameters, response_hidden,
                    use_lora)
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)
-from sampling import head_weight, pad_batch, token_logprobs
+from sampling import head_weight, token_logprobs
 from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_feedback, add_scores,
                        batch_rows, decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss,
                        ppo_update, value_loss, whiten)
@@ -72,45 +73,6 @@ def double_sum(rewards, values, gamma, lam, drop=0):
     n, v = len(rewards), [*values, 0.0]
     td = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(n)]
     return [sum((gamma * lam) ** l * td[t + l] for l in range(n - t - drop)) for t in range(n)]
-
-
-def randomise(parameters, scale=0.1):
-    """Normal numbers in place, so that an adapter or a value head says something."""
-    for p in parameters:
-        p.data.normal_(std=scale)
-
-
-def random_rollouts(copies=1):
-    """Six prompts and responses of random tokens (or copies × six), lengths 1 among them,
-    with δ on the responses."""
-    rng = random.Random(0)
-    draw = lambda n: [rng.randrange(2, 640) for _ in range(n)]
-    prompts, responses = ([draw(n) for n in lengths * copies]
-                          for lengths in ((9, 4, 1, 6, 12, 3), (5, 1, 8, 3, 2, 7)))
-    n = len(prompts)
-    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n,
-                        *pad_batch(prompts, responses))
-    rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
-    rollouts.feedback = [Judgement("", []) for _ in range(n)]
-    return rollouts
-
-
-@pytest.fixture()
-def policy(toy_model):
-    """(toy model with a random adapter "policy", a random value head, six random rollouts)"""
-    model, _ = toy_model
-    randomise(add_lora(model, "policy", 4, 8))
-    head = ValueHead(model.config.hidden_size)
-    randomise(head.parameters())
-    return model, head, random_rollouts()
-
-
-def scored(policy, config, beta=0.1):
-    """The same with log-probs, values, KL and advantages: all that the update needs."""
-    model, head, rollouts = policy
-    add_scores(rollouts, model, head, config)
-    add_advantages(rollouts, beta, config)
-    return model, head, rollouts
 
 
 def unpadded(rollouts):

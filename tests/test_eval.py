@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT, error_message, run_main
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,13 +19,11 @@ from safetensors.torch import load_file, save_file
 import eval as evaluation
 import toy
 from annotate import token_rewards
-from conftest import ROOT, fails
 from data import read_rows, write_rows
 from loopback import loopback
 from measures import benchmarks, spans
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
-from runs import run_main
 
 
 def run(capsys, *flags) -> tuple[dict, str]:
@@ -391,10 +390,10 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, capsys):
     result, _ = run(capsys, *flags, tmp_path / "array.json", "--output_dir", tmp_path / "a")
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
     (tmp_path / "twice.json").write_text(json.dumps([*answers, answers[0]]))
-    assert "two rows have one id" in fails("eval.py", *flags, tmp_path / "twice.json",
+    assert "two rows have one id" in error_message("eval.py", *flags, tmp_path / "twice.json",
                                            "--output_dir", tmp_path / "b")
     (tmp_path / "few.json").write_text(json.dumps(answers[:1]))
-    told = fails("eval.py", *flags, tmp_path / "few.json", "--output_dir", tmp_path / "c")
+    told = error_message("eval.py", *flags, tmp_path / "few.json", "--output_dir", tmp_path / "c")
     assert "no answer to toy-eval-0-1; " in told
 
 
@@ -424,7 +423,7 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
     with safe_open(path, "pt") as file:
         save_file({name: x * float("nan") for name, x in tensors.items()}, path,
                   file.metadata())
-    assert "NaN or infinite weights" in fails("eval.py", "--adapter", broken, "--limit", "2",
+    assert "NaN or infinite weights" in error_message("eval.py", "--adapter", broken, "--limit", "2",
                                               "--output_dir", tmp_path / "o")
 
 
@@ -441,7 +440,7 @@ def test_damaged_weights_are_named_and_not_scored(adapter, tmp_path):
 def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch,
                                                                        tmp_path):
     monkeypatch.setattr(evaluation, "load_model", None)
-    assert said in fails("eval.py", "--output_dir", tmp_path / "out", *flags)
+    assert said in error_message("eval.py", "--output_dir", tmp_path / "out", *flags)
     assert not (tmp_path / "out").exists()
 
 
@@ -450,17 +449,17 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
     row = {"id": "1", "prompt": "p", "response": "r",
            "spans": [{"start": 0, "end": 9, "label": 1}]}
     write_rows(tmp_path / "spans.jsonl", [row])
-    told = fails("eval.py", "--task", "reward_model",
+    told = error_message("eval.py", "--task", "reward_model",
                  "--adapter", tmp_path / "spans.jsonl", *out)
     assert "row 1: " in told and "is no span" in told
-    assert "spans.jsonl, line 1: field" in fails("eval.py", "--task", "code", *out[2:],
+    assert "spans.jsonl, line 1: field" in error_message("eval.py", "--task", "code", *out[2:],
                                                   "--output_dir", tmp_path / "code")
     posts = [{"post": "word " * n, "facts": {"who": "me"}, "reference": "r"} for n in (9, 999)]
     write_rows(tmp_path / "long.jsonl", posts)
-    told = fails("eval.py", "--adapter", "none", "--data", tmp_path / "long.jsonl", *out[:2])
+    told = error_message("eval.py", "--adapter", "none", "--data", tmp_path / "long.jsonl", *out[:2])
     assert "no room for an answer to 'Summarise the post" in told
     write_rows(tmp_path / "number.jsonl", [posts[0], posts[0] | {"reference": 7}])
-    told = fails("eval.py", "--adapter", "none", "--data", tmp_path / "number.jsonl",
+    told = error_message("eval.py", "--adapter", "none", "--data", tmp_path / "number.jsonl",
                  "--output_dir", tmp_path / "number")
     assert "number.jsonl, row 2: its 'reference'" in told and "is 7, and no text" in told
 

@@ -1,4 +1,5 @@
-"""The house: eight scripts and three rooms, imports that run one way, nothing that nobody uses.
+"""The house: eight scripts and three rooms, imports that run one way, nothing that nobody uses,
+and docstrings that say what a reader of the paper asks.
 
 ruff looks inside each file: imports, variables, arguments. What it does not do is done here, by
 name: a definition or a flag must be read in some file. Each check is shown a house of faults.
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 PACKAGES = {"torch", "transformers", "safetensors", "numpy", "openai", "tqdm"}
 # Who may import whom, among our own; a room may import its own files too.
@@ -29,12 +30,17 @@ TOP = {"annotate", "reward_model", "text2grad", "eval", "model", "sampling", "da
 # file → what else it imports, and only inside the function that needs it
 EXCEPT = {"text2grad.py": "measures", "toy/build.py": "tokenizers"}
 NO_TORCH = {"data.py", "report.py", "annotate.py"}            # phase 1 needs none
-WIDE = 96
 # What libraries call, and no line of ours; bleu of texts is for readers, as sacrebleu has it.
 CALLED_FOR_US = {"forward", "backward", "update", "get_seq_length", "bleu"}
 # A critic takes (rollouts, model, tokenizer, config), an annotator (row, response).
-SIGNATURES = {"experiments/designs.py": "ARG001"}
+IGNORED = ("lint.per-file-ignores = {'experiments/designs.py' = ['ARG001'],"
+           " '{tests,bench,notebooks}/*' = ['ARG', 'D', 'RUF100']}")
+RULES = "F,ARG001,ARG002,RUF100,E501,D100,D101,D102,D103"
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+# Where a docstring needs a place in the paper and the shape of each Tensor.
+CORE = {"annotate.py", "reward_model.py", "text2grad.py", "model.py", "sampling.py", "data.py"}
+PLACE = re.compile(r"§\d|Alg\. \d|Algorithms? \d|Tables? \d|Figures? \d|Appendi|Definition 1")
+SHAPE = re.compile(r"\[((?:\.\.\.|…|\w)(?:, ?\w[\w ]*)*)\]|\bscalars?\b|\bany shape\b", re.I)
 
 
 @cache
@@ -50,11 +56,6 @@ def cells(root: Path) -> list[str]:
     pages = [json.loads(path.read_text("utf-8")) for path in root.glob("notebooks/*.ipynb")]
     return ["".join(cell["source"]) for page in pages for cell in page["cells"]
             if cell["cell_type"] == "code"]
-
-
-def room(file: str) -> str:
-    """toy/build.py → toy, data.py → data"""
-    return file.split("/")[0].removesuffix(".py")
 
 
 def imports(tree: ast.Module):
@@ -83,7 +84,7 @@ def words(node: ast.AST) -> list[str]:
 def wrong_imports(root: Path) -> list[str]:
     found = []
     for file, tree in sources(root).items():
-        here = room(file)
+        here = file.split("/")[0].removesuffix(".py")     # toy/build.py → toy, data.py → data
         for name, inside in imports(tree):
             ours = name in MAY
             fits = name in {here, *MAY[here]} if ours else name in PACKAGES
@@ -94,16 +95,30 @@ def wrong_imports(root: Path) -> list[str]:
     return found
 
 
+def imported_tests(root: Path) -> list[str]:
+    """Imports of a test file or a benchmark: both are only run.
+
+    What several tests need is in helpers.py, conftest.py and loopback.py.
+    """
+    paths = [path for place in ("tests", "notebooks") for path in (root / place).glob("*.py")]
+    return [f"{path.name} imports {name}" for path in sorted(paths)
+            for name, _ in imports(ast.parse(path.read_text("utf-8")))
+            if name.startswith(("test", "bench"))]
+
+
 def loose_ends(root: Path) -> list[str]:
-    """Unused imports, variables and arguments, and unknown names, as ruff sees them."""
-    ignored = ", ".join(f'"{file}" = ["{rule}"]' for file, rule in SIGNATURES.items())
+    """What ruff sees: unused or unknown names, wide lines, public code without a docstring.
+
+    Of tests, benchmarks and notebooks it sees names and wide lines alone.
+    """
+    places = [place for place in ("tests", "bench", "notebooks") if (root / place).exists()]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache",
-               "--output-format", "json", "--select", "F,ARG001,ARG002,RUF100",
-               "--config", "lint.per-file-ignores = {" + ignored + "}", *sources(root)]
+               "--output-format", "json", "--select", RULES, "--config", "line-length = 96",
+               "--config", IGNORED, *sources(root), *places]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode in (0, 1), done.stderr
-    return [f"{Path(one['filename']).name}:{one['location']['row']} {one['message']}"
-            for one in json.loads(done.stdout)]
+    return [f"{fault['code']} {Path(fault['filename']).name}:{fault['location']['row']} "
+            f"{fault['message']}" for fault in json.loads(done.stdout)]
 
 
 def without_caller(root: Path) -> list[str]:
@@ -130,14 +145,48 @@ def unread_flags(root: Path) -> list[str]:
     return found
 
 
-def wide_lines(root: Path) -> list[str]:
-    """Of the scripts, the tests and the notebooks' code."""
-    files = [root / file for file in sources(root)]
-    files += [path for place in ("tests", "notebooks") for path in (root / place).glob("*.py")]
-    texts = {str(path.relative_to(root)): path.read_text("utf-8") for path in files}
-    texts |= {f"notebooks, cell {n} of code": text for n, text in enumerate(cells(root), 1)}
-    return [f"{file}:{number}" for file, text in sorted(texts.items())
-            for number, line in enumerate(text.splitlines(), 1) if len(line) > WIDE]
+def docstring(node: ast.AST) -> str:
+    return " ".join((ast.get_docstring(node) or "").split())
+
+
+def public(tree: ast.Module):
+    """(definition, docstring of the class around it) of what is public in a file."""
+    for node in tree.body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name[0] != "_":
+            yield node, ""
+            for inner in node.body if isinstance(node, ast.ClassDef) else []:
+                if isinstance(inner, FUNCTIONS) and inner.name[0] != "_":
+                    yield inner, docstring(node)
+
+
+def has_tensor(node: ast.AST) -> bool:
+    """Whether a Tensor is in a function's signature."""
+    if not isinstance(node, FUNCTIONS):
+        return False
+    signature = f"{ast.unparse(node.args)} -> {node.returns and ast.unparse(node.returns)}"
+    return bool(re.search(r"\bTensor\b", signature))
+
+
+def poor_docstrings(root: Path) -> list[str]:
+    """Public docstrings of the core that lack a shape or a place in the paper.
+
+    A Tensor in a signature needs a shape: [B, T], "scalar" or "any shape"; the file's docstring
+    explains its letters. The place may stand in the file's docstring too, as for helpers.
+    """
+    found = []
+    for file in CORE & sources(root).keys():
+        tree = sources(root)[file]
+        module, letters = docstring(tree), set()
+        for node, around in public(tree):
+            shapes = [*SHAPE.finditer(f"{docstring(node)} {around}")]
+            letters |= {x for shape in shapes for x in re.findall(r"\b[A-Z]\b", shape[1] or "")}
+            if has_tensor(node) and not shapes:
+                found.append(f"{file}: {node.name} lacks a shape")
+            if not PLACE.search(docstring(node) + module):
+                found.append(f"{file}: {node.name} lacks a place in the paper")
+        found += [f"{file} does not explain the letter {x}" for x in letters
+                  if not re.search(rf"\b{x} [a-z]", module)]
+    return sorted(found)
 
 
 # ── The house as it is
@@ -146,8 +195,8 @@ def test_the_top_level_is_the_eight_scripts():
     assert {path.stem for path in ROOT.glob("*.py")} == TOP
 
 
-@pytest.mark.parametrize("check", [wrong_imports, loose_ends, without_caller, unread_flags,
-                                   wide_lines])
+@pytest.mark.parametrize("check", [wrong_imports, imported_tests, loose_ends, without_caller,
+                                   unread_flags, poor_docstrings])
 def test_nothing_is_wrong(check):
     found = check(ROOT)
     assert not found, "\n".join(found)
@@ -179,8 +228,26 @@ def lazy():
     from measures import sandbox
     return sandbox
 """,
-    "model.py": "import tokenizers\nprint(tokenizers, 'annotate:lazy')" + 90 * "#" + "\n",
-    "tests/test_it.py": "from annotate import run\nprint(run)\n",
+    "model.py": "import bench\nimport tokenizers\nprint(tokenizers, bench, 'annotate:lazy')\n",
+    "sampling.py": '''"""B rows (§3.5)."""
+from torch import Tensor
+def f(x: Tensor):
+    """A tensor."""
+def g() -> Tensor:
+    """[B, T] → [Q]; T is not explained, and Q."""
+class Rows:
+    """[B]"""
+    def h(self, x: Tensor):
+        """The shape stands above."""
+print(f, g, Rows().h)
+''',
+    "tests/test_it.py": "import test_more\nfrom annotate import run\nprint(run, test_more)\n",
+    "notebooks/paper.py": "from bench.bench import once\nprint(once)\n",
+    "notebooks/1.ipynb": json.dumps({
+        "cells": [{"cell_type": "code", "source": ["x = 1\n", "x + " * 24 + "1"],
+                   "metadata": {}, "outputs": []}],
+        "metadata": {}, "nbformat": 4, "nbformat_minor": 4}),
+    "bench/bench.py": "x = 1  # " + 90 * "#" + "\n",
 }
 
 
@@ -190,13 +257,17 @@ def test_every_fault_is_found(tmp_path):
         (tmp_path / name).write_text(text)
     assert sorted(wrong_imports(tmp_path)) == [
         "annotate.py imports measures", "annotate.py imports model",
-        "annotate.py imports requests", "data.py imports torch", "model.py imports tokenizers"]
-    found = "\n".join(loose_ends(tmp_path))
-    assert all(fault in found for fault in ("json", "never", "unused"))
-    assert found.count("\n") == 2
+        "annotate.py imports requests", "data.py imports torch", "model.py imports bench",
+        "model.py imports tokenizers"]
+    assert imported_tests(tmp_path) == ["paper.py imports bench",
+                                        "test_it.py imports test_more"]
+    faults = Counter(fault.split()[0] for fault in loose_ends(tmp_path))
+    assert faults == {"F401": 1, "F841": 1, "ARG001": 1, "E501": 2, "D100": 3, "D101": 1,
+                      "D103": 3}
     assert without_caller(tmp_path) == ["annotate.py: run", "annotate.py: recursive"]
     assert unread_flags(tmp_path) == ["annotate.py: --lost"]
-    (tmp_path / "notebooks").mkdir()
-    page = {"cells": [{"cell_type": "code", "source": ["x = 1\n", "#" * 97]}]}
-    (tmp_path / "notebooks" / "1.ipynb").write_text(json.dumps(page))
-    assert wide_lines(tmp_path) == ["model.py:2", "notebooks, cell 1 of code:2"]
+    assert poor_docstrings(tmp_path) == [
+        *(f"annotate.py: {name} lacks a place in the paper"
+          for name in ("Config", "lazy", "recursive", "run")),
+        "sampling.py does not explain the letter Q",
+        "sampling.py does not explain the letter T", "sampling.py: f lacks a shape"]

@@ -11,8 +11,8 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 import torch
-from conftest import ROOT
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode

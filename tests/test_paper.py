@@ -1,27 +1,36 @@
-"""PAPER.md's map and errata, held against the code, the tests and the paper's own figures.
+"""PAPER.md's map and errata, held against the code, the tests and the paper's own figures;
+paper.html, which is made of them, and its paper.js against Python.
 
 A function says where it stands in the paper: "Alg. 4 l.22" or "§3.5" in its docstring or in a
 comment, or "# l.22" alone where its docstring names the algorithm. Ranges and lists count.
 """
 
 import ast
+import json
+import random
 import re
+import shutil
+import subprocess
+import unicodedata
+from collections import Counter
 from functools import cache
+from html import unescape
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import toy
-from annotate import token_offsets
+from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from notebooks.paper import LINES
+from notebooks.paper import build, tags
 from reward_model import PRESETS as REWARD_PRESETS
-from reward_model import RewardConfig, write_critiques
+from reward_model import RewardConfig, judge, write_critiques
 from sampling import generate
-from text2grad import KL_HORIZON, PRESETS, Config, gae, respond, sample_rollouts
+from text2grad import KL_HORIZON, PRESETS, Config, gae, respond, sample_rollouts, whiten
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
@@ -35,22 +44,12 @@ LAST = {1: 19, 2: 29, 3: 9, 4: 34}
 DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
-def spans(text: str) -> list[tuple[int, int]]:
-    """"12–13, 24" → [(12, 13), (24, 24)]"""
-    parts = (part.split("–") for part in text.split(", "))
-    return [(int(part[0]), int(part[-1])) for part in parts]
-
-
-def rows_under(heading: str, text: str) -> list[list[str]]:
-    """The cells of the table rows under a heading of PAPER.md, to the next of its level."""
-    part = re.split(r"\n## ", text.split(f"\n## {heading}\n")[1])[0]
-    lines = [line for line in part.splitlines() if re.match(r"\| (?!-)", line)]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 @cache
 def paper(heading: str) -> list[list[str]]:
-    return rows_under(heading, (ROOT / "PAPER.md").read_text("utf-8"))
+    """The cells of the table rows under a heading of PAPER.md, to the next of its level."""
+    text = (ROOT / "PAPER.md").read_text("utf-8").split(f"\n## {heading}\n")[1]
+    rows = re.findall(r"(?m)^\| (?!-)(.*)\|$", text.split("\n## ")[0])
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
 def mapped() -> list[list[str]]:
@@ -71,23 +70,10 @@ def pieces(path: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def tags(doc: str, source: str) -> list[tuple[int, int, int]]:
-    """(algorithm, first line, last line) of every place that a piece of code names."""
-    found = [(int(n), *span) for n, text in re.findall(rf"Alg\. (\d) {LINES}", source)
-             for span in spans(text)]
-    algorithms = {int(n) for n in re.findall(r"(?:Alg\.|Algorithm) (\d)", doc)}
-    for text in re.findall(rf"# {LINES}", source):
-        assert algorithms, f"# l.{text}: the docstring names no algorithm\n{source[:200]}"
-        found += [(n, *span) for n in sorted(algorithms) for span in spans(text)]
-    return found
-
-
 def says(place: str, doc: str, source: str) -> bool:
     """Whether a piece of code names the place of a row of the map."""
-    if line := re.fullmatch(rf"Alg\. (\d) {LINES}", place):
-        (first, last), named = spans(line[2])[0], tags(doc, source)
-        covered = {i for n, a, b in named if n == int(line[1]) for i in range(a, b + 1)}
-        return covered >= {*range(first, last + 1)}
+    if place.startswith("Alg."):
+        return tags("", place) <= tags(doc, source)
     if place.startswith("Eq."):
         section = "Appendix A" if "Appendix" in place else place.split()[1]
         return section in source.replace("App. A", "Appendix A")
@@ -123,15 +109,22 @@ def test_every_row_of_the_map_has_its_code_which_names_it_and_its_tests():
     assert not missing, "\n".join(missing)
 
 
-def test_the_code_names_no_line_that_the_map_lacks():
-    known = {(n, i) for place, *_ in mapped() for n, a, b in tags("", place)
-             for i in range(a, b + 1)}
+def wrong_lines(path: Path) -> list[str]:
+    """Comments that name no line of the map, a line after the last, or no algorithm."""
+    known = {tag for place, *_ in mapped() for tag in tags("", place)}
     wrong = []
-    for path in FILES:
-        seen = {tag for piece in pieces(path).values() for tag in tags(*piece)}
-        seen |= {*tags("", path.read_text("utf-8").replace("# l.", ""))}
-        wrong += [f"{path.name}: Alg. {n} l.{a}–{b}" for n, a, b in sorted(seen)
-                  if b > LAST[n] or not any((n, i) in known for i in range(a, b + 1))]
+    # Only the docstring of a function says which algorithm "# l.3" is of.
+    whole_file = path.read_text("utf-8").replace("# l.", "")
+    for doc, source in [*pieces(path).values(), ("", whole_file)]:
+        for comment in re.findall(r".*(?:# |Alg\. \d )l\.\d.*", source):
+            named = tags(doc, comment)
+            if not named & known or any(i > LAST[n] for n, i in named):
+                wrong.append(f"{path.name}: {comment}")
+    return wrong
+
+
+def test_the_code_names_no_line_that_the_map_lacks():
+    wrong = [line for path in FILES for line in wrong_lines(path)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -139,11 +132,8 @@ def test_the_map_is_whole():
     """Lines that act, equations of §3.1 to §3.6 and Appendix A, 19 tables, 6 figures."""
     known = [row[0] for row in mapped()]
     assert len(known) == len(set(known)), "a row stands twice"
-    lines = {n: set() for n in ACTING}
-    for n, first, last in (tag for place in known for tag in tags("", place)):
-        lines[n] |= {*range(first, last + 1)}
-    absent = {n: ACTING[n] - lines[n] for n in ACTING if ACTING[n] - lines[n]}
-    assert not absent
+    lines = {tag for place in known for tag in tags("", place)}
+    assert {(n, i) for n, acting in ACTING.items() for i in acting} <= lines
     places = {place.split()[1] for place in known if place.startswith("Eq.")}
     assert places == {"§3.1", "§3.3", "§3.4", "§3.5", "§3.6", "Appendix"}
     numbered = {f"Table {n}" for n in range(1, 20)} | {f"Figure {n}" for n in range(1, 7)}
@@ -157,34 +147,36 @@ def test_every_slip_of_the_errata_names_tests_that_there_are():
     assert not gone
 
 
-def test_what_is_missing_is_seen():
+def test_what_is_missing_is_seen(tmp_path):
     doc, source = "Algorithm 4.", "x = 1  # l.12–13\ny = 2  # l.25, 27\n# Alg. 2 l.15"
-    assert tags(doc, source) == [(2, 15, 15), (4, 12, 13), (4, 25, 25), (4, 27, 27)]
+    assert tags(doc, source) == {(2, 15), (4, 12), (4, 13), (4, 25), (4, 27)}
     assert says("Alg. 4 l.12", doc, source) and says("Alg. 2 l.15", doc, source)
     assert not any(says(place, doc, source) for place in
                    ("Alg. 4 l.13–14", "Alg. 4 l.26", "Alg. 3 l.12", "Eq. §3.5 GAE", "Table 1"))
     assert says("Table 7", "", "(Tables 1, 6, 7 and 16)")
     assert not says("Table 1", "", "Table 11")
-    with pytest.raises(AssertionError, match="no algorithm"):
-        tags("Nothing.", "# l.3")
     assert lost("`text2grad.gone`, `gae.gone`, `eval.py`") == ["text2grad.gone", "gae.gone"]
     assert lost("`text2grad.gae`") == [] and lost("") == ["–"]
+    for number, (doc, comment, is_wrong) in enumerate((
+            ("Algorithm 4.", "l.12", False), ("Nothing.", "l.12", True),
+            ("Algorithm 4.", "l.18", True), ("Algorithm 4.", "l.33–35", True),
+            ("Nothing.", "Alg. 4 l.35", True))):
+        path = tmp_path / f"{number}.py"
+        path.write_text(f'def f():\n    """{doc}"""\n    return 1  # {comment}\n')
+        assert bool(wrong_lines(path)) == is_wrong, comment
 
 
 # ── Slips that are arithmetic (errata)
 
 def test_prose_against_tables():
     """§4.3, §4.4 speak of gains that Tables 2 and 3 do not have; the paper's figures, in %."""
-    rouge_l = {"Text2Grad": 29.1, "PPO": 26.2, "DPO": 22.4, "PRM-PPO": 25.4, "reflection": 22.5}
-    gain = {name: round(rouge_l["Text2Grad"] - value, 1) for name, value in rouge_l.items()}
-    assert (gain["PPO"], gain["DPO"], gain["PRM-PPO"]) == (2.9, 6.7, 3.7)   # 6.7, 6.7, 3.7
-    assert gain["reflection"] == 6.6                                        # prose: 3.3
-    names = "HumanEval", "HumanEval+", "MBPP", "MBPP+"
-    ours = dict(zip(names, (67.7, 61.6, 73.3, 61.6)))
-    ppo = dict(zip(names, (64.6, 61.0, 68.5, 55.8)))
-    assert round(ours["HumanEval+"] - ppo["HumanEval+"], 1) == 0.6          # prose: 3.6
-    assert round(ours["MBPP+"] - ppo["MBPP+"], 1) == 5.8                    # as in the prose
-    assert round(sum(ours.values()) / 4 - sum(ppo.values()) / 4, 1) == 3.6  # the average
+    gain = lambda ours, theirs: round(ours - theirs, 1)
+    assert gain(29.1, 26.2) == 2.9                            # ROUGE-L over PPO; prose: 6.7
+    assert gain(29.1, 22.4) == 6.7                            # over DPO
+    assert gain(29.1, 22.5) == 6.6                            # over reflection; prose: 3.3
+    assert gain(61.6, 61.0) == 0.6                            # HumanEval+ over PPO; prose: 3.6
+    averages = mean((67.7, 61.6, 73.3, 61.6)), mean((64.6, 61.0, 68.5, 55.8))
+    assert gain(*averages) == 3.6                             # of all four over PPO
 
 
 def test_presets_are_the_release_s_hyperparameters():
@@ -273,3 +265,188 @@ def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():
     each = gae(torch.tensor([change]), 0 * ones, ones, 1.0, weight)[0][0, t - 1].item()
     assert each == pytest.approx(a)
     assert printed < a < whole
+
+
+# ── paper.html
+
+PAPER = "https://arxiv.org/abs/2505.22338"
+
+
+@cache
+def page() -> str:
+    return (ROOT / "paper.html").read_text("utf-8")
+
+
+@cache
+def page_rows() -> dict[str, str]:
+    """The id of each row of paper.html → its HTML."""
+    parts = page().split('<div class="row" id="')[1:]
+    return {part.split('"')[0]: part for part in parts}
+
+
+def test_the_page_is_made_of_the_sources_as_they_are():
+    assert build() == page(), "run python notebooks/paper.py"
+
+
+def test_every_row_of_the_map_stands_on_both_sides_and_no_link_is_dead():
+    """Left a place leads to its code, right "↩ place" leads back."""
+    places = {row[0] for row in mapped() if row[0].startswith(("Eq.", "Alg."))}
+    assert len(places) >= 50
+    for slug, html in page_rows().items():
+        left, right = html.split(f'<div id="{slug}-code">')
+        place, = re.findall(f'<a href="#{slug}-code">(.*?)</a>', left)
+        assert {*re.findall(f'<a href="#{slug}">↩ (.*?)</a>', right)} == {place}
+        places.remove(place)
+    assert not places
+    ids = re.findall(r'\bid="([^"]+)"', page())
+    assert len(ids) == len(set(ids))
+    targets = {*re.findall(r'\bhref="([^"]+)"', page())}
+    assert targets - {f"#{name}" for name in ids} == {PAPER}
+
+
+def test_the_page_loads_nothing_and_is_small():
+    """Names of SVG's language are no addresses; a policy in the page forbids all else."""
+    text = page()
+    assert {*re.findall(r"\w+://[^\s\"'<]*", text)} <= {PAPER, "http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|\bfetch\b|XMLHttp|import\(", text)
+    assert not re.search(r"\b(?:src|srcset|action)=[\"']", text)
+    assert "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'" in text
+    assert len(text.encode()) < 1e6 and not re.search(r"/(home|root|work|tmp|Users)/", text)
+    for name in ("paper.py", "paper.js"):
+        lines = (ROOT / "notebooks" / name).read_text("utf-8").splitlines()
+        assert len(lines) <= 150 and max(map(len, lines)) <= 96
+
+
+@pytest.mark.parametrize("slug, code", [
+    ("alg-4-l-14", "rollouts.rewards = (rollouts.delta - beta * kl) * mask"),
+    ("eq-3-5-total-reward", "rollouts.rewards = (rollouts.delta - beta * kl) * mask"),
+    ("alg-4-l-11", "ids += generate(model, x, config.max_new_tokens"),    # its tag is below
+    ("alg-4-l-23", "gain = torch.minimum("),                                        # above
+    ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
+    ("alg-4-l-19", "for _ in range(config.ppo_epochs):"),                 # the head of a block
+    ("eq-3-6-a-b", "return changed(critic, lambda _, offsets, found:")])
+def test_the_line_that_is_tagged_is_marked(slug, code):
+    marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
+    assert code in marked and marked.count("\n") < 10
+
+
+def test_every_line_with_a_tag_of_its_own_is_marked():
+    """Only rows whose code says its line in the docstring alone are shown whole."""
+    unmarked = {slug for slug, html in page_rows().items()
+                if slug.startswith("alg-4-") and "<mark>" not in html}
+    assert unmarked <= {"alg-4-l-12", "alg-4-l-13"}
+
+
+# ── paper.js against Python
+
+RUN = """
+const page = require(process.argv[1]);
+const answer = ({ reply, text, offsets, log_ratio, values, set }) => {
+  let quotes = { good: [], poor: [] }, reason = "";
+  try { quotes = page.parse(reply); } catch (error) { reason = error.message; }
+  const grounding = page.ground(text, quotes);
+  const found = page.rewards(text, offsets, grounding.spans);
+  return { ...found, ...page.advantages(found.delta, log_ratio, values, set), reason,
+    spans: grounding.spans.map((s) => [...text.slice(0, s.start)].length),
+    unmatched: grounding.unmatched.length, ambiguous: grounding.ambiguous.length };
+};
+const cases = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(cases.map(answer)));
+"""
+STRANGE = (" It is 5 \u201cs\u201d\t of  cafe\u0301, a 👩\u200d💻, 2 m² and a na\u00efve one, "
+           "one by one.")
+# In another form of Unicode than there, before a mark or a joiner, and what is not there.
+OTHER = "caf\u00e9", "na\u0069\u0308ve", "cafe", "5 's'", "👩", "m2", "zebra"
+
+
+def quotes_of(rng, text: str) -> list[str]:
+    """Some phrases of the text; some changed, cut, or repeated as often as there or more."""
+    words = [word.span() for word in re.finditer(r"\S+", text)]
+    half, quotes = re.search(r'\w+[.?]?(?="|$)', text)[0], []          # half of the token ."
+    for _ in range(rng.randrange(6)):
+        first = rng.randrange(len(words))
+        last = min(first + rng.choice((0, 0, 0, 1, 2, 3)), len(words) - 1)
+        phrase = text[words[first][0] : words[last][1]]
+        form = unicodedata.normalize(rng.choice(("NFC", "NFD")), phrase)
+        phrase = rng.choice((
+            phrase, phrase, half, phrase[1:], phrase.strip('"'),
+            f" {phrase} ".replace(" ", "  "),
+            form.replace('"', "\u201d").replace("'", "’")))
+        quotes += [phrase] * rng.choice((1, 1, 1, text.count(phrase) + rng.randrange(2)))
+    return quotes
+
+
+def one_case(rng, tokenizer) -> dict:
+    row, = toy.rows("eval", 1, rng.randrange(10**6), rng.choice((1, 1, 2)))
+    strange = rng.randrange(2)
+    draft = toy.write_draft(row["facts"], rng) + STRANGE * strange
+    ids = [*tokenizer(draft).input_ids, tokenizer.eos_token_id]
+    text, offsets = token_offsets(tokenizer, ids)
+    quotes = [quotes_of(rng, text) for _ in ("good", "poor")]
+    quotes[0] += rng.sample(OTHER, 2 * strange)
+    both = quotes[0][:1] * (rng.random() < 0.3)
+    spans = {"good_spans": quotes[0], "poor_spans": quotes[1] + both}
+    said = json.dumps(spans, ensure_ascii=rng.random() < 0.5)
+    reply = rng.choice(["Some {prose}.\n" + said] * 8 + [
+        json.dumps({"textual_feedback": "Good.", "Good spans": quotes[0], "Poor spans": both}),
+        f"Fenced:\n```json\n{said}\n```", said, "Cut off. " + said[:-2],
+        'No list. {"good_spans": "a", "poor_spans": []}'])
+    n = len(offsets)
+    return {"reply": reply, "text": text, "offsets": offsets,
+            "log_ratio": [rng.gauss(0, 0.5) for _ in range(n)],
+            "values": [rng.gauss(0, 1) for _ in range(n)],
+            "set": {"gamma": rng.random(), "lam": rng.random(), "beta": rng.random()}}
+
+
+def test_fifty_cases_are_what_python_makes_of_them(toy_model):
+    """Spans, δ, r, A, A whitened, and what is counted, to 1e-5."""
+    if not (node := shutil.which("node")):
+        pytest.skip("node is not installed: paper.js is not held against Python")
+    rng, tokenizer, seen = random.Random(0), toy_model[1], Counter()
+    cases = [one_case(rng, tokenizer) for _ in range(50)]
+    done = subprocess.run([node, "-e", RUN, str(ROOT / "notebooks" / "paper.js")], check=True,
+                          input=json.dumps(cases), capture_output=True, text=True)
+    for case, ours in zip(cases, json.loads(done.stdout), strict=True):
+        found = judge(case["reply"], case["text"], case["offsets"])
+        assert bool(ours["reason"]) == bool(found.reason), (case["reply"], found.reason)
+        assert ours["delta"] == found.delta, case
+        counts = [found.unmatched, found.ambiguous, found.conflicts, found.half_inside]
+        assert counts == [ours["unmatched"], ours["ambiguous"], len(ours["conflicts"]),
+                          len(ours["half"])], case
+        assert sorted(ours["spans"]) == [span.start for span in found.spans]
+        beta, gamma, lam = (case["set"][name] for name in ("beta", "gamma", "lam"))
+        delta, ratio, values = (torch.tensor([row], dtype=torch.float64) for row in
+                                (found.delta, case["log_ratio"], case["values"]))
+        r, ones = delta - beta * ratio, torch.ones_like(delta)
+        A, _ = gae(r, values, ones, gamma, lam)
+        for name, row in (("r", r), ("A", A), ("white", whiten(A, ones))):
+            close = torch.tensor([ours[name]], dtype=torch.float64)
+            torch.testing.assert_close(close, row, atol=1e-5, rtol=0)
+        seen.update(dict(zip(("unmatched", "ambiguous", "in both", "half inside"), counts)))
+        seen.update({"unreadable": bool(found.reason), "good": found.delta.count(1),
+                     "poor": found.delta.count(-1)})
+        quotes = [] if found.reason else parse_feedback(case["reply"]).good_spans
+        seen["in normal form"] += any(case["text"][s.start : s.end] not in quotes
+                                      for s in found.spans if s.label == 1)
+        seen["k-th repeat"] += any(n > 1 for n in Counter(quotes).values())
+    assert len(seen) == 9 and min(seen.values()) >= 4, seen
+
+
+def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path):
+    """paper.html from disk, with no network: tokens, their δ and what gave nothing."""
+    if not (browser := shutil.which("chromium")):
+        pytest.skip("chromium is not installed: the page is not opened")
+    flags = ("--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--dump-dom")
+    done = subprocess.run([browser, *flags, (ROOT / "paper.html").as_uri()], check=True,
+                          capture_output=True, text=True, timeout=300)
+    reply, data = (re.search(pattern, page())[1] for pattern in
+                   (r'(?s)<textarea[^>]*>(.*?)</textarea>', r"const PAGE = (.*);\n"))
+    data = json.loads(data)
+    found = judge(unescape(reply), data["text"], data["offsets"])
+    shown = re.search(r'<div id="delta">(.*?)</div>', done.stdout)[1]
+    shown = re.findall(r'<span title="(.*?)"[^>]*>(.*?)</span>', shown)
+    assert [float(value) for value, _ in shown] == found.delta
+    assert "".join(unescape(text) for _, text in shown) == data["text"] + "▯"
+    said = re.search(r'id="said">(.*?)<', done.stdout)[1]
+    assert said.startswith(f"{len(found.spans)} spans") and found.ambiguous == 1
+    assert "ambiguous" in said and "half inside" in said and "unmatched" not in said

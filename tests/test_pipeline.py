@@ -1,5 +1,5 @@
 """The scripts as a user runs them: all phases, reuse, real rows with a loopback annotator,
-a task of one's own, and bad input."""
+a task of one's own, bad input, and the probe of R_φ against the annotator."""
 
 import importlib
 import json
@@ -8,34 +8,37 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 
 import pytest
 import torch
-from conftest import ROOT, fails
+from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
+                     read_jsonl, read_metrics, run_main)
 from loopback import loopback
-from runs import PHASE_3, SMALL, assert_equal_runs, rows_of, run_main
 from safetensors.torch import load_file
 
 import reward_model
 import text2grad
-from data import get_task, read_rows, write_rows
-from model import ValueHead, add_lora, load_lora, lock_directory, newest_checkpoint, use_lora
+import toy
+from annotate import annotate
+from data import InputError, get_task, read_rows, write_rows
+from model import add_lora, lock_directory, newest_checkpoint
 from report import NOTES
-from reward_model import Judgement
-from text2grad import Config, evaluate, train
+from reward_model import Judgement, judge, token_figures
+from text2grad import Config, Rollouts, annotator, probe, train
 
 
 def refused(*flags) -> str:
-    return fails("text2grad.py", *flags)
+    return error_message("text2grad.py", *flags)
 
 
 # ── What a run leaves
 
 def test_a_run_leaves_everything_that_the_readme_names(finished_run):
-    metrics, samples = (rows_of(finished_run / f"{name}.jsonl")
+    metrics, samples = (read_jsonl(finished_run / f"{name}.jsonl")
                         for name in ("metrics", "samples"))
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
@@ -66,68 +69,9 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
 def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
     """Alg. 4 l.5: no KL to π_ref in the first rollouts and V = 0;
     both are so no more after it."""
-    first, *later = rows_of(finished_run / "metrics.jsonl")
+    first, *later = read_jsonl(finished_run / "metrics.jsonl")
     assert abs(first["kl"]) < 1e-5 and first["explained_variance"] == 0
     assert all(row["kl"] != 0 and row["explained_variance"] != 0 for row in later)
-
-
-def test_the_kl_coefficient_follows_nats_per_response(toy_model, tmp_path):
-    """β after an iteration, recomputed from the KL that it logged; a target near it, so that
-    the error is not clipped and nats per token would give another β (Ziegler 2.2)."""
-    model, tokenizer = toy_model
-    for p in add_lora(model, "policy", 16, 32)[1::2]:                    # B of every layer
-        p.data.normal_(std=0.15)
-    rows = get_task("toy").rows("train", 8, 0)
-    config = Config(iterations=2, batch_size=8, minibatch_size=8, learning_rate=0.0)
-    batch = text2grad.sample_rollouts(model, tokenizer, text2grad.batch_rows(rows, config, 0),
-                                      config, "policy", torch.Generator().manual_seed(0))
-    text2grad.add_scores(batch, model, ValueHead(128), config)
-    log_ratio = (batch.logprobs_old - batch.logprobs_ref) * batch.mask
-    kl = log_ratio.sum(1).mean().item()
-    config = replace(config, kl_target=kl / 1.1)                         # error: .1
-    train(model, tokenizer, rows, config, tmp_path, judged_by_length)
-    first, second = rows_of(tmp_path / "metrics.jsonl")
-    assert first["kl"] == pytest.approx(kl, rel=1e-4) and kl > 5
-    assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / 10_000),
-                                              rel=1e-7)
-
-
-def test_r_phi_has_learned_to_write_the_feedback(finished_run, toy_model):
-    """Alg. 3 l.8: the adapter of phase 2 makes the annotated z far likelier
-    than the base does."""
-    model, tokenizer = toy_model
-    load_lora(model, "reward", finished_run / "reward" / "adapter")
-    rows = rows_of(finished_run / "feedback.jsonl")[:20]
-    _, pairs = reward_model.encode_rows(rows, tokenizer, 512)
-    loss = {}
-    for name in (None, "reward"):
-        with use_lora(model, name), torch.no_grad():
-            loss[name] = reward_model.z_loss(model, pairs).item()
-    assert loss["reward"] < 0.3 * loss[None]
-
-
-def judged_by_length(rollouts, model, tokenizer, config):
-    """A critic that needs no R_φ: δ_1 = length of the response."""
-    return [Judgement("", [float(len(at)), *[0.0] * (len(at) - 1)]) for at in rollouts.offsets]
-
-
-def test_before_is_the_reference_and_after_is_the_policy(toy_model, tmp_path):
-    """result.json's two columns are `evaluate` with the two adapters, and they differ."""
-    model, tokenizer = toy_model
-    for p in add_lora(model, "policy", 4, 8):
-        p.data.normal_(std=0.3)
-    rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0)
-    text2grad.optimise(model, tokenizer, rows, rows, config, tmp_path, judged_by_length)
-    result = json.loads((tmp_path / "result.json").read_text())
-    texts = {}
-    for name, adapter in (("before", None), ("after", "policy")):
-        means, samples = evaluate(model, tokenizer, rows, config, adapter, judged_by_length)
-        assert means == result[name]
-        kept = rows_of(tmp_path / f"{name}_samples.jsonl")
-        texts[name] = [row["response"] for row in kept]
-        assert texts[name] == [row["response"] for row in samples]
-    assert texts["before"] != texts["after"]
 
 
 @pytest.mark.parametrize("lost, said", [(2, True), (1, False)])
@@ -136,7 +80,7 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
     """Two of six are over a fifth, one is not; the reason and the remedy are told. Responses
     that are cut off are counted, too."""
     def critic(rollouts, model, tokenizer, config):
-        judged = judged_by_length(rollouts, model, tokenizer, config)
+        judged = length_critic(rollouts, model, tokenizer, config)
         return [replace(found, reason="no JSON" * (i < lost)) for i, found in enumerate(judged)]
 
     model, tokenizer = toy_model
@@ -150,23 +94,7 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
             in told) == said
     assert (json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"]
             == 1)
-    assert rows_of(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
-
-
-def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
-    """δ = 0, β = 1 fixed: from KL ≥ 5 nats a response to a third of it in 8 iterations."""
-    model, tokenizer = toy_model
-    for p in add_lora(model, "policy", 16, 32)[1::2]:                    # B of every layer
-        p.data.normal_(std=0.15)
-    config = Config(iterations=8, batch_size=24, minibatch_size=24, kl_coef=1.0, kl_target=0.0,
-                    seed=1, learning_rate=2e-3, max_new_tokens=20)
-
-    def silent(rollouts, *_):
-        return [Judgement("", [0.0] * len(at)) for at in rollouts.offsets]
-
-    train(model, tokenizer, get_task("toy").rows("train", 200, 0), config, tmp_path, silent)
-    kl = [row["kl"] for row in rows_of(tmp_path / "metrics.jsonl")]
-    assert kl[0] >= 5 and kl[-1] <= kl[0] / 3, kl
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
 
 
 # ── Going on, and reusing what is done
@@ -260,38 +188,6 @@ def test_the_deletion_test(tmp_path):
     assert (tmp_path / "runs" / "toy" / "report.html").is_file()
 
 
-def test_few_functions_in_few_files_make_delta_of_a_critique(reward, toy_model):
-    """Alg. 4 l.12–13 can be walked through: public functions by sys.setprofile,
-    decoding as one."""
-    model, tokenizer = toy_model
-    load_lora(model, "reward", reward)
-    rows, config = get_task("toy").rows("eval", 2, 0), Config()
-    batch = text2grad.sample_rollouts(model, tokenizer, rows, config, None,
-                                      torch.Generator().manual_seed(0))
-    entered, decoding = [], []
-
-    def profile(frame, event, _):
-        file, name = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
-        if (not frame.f_code.co_filename.startswith(str(ROOT))
-                or ".venv" in frame.f_code.co_filename):
-            return
-        if event not in ("call", "return"):                    # of C functions, in our frames
-            return
-        if name == "generate" and file == "sampling.py":
-            decoding[:] = [event] if event == "call" else []
-            entered.append((file, name))
-        elif event == "call" and not decoding and name[0] not in "_<":
-            entered.append((file, name))
-
-    sys.setprofile(profile)
-    try:
-        text2grad.add_feedback(batch, text2grad.critique(batch, model, tokenizer, config))
-    finally:
-        sys.setprofile(None)
-    assert batch.delta.any()
-    assert len(set(entered)) <= 22 and len({file for file, _ in entered}) <= 6, set(entered)
-
-
 # ── Real checkpoint, real rows, an OpenAI-compatible server; a task of one's own
 
 @pytest.fixture()
@@ -327,7 +223,7 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_sto
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
              "--annotated_rows", 5, *TINY, "--output_dir", tmp_path / "run"]
     run_main(*flags)
-    asked, feedback = server.stats()["calls"], rows_of(tmp_path / "run" / "feedback.jsonl")
+    asked, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
     assert asked == len(feedback) == 5
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
     assert "left out" in capsys.readouterr().out
@@ -368,8 +264,8 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
         0.3, 1e-6, "cosine")
-    assert len(rows_of(tmp_path / "run" / "feedback.jsonl")) <= 6
-    assert rows_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
+    assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")
     told = refused("--task", "my_task:critic", "--data", data)
     assert "not a Task" in told
@@ -396,11 +292,14 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     (tmp_path / "bad_task.py").write_text(BAD_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     write_rows(solved := tmp_path / "solved.jsonl", [
-        {"question": "f", "test": "assert f()", "response": "def f(): return 1"}] * 6)
+        {"question": f"f{i}", "test": "assert f()", "response": "def f(): return 1"}
+        for i in range(6)])
     code = ["--task", "kodcode", "--model", "toy/base", "--base_url", "http://127.0.0.1:9/v1",
             "--data", solved, "--max_new_tokens", 9, "--max_critique_tokens", 9]
-    told = [{"question": "f", "test": "assert f()", "response": "x", "outcome": "fails"}] * 20
-    write_rows(tested := tmp_path / "tested.jsonl", [*told, {"question": "f", "test": "t"}])
+    tested_rows = [{"question": f"f{i}", "test": "t", "response": "x", "outcome": "fails"}
+                   for i in range(20)]
+    tested = tmp_path / "tested.jsonl"
+    write_rows(tested, [*tested_rows, *({"question": f"g{i}", "test": "t"} for i in range(9))])
     for said, *flags in (
             ("needs --data", *real),
             ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--critic",
@@ -445,12 +344,12 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         config, out = (Config(task="kodcode", allow_code_execution=allowed),
                        tmp_path / str(allowed))
         text2grad.respond(*toy_model, rows, config, out)
-        assert rows_of(out / "responses.jsonl")[0].get("outcome") == outcome
+        assert read_jsonl(out / "responses.jsonl")[0].get("outcome") == outcome
 
 
 @pytest.mark.parametrize("script", ["annotate.py", "reward_model.py", "text2grad.py"])
 def test_an_unknown_task_is_refused_by_every_script(script):
-    assert "poetry" in fails(script, "--task", "poetry")
+    assert "poetry" in error_message(script, "--task", "poetry")
 
 
 def test_help_names_every_flag_once(capsys):
@@ -477,19 +376,186 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
     from model import load_model
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
-    kept = text2grad.fitting(rows_of(data), model, tokenizer, config)
+    kept = text2grad.fitting(read_jsonl(data), model, tokenizer, config)
     assert [row["id"] for row in kept] == ["r0", "r1", "r2", "r4", "r5"]
     assert "left out 1 of 6 rows" in capsys.readouterr().out
 
 
-def test_the_reward_model_script_learns_and_reports(finished_run, tmp_path, capsys):
+def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
-    write_rows(data, rows_of(finished_run / "feedback.jsonl")[:40])
+    write_rows(data, read_jsonl(finished_run / "feedback.jsonl")[:40])
     flags = ["--data", data, "--output_dir", out, "--epochs", 1, "--held_out", 4]
     run_main(*flags, module=reward_model)
     metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["final_loss"] < 6 and metrics["held_out_rows"] == 4
+    assert metrics["training_rows"] == 36 and metrics["held_out_rows"] == 4
     with closing(lock_directory(out)):
-        assert "another process" in fails("reward_model.py", *flags)
+        assert "another process" in error_message("reward_model.py", *flags)
     said = capsys.readouterr().out
     assert "next: python text2grad.py" in said and "poor tokens precision" in said
+
+
+# ── The probe: R_φ beside the annotator on the policy's own rollouts
+
+ASKED = []                                # the responses that an annotator below received
+
+
+def word_critic(row, response):
+    """An annotator that praises "right", blames "wrong", and is at a loss for anything else."""
+    ASKED.append(response)
+    good, poor = re.findall("right", response), re.findall("wrong", response)
+    said = json.dumps({"good_spans": good, "poor_spans": poor})
+    return f"I read it.\n{said}" if good + poor else "What is this?"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_asked():
+    ASKED.clear()
+
+
+def rollouts_of(said: dict[str, list[int]], rows: list[dict]) -> Rollouts:
+    """A batch of these texts, a token for each word and one of EOS, with R_φ's δ' of each."""
+    offsets = [[*(m.span() for m in re.finditer(r" ?\S+", y)), (len(y),) * 2] for y in said]
+    judged = [Judgement("", list(map(float, delta))) for delta in said.values()]
+    assert all(len(found.delta) == len(at) for found, at in zip(judged, offsets))
+    none = [None] * 4                                # ids and masks, which nobody reads
+    return Rollouts(rows, [], [*said], offsets, *none, judged)
+
+
+def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path):
+    """R_φ misses every second wrong token and praises one token of no merit; neither the empty
+    response nor the unreadable reply nor what lies behind --probe_rows has any part in it."""
+    said = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
+            "so so": [-1, 1, 0],                               # the reply to it is unreadable
+            "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
+    batch = rollouts_of(said, toy.rows("train", 5))
+    config = Config(critic="test_pipeline:word_critic", probe_rows=4)
+    figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
+               "good_recall": 2 / 2, "good_precision": 2 / 3}
+    assert probe(batch, config, tmp_path) == pytest.approx(figures)
+    first, empty, unread, last, _ = said
+    assert sorted(ASKED) == sorted([first, unread, last])
+    assert probe(batch, config, tmp_path) == pytest.approx(figures)
+    assert ASKED[3:] == [unread], "what was answered once is not asked again"
+
+
+def test_where_nothing_can_be_read_there_is_no_figure(tmp_path):
+    """No 0 either, which a curve would show as indifference."""
+    batch = rollouts_of({"so so": [-1, 1, 0], "": [0]}, toy.rows("train", 2))
+    figures = probe(batch, Config(critic="test_pipeline:word_critic"), tmp_path)
+    assert ASKED == ["so so"] and {*figures} >= {"true_delta", "poor_recall", "good_precision"}
+    assert {*figures.values()} == {None}
+
+
+def test_what_cannot_be_divided_is_none_and_no_zero():
+    counts = Counter({"good marked": 4, "good hit": 3, "poor predicted": 2})
+    assert token_figures(counts) == {"good_precision": None, "good_recall": 3 / 4,
+                                     "poor_precision": 0, "poor_recall": None}
+
+
+def test_tokens_half_inside_get_nothing_and_are_counted_beside_conflicting_ones():
+    """The quotes do not speak of the full stops; "Bob" is praised and blamed."""
+    text = "Bob ran home. Ann sat down."
+    offsets = [m.span() for m in re.finditer(r" ?\S+", text)]
+    spans = {"good_spans": ["Bob", "home", "down"], "poor_spans": ["Bob ran"]}
+    found = judge(f"I read it.\n{json.dumps(spans)}", text, offsets)
+    assert found.delta == [0, -1, 0, 0, 0, 0]
+    assert (found.quotes, found.conflicts, found.half_inside) == (4, 1, 2)
+
+
+def half_blind(rollouts, model, tokenizer, config):
+    """In R_φ's place: misses every second poor token, and is else at one with the annotator."""
+    judged = []
+    for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets):
+        found = judge(toy.critique(row, text) if text.strip() else "", text, offsets)
+        poor = [t for t, d in enumerate(found.delta) if d < 0]
+        for t in poor[1::2]:
+            found.delta[t] = 0.0
+        judged.append(found)
+    return judged
+
+
+def toy_critic(row, response):
+    ASKED.append((row["id"], response))
+    return toy.critique(row, response)
+
+
+def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tmp_path,
+                                                                   monkeypatch):
+    """Killed behind a probe, before its line in metrics.jsonl: the same run does the iteration
+    again, with the same texts, whose replies lie in the journal."""
+    model, tokenizer = toy_model
+    add_lora(model, "policy")
+    rows, whole, lost = toy.rows("train", 64, length=1), text2grad.record, []
+    config = Config(critic="test_pipeline:toy_critic", iterations=20, batch_size=4,
+                    minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
+                    save_every=8)
+
+    def start(out, config=config):
+        train(model, tokenizer, rows, config, out, half_blind)
+        return read_metrics(out / "metrics.jsonl")
+
+    def killed(metrics, *args):
+        if metrics["iteration"] == 10:
+            lost.append({k: x for k, x in metrics.items() if not k.startswith("seconds")})
+            raise KeyboardInterrupt
+        whole(metrics, *args)
+
+    monkeypatch.setattr(text2grad, "record", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "run")
+    before = len(ASKED)
+    monkeypatch.setattr(text2grad, "record", whole)
+    metrics = start(tmp_path / "run")
+    assert [metrics[9]] == lost and len(ASKED) == len({*ASKED}) > before > 16
+    probed = [row for row in metrics if "true_delta" in row]
+    assert [row["iteration"] for row in probed] == [*range(2, 21, 2)]
+    assert all(row["poor_precision"] in (1, None) for row in probed)
+    recalls = [row["poor_recall"] for row in probed if row["poor_recall"] is not None]
+    assert len(recalls) > 5 and all(0.5 <= recall <= 1 for recall in recalls)
+    missed = [row for row in probed if row["poor_recall"] not in (1, None)]
+    assert missed and all(row["true_delta"] < row["delta"] for row in missed)
+
+    ASKED.clear()
+    metrics = start(tmp_path / "none", replace(config, probe_rows=0, iterations=1))
+    assert not ASKED and not {"true_delta", "poor_recall"} & metrics[0].keys()
+    assert not [*(tmp_path / "none").glob("*.journal")]
+
+
+def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
+    """What phase 1 has asked is not asked again; what it has left is all that a probe may cost.
+    Nobody is told of tests that another response has passed."""
+    rows = [{"id": str(i), "prompt": f"Question {i}?"} for i in range(3)]
+    texts = [f"{i} is right and {i} was wrong" for i in range(3)]
+    rows[2]["outcome"] = "All tests passed."                  # of a response of the row's own
+    batch = rollouts_of(dict.fromkeys(texts, [1] * 8), rows)
+    first = [row | {"response": text} for row, text in zip(rows, texts)][:2]
+    write_rows(tmp_path / "responses.jsonl", first)
+    with loopback() as server:
+        def config(usd):
+            return Config(task="ultrafeedback", critic=None, base_url=server.url,
+                          price_in=1e3, price_out=1e3, max_usd=usd)
+
+        def asked_and_billed():
+            stats = server.stats()
+            return stats["calls"], (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e3
+
+        annotate(annotator(config(1e6), tmp_path))
+        calls, spent = asked_and_billed()
+        assert calls == 2 and spent > 0
+        with pytest.raises(InputError, match="--max_usd .* reached .* 1 questions left"):
+            probe(batch, config(spent * 1.01), tmp_path)
+        assert asked_and_billed() == (2, spent)
+        figures = probe(batch, config(1e6), tmp_path)
+        assert asked_and_billed()[0] == 3 and figures["good_recall"] == 1
+        assert texts[2] in (said := str(server.stats()["recent"][-1])) and "passed" not in said
+        assert probe(batch, config(0.0), tmp_path) == figures
+        assert asked_and_billed()[0] == 3
+
+
+def test_a_key_that_probes_will_need_is_missed_before_anything_is_done(tmp_path, monkeypatch):
+    """Though phases 1 and 2, which need one too, are made already."""
+    monkeypatch.delenv("OPENAI_API_KEY")
+    flags = ["--task", "slf5k", "--data", tmp_path / "none", "--output_dir", tmp_path / "run",
+             "--reward_model", tmp_path / "r"]
+    assert "OPENAI_API_KEY is not set" in refused(*flags, "--probe_rows", 4)
+    assert "no such file" in refused(*flags)

@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SLOW, fails
-from runs import PHASE_3, SMALL, assert_equal_runs, assert_equal_tensors, rows_of, run_main
+from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
+                     error_message, read_jsonl, run_main)
 from safetensors.torch import load_file
 
 import reward_model
@@ -20,7 +20,6 @@ import text2grad
 from data import InputError
 from model import checkpoints, load_model, lora_parameters
 from reward_model import RewardConfig, z_loss
-
 
 
 @pytest.fixture()
@@ -112,8 +111,9 @@ def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, capsys):
 def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, name):
     shutil.copytree(unbroken, out := tmp_path / "run")
     (out / name).write_bytes(b"\0" * 99)
-    told = fails("text2grad.py", *PHASE_3, "--reward_model", reward, "--output_dir", out)
-    assert re.search(f"{name}, line 1: not JSON.*mend it, or remove", told)
+    message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
+                            "--output_dir", out)
+    assert re.search(f"{name}, line 1: not JSON.*mend it, or remove", message)
 
 
 def fitted(out, stops_after=None, seed=0):
@@ -174,7 +174,7 @@ def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
-    metrics = rows_of(tmp_path / "run" / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
     assert capsys.readouterr().out.count("3 of 4 optimizer steps were skipped") == 1
     tensors = load_file(tmp_path / "run" / "checkpoint-6" / "tensors.safetensors")

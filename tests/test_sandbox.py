@@ -1,26 +1,26 @@
-"""The sandbox: right code passes, wrong code does not,
-and nothing that code does passes it or outlives it."""
+"""The sandbox: right code passes, wrong code does not, and responses get their outcomes.
+
+How it is closed off, and what it does to attacks, is in test_attacks.py.
+"""
 
 import functools
 import json
+import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, SLOW, fails
+from helpers import ROOT, SLOW, error_message
 
 from data import InputError, get_task, read_rows, write_rows
 from measures import sandbox
 from measures.sandbox import KEPT, SandboxError, add_outcomes, code_of
 
-# with the layers that this machine has
+# Without the layers, which a machine may lack.
 run_python = functools.partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
@@ -30,34 +30,6 @@ def status(code, tests="assert True", **limits):
     result = run_python(code, tests, **limits)
     assert result.passed == (result.status == "passed")
     return result.status
-
-
-def alive(mark: str, seconds: float = 5.0) -> list[str]:
-    """The processes with `mark` in their command that have not ended after `seconds`."""
-    end = time.monotonic() + seconds
-    while (found := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline")
-                     if mark in command(path)]):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
-    return found
-
-
-def command(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError:                                    # ended
-        return ""
-
-
-def copy_sandbox(folder: Path) -> str:
-    """A folder of its own for the files, by whose name their processes are known."""
-    folder.mkdir(parents=True)
-    for path in (ROOT / "data.py", *(ROOT / "measures").glob("*.py")):
-        place = folder / path.relative_to(ROOT)
-        place.parent.mkdir(exist_ok=True)
-        shutil.copy(path, place)
-    return str(folder / "measures" / "sandbox.py")
 
 
 # ── Right and wrong
@@ -97,11 +69,13 @@ def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine(
     assert "sandbox" not in told and tempfile.gettempdir() not in told
 
 
-def test_tests_overwrite_no_name_of_the_code_and_lend_it_no_import():
+def test_names_of_the_tests_and_of_the_code_are_apart():
     code = "def help():\n    return 1\ndef f():\n    return help()"
     assert status(code, "def help():\n    return 2\n"
                   "def test_f():\n    assert f() == 1 and help() == 2") == "passed"
     assert status("def f():\n    return math.pi", "import math\nassert f() > 3") == "error"
+    assert status("import math\nmath.floor = lambda _: 2",
+                  "from math import floor\nassert floor(1.5) == 1") == "passed"
 
 
 def test_any_text_is_code_and_any_bytes_are_output():
@@ -112,74 +86,60 @@ def test_any_text_is_code_and_any_bytes_are_output():
     assert said.passed and said.stderr == "a\ufffd\ufffdzé"
 
 
-KINDS = """
-import functools, numpy
-from collections import Counter, namedtuple, deque
+def test_objects_of_own_kind_and_of_libraries_keep_their_operators():
+    pytest.importorskip("numpy")
+    code = """
+import numpy
+from collections import Counter
 from dataclasses import dataclass
 @dataclass(order=True, frozen=True)
 class P:
     x: int
-    def __sub__(self, other): return P(self.x - other.x)
-Pair = namedtuple("Pair", "a b")
-class Node: value = 1
-node = Node()
-"""
-
-
-@pytest.mark.parametrize("tests", [
-    "assert P(1) == P(1) != P(2)", "assert P(1) < P(2) <= P(2)", "assert P(3) - P(1) == P(2)",
-    "assert [P(1), {'a': P(2)}] == [P(1), {'a': P(2)}]",
-    "assert {P(1)} == {P(1)} and P(1) in [P(1)]",
-    "assert node and not node == None and node == node and node != Node()",
-    "assert type(node) == Node and node is node",
-    "assert Pair(1, 2) == (1, 2)", "assert Counter('aab') - Counter('ab') == {'a': 1}",
-    "assert {1, 2} - {1} == {2}",
-    "assert numpy.int64(3) == 3 and (numpy.ones(3) == numpy.ones(3)).all()",
-    "assert deque([1]) == deque([1])",
-    "assert abs(numpy.float64(1) - 1) < 1e-9 and numpy.ones(2).tolist() == [1, 1]",
-    "assert {1: 2}.keys() == {1}"])
-def test_objects_of_own_kind_and_of_libraries_keep_their_operators(tests):
-    pytest.importorskip("numpy")
-    assert run_python(KINDS, tests).passed
-    assert status(KINDS, tests.replace("assert ", "assert not (") + ")") == "failed"
+node = object.__new__(type("Node", (), {}))"""
+    tests = """
+assert P(1) == P(1) != P(2) and P(1) < P(2) <= P(2) and P(1) in [P(1)]
+assert [P(1), {'a': P(2)}] == [P(1), {'a': P(2)}] and Counter('aab') - Counter('ab') == {'a': 1}
+assert node and not node == None and node == node and type(node) != P and node is node
+assert numpy.int64(3) == 3 and (numpy.ones(3) == numpy.ones(3)).all()
+assert {1: 2}.keys() == {1}"""
+    result = run_python(code, tests)
+    assert result.passed, result.stderr
 
 
 # ── The part of pytest that there is, beside pytest itself
 
-@pytest.mark.parametrize("expected, rel, abs_, actual", [
-    (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05),
-    (10.0, 0.1, None, 9.0), (0.0, None, None, 1e-13), (0.0, None, None, 1e-11),
-    (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005), (1.0, 0.1, 0.5, 1.4),
-    (float("inf"), None, None, 1.0), (float("inf"), None, None, float("inf")),
-    (float("nan"), None, None, float("nan")), (3, None, None, 3)])
-def test_approx_is_equal_where_pytest_says_so(expected, rel, abs_, actual):
-    said = pytest.approx(expected, rel=rel, abs=abs_) == actual
-    numbers = "from math import inf, nan\nimport pytest\n"
-    tests = (f"{numbers}ours = pytest.approx({expected!r}, rel={rel}, abs={abs_})\n"
-             f"assert ({actual!r} == ours) is {said}")
-    assert run_python("", tests).passed
+def test_approx_is_equal_where_pytest_says_so():
+    tests = "from math import inf, nan\nimport pytest\n"
+    for expected, rel, abs_, actual in (
+            (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05),
+            (10.0, 0.1, None, 9.0), (0.0, None, None, 1e-13), (0.0, None, None, 1e-11),
+            (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005), (1.0, .1, .5, 1.4),
+            (math.inf, None, None, 1.0), (math.inf, None, None, math.inf),
+            (math.nan, None, None, math.nan), (3, None, None, 3)):
+        is_equal = pytest.approx(expected, rel=rel, abs=abs_) == actual
+        ours = f"pytest.approx({expected!r}, rel={rel}, abs={abs_})"
+        tests += f"assert ({actual!r} == {ours}) is {is_equal}\n"
+    result = run_python("", tests)
+    assert result.passed, result.stderr
 
 
-def test_raises_takes_the_named_exception_with_the_matching_words():
-    body = ("import pytest\ndef test_f():\n    with pytest.raises({}) as caught:\n"
-            "        int('x')\n    assert '{}' in str(caught.value)")
-    assert status("", body.format("ValueError, match='invalid'", "literal")) == "passed"
-    assert status("", body.format("(KeyError, ValueError)", "something else")) == "failed"
-    assert status("", body.format("ValueError, match='valid$'", "literal")) == "failed"
-    assert status("", body.format("KeyError", "literal")) == "error"
-    nothing = ("from pytest import raises\n"
-               "def test_f():\n    with raises(ValueError):\n        int('1')")
-    result = run_python("", nothing)
-    assert (result.status == "failed" and "did not raise" in result.stderr
-            and "contextlib" not in result.stderr)
+@pytest.mark.parametrize("expected, words, outcome", [
+    ("ValueError, match='invalid'", "literal", "passed"),
+    ("(KeyError, ValueError)", "something else", "failed"),
+    ("ValueError, match='valid$'", "literal", "failed"),
+    ("KeyError", "literal", "error")])
+def test_raises_takes_the_named_exception_with_the_matching_words(expected, words, outcome):
+    tests = (f"import pytest\ndef test_f():\n    with pytest.raises({expected}) as caught:\n"
+             f"        int('x')\n    assert '{words}' in str(caught.value)")
+    assert status("", tests) == outcome
+    result = run_python("", tests.replace("int('x')", "int('1')"))
+    assert result.status == "failed" and "did not raise" in result.stderr
 
 
 @pytest.mark.parametrize("tests, word", [
     ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x",
      "'fixture'"),
-    ("def test_f(capsys):\n    assert True", "'capsys'"),
     ("import pytest\n@pytest.mark.skip\ndef test_f():\n    pass", "'mark'"),
-    ("from pytest import importorskip\ndef test_f():\n    pass", "'importorskip'"),
     ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
     ("async def test_f():\n    assert False", "test_f"),
@@ -201,10 +161,11 @@ def test_leaving_early_and_writing_everywhere_is_no_pass(code):
             in ("error", "killed"))
 
 
-def test_a_loop_ends_at_the_timeout_and_a_signal_is_told():
-    result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=1)
+def test_a_loop_ends_at_the_timeout_and_a_signal_is_told(monkeypatch):
+    result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
     assert (result.status == "timeout"
-            and result.stderr.startswith("begun\nstopped after 1 s of CPU time, or 5"))
+            and result.stderr.startswith("begun\nstopped after 0.5 s of CPU time, or 5"))
+    monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
     result = run_python("import os\nos.abort()", "assert True")
     assert result.status == "killed" and "-6" in result.stderr
@@ -229,55 +190,23 @@ def test_endless_output_is_stopped_and_its_end_kept():
     assert status("open('large', 'wb').write(bytes(40 << 20))") == "error"
 
 
-def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
-    """One is forked, one is a program of its own; both hold the output open."""
-    monkeypatch.setattr(sandbox, "__file__", copy_sandbox(tmp_path / "code"))
-    code = ("import os, subprocess, time\n"
-            "if os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
-            f"subprocess.Popen(['sh', '-c', 'sleep 600; : {tmp_path}'])\n")
-    for end, expected in (("", "passed"), ("while True: pass", "timeout"),
-                          ("os._exit(0)", "error")):
-        with ThreadPoolExecutor(1) as pool:
-            run = pool.submit(sandbox.run_python, code + end, "assert True", timeout=1)
-            found = 0
-            while not run.done():
-                found = max(found, len(alive(str(tmp_path), 0)))
-        assert run.result().status == expected and not alive(str(tmp_path))
-        assert found > 3 or expected != "timeout"      # so that the search finds what there is
-
-
 def test_a_thread_that_never_ends_does_not_hold_up_a_pass():
-    assert status("import threading, time\n"
-                  "threading.Thread(target=time.sleep, args=(600,)).start()") == "passed"
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+    assert status(code) == "passed"
 
 
-def test_the_environment_is_empty_and_home_is_the_temporary_directory(monkeypatch):
+def test_the_environment_and_the_input_are_empty_and_home_is_temporary(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    code = ("import json, os, sys\nprint(json.dumps("
-            "[dict(os.environ), os.getcwd(), sys.path, sorted(os.listdir())]))")
-    environment, directory, path, files = json.loads(run_python(code, "assert True").stderr)
+    code = ("import json, os, sys\nprint(json.dumps([dict(os.environ), os.getcwd(), sys.path, "
+            "sorted(os.listdir()), sys.stdin.read()]))")
+    output = run_python(code, "assert True").stderr
+    environment, directory, path, files, given = json.loads(output)
     assert ({"HOME", "TMPDIR"} <= set(environment)
             <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"})
     assert directory == os.path.realpath(directory) and "/somewhere" not in path
     assert {"solution.py"} <= set(files) <= {"solution.py", "__pycache__"}
-
-
-def test_standard_input_is_empty():
-    result = run_python("import sys\nprint(repr(sys.stdin.read()))\nx = input()", "assert True")
-    assert (result.status == "error" and result.stderr.startswith("''\n")
-            and "EOFError" in result.stderr)
-
-
-@pytest.mark.parametrize("end", [
-    "", "os._exit(0)", "while True:\n    open(str(time.time()), 'w').close()",
-    "os.mkdir('closed')\nopen('closed/file', 'w').close()\nos.chmod('closed', 0)"])
-@pytest.mark.parametrize("unsafe", [False, True])
-def test_no_directory_is_left(end, unsafe, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    result = sandbox.run_python("import os, time\nprint(os.listdir())\n" + end, "assert True",
-                                timeout=1, unsafe=unsafe)
-    assert "solution.py" in result.stderr and not list(tmp_path.iterdir())
+    assert given == ""
 
 
 # ── Responses: what is code, and what the tests say of it
@@ -287,15 +216,13 @@ PART = "def g(x):\n    return x\n"
 
 
 @pytest.mark.parametrize("text, program", [
-    (INCREMENT, INCREMENT), (SHOWN, SHOWN), ('"""\n```\nf(0)\n```\n"""\n' + INCREMENT,) * 2,
-    ("s = 'a```'\n" + INCREMENT,) * 2, ("No code.", "No code."), ("Say `f` or ```f```.",) * 2,
-    (f"```python\n{INCREMENT}```", INCREMENT),
+    (SHOWN, SHOWN), ('"""\n```\nf(0)\n```\n"""\n' + INCREMENT,) * 2,
+    ("No code.", "No code."), ("Say `f` or ```f```.",) * 2,
     (f"Sure:\n\n```py\n{INCREMENT}```\nIt adds.", INCREMENT),
-    (f"So:\n```\n{INCREMENT}```", INCREMENT), (f"~~~ Python 3\n{INCREMENT}~~~", INCREMENT),
-    (f"````python3\n{SHOWN}````", SHOWN), (f"```python\n{SHOWN}```", SHOWN),
-    (f"```python\n{INCREMENT}", INCREMENT),
+    (f"~~~ Python 3\n{INCREMENT}~~~", INCREMENT), (f"````python3\n{SHOWN}````", SHOWN),
+    (f"```python\n{SHOWN}```", SHOWN), (f"```python\n{INCREMENT}", INCREMENT),
     (f"So:\n```python\n{INCREMENT}  ```\nIt adds.", INCREMENT),
-    (f"So:\r\n```python\r\n{SHOWN}```\r\n".replace("\r", "").replace("\n", "\r\n"), SHOWN),
+    (f"So:\n```python\n{SHOWN}```\n".replace("\n", "\r\n"), SHOWN),
     ("1. So:\r\n   ```python\r\n   def f(x):\r\n\r\n       return x + 1\r\n   ```\r\n",
      INCREMENT),
     (f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```", PART + INCREMENT),
@@ -338,21 +265,19 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     path = tmp_path / "rows.jsonl"
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
-    # a second run has nothing to do
-    for said in ("2 responses run, 1 passed", "0 responses run"):
-        done = subprocess.run(
-            [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"],
-            cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert (said in done.stdout
-                and f"annotate.py --task kodcode --data {path}" in done.stdout), done.stderr
-    assert ([row["outcome"][:17] for row in read_rows(path)]
-            == ["All tests passed.", "The tests did not", "Mine."])
+    command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
+    for line in ("2 responses run, 1 passed", "0 responses run"):       # then nothing is left
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert line in done.stdout, done.stderr
+        assert f"annotate.py --task kodcode --data {path}" in done.stdout
+    outcomes = [row["outcome"][:17] for row in read_rows(path)]
+    assert outcomes == ["All tests passed.", "The tests did not", "Mine."]
 
 
 def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkeypatch):
     def run(*flags, rows=None):
         write_rows(tmp_path / "rows.jsonl", rows or [kodcode("f = abs")])
-        return fails("measures/sandbox.py", tmp_path / "rows.jsonl", *flags)
+        return error_message("measures/sandbox.py", tmp_path / "rows.jsonl", *flags)
 
     def no_layers(code, tests, unsafe):
         if unsafe:
@@ -365,7 +290,7 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
     assert ("--task ultrafeedback: it has no tests"
             in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
-    assert "no such file" in fails("measures/sandbox.py", tmp_path / "none.jsonl")
+    assert "no such file" in error_message("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", no_layers)
     assert run() == "the sandbox lacks files"
     assert "outcome" not in read_rows(tmp_path / "rows.jsonl")[0]

@@ -1,11 +1,10 @@
 """A base spread over two ranks (FSDP2, gloo) against one: numbers, memory, gathers, files."""
 
-import socket
 
 import pytest
+from helpers import ROOT, free_port
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,12 +100,6 @@ def on_a_rank(rank, port, path, directory, checkpointed):
                 "fingerprint": fingerprint(model) == before[1]}, directory / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def two_ranks(path, directory, checkpointed=False):

@@ -10,10 +10,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
-from runs import assert_equal_tensors, rows_of, run_main
+from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from safetensors.torch import load_file
-from test_ranks import finish, start
 
 import toy
 from data import read_rows
@@ -46,7 +44,7 @@ def test_the_three_phases(tmp_path, monkeypatch, capsys):
     phases = read_rows(tmp_path / "phases.jsonl")
     assert [row["phase"][:7] for row in phases] == ["phase 1", "phase 2", "phase 3"]
     assert all(row["GB"] > 0.5 and row["seconds"] > 0 for row in phases)
-    metrics, = rows_of(tmp_path / "metrics.jsonl")
+    metrics, = read_jsonl(tmp_path / "metrics.jsonl")
     assert 0 <= metrics["truncated"] <= 1 and metrics["supported words"] < 1
     config = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.abspath(BASE)
@@ -87,7 +85,7 @@ def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     both = start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags)
     baselines.main([*map(str, flags), "--output_dir", str(tmp_path / "1")])
     finish(both)
-    one, two = (rows_of(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
+    one, two = (read_jsonl(tmp_path / str(n) / "samples.jsonl") for n in (1, 2))
     assert [row["response"] for row in one] == [row["response"] for row in two]
     ours, whole = (load_file(tmp_path / str(n) / "policy" / "adapter_model.safetensors")
                    for n in (2, 1))

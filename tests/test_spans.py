@@ -10,6 +10,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from helpers import HOSTILE, Page, assert_closed, often
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_s
                             compare, feedback_page, figures, krippendorff_alpha, merge,
                             overlaps, read_people, read_spans, readable, span_accuracy,
                             span_length, span_table, total, words, written_replies)
-from test_report import HOSTILE, Page, assert_closed, often
 
 TEXT = "The cat sat on the mat and slept all day long"
 

@@ -3,10 +3,11 @@
 import json
 import random
 from collections import Counter
+from statistics import mean
 
 import pytest
+from helpers import ROOT, SLOW
 import torch
-from conftest import ROOT, SLOW
 
 import toy
 from annotate import Feedback, read_reply, token_offsets, tokens_inside
@@ -16,15 +17,15 @@ from reward_model import judge
 from sampling import generate
 
 
-def key(row):
-    return tuple(row["facts"].values())
+def read(response, reply):
+    """The feedback and its grounding of a critic's reply."""
+    return read_reply({"id": "", "prompt": "", "response": response}, reply)
 
 
 def test_splits_share_no_facts_whatever_the_seed():
-    seen = {split: {key(r) for seed in range(3) for r in toy.rows(split, 1500, seed)}
-            for split in toy.SPLITS}
-    assert (not seen["base"] & seen["train"] and not seen["base"] & seen["eval"]
-            and not seen["train"] & seen["eval"])
+    base, train, evaluation = ({tuple(row["facts"].values()) for seed in range(3)
+                                for row in toy.rows(split, 1500, seed)} for split in toy.SPLITS)
+    assert not base & train and not base & evaluation and not train & evaluation
 
 
 def test_rows_are_a_function_of_split_seed_and_length():
@@ -35,7 +36,7 @@ def test_rows_are_a_function_of_split_seed_and_length():
         toy.rows("test", 1)
 
 
-@pytest.mark.parametrize("length", [0, 5, -1, 1.5])
+@pytest.mark.parametrize("length", [0, 5, 1.5])
 def test_a_length_that_cannot_be_is_one_line(length):
     with pytest.raises(InputError, match=f"no summary has {length!r} sentences; it has 1 to 4"):
         toy.rows("train", 1, 0, length)
@@ -49,18 +50,20 @@ def test_a_fault_rate_that_cannot_be_is_one_line(rate):
 
 @pytest.mark.parametrize("length", toy.LENGTHS)
 def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
+    """Of which the critics have nothing bad to say."""
     for row in toy.rows("train", 100, 0, length):
         for text in (row["post"], row["reference"]):
-            assert (sorted(value for _, _, value in toy.said_facts(text))
-                    == sorted(row["facts"].values()))
+            phrases = [value for _, _, value in toy.said_facts(text)]
+            assert sorted(phrases) == sorted(row["facts"].values())
+        reply = toy.critique(row, row["reference"])
+        assert json.loads(reply.split("\n")[1])["poor_spans"] == []
+        assert toy.critique_prose(row, row["reference"]) == reply
         assert toy.fact_accuracy(row, row["reference"]) == 1
-        assert (json.loads(toy.critique(row, row["reference"]).split("\n")[1])["poor_spans"]
-                == [])
+        assert toy.supported_words(row, row["reference"]) == 1
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
-    """The base tells two phrases apart by their first words;
-    those in one another stand in one slot."""
+    """The base tells two phrases apart by them; phrases in one another stand in one slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
     assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
     for values in toy.SLOTS.values():
@@ -70,34 +73,31 @@ def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
 
 
 def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not():
-    rng, told = random.Random(0), {slot: Counter() for slot in toy.SLOTS}
+    """Binomial: the standard deviation of a share of 2000 is .011 at .6 and .008 at .825."""
+    rng, told = random.Random(0), Counter()
     for row in toy.rows("base", 2000, 0, 4):
         for slot, value in toy.confuse(row["facts"], rng).items():
-            values = toy.SLOTS[slot]
-            fact = row["facts"][slot]
-            told[slot]["right" if value == fact
-                       else "other" if values.index(value) != values.index(fact) ^ 1
-                       else "neighbour"] += 1
-    for slot, counts in told.items():
+            values, fact = toy.SLOTS[slot], row["facts"][slot]
+            neighbour = values[values.index(fact) ^ 1]
+            told[slot, {fact: "right", neighbour: "neighbour"}.get(value, "other")] += 1
+    for slot in toy.SLOTS:
         if slot in toy.CONFUSED:
-            assert counts["other"] == 0 and abs(counts["neighbour"] / 2000 - 0.6) < 0.04, slot
+            assert told[slot, "other"] == 0, slot
+            assert told[slot, "neighbour"] / 2000 == pytest.approx(0.6, abs=0.04), slot
         else:
-            assert abs(counts["right"] / 2000 - 0.825) < 0.03, slot           # 0.8 + 0.2 / 8
+            assert told[slot, "right"] / 2000 == pytest.approx(0.8 + 0.2 / 8, abs=0.03), slot
 
 
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
-    """Recomputed from the facts that went into the summary;
-    every quote is found, none is ambiguous."""
+    """Recomputed from the facts that went into it; every quote is found, none is ambiguous."""
     rng = random.Random(1)
     for row in toy.rows("train", 300, length=2):
         said = toy.confuse(row["facts"], rng)
         summary = toy.write_summary(said, rng)
-        feedback, found = read_reply({"id": "", "prompt": "", "response": summary},
-                                     toy.critique(row, summary))
-        assert (sorted(feedback.good_spans)
-                == sorted(v for s, v in said.items() if v == row["facts"][s]))
-        assert (sorted(feedback.poor_spans)
-                == sorted(v for s, v in said.items() if v != row["facts"][s]))
+        feedback, found = read(summary, toy.critique(row, summary))
+        right = {*said.values()} & {*row["facts"].values()}
+        assert sorted(feedback.good_spans) == sorted(right)
+        assert sorted(feedback.good_spans + feedback.poor_spans) == sorted(said.values())
         assert not found.unmatched and not found.ambiguous and len(found.spans) == 6
         for slot, value in said.items():
             assert toy.verdict(slot, value, row["facts"][slot]) in feedback.critique
@@ -122,8 +122,7 @@ ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "
     ("A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
      "It speaks of my bike as the writer.", 1, 0)])
 def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
-    feedback, found = read_reply({"id": "", "prompt": "", "response": response},
-                                 toy.critique(ROW, response))
+    feedback, found = read(response, toy.critique(ROW, response))
     assert said in feedback.critique
     assert feedback == Feedback(feedback.critique, good, poor)
     assert toy.fact_accuracy(ROW, response) == pytest.approx(accuracy)
@@ -140,8 +139,7 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     ("A polar bear opened it, a 16-year-old bear.", ["polar bear", "16-year-old bear"],
      "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
     ("A bear opened it, a bear.", ["bear"], "The post has no bear.", 1 / 3, 1),
-    # What begins as a word of the post does, or tells a post, is no news;
-    # wrong facts are judged on their own.
+    # What begins as a word of the post does, or tells a post, is no news; facts are apart.
     ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"],
      "The post has no dinner.", 5 / 7, 0),
     ("Slightly rephrased for clarity", ["Slightly rephrased", "clarity"],
@@ -149,17 +147,10 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     ("It is what it is.", [], None, 1, 0)])
 def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported,
                                                              ambiguous):
-    feedback, found = read_reply({"id": "", "prompt": "", "response": response},
-                                 toy.critique_prose(POST, response))
+    feedback, found = read(response, toy.critique_prose(POST, response))
     assert feedback.poor_spans == poor and not found.unmatched and found.ambiguous == ambiguous
     assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
     assert toy.supported_words(POST, response) == pytest.approx(supported)
-
-
-def test_in_the_world_s_own_summaries_nothing_is_made_up():
-    for row in toy.rows("train", 100, 0, 4):
-        assert toy.supported_words(row, row["reference"]) == 1
-        assert toy.critique_prose(row, row["reference"]) == toy.critique(row, row["reference"])
 
 
 def test_an_empty_response_is_not_judged():
@@ -178,15 +169,20 @@ def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occu
         counts.update(several=sum(len(one) > 1 for one in inside), spans=len(inside),
                       quotes=found.quotes, ambiguous=found.ambiguous, half=found.half_inside,
                       conflicting=found.conflicts)
+    # Eight seeds: .59 ± .01 of the spans; 82 ± 6 ambiguous, 72 ± 11 conflicting, 400 half.
     assert counts["several"] >= 0.5 * counts["spans"]
-    assert min(counts["ambiguous"], counts["half"], counts["conflicting"]) > 40, counts
+    assert min(counts["ambiguous"], counts["half"], counts["conflicting"]) > 30, counts
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_temperature_solves_the_committed_base(toy_model, length):
-    """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB."""
-    assert (sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir())
-            <= 3 * 1024 * 1024)
+    """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB.
+
+    Over eight seeds .35 ± .01 (greedy) to .58 ± .03 of one sentence, .51 ± .01 (greedy) to
+    .66 ± .02 of two.
+    """
+    size = sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir())
+    assert size <= 3 * 1024 * 1024
     model, tokenizer = toy_model
     rows = toy.rows("eval", 200 if SLOW else 64, 0, length)
     prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
@@ -194,12 +190,11 @@ def test_no_temperature_solves_the_committed_base(toy_model, length):
         ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id,
                        generator=torch.Generator().manual_seed(0))
         texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
-        assert 0.3 <= sum(map(toy.fact_accuracy, rows, texts)) / len(rows) <= 0.75, temperature
+        assert 0.3 <= mean(map(toy.fact_accuracy, rows, texts)) <= 0.75, temperature
 
 
 def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
-    """The longest critique is shorter than max_critique_tokens,
-    instruction and all within the context of 512."""
+    """Critiques within max_critique_tokens; all, with the instruction, within the context."""
     _, tokenizer = toy_model
     rng = random.Random(2)
     for row in toy.rows("train", 500):

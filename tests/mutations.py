@@ -1,0 +1,460 @@
+"""Does the test suite notice faults? One fault at a time is put into a copy of the repository.
+
+    python tests/mutations.py                # all: "killed" (by which test) or "SURVIVED"
+    python tests/mutations.py text2grad      # those whose file or description has the word
+    python tests/mutations.py --jobs 2
+
+An entry of MUTATIONS replaces one piece of text, which must occur exactly once in its file, and
+names the tests that must fail then. The exit status is 1 if a mutation survives, if an entry is
+stale, or if its tests cannot be run. It is not a part of the suite and needs about 30 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__")     # .git, .venv, caches
+TIMEOUT = 300                                                      # seconds for one target
+PYTEST = sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"
+
+
+class Mutation(NamedTuple):
+    """A fault: `old` becomes `new` in the file, and a test of the target must fail."""
+    file: str
+    old: str
+    new: str
+    target: str                     # arguments of pytest
+    description: str
+
+    def __str__(self):
+        return f"{self.file}: {self.description}"
+
+
+ANNOTATE = "tests/test_annotate.py"
+ASKING = "tests/test_asking.py"
+BASELINES = "tests/test_baselines.py"
+BENCHMARKS = "tests/test_benchmarks.py"
+EQUATIONS = "tests/test_equations.py"
+EVAL = "tests/test_eval.py"
+JUDGES = "tests/test_judges.py"
+METRICS = "tests/test_metrics.py"
+MODEL = "tests/test_model.py"
+MODES = "tests/test_modes.py"
+REPORT = "tests/test_report.py"
+REWARD = "tests/test_reward_model.py"
+SANDBOX = "tests/test_sandbox.py"
+SPANS = "tests/test_spans.py"
+STUDIES = "tests/test_studies.py"
+TOY = "tests/test_toy.py"
+TRAIN = "tests/test_train.py"
+
+MUTATIONS = [
+    # ── text2grad.py
+    Mutation("text2grad.py", "ends = eos_ids(tokenizer, model)", "ends = eos_ids(tokenizer)",
+             TRAIN, "EOS ids of the generation config ignored"),
+    Mutation("text2grad.py", "generator, rng = torch.Generator().manual_seed(seed),",
+             "generator, rng = torch.Generator().manual_seed(config.seed),",
+             TRAIN, "the same rollout seed in every iteration"),
+    Mutation("text2grad.py", "manual_seed(seed), random.Random(seed)",
+             "manual_seed(seed), random.Random(config.seed)",
+             TRAIN, "the same minibatch order in every iteration"),
+    Mutation("text2grad.py", "part, config, config.reference, generator)",
+             "part, config, None, generator)",
+             TRAIN, "phase 1 responses from the bare base despite --adapter"),
+    Mutation("text2grad.py", "held_out, config, config.reference, critic)",
+             "held_out, config, None, critic)",
+             TRAIN, "'before' from the bare base despite --adapter"),
+    Mutation("text2grad.py", "manual_seed(config.seed), get_task(config.task).truth",
+             "manual_seed(config.seed + (adapter == 'policy')), get_task(config.task).truth",
+             TRAIN, "'after' sampled with another seed"),
+    Mutation("text2grad.py", 'group["lr"] = rate * decay(config, iteration)',
+             'group["lr"] = rate * (decay(config, iteration) if rate == rates[0] else 1)',
+             TRAIN, "the value head's learning rate never decays"),
+    Mutation("text2grad.py", 'kl.update(metrics["kl"], config.batch_size)',
+             'kl.update(metrics["kl"], config.minibatch_size)',
+             TRAIN, "adaptive KL counts a minibatch instead of the batch"),
+    Mutation("text2grad.py", "count, parts = rollouts.mask[minibatch].sum(), []",
+             "count, parts = rollouts.mask[minibatch[RANK::RANKS]].sum(), []",
+             TRAIN, "token count of one rank instead of the minibatch"),
+    Mutation("text2grad.py", "for i in part], uniforms[list(part)]",
+             "for i in part], uniforms[: len(part)]",
+             TRAIN, "uniforms reused in the next decoding chunk"),
+    Mutation("text2grad.py", "return training, list(one_per_prompt.values())",
+             "return training + evaluation, list(one_per_prompt.values())",
+             TRAIN, "training on held-out rows"),
+    Mutation("text2grad.py", "task.policy_prompt, least=1)", "str, least=1)",
+             TRAIN, "rows split by row instead of by prompt"),
+    Mutation("text2grad.py", "rollouts.delta - beta * kl", "rollouts.delta + beta * kl",
+             EQUATIONS, "KL penalty with the wrong sign"),
+    Mutation("text2grad.py", "next_value = values[:, t] * mask[:, t]",
+             "next_value = values[:, t]",
+             EQUATIONS, "values of the padding enter GAE"),
+    Mutation("text2grad.py", "td_error + gamma * lam * next_advantage",
+             "td_error + lam * next_advantage",
+             EQUATIONS, "discount missing in the sum of GAE"),
+    Mutation("text2grad.py", "torch.minimum(ratio * advantages",
+             "torch.maximum(ratio * advantages",
+             EQUATIONS, "PPO takes the larger of both gains"),
+    Mutation("text2grad.py", "torch.maximum((values - returns) ** 2",
+             "torch.minimum((values - returns) ** 2",
+             EQUATIONS, "value loss takes the smaller error"),
+    Mutation("text2grad.py", "kl / self.target - 1", "1 - kl / self.target",
+             EQUATIONS, "adaptive KL moves away from its target"),
+    Mutation("text2grad.py", "reference, _ = forward(model, part, config.reference)",
+             'reference, _ = forward(model, part, "policy")',
+             EQUATIONS, "reference log-probs of the policy itself"),
+    Mutation("text2grad.py", "value_head(hidden.detach())", "value_head(hidden)",
+             EQUATIONS, "value loss moves the policy"),
+    Mutation("text2grad.py", "loss - config.entropy_coef", "loss + config.entropy_coef",
+             EQUATIONS, "entropy bonus lowers the entropy"),
+    Mutation("text2grad.py", "torch.tensor(found.delta)", "torch.tensor(found.delta).roll(1)",
+             EQUATIONS, "δ one token too late"),
+    Mutation("text2grad.py", "skipped += 1\n            optimizer.zero_grad()", "skipped += 1",
+             EQUATIONS, "gradients add up over the steps"),
+    Mutation("text2grad.py", 'kl.beta, start = state.get("kl_coef", kl.beta),',
+             "kl.beta, start = kl.beta,",
+             "tests/test_restart.py -k two_lines", "KL coefficient lost when a run goes on"),
+
+    # ── reward_model.py
+    Mutation("reward_model.py", "eos_ids(tokenizer, model), uniforms=u)",
+             "eos_ids(tokenizer), uniforms=u)",
+             REWARD, "EOS ids of the generation config ignored"),
+    Mutation("reward_model.py", 'with use_lora(model, "reward"):',
+             "with use_lora(model, None):",
+             REWARD, "held-out loss of the base, not of R_φ"),
+    Mutation("reward_model.py", "/ sum(len(z) for _, z in held_pairs)", "/ len(held_pairs)",
+             REWARD, "held-out loss not divided per token"),
+    Mutation("reward_model.py", "model.train()", "model.eval()",
+             REWARD, "dropout never active"),
+    Mutation("reward_model.py", "config.seed * 1_000_003 + step * RANKS + RANK",
+             "config.seed * 1_000_003 + RANK",
+             REWARD, "one dropout mask for all steps"),
+    Mutation("reward_model.py", "weight_decay=config.weight_decay", "weight_decay=0.0",
+             REWARD, "weight decay not passed on"),
+    Mutation("reward_model.py", "1 - step / len(steps)", "1 - (step + 1) / len(steps)",
+             REWARD, "learning rate schedule one step early"),
+    Mutation("reward_model.py", "shuffle_batches(pairs, config.batch_size, rng)",
+             "shuffle_batches(pairs, config.batch_size, random.Random(config.seed))",
+             REWARD, "the same shuffle in every epoch"),
+    Mutation("reward_model.py", "uniforms[list(asked)]", "uniforms[: len(asked)]",
+             REWARD, "uniforms misaligned after an empty response"),
+    Mutation("reward_model.py", "return training, evaluation",
+             "return training + evaluation, evaluation",
+             EQUATIONS, "training on held-out rows"),
+    Mutation("reward_model.py", "/ total * bool(mine)", "/ len(part) * bool(mine)",
+             EQUATIONS, "batch loss divided by rows instead of tokens"),
+    Mutation("reward_model.py", "[0.0] * len(offsets), str(error)",
+             "[-1.0] * len(offsets), str(error)",
+             EQUATIONS, "unreadable critique punishes every token"),
+    Mutation("reward_model.py", "sum(t == s == sign for", "sum(s == sign for",
+             SPANS, "every predicted token counts as a hit"),
+    Mutation("reward_model.py", '("recall", "marked")', '("recall", "predicted")',
+             "tests/test_pipeline.py -k counted_against", "recall divided by the predicted tokens"),
+    Mutation("reward_model.py", "max_new_tokens: int, temperature=0.0, uniforms=None",
+             "max_new_tokens: int, temperature=1.0, uniforms=None",
+             REWARD, "critiques sampled instead of greedy"),
+
+    # ── model.py
+    Mutation("model.py", "layer.active, layer.merged = active, None", "layer.active = active",
+             MODEL, "merged weights remain after use_lora"),
+    Mutation("model.py", "alpha=layer.scaling[name])", "alpha=1)",
+             MODEL, "merged weights without alpha / r"),
+    Mutation("model.py", "= alpha / r, dropout", "= alpha, dropout",
+             MODEL, "adapter scaled by alpha instead of alpha / r"),
+    Mutation("model.py", "if self.training and self.dropout[self.active]:",
+             "if self.dropout[self.active]:",
+             MODEL, "dropout active outside of training"),
+    Mutation("model.py", "prompts.shape[1] - 1 : -1]", "prompts.shape[1] :]",
+             MODEL, "hidden states one token too late"),
+    Mutation("model.py", "position_ids=positions_of(attention), use_cache=False",
+             "use_cache=False",
+             MODEL, "positions count the padding"),
+    Mutation("model.py", "*(more if isinstance(more, list) else [more])",
+             "*(more[:1] if isinstance(more, list) else [more])",
+             MODEL, "only the first EOS of the generation config"),
+    Mutation("model.py", " + [eos_ids(tokenizer)[0]]", "",
+             MODEL, "answers to learn from end without EOS"),
+    Mutation("model.py", '"lora_alpha": layer.scaling[name] * r',
+             '"lora_alpha": layer.scaling[name]',
+             MODEL, "saved adapter with a wrong alpha"),
+    Mutation("model.py", 'if metadata.get("base_fingerprint", ours) != ours:', "if False:",
+             MODEL, "adapter of another base accepted"),
+    Mutation("model.py", "if state_path.read_text() != json.dumps(",
+             "if False and state_path.read_text() != json.dumps(",
+             MODEL, "damaged checkpoint accepted"),
+    Mutation("model.py", "max(start, (n - 1) // every * every)", "max(start, n // every * every)",
+             "tests/test_restart.py -k flipped", "checkpoint before the newest removed"),
+
+    # ── sampling.py
+    Mutation("sampling.py", "right=True)", "right=False)",
+             MODEL, "u = 0 draws a token of probability 0"),
+    Mutation("sampling.py", "cumsum(-1, dtype=torch.float64)", "cumsum(-1)",
+             MODEL, "largest u draws a token of probability 0"),
+    Mutation("sampling.py", "else logits.div_(temperature)", "else logits.mul_(temperature)",
+             MODEL, "logits multiplied by the temperature"),
+    Mutation("sampling.py", "self.positions.add_(1)", "self.positions.add_(0)",
+             MODEL, "all new tokens at one position"),
+    Mutation("sampling.py", "before > cache.at[:, None],", "before > cache.at[:, None] + 1,",
+             MODEL, "prompt tokens see the next one"),
+    Mutation("sampling.py", "uniforms[decoder.rows, t : t + 1]", "uniforms[decoder.rows, :1]",
+             MODEL, "one uniform for all tokens of a row"),
+    Mutation("sampling.py", "torch.isin(decoder.ids[:, 0], ends)",
+             "torch.isin(decoder.ids[:, 0], ends[:1])",
+             MODEL, "only the first EOS ends an answer"),
+    Mutation("sampling.py", "- pull) / temperature", "- pull)",
+             MODEL, "gradient of log-probs without the temperature"),
+    Mutation("sampling.py", "(wide) / temperature).log_softmax", "(wide)).log_softmax",
+             MODEL, "entropy without the temperature"),
+    Mutation("sampling.py", "prompts = [[0] * (P - len(x)) + x for",
+             "prompts = [x + [0] * (P - len(x)) for",
+             MODEL, "prompts padded on the wrong side"),
+
+    # ── annotate.py
+    Mutation("annotate.py", "_exact_places(response, quote), repeats + 1)",
+             "_exact_places(response, quote), repeats)",
+             ANNOTATE, "ambiguous quotes get the first place"),
+    Mutation("annotate.py", "(-1, feedback.poor_spans)", "(+1, feedback.poor_spans)",
+             ANNOTATE, "poor spans are good"),
+    Mutation("annotate.py", "labels[t].add(span.label)", "labels[t] = {span.label}",
+             ANNOTATE, "token in conflict gets the later label"),
+    Mutation("annotate.py", "span.start <= start < end <= span.end",
+             "span.start <= start < span.end",
+             ANNOTATE, "token half inside a span is rewarded"),
+    Mutation("annotate.py", "start += piece.index(word)", "start += 0",
+             ANNOTATE, "space before a word counts as a part of it"),
+    Mutation("annotate.py", "if not (_splits(text, at) or _splits(text, end)):",
+             "if not _splits(text, at):",
+             ANNOTATE, "quote may end inside a word"),
+    Mutation("annotate.py", "if value.keys() & wanted and answer[start:end] not in response:",
+             "if value.keys() & wanted:",
+             ANNOTATE, "JSON of the response read as feedback"),
+    Mutation("annotate.py", "critique = critique or read_critique(value, prose)",
+             "critique = read_critique(value, prose)",
+             MODES, "critique that a person wrote is not kept"),
+    Mutation("annotate.py", "hexdigest()[:12]", "hexdigest()[:0]",
+             MODES, "a text can close its fence"),
+    Mutation("annotate.py", "self.spent += self.due.pop(key, 0.0)", "self.due.pop(key, 0.0)",
+             ASKING, "a request cut off by a kill is not booked"),
+    Mutation("annotate.py", "self.spent += sum(self.due.values())", "pass",
+             ASKING, "requests under way at a kill are not booked"),
+    Mutation("annotate.py", "booked = self.spent + sum(self.due.values()) +",
+             "booked = self.spent +",
+             ASKING, "budget forgets requests under way"),
+    Mutation("annotate.py", 'and self.records[key]["reason"] is None', "",
+             ASKING, "unusable replies are never asked again"),
+    Mutation("annotate.py", 'if not line.endswith(b"\\n"):', "if False:",
+             ASKING, "next reply glued to a torn journal line"),
+    Mutation("annotate.py", "completion_tokens * self.prices[1]",
+             "completion_tokens * self.prices[0]",
+             ASKING, "reply tokens at the price of prompt tokens"),
+    Mutation("annotate.py", "question_key(task.name, config.annotator, messages",
+             "question_key(task.name, messages",
+             ASKING, "replies of another annotator reused"),
+    Mutation("annotate.py", "    usage = most\n", "    usage = FREE\n",
+             ASKING, "uncounted replies cost nothing"),
+
+    # ── data.py and report.py
+    Mutation("data.py", 'if all(row.get(name) in (None, "", [], {})',
+             'if any(row.get(name) in (None, "", [], {})',
+             ANNOTATE, "every alternative field is required"),
+    Mutation("data.py", "if own is None else own", "if own is None else own[:0]",
+             ANNOTATE, "the response of the row itself is ignored"),
+    Mutation("data.py", "\\n\\nResponse: {response}", "",
+             REWARD, "the reward model does not see the response"),
+    Mutation("data.py", "if kind is not str and not least <= value <= most:",
+             "if kind is not str and not value <= most:",
+             ASKING, "lower bound of a flag not checked"),
+    Mutation("data.py", 'text.decode("utf-8-sig")', 'text.decode("utf-8")',
+             "tests/test_pipeline.py -k byte_order", "byte order mark not removed"),
+    Mutation("report.py", '(old - reference).sum() / len(judged)', "(old - reference).mean()",
+             REPORT, "KL per token instead of per response"),
+    Mutation("report.py", "_COLOURS[value < 0]", "_COLOURS[value > 0]",
+             REPORT, "good and poor colours swapped"),
+    Mutation("report.py", "sum(found.unmatched for found in judged) / quotes",
+             "sum(found.unmatched for found in judged) / len(judged)",
+             REPORT, "unmatched quotes per response, not per quote"),
+    Mutation("report.py", '"explained_variance": 1 - left', '"explained_variance": left',
+             REPORT, "explained variance is the unexplained one"),
+
+    # ── eval.py
+    Mutation("eval.py", "question_key(config.seed, talk)",
+             "question_key(config.seed + (self.name == 'after'), talk)",
+             EVAL, "'after' sampled with another seed"),
+    Mutation("eval.py", "with use_lora(model, self.lora, merge=True):",
+             "with use_lora(model, None, merge=True):",
+             EVAL, "answers of the bare base instead of the adapter"),
+    Mutation("eval.py", "made = checksum(*lora, state=[", "made = checksum(state=[",
+             EVAL, "answers of another adapter reused"),
+    Mutation("eval.py", "else new - old", "else old - new",
+             EVAL, "difference with the wrong sign"),
+    Mutation("eval.py", "if None not in row]", "if True]",
+             EVAL, "rows without a verdict are compared"),
+    Mutation("eval.py", "rows = kept or rows", "rows = rows",
+             EVAL, "R_φ judged on rows of its training"),
+
+    # ── measures
+    Mutation("measures/metrics.py", "draws = rng.integers(",
+             "draws = np.random.default_rng(0).integers(",
+             METRICS, "bootstrap with the same draws in every chunk"),
+    Mutation("measures/metrics.py", "score = np.exp(brevity +", "score = np.exp(0 * brevity +",
+             METRICS, "BLEU without the brevity penalty"),
+    Mutation("measures/metrics.py", "if figure is not share or value not in (0, 1):",
+             "if True:",
+             METRICS, "interval of width 0 for a share of 1"),
+    Mutation("measures/metrics.py", "zip(part, logprobs.split", "zip(order, logprobs.split",
+             BENCHMARKS, "log-probs given to other rows"),
+    Mutation("measures/spans.py", "shared / max(lengths)", "shared / min(lengths)",
+             SPANS, "overlap relative to the shorter span"),
+    Mutation("measures/spans.py", "/ (counts.total() - 1)", "/ counts.total()",
+             SPANS, "Krippendorff's α of another estimator"),
+    Mutation("measures/judge.py", "win != 1 - lost", "win != lost",
+             JUDGES, "consistent verdicts count as ties"),
+    Mutation("measures/benchmarks.py", "if base.passed and extended:", "if extended:",
+             BENCHMARKS, "+ tests count without the base tests"),
+    Mutation("measures/sandbox.py", "not row.get(\"response\") or row.get(\"outcome\")",
+             "not row.get(\"response\")",
+             SANDBOX, "outcome of a row overwritten"),
+    Mutation("measures/cell.py", 'status = "passed" if ran else "error"', 'status = "passed"',
+             SANDBOX, "program without any test passes"),
+
+    # ── toy and experiments
+    Mutation("toy/__init__.py", "slot in CONFUSED and rng.random() < 0.6",
+             "slot in CONFUSED and rng.random() < 0.4",
+             TOY, "base learns more truth than errors"),
+    Mutation("toy/__init__.py", "right = value == fact and value == told[slot]",
+             "right = value == fact",
+             TOY, "second phrase of a slot may be right"),
+    Mutation("toy/__init__.py", '"eval": range(15, 16)', '"eval": range(14, 16)',
+             TOY, "training and held-out posts share facts"),
+    Mutation("toy/__init__.py", "if own == slot] == [fact]", "if own == slot][:1] == [fact]",
+             TOY, "a fact that is contradicted counts"),
+    Mutation("experiments/baselines.py", "(policy_rejected - ref_rejected)", "policy_rejected",
+             BASELINES, "DPO without the reference of the rejected"),
+    Mutation("experiments/baselines.py", "teacher.detach().log_softmax", "teacher.log_softmax",
+             BASELINES, "SDPO moves the teacher"),
+    Mutation("experiments/designs.py", "[sum(found.delta)]", "found.delta[-1:]",
+             BASELINES, "reward at the end is the last δ only"),
+    Mutation("experiments/designs.py", "uniforms.shape[1], 1.0, uniforms)",
+             "uniforms.shape[1], 0.0, uniforms)",
+             BASELINES, "graded critiques are all greedy"),
+    Mutation("experiments/studies.py", "np.std(values, 0, ddof=1)", "np.std(values, 0)",
+             STUDIES, "intervals over seeds too narrow"),
+]
+
+
+def run_tests(copy: Path, target: str) -> tuple[str, str]:
+    """("passed", ""), ("failed", the failed test or "timeout"), or ("error", why)."""
+    # No .pyc: of a file that changes twice in a second, an old one may be taken for the new.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen([*PYTEST, *shlex.split(target)], cwd=copy, env=environment,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               errors="replace", start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return "failed", "timeout"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    failed_test = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.+?)(?: - |$)", output, re.M)
+    if process.returncode == 0:
+        return "passed", ""
+    if process.returncode == 1 and failed_test:
+        return "failed", failed_test[1]
+    last_line = (output.strip() or "no output").splitlines()[-1]
+    return "error", f"exit status {process.returncode}: {last_line}"
+
+
+def try_mutation(copy: Path, mutation: Mutation) -> tuple[str, str]:
+    """("killed", by which test), ("SURVIVED", "") or ("ERROR", why)."""
+    path = copy / mutation.file
+    source = path.read_text("utf-8")
+    occurrences = source.count(mutation.old)
+    if occurrences != 1:
+        return "ERROR", f"stale entry: its old text occurs {occurrences} times"
+    path.write_text(source.replace(mutation.old, mutation.new), "utf-8")
+    try:
+        result, reason = run_tests(copy, mutation.target)
+    finally:
+        path.write_text(source, "utf-8")
+    return {"passed": "SURVIVED", "failed": "killed", "error": "ERROR"}[result], reason
+
+
+def copy_repository(folder: Path) -> Path:
+    """A copy in the folder, with ../shared beside it where there is one."""
+    shutil.copytree(ROOT, folder / "copy", ignore=LEFT_OUT)
+    shared = ROOT.parent / "shared"
+    if shared.is_dir():
+        (folder / "shared").symlink_to(shared)
+    return folder / "copy"
+
+
+def run_all(mutations: list[Mutation], folder: Path, jobs: int) -> dict[str, int]:
+    """Print a line for each mutation; how many were killed, survived or could not be tried."""
+    copies = Queue()
+    for job in range(jobs):
+        copies.put(copy_repository(folder / str(job)))
+
+    def in_a_copy(work, argument):
+        copy = copies.get()
+        try:
+            return work(copy, argument)
+        finally:
+            copies.put(copy)
+
+    def attempt(mutation: Mutation) -> tuple[str, str]:
+        if mutation.target in red_targets:
+            return "ERROR", f"{mutation.target} fails without it"
+        return in_a_copy(try_mutation, mutation)
+
+    counts = {"killed": 0, "SURVIVED": 0, "ERROR": 0}
+    targets = list(dict.fromkeys(mutation.target for mutation in mutations))
+    red_targets = set()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        baseline = pool.map(lambda target: in_a_copy(run_tests, target), targets)
+        for target, (result, reason) in zip(targets, baseline):
+            if result != "passed":
+                red_targets.add(target)
+                print(f"RED      {target} without a mutation: {reason}", flush=True)
+        for mutation, (result, reason) in zip(mutations, pool.map(attempt, mutations)):
+            counts[result] += 1
+            print(f"{result:8} {mutation}{reason and f' ({reason})'}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return counts
+
+
+def main():
+    """Try the mutations that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("word", nargs="?", default="", help="of a file or a description")
+    parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at once")
+    arguments = parser.parse_args()
+    mutations = [mutation for mutation in MUTATIONS if arguments.word in str(mutation)]
+    if not mutations:
+        sys.exit(f"no mutation has {arguments.word!r} in its file or its description")
+    with tempfile.TemporaryDirectory() as folder:
+        counts = run_all(mutations, Path(folder), arguments.jobs)
+    errors = f", {counts['ERROR']} could not be tried" if counts["ERROR"] else ""
+    print(f"{counts['killed']} killed, {counts['SURVIVED']} survived{errors}")
+    sys.exit(counts["killed"] < len(mutations))
+
+
+if __name__ == "__main__":
+    main()
