@@ -80,7 +80,7 @@ def test_what_models_write_is_read(text, feedback):
 
 
 plain_critiques = st.text(
-    st.characters(exclude_characters="{}`", exclude_categories=["Cs"])).filter(str.strip)
+    st.characters(exclude_characters="{}`\0", exclude_categories=["Cs"])).filter(str.strip)
 
 
 @often
@@ -187,6 +187,7 @@ def test_nesting_of_any_depth_is_a_feedback_error(copies):
     ("one two one one", ["one", "two"], ["one", "one"], [(4, 7, 1)], [], 2),
     ("he said ha ha ha", ["ha ha"], [], [], [], 1),
     ("Bob ran home", ["Bob ran"], ["Bob ran"], [(0, 7, 1), (0, 7, -1)], [], 0),
+    ("two words here", [" two\nwords\n"], [], [(0, 9, 1)], [], 0),
     # the exact match is preferred to the normalised
     ("“a” and \"a\" and ‘a’", ['"a"'], [], [(8, 11, 1)], [], 0),
     ("caf\u00e9 cafe\u0301", ["cafe\u0301"], [], [(5, 10, 1)], [], 0)])
@@ -303,7 +304,7 @@ def plain(text: str) -> str:
 
 forms = [("a",), ("b",), ("中",), ("🎉",), (" ", "\u00a0", "\n", "  "), (*"'‘’‚‛`´",),
          (*'"“”„‟«»',), ("\u00e9", "e\u0301"), ("\ud55c", "\u1112\u1161\u11ab"),
-         ("\u1e69", "s\u0323\u0307", "s\u0307\u0323"), ("が", "か\u3099"),
+         ("\u1e69", "s\u0323\u0307", "s\u0307\u0323"),
          ("\u0929", "\u0928\u093c"), ("\u0622", "\u0627\u0653")]
 units = st.sampled_from(forms).flatmap(
     lambda ways: st.tuples(st.sampled_from(ways), st.sampled_from(ways)))

@@ -115,6 +115,9 @@ ATTACKS = {
         "for word in (b'passed', b'0' * 32 + b' passed', b'\\n0\\n', b'\\npassed\\n0\\n'):\n"
         "    for fd in range(1, 30):\n        try:\n            os.write(fd, word)\n"
         "        except OSError:\n            pass\nos._exit(0)"),
+    "guess the token": (
+        "error", "import os\nfor fd in range(3, 30):\n    try:\n"
+        "        os.write(fd, b'guess passed')\n    except OSError:\n        pass\nos._exit(0)"),
     # Reads, deletes or plants one.
     "take the caller's keys": (
         "error", LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
@@ -123,11 +126,12 @@ ATTACKS = {
         f"for ring in (-2, -3, -4, -5)]\ndeleted = call({KEYCTL}, 7, -3) == 0\n"
         f"assert max(key, *planted) > 0 or deleted"),
     "blind the watcher": ("memory", BLIND),
+    "change its root": ("error", "import os\nos.mkdir('x')\nos.chroot('x')"),
     "memory that no process maps": (
         "error", "import os\nfile = os.memfd_create('x')\nos.write(file, bytes(1 << 20))")}
 # Which user runs these makes no difference to what stops them.
 ALIKE = {"memory bomb", "endless loop", "ignore the end of the time", "fake verdict",
-         "unkillable signal handler"}
+         "guess the token", "unkillable signal handler"}
 IS_ROOT = sys.platform == "linux" and os.geteuid() == 0
 AS_ITSELF = [pytest.param(name, None, id=f"{name}-itself") for name in ATTACKS]
 AS_NOBODY = [pytest.param(name, 65534, id=f"{name}-unprivileged")

@@ -270,10 +270,11 @@ def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
 
 # ── Reward designs
 
-def rollouts_of(tokenizer, n=6):
-    """Summaries with faults, the last one of six is empty."""
-    rows = toy.rows("train", n)
-    texts = [*map(faulty, rows[:5])] + [""] * (n == 6)
+def rollouts_of(tokenizer, start=0, end=6):
+    """Some of six summaries with faults, of which the last is empty."""
+    rows = toy.rows("train", 6)
+    texts = [*map(faulty, rows[:5]), ""][start:end]
+    rows = rows[start:end]
     ids = [encode_answer(tokenizer, text) for text in texts]
     prompts = [get_task("toy").policy_prompt(row) for row in rows]
     asked = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -344,7 +345,7 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
 
     The random numbers behind a critique are those of its rollout, in any batch.
     """
-    config, alone = Config(), rollouts_of(toy_model[1], 1)
+    config, alone = Config(), rollouts_of(toy_model[1], 2, 3)
     text, offsets = alone.texts[0], alone.offsets[0]
     fact = toy.said_facts(text)[0][2]
     good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
@@ -365,7 +366,7 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
     (texts, temperature, draws), (*_, all_draws) = calls
     assert texts == [text] * 4 and temperature == 1.0
     assert draws.shape == (4, config.max_critique_tokens)
-    assert torch.equal(draws, all_draws[:4]) and not torch.equal(draws, all_draws[4:8])
+    assert torch.equal(draws, all_draws[8:12]) and not torch.equal(draws, all_draws[:4])
     assert len({*draws[:, 0].tolist()}) == 4
 
 
@@ -462,7 +463,7 @@ def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
     """
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 4, 8))
-    batch = rollouts_of(tokenizer, 4)
+    batch = rollouts_of(tokenizer, 2)
     shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in range(4)], tokenizer)
     parameters, rows = lora_parameters(model, "policy"), [0, 1, 2, 3]
     distil(model, batch.part(rows), shown.part(rows), 0.5)

@@ -8,20 +8,19 @@ and a machine without namespaces runs them too.
 import gzip
 import json
 import math
-import re
-from itertools import combinations
+from itertools import combinations, cycle
 
 import numpy as np
 import pytest
-from helpers import SLOW
 import torch
+from helpers import SLOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import InputError
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
                                  extract_code, read_arc, read_problems)
-from data import InputError
 from model import add_lora, use_lora
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
@@ -87,33 +86,26 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
     assert not bad["base"] and not bad["plus"] and bad["status"] in ("failed", "error")
 
 
-@pytest.mark.parametrize("text, words", [
-    (b"[]", ["no rows"]), (gzip.compress(b"{", mtime=0), ["line 1", "JSON"]),
-    (b'[{"a": 1}, 3]', ["row 1", "field"]), (b"\x1f\x8bnothing", ["gzip"]),
-    *((json.dumps({k: v for k, v in row.items() if k != name}).encode(), ["row 1", name])
+@pytest.mark.parametrize("rows, message", [
+    *(([{key: value for key, value in row.items() if key != name}], f"row 1: .*{name}")
       for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (FULL, "base_input"),
                         (MBPP, "test_list"), (SANITIZED, "prompt"))),
-    *((json.dumps(row).encode() + b"\n" + json.dumps(row | more | {"task_id": "x/1"}).encode(),
-       ["row 2", words])
-      for row, more, words in (
-          (HUMANEVAL, {"base_input": [[1]], "plus_input": [[1]], "atol": 0}, "'plus_input'"),
-          (MBPP, {"plus_input": [[1]]}, "+ tests"),
-          (SANITIZED, {"test": "assertion(grow(1), 2)"}, "+ tests"))),
-    (json.dumps(FULL).encode() + b"\n" + json.dumps(HUMANEVAL).encode(),
-     ["row 2", "'plus_input'"]),
-    (json.dumps({"id": "a", "question": {}, "answerKey": "A"}).encode(),
-     ["'task_id' is missing"]),
-    (json.dumps(MBPP | {"test_list": ["assert other(1)"]}).encode(), ["row 1", "IndexError"]),
-    (json.dumps(MBPP | {"test_list": ["assert grow(1"]}).encode(), ["row 1", "SyntaxError"]),
-    (json.dumps(SHARED | {"base_input": [[1, 2]]}).encode(), ["row 1", "TypeError"]),
-    (json.dumps(SHARED | {"base_input": []}).encode(),
-     ["row 1", "which every program would pass"]),
-])
-def test_a_file_of_another_form_is_named_with_its_row_and_field(text, words, tmp_path):
-    (tmp_path / "bad.jsonl").write_bytes(text)
-    with pytest.raises(InputError) as caught:
+    ([HUMANEVAL, FULL], "row 2: .*'plus_input'"), ([FULL, HUMANEVAL], "row 2: .*'plus_input'"),
+    ([MBPP, MBPP | {"plus_input": [[1]]}], r"row 2: .*\+ tests"),
+    ([SANITIZED, SANITIZED | {"test": "assertion(grow(1), 2)"}], r"row 2: .*\+ tests"),
+    ([MBPP | {"test_list": ["assert other(1)"]}], "row 1: .*IndexError"),
+    ([MBPP | {"test_list": ["assert grow(1"]}], "row 1: .*SyntaxError"),
+    ([SHARED | {"base_input": [[1, 2]]}], "row 1: .*TypeError"),
+    ([SHARED | {"base_input": []}], "row 1: .*which every program would pass")])
+def test_rows_of_another_form_are_named_with_the_field(rows, message, tmp_path):
+    with pytest.raises(InputError, match=f"bad.jsonl, {message}"):
+        read_problems(write(tmp_path / "bad.jsonl", *rows))
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b"\x1f\x8bnothing")
+    with pytest.raises(InputError, match="bad.jsonl.* gzip"):
         read_problems(tmp_path / "bad.jsonl")
-    assert all(word in str(caught.value) for word in ["bad.jsonl", *words]), caught.value
 
 
 @pytest.mark.parametrize("task, args, expected", [
@@ -133,15 +125,15 @@ def test_arguments_that_json_cannot_hold_are_made_again(task, args, expected):
 # ── Prompts and answers
 
 def test_prompts_show_the_signature_or_the_asserts(tmp_path):
-    assert (HEAD in code_prompt(problem(tmp_path))
-            and "Complete" in code_prompt(problem(tmp_path)))
+    prompt = code_prompt(problem(tmp_path))
+    assert HEAD in prompt and "Complete" in prompt
     for row in (MBPP, SANITIZED):
-        told = code_prompt(problem(tmp_path, row))
-        assert ("Add one." in told and all(test in told for test in row["test_list"])
-                and row["code"] not in told)
-    told = code_prompt(problem(tmp_path, SHARED))
-    assert ('Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in told
-            and '"""' not in told)
+        prompt = code_prompt(problem(tmp_path, row))
+        assert "Add one." in prompt and all(test in prompt for test in row["test_list"])
+        assert row["code"] not in prompt
+    prompt = code_prompt(problem(tmp_path, SHARED))
+    assert 'Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in prompt
+    assert '"""' not in prompt
 
 
 RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
@@ -149,12 +141,9 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
 
 @pytest.mark.parametrize("response, kept, left", [
     (f"Sure!\n```python\n{RIGHT}```\nThis adds one.", "", "Sure"),
-    (f"~~~\n{RIGHT}~~~", "", "~"), (f"````py\n{RIGHT}````", "", "`"),
-    (f"```python\n{RIGHT}", "", "`"),                             # never closed
-    (f"```python\r\n{RIGHT}```".replace("\n", "\r\n"), "", "\r"),
+    (f"```python\n{RIGHT}\n\ndef other(x):\n    '''never", "", "other"),      # cut off
     (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
      "```python\ndef grow(x):\n    return 0\n```", "", "return 0"),
-    ("1. Do it:\n   ```python\n   def grow(x):\n       return x + 1\n   ```", "", "1."),
     ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n"
      "```python\ndef grow(x):\n    return more(x)\n```", "ONE = 1", "and"),
     (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}"
@@ -162,12 +151,8 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
      "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    (RIGHT.replace("y = 1", "'''\n    ```\n    grow(1)\n    ```'''\n    y = 1"),
-     "grow(1)", "#"),                                             # unfenced
-    ("```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
-     "import List", "#"),                                         # the prompt's
     ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
-     "List", "print"),
+     "import List", "print"),                                     # the prompt's
     ("grow = lambda x: x + 1", "lambda", "def grow"),
     ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```",
      "lru_cache", "#"),
@@ -188,24 +173,11 @@ def test_the_program_is_found_and_nothing_but_what_it_needs(response, kept, left
 
 
 @pytest.mark.parametrize("response", [
-    "", "I cannot do that.", "```\n```", "def grow(x", "\0", "(" * 5000, "grow " * 5000])
-def test_no_code_is_an_empty_program(response, tmp_path):
+    "", "I cannot do that.", "```\n```", "def grow(x", "\0", "(" * 5000, "grow " * 5000,
+    "```python\ndef other(x):\n    return x + 1\n```", "```python\nprint('grow')\n```",
+    "```python\nreturn\n```"])
+def test_an_answer_without_the_function_is_an_empty_program(response, tmp_path):
     assert extract_code(response, problem(tmp_path)) == ""
-
-
-@pytest.mark.parametrize("answer", ["def other(x):\n    return x + 1", "print('grow')",
-                                    "def grow():\n    return 2", "return"])
-def test_code_that_is_not_the_function_fails(answer, tmp_path):
-    found, said = problem(tmp_path), f"```python\n{answer}\n```"
-    assert not run([found], extract_code(said, found))[0]["base"]
-    kept = (answer + "\n") * ("grow(" in answer)
-    assert extract_code(said, problem(tmp_path, MBPP)) == kept
-
-
-def test_an_answer_that_was_cut_off_keeps_what_can_be_read(tmp_path):
-    said = f"```python\n{RIGHT}\n\ndef other(x):\n    '''never"
-    code = extract_code(said, problem(tmp_path))
-    assert code.endswith(RIGHT) and "other" not in code
 
 
 def test_what_the_asserts_of_mbpp_use_is_kept(tmp_path):
@@ -266,13 +238,13 @@ def test_outputs_agree_where_numpy_says_so(out, expected, atol):
     ("check_str", ("a",), None, [None, False], [1, True]),
 ])
 def test_tasks_with_more_than_one_right_output(task, args, expected, right, wrong):
-    assert all(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args)
-               for out in right)
-    assert not any(agrees(out, expected, 1e-4 if task == "find_zero" else 0, task, args)
-                   for out in wrong)
+    atol = 1e-4 if task == "find_zero" else 0
+    assert all(agrees(output, expected, atol, task, args) for output in right)
+    assert not any(agrees(output, expected, atol, task, args) for output in wrong)
 
 
-def test_the_reference_sees_fresh_inputs_and_the_solution_no_output(tmp_path):
+def test_no_program_passes_by_its_inputs_its_frames_or_a_value_that_lies(tmp_path):
+    """The reference sees fresh inputs, the solution no output; values are made plain."""
     [found] = read_problems(write(tmp_path / "p", PLUS | {
         "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
         "plus_input": []}))
@@ -281,27 +253,11 @@ def test_the_reference_sees_fresh_inputs_and_the_solution_no_output(tmp_path):
     peeks = "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')"
     counts = ("def grow(x, calls=[]):\n    calls.append(1)\n"
               "    return sorted(x) if len(calls) < 3 else 1 / 0")
-    assert ([row["base"] for row in run([found], clears, lazy, peeks, counts)]
-            == [True, False, False, True])
-
-
-ROOT_OF = PLUS | {"entry_point": "find_zero",
-                  "prompt": 'def find_zero(xs):\n    """A root."""\n', "atol": 1e-4,
-                  "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]],
-                  "plus_input": []}
-
-
-@pytest.mark.parametrize("row, lie", [
-    (ROOT_OF, "class Liar(float):\n    def __pow__(self, power): return 0.0\n"
-              "def find_zero(xs): return Liar(1)"),
-    (PLUS, "class Liar(int):\n    def __eq__(self, other): return True\n"
-           "def grow(x): return Liar(0)"),
-    (SHARED, "class Liar(tuple):\n    def __eq__(self, other): return True\n"
-             "    __hash__ = None\ndef similar_elements(a, b): return Liar([0])"),
-    (PLUS, "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0")])
-def test_a_value_that_lies_is_compared_as_what_it_is(row, lie, tmp_path):
-    found = problem(tmp_path, row)
-    assert [one["base"] for one in run([found], found.solution, lie)] == [True, False]
+    liar = ("class Liar(list):\n    def __eq__(self, other): return True\n"
+            "def grow(x): return Liar()")
+    empties = "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0"
+    rows = run([found], clears, lazy, peeks, counts, liar, empties)
+    assert [row["base"] for row in rows] == [True, False, False, True, False, False]
 
 
 # ── Execution and pass@k
@@ -337,7 +293,9 @@ def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, sh
     problems = read_problems(shared / "data" / name)
     assert len(problems) == count
     some = problems[:: every if SLOW else 4 * every]
-    rows = run(some, *(extract_code(f"So:\n```python\n{p.solution}\n```\n", p) for p in some))
+    forms = ["So:\n```python\n{}\n```\n", "```python\n{}", "Here:\n\n{}\nThis is why it works."]
+    answers = [form.replace("{}", p.solution) for form, p in zip(cycle(forms), some)]
+    rows = run(some, *map(extract_code, answers, some))
     assert [row for row in rows if not row["base"] or row["plus"] is False] == []
     assert {row["plus"] for row in rows} == {True if "Plus" in name else None}
     some = problems[:: 8 if SLOW else 32]
@@ -350,24 +308,11 @@ def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
     """evalplus found them; the tests of HumanEval did not."""
     own = {p.task_id: p.solution for p in read_problems(shared / "data" / "HumanEval.jsonl.gz")}
     wrong = [f"HumanEval/{number}" for number in (111, 122, 124, 132, 150)]
-    problems = [
-        p for p in read_problems(shared / "data" / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz")
-        if p.task_id in wrong]
+    path = shared / "data" / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz"
+    problems = [problem for problem in read_problems(path) if problem.task_id in wrong]
     rows = run(problems, *(own[task] for task in wrong))
     assert [(row["id"], row["base"], row["plus"], row["status"]) for row in rows] == [
         (task, True, False, "failed") for task in wrong]
-
-
-@pytest.mark.parametrize("form", ["no end", "prose"])
-def test_published_solutions_are_found_however_they_are_written(form, shared):
-    for p in read_problems(shared / "data" / "HumanEval.jsonl.gz"):
-        answer = {"no end": f"```python\n{p.solution}",
-                  "prose": f"Here:\n\n{p.solution}\nThis is why it works."}[form]
-        names, whole = {}, {}
-        exec(extract_code(answer, p), names)
-        exec(p.solution, whole)
-        ours, theirs = names[p.entry_point].__code__, whole[p.entry_point].__code__
-        assert (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names), p.task_id
 
 
 # ── ARC
@@ -378,36 +323,31 @@ def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **
             {"text": text, "label": label} for text, label in zip(choices, labels)]}} | fields
 
 
-def test_arc_rows_of_any_number_of_choices_and_either_kind_of_label(tmp_path):
-    rows = read_arc(write(tmp_path / "a", arc_row(), arc_row("E", "abcde", "ABCDE"),
-                          zipped=True))
-    assert rows[0] == {"id": "q", "question": "Which colour is it?",
-                       "choices": ["red", "blue", "a dark green"], "answer": 1}
-    assert rows[1]["choices"] == list("abcde") and rows[1]["answer"] == 4
-
-
-@pytest.mark.parametrize("row, words", [
-    (arc_row("4"), "'4' is not in list"),
-    (arc_row(question={"stem": "s"}), "KeyError('choices')"),
-    (arc_row(question={"stem": "s", "choices": ["a", "b"]}), "TypeError"),
-    (arc_row("A", ["", "b"], "AB"), "a choice without a text"),
-    (arc_row(question="s"), "TypeError"),
-    ({"id": "q", "question": {}}, "'question' is missing"), (HUMANEVAL, "'id' is missing")])
-def test_arc_rows_of_another_form_are_named(row, words, tmp_path):
-    with pytest.raises(InputError) as caught:
+@pytest.mark.parametrize("row, message", [
+    (arc_row("4"), "row 2: .*'4' is not in list"),
+    (arc_row(question={"stem": "s"}), "row 2: .*KeyError.'choices'"),
+    (arc_row("A", ["", "b"], "AB"), "row 2: .*a choice without a text"),
+    (arc_row(question="s"), "row 2: .*TypeError"),
+    (HUMANEVAL, "line 3: field 'id' is missing")])       # of blank lines, `write` writes one
+def test_arc_rows_of_another_form_are_named(row, message, tmp_path):
+    with pytest.raises(InputError, match=f"bad, {message}"):
         read_arc(write(tmp_path / "bad", arc_row(), row))
-    assert re.search("row 2|line 3", str(caught.value)) and words in str(caught.value)
 
 
 def plainly(model, tokenizer, question, choice):
-    """Σ log p of the choice's tokens, from one row's logits."""
+    """Σ log p of the choice's tokens, from one row's logits.
+
+    Of a text that is longer than the context, the end is read, as in the harness.
+    """
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     start = len(bos + encode(f"Question: {question}\nAnswer:"))
-    ids = torch.tensor([bos + encode(f"Question: {question}\nAnswer: {choice}")])
+    ids = bos + encode(f"Question: {question}\nAnswer: {choice}")
+    size = len(ids) - start
+    ids = torch.tensor([ids[-model.config.max_position_embeddings:]])
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)
-    return sum(logprobs[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
+    return logprobs.gather(1, ids[0, 1:, None])[-size:].sum().item()
 
 
 def assert_plain(model, tokenizer, rows, adapter=None):
@@ -426,9 +366,14 @@ def assert_plain(model, tokenizer, rows, adapter=None):
 
 
 def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
+    """Rows with three and with five choices, one of them too long for the context."""
     five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
-    long = arc_row(question=arc_row()["question"] | {"stem": "Is it? " * 9})
-    rows = read_arc(write(tmp_path / "a", arc_row(), five, long))
+    long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
+    rows = read_arc(write(tmp_path / "a", arc_row(), five, long, zipped=True))
+    assert rows[0] == {"id": "q", "question": "Which colour is it?",
+                       "choices": ["red", "blue", "a dark green"], "answer": 1}
+    assert rows[1]["choices"] == ["x", "yes", "no it is", "blue", "green"]
+    assert rows[1]["answer"] == 4
     for tensor in add_lora(toy_model[0], "trained", r=4):
         torch.nn.init.normal_(tensor, std=0.3)
     base, trained = (assert_plain(*toy_model, rows, adapter) for adapter in (None, "trained"))
@@ -441,25 +386,10 @@ def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table
     assert_plain(*stories, [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7])
 
 
-@pytest.mark.parametrize("answer, expected",
-                         [(0, (0.0, 1.0)), (1, (1.0, 0.0)), (2, (0.0, 0.0))])
-def test_the_norm_is_per_character_and_the_first_of_equals_wins(answer, expected):
-    row = {"id": "q", "question": "", "choices": ["four", "a", "b"], "answer": answer}
-    [scores] = arc_scores([row], [[-4.0, -2.0, -2.0]])
-    assert (scores["accuracy"], scores["accuracy_norm"]) == expected
+def test_the_norm_is_per_character_and_the_first_of_equals_wins():
+    rows = [{"id": "q", "choices": ["four", "a", "b"], "answer": answer} for answer in range(3)]
+    scores = arc_scores(rows, 3 * [[-4.0, -2.0, -2.0]])
+    assert [row["accuracy"] for row in scores] == [0, 1, 0]
+    assert [row["accuracy_norm"] for row in scores] == [1, 0, 0]
     with pytest.raises(InputError, match="ARC row q: .* not finite"):
-        arc_scores([row], [[-1.0, math.nan, -1.0]])
-
-
-def test_of_a_question_beyond_the_context_the_end_is_read(toy_model):
-    """As the harness cuts it: the row is scored, and not left out."""
-    model, tokenizer = toy_model
-    row = {"id": "long", "question": "why? " * 600, "choices": ["a", "b c"], "answer": 0}
-    found, = choice_logprobs(model, tokenizer, [row])
-    for choice, score in zip(row["choices"], found):
-        ids = tokenizer(f"Question: {row['question']}\nAnswer: {choice}",
-                        add_special_tokens=False).input_ids
-        ids = torch.tensor([ids[-model.config.max_position_embeddings:]])
-        y = len(tokenizer(f" {choice}", add_special_tokens=False).input_ids)
-        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        assert score == pytest.approx(logprobs[-y:].sum().item(), abs=1e-4)
+        arc_scores(rows, 3 * [[-1.0, math.nan, -1.0]])

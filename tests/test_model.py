@@ -5,22 +5,21 @@ import json
 import os
 import shutil
 import warnings
-from collections import Counter
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
 import torch
+from helpers import ROOT, randomise
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
-                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
-                          Qwen2ForCausalLM)
+                          GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig,
+                          PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM)
 
 import model as model_file
 import sampling
@@ -28,8 +27,7 @@ from data import InputError
 from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
                    checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids,
                    fingerprint, keep_checkpoint, load_checkpoint, load_lora, load_model,
-                   lock_directory, lora_parameters, newest_checkpoint, response_hidden,
-                   save_checkpoint, save_lora, use_lora)
+                   newest_checkpoint, response_hidden, save_checkpoint, save_lora, use_lora)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -49,6 +47,16 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA o
 def base(request):
     """Each of the two real checkpoints in turn."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture()
+def gpt(tiny):
+    """A tiny GPT-2: it learns absolute positions, and its linear layers are Conv1D."""
+    path = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
+    return load_model(path, device="cpu")
+
+
+with_positions = pytest.mark.parametrize("base", ["toy_model", "stories", "gpt"], indirect=True)
 
 
 @pytest.fixture()
@@ -122,17 +130,12 @@ def logits_of(model, ids):
         return model(torch.tensor([ids])).logits[0]
 
 
-def randomise(parameters, std=0.2):
-    for parameter in parameters:
-        torch.nn.init.normal_(parameter, std=std)
-
-
 def peft_adapter(model, directory, targets=("q_proj", "v_proj"), **options):
     """An adapter with random weights, made and saved by PEFT on a fresh copy of the base."""
     fresh = AutoModelForCausalLM.from_pretrained(directory_of(model))
     peft = get_peft_model(fresh, LoraConfig(r=3, lora_alpha=7, target_modules=list(targets),
                                             task_type="CAUSAL_LM", **options))
-    randomise(p for name, p in peft.named_parameters() if "lora_" in name)
+    randomise((p for name, p in peft.named_parameters() if "lora_" in name), 0.2)
     peft.save_pretrained(directory)
     return peft.eval()
 
@@ -147,7 +150,12 @@ def transformers_greedy(model, prompts, max_new_tokens, eos):
     ids, mask, *_ = pad_batch(prompts, [])
     out = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=eos,
                          max_new_tokens=max_new_tokens, pad_token_id=0)
-    return [up_to_eos(row, eos) for row in out[:, ids.shape[1]:].tolist()]
+    rows = [up_to_eos(row, eos) for row in out[:, ids.shape[1]:].tolist()]
+    for prompt, row in zip(prompts, rows):
+        likeliest = logits_of(model, prompt + row)[len(prompt) - 1 : -1].topk(2).values
+        # Over all tests the smallest gap is 0.0014; rounding moves logits by less than 1e-5.
+        assert likeliest.diff().abs().min() > 1e-4, "rounding must not decide a token"
+    return rows
 
 
 def staggering_eos(rows):
@@ -193,30 +201,22 @@ class Outputs(TorchDispatchMode):
 # ── token_logprobs
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [(1, 0), (0, 1), (1, 1)], ids=["log π", "entropy", "both"])
 @pytest.mark.parametrize("n, temperature", [(1, 0.6), (7, 1.0), (64, 0.6), (1100, 1.0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, parts, device):
+def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, device):
     """Values, and gradients in the hidden states under a random upstream gradient, of each."""
     hidden, weight, targets, *upstream = drawn(n, 203, 24, dtype, device)
-    ours = both(hidden, weight, targets, temperature)
-    theirs = naive(hidden, weight, targets, temperature)
-    for a, b in zip(ours, theirs):
-        assert a.dtype == torch.float32 and relative(a, b) < RELATIVE[dtype]
-    alone = token_logprobs(hidden, weight, targets, temperature)
+    all_ours = both(hidden, weight, targets, temperature)
+    all_theirs = naive(hidden, weight, targets, temperature)
+    for ours, theirs, up in zip(all_ours, all_theirs, upstream):
+        assert ours.dtype == torch.float32 and relative(ours, theirs) < RELATIVE[dtype]
+        gradient, expected = (torch.autograd.grad((x * up).sum(), hidden, retain_graph=True)[0]
+                              for x in (ours, theirs))
+        exact = 1e-12 if dtype == torch.float64 else RELATIVE[dtype]
+        assert gradient.dtype == dtype and relative(gradient, expected) < exact
     with torch.no_grad():
         unlearnt = token_logprobs(hidden, weight, targets, temperature)
-    assert torch.equal(alone, unlearnt) and not unlearnt.requires_grad
-
-    def gradient(values):
-        loss = sum((x * up * on).sum() for x, up, on in zip(values, upstream, parts))
-        return torch.autograd.grad(loss, hidden)[0]
-
-    ours, theirs = gradient(ours), gradient(theirs)
-    exact = 1e-12 if dtype == torch.float64 else RELATIVE[dtype]
-    assert ours.dtype == dtype and relative(ours, theirs) < exact
-    if parts == (1, 0):
-        assert torch.equal(alone, unlearnt) and relative(gradient([alone]), theirs) < exact
+    assert torch.equal(all_ours[0], unlearnt) and not unlearnt.requires_grad
 
 
 def test_entropy_of_a_flat_and_of_a_certain_distribution():
@@ -229,155 +229,97 @@ def test_entropy_of_a_flat_and_of_a_certain_distribution():
         assert none.shape == (0,), "an empty batch is not an error"
 
 
-@pytest.mark.parametrize("n, share", [(512, 4), (7, 1)])
+@pytest.mark.parametrize("n, most", [(512, 512 * 1024), (7, 7 * 4095)])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_the_logits_never_exist_at_once(dtype, n, share, monkeypatch):
+def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
     """No operator of forward or backward returns N·V numbers, nor a gradient of the head."""
     v, h = 4096, 32
     monkeypatch.setattr(sampling, "LOGITS", n * v // 8)
-    hidden, weight, targets, upstream, upstream_entropy = drawn(n, v, h, dtype)
+    hidden, weight, targets, *upstream = drawn(n, v, h, dtype)
 
-    def numel(function):
-        with Outputs() as seen:
+    def sizes(function):
+        with Outputs() as outputs:
             logp, entropy = function(hidden, weight, targets, 1.0)
-            (logp * upstream + entropy * upstream_entropy).sum().backward()
+            (logp * upstream[0] + entropy * upstream[1]).sum().backward()
         head = weight.untyped_storage().data_ptr()
-        return [t.numel() for t in seen.tensors if t.untyped_storage().data_ptr() != head]
+        return [t.numel() for t in outputs.tensors if t.untyped_storage().data_ptr() != head]
 
-    ours = numel(both)
-    assert max(numel(naive)) >= n * v, "the recorder must see the tensor where it is made"
-    assert max(ours) < n * v and max(ours) <= n * v / share and v * h not in ours
-
-
-def test_assertions_mirror_the_equations(toy_model, monkeypatch):
-    """Each is broken once: shapes, a head that trains, a draw without its u, a hole in a mask,
-    a tile that is lost, tiles that are read twice, and rows that go on after their EOS."""
-    model, ones = toy_model[0], torch.ones(1, 2).long()
-    hidden, weight, targets, *_ = drawn(5, 2600, 4, torch.float32)
-    tiles = sampling._tiles(5, weight)
-
-    def broken(match, call, *arguments, **options):
-        with pytest.raises(AssertionError, match=match):
-            call(*arguments, **options)
-
-    broken("one y_i for each token", token_logprobs, hidden, weight, targets[:3])
-    broken("frozen", token_logprobs, hidden, weight.clone().requires_grad_(), targets)
-    broken("l.11", generate, model, [[5]], 3, uniforms=torch.rand(2, 3))
-    broken("l.22", response_hidden, model, ones, torch.tensor([[1, 0]]), ones, ones)
-    with monkeypatch.context() as patched:
-        patched.setattr(sampling, "_tiles", lambda *_: tiles[1:])
-        broken(r"log π\(y\) ≤ 0", token_logprobs, hidden * 0 - 1, weight.abs() + 9, targets * 0)
-        patched.setattr(sampling.math, "log", lambda v: 1.0)
-        broken("≤ log V", token_entropy, hidden * 0, weight)
-        patched.setattr(torch, "isin", lambda ids, ends: ids < 0)
-        broken("at its end alone", generate, model, [[5]], 9, eos_token_id=list(range(719)))
+    assert max(sizes(naive)) >= n * v, "the recorder must see the tensor where it is made"
+    ours = sizes(both)
+    assert max(ours) <= most and v * h not in ours
 
 
 # ── LoRA
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "gate_proj")])
 def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
-    """The logits and gradients of PEFT; and save_lora gives back what PEFT had written."""
+    """The logits and gradients of PEFT; dropout in training; PEFT reads save_lora's files."""
     model, tokenizer = base
     ids = tokenizer(LONG).input_ids
-    peft = peft_adapter(model, tmp_path / "peft", targets)
+    peft = peft_adapter(model, tmp_path / "peft", targets, lora_dropout=0.5)
     theirs, bare = logits_of(peft, ids), logits_of(model, ids)
     load_lora(model, "policy", tmp_path / "peft")
     with use_lora(model, "policy"):
         torch.testing.assert_close(logits_of(model, ids), theirs, atol=1e-4, rtol=1e-5)
         model(torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
+        model.train()
+        assert not torch.equal(logits_of(model, ids), logits_of(model, ids))
     assert torch.equal(logits_of(model, ids), bare) and (theirs - bare).abs().max() > 0.1
     for name, p in peft.named_parameters():
         p.requires_grad_("lora_" in name)
     peft(torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
-    gradients = {name.replace(".default", ".policy").removeprefix("base_model.model."): p.grad
+    gradients = {name.replace(".default", "").removeprefix("base_model.model."): p.grad
                  for name, p in peft.named_parameters() if "lora_" in name}
-    ours = {name.replace(".weight", ""): p.grad for name, p in model.named_parameters()
+    ours = {name.replace(".policy", ".weight"): p.grad for name, p in model.named_parameters()
             if "lora_" in name}
-    assert len(ours) == 2 * 2 * model.config.num_hidden_layers
-    for name, gradient in gradients.items():
-        assert relative(ours[name.replace(".weight", "")], gradient) < 1e-4
+    assert ours.keys() == gradients.keys() and len(ours) == 4 * model.config.num_hidden_layers
+    assert all(relative(ours[name], gradients[name]) < 1e-4 for name in ours)
     save_lora(model, "policy", tmp_path / "again")
     fresh = AutoModelForCausalLM.from_pretrained(directory_of(model))
     again = PeftModel.from_pretrained(fresh, tmp_path / "again")
     assert torch.equal(logits_of(again, ids), theirs)
 
 
-def test_adapter_dropout_acts_in_training_on_the_adapter_alone(toy_model, tmp_path):
-    """As in PEFT: an adapter that has one is exact in evaluation, and random in training."""
-    model, tokenizer = toy_model
-    ids = tokenizer(LONG).input_ids
-    bare = logits_of(model, ids)
-    theirs = logits_of(peft_adapter(model, tmp_path / "peft", lora_dropout=0.5), ids)
-    load_lora(model, "policy", tmp_path / "peft")
-    with use_lora(model, "policy"):
-        torch.testing.assert_close(logits_of(model, ids), theirs, atol=1e-4, rtol=1e-5)
-        model.train()
-        assert not torch.equal(logits_of(model, ids), logits_of(model, ids))
-    assert torch.equal(logits_of(model, ids), bare)
-
-
-def test_a_fresh_adapter_changes_nothing_until_it_is_trained(base):
-    """B = 0 gives the bare base, bit for bit; B ≠ 0 does not."""
-    model, tokenizer = base
-    ids = tokenizer(LONG).input_ids
-    bare = logits_of(model, ids)
-    parameters = add_lora(model, "policy")
-    with use_lora(model, "policy"):
-        assert torch.equal(logits_of(model, ids), bare)
-        randomise(parameters)
-        assert not torch.allclose(logits_of(model, ids), bare, atol=0.1)
-    assert torch.equal(logits_of(model, ids), bare)
-
-
 def test_two_adapters_do_not_mix(toy_model, tmp_path):
-    """Each gives what it gives alone; None is the base; what was active before comes back."""
+    """Each gives what it gives alone. What was before comes back; no merged weights stay."""
     model, tokenizer = toy_model
     ids = tokenizer(LONG).input_ids
     alone = {None: logits_of(model, ids)}
     for name, targets in (("policy", ("q_proj",)), ("reward", ("v_proj", "gate_proj"))):
         single, _ = load_model(directory_of(model), device="cpu")
-        randomise(add_lora(single, name, r=4, target_modules=targets))
+        parameters = add_lora(single, name, r=4, target_modules=targets)
         with use_lora(single, name):
+            assert torch.equal(logits_of(single, ids), alone[None])
+            randomise(parameters, 0.2)
             alone[name] = logits_of(single, ids)
         save_lora(single, name, tmp_path / name)
         load_lora(model, name, tmp_path / name)
     assert not any(torch.allclose(a, b, atol=0.1) for a, b in combinations(alone.values(), 2))
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     with use_lora(model, "policy"):
         for name in ("reward", None, "policy"):
             with use_lora(model, name):
                 assert torch.equal(logits_of(model, ids), alone[name])
             with use_lora(model, name, merge=True):
-                merged = logits_of(model, ids)
-                torch.testing.assert_close(merged, alone[name], atol=1e-4, rtol=1e-4)
-                assert torch.equal(merged, alone[name]) == (name is None)
+                assert any(layer.merged is not None for layer in layers) == (name is not None)
+                torch.testing.assert_close(logits_of(model, ids), alone[name],
+                                           atol=1e-4, rtol=1e-4)
                 with use_lora(model, "policy"):
                     assert torch.equal(logits_of(model, ids), alone["policy"])
         with pytest.raises(ZeroDivisionError), use_lora(model, "reward"):
             1 / 0
         assert torch.equal(logits_of(model, ids), alone["policy"])
-    assert torch.equal(logits_of(model, ids), alone[None])
-
-
-def test_only_the_active_adapter_learns(toy_model):
-    """Backward reaches A and B of the active adapter, nothing of the other nor of the base."""
-    model, tokenizer = toy_model
-    active, idle = add_lora(model, "policy"), add_lora(model, "reward")
-    randomise([*active, *idle])
-    with use_lora(model, "policy"):
-        model(torch.tensor([tokenizer(LONG).input_ids])).logits.logsumexp(-1).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in active)
-    learns = {id(p) for p in model.parameters() if p.grad is not None}
-    assert learns == {id(p) for p in lora_parameters(model, "policy")} == set(map(id, active))
-    trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    assert trainable == {id(p) for p in [*active, *idle]}
+    for name in ("policy", "reward"):
+        with use_lora(model, name, merge=True):
+            assert not torch.equal(logits_of(model, ids), alone[None])
+        assert torch.equal(logits_of(model, ids), alone[None])
 
 
 def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
-    """The update is made in float32 and rounded once: 99 % of it is float64's, bit for bit;
-    nor is it merged, where a small one would be lost."""
-    model, tokenizer = load_model(directory_of(toy_model[0]), dtype="bfloat16", device="cpu")
-    randomise(parameters := add_lora(model, "policy"))
+    """The update is made in float32 and rounded once; nor is it merged, which would lose it."""
+    model, _ = load_model(directory_of(toy_model[0]), dtype="bfloat16", device="cpu")
+    parameters = add_lora(model, "policy")
+    randomise(parameters, 0.2)
     assert {p.dtype for p in parameters} == {torch.float32}
     layer = model.model.layers[0].self_attn.q_proj
     x = torch.randn(5, model.config.hidden_size, dtype=torch.bfloat16)
@@ -385,7 +327,9 @@ def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
     with use_lora(model, "policy", merge=True), torch.no_grad():
         update = 2 * (x.double() @ A.double().T @ B.double().T)
         theirs = layer.base_layer(x) + update.bfloat16()
-        assert layer(x).dtype == torch.bfloat16 and (layer(x) == theirs).float().mean() > 0.99
+        assert layer(x).dtype == torch.bfloat16
+        # Over eight seeds all are equal; of an update in bfloat16 44 to 52 % are.
+        assert (layer(x) == theirs).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("architecture, config, extra", [
@@ -410,25 +354,21 @@ def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architectu
         torch.testing.assert_close(logits_of(model, ids), theirs, atol=1e-4, rtol=1e-4)
         ours = generate(model, prompts, 16, 0, eos)
         assert ours == transformers_greedy(model, prompts, 16, eos)
-    ours = generate(model, prompts, 16, 0, eos)
-    assert ours == transformers_greedy(model, prompts, 16, eos) == cut
+    assert generate(model, prompts, 16, 0, eos) == cut
+    assert transformers_greedy(model, prompts, 16, eos) == cut
 
 
 # ── load_model, fingerprint, ValueHead
 
 def test_half_precision_becomes_float32_on_a_cpu_unless_asked_for(toy_model, tmp_path):
     """A bfloat16 checkpoint loads as float32 on a CPU, same values; dtype= is obeyed."""
-    path = directory_of(toy_model[0])
-    half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    half.save_pretrained(tmp_path / "half")
-    toy_model[1].save_pretrained(tmp_path / "half")
+    half, tokenizer = load_model(directory_of(toy_model[0]), torch.bfloat16, "cpu")
     assert head_weight(half).dtype == torch.bfloat16
-    model, _ = load_model(tmp_path / "half", device="cpu")
+    half.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path, device="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(head_weight(model), head_weight(half).float())
-    for dtype in ("bfloat16", torch.bfloat16):
-        model, _ = load_model(tmp_path / "half", dtype, "cpu")
-        assert head_weight(model).dtype == torch.bfloat16
 
 
 def test_a_fingerprint_names_the_base_and_not_its_precision(toy_model, stories):
@@ -450,8 +390,8 @@ def test_value_head_is_zero_and_then_linear():
     """V = 0 at the start; with weights, w·h + b in float32 for every shape and dtype."""
     head = ValueHead(6)
     hidden = torch.randn(2, 3, 6)
-    assert torch.equal(head(hidden), torch.zeros(2, 3)) and head(hidden[0, 0]).shape == ()
-    randomise(head.parameters(), std=1)
+    assert torch.equal(head(hidden), torch.zeros(2, 3))
+    randomise(head.parameters())
     w, b = head.parameters()
     for h in (hidden, hidden.bfloat16()):
         torch.testing.assert_close(head(h), torch.einsum("btd,d->bt", h.float(), w[0]) + b)
@@ -460,21 +400,18 @@ def test_value_head_is_zero_and_then_linear():
 # ── Errors
 
 def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
-    """Nothing there; a pickle alone, which transformers could read; damaged safetensors."""
+    """Nothing there; a pickle alone; damaged safetensors; a tokenizer of another model."""
     model, tokenizer = toy_model
     refused(str(tmp_path / "nowhere"), load_model, tmp_path / "nowhere", device="cpu")
     refused("--model", load_model, str(tmp_path / "nowhere"), device="cpu")
-    model.config.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    model.config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")    # transformers reads it
     refused(str(tmp_path), load_model, tmp_path, device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     refused(str(tmp_path), load_model, tmp_path, device="cpu")
-
-
-def test_a_tokenizer_of_another_model_is_refused(toy_model, tmp_path):
-    small = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=8, intermediate_size=8,
-                                         num_hidden_layers=1, num_attention_heads=1))
-    small.save_pretrained(tmp_path), toy_model[1].save_pretrained(tmp_path)
+    model.resize_token_embeddings(500)
+    model.save_pretrained(tmp_path)
     refused("tokenizer has 900 tokens and the model 500", load_model, tmp_path, device="cpu")
 
 
@@ -507,57 +444,50 @@ def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
 
 
 def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
-    """By a layer that is absent, by shape, by half a pair, and, where all shapes fit, by the
-    fingerprint; the model stays as it was."""
+    """By shape, an absent layer, the head, the fingerprint, half a pair; the model stays."""
     model, _ = toy_model
-    peft_adapter(model, tmp_path / "toy")
-    small = tiny(MistralForCausalLM, MistralConfig, num_hidden_layers=3)
-    shallow = tiny(Qwen2ForCausalLM, Qwen2Config, "shallow", num_hidden_layers=1)
-    small, shallow = (load_model(path, device="cpu")[0] for path in (small, shallow))
-    refused("q_proj is [32, 32] here and [128, 128] in the adapter", load_lora, small, "policy",
-            tmp_path / "toy")
-    peft_adapter(small, tmp_path / "small")
-    refused("model.layers.1.self_attn.q_proj is absent", load_lora, shallow, "policy",
-            tmp_path / "small")
-    peft_adapter(small, tmp_path / "head", targets=("lm_head",))
-    refused("lm_head", load_lora, small, "policy", tmp_path / "head")
-    add_lora(model, "policy")
-    save_lora(model, "policy", tmp_path / "ours")
-    twin, _ = load_model(directory_of(model), device="cpu")
+    small, _ = load_model(tiny(MistralForCausalLM, MistralConfig, num_hidden_layers=3))
+    shallow, _ = load_model(tiny(Qwen2ForCausalLM, Qwen2Config, "shallow", num_hidden_layers=1))
+    twin, _ = load_model(directory_of(model))
     twin.get_input_embeddings().weight.data.mul_(1.1)
-    refused("another base", load_lora, twin, "policy", tmp_path / "ours")
-    tensors, _ = model_file.read_tensors(tmp_path / "ours" / "adapter_model.safetensors")
+    peft_adapter(model, tmp_path / "toy")
+    peft_adapter(small, tmp_path / "small")
+    peft_adapter(small, tmp_path / "head", targets=("lm_head",))
+    add_lora(model, "policy")
+    for name in ("ours", "half"):
+        save_lora(model, "policy", tmp_path / name)
+    path = tmp_path / "half" / "adapter_model.safetensors"
+    tensors = load_file(path)
     del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
-    model_file.save_file(tensors, tmp_path / "ours" / "adapter_model.safetensors")
-    refused("no LoRA pair", load_lora, twin, "policy", tmp_path / "ours")
-    for other in (small, shallow, twin):
+    save_file(tensors, path)
+    for other, adapter, message in (
+            (small, "toy", "q_proj is [32, 32] here and [128, 128] in the adapter"),
+            (shallow, "small", "model.layers.1.self_attn.q_proj is absent"),
+            (small, "head", "lm_head"), (twin, "ours", "another base"),
+            (twin, "half", "no LoRA pair")):
+        refused(message, load_lora, other, "policy", tmp_path / adapter)
         assert not any(isinstance(m, LoRALinear) for m in other.modules())
 
 
-@pytest.mark.parametrize("option", ["use_dora", "use_rslora", "lora_bias"])
-@pytest.mark.filterwarnings("ignore")                     # PEFT's, on what it is to make
-def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, option):
-    """What PEFT computes in another way is not loaded as if it were plain LoRA."""
-    peft_adapter(toy_model[0], tmp_path / "adapter", **{option: True})
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config[option] is True
-    refused(option, load_lora, toy_model[0], "policy", tmp_path / "adapter")
-
-
-@pytest.mark.parametrize("key", ["r", "lora_alpha"])
-def test_an_adapter_without_its_scale_is_refused(toy_model, tmp_path, key):
-    """Nothing is guessed in its place, and the model stays as it was."""
+@pytest.mark.parametrize("key, change, message", [
+    ("use_dora", {"use_dora": True}, "sets use_dora"),
+    ("use_rslora", {"use_rslora": True}, "sets use_rslora"),
+    ("lora_bias", {"lora_bias": True}, "sets lora_bias"),
+    ("r", {}, "r is not there"),
+    ("lora_alpha", {}, "lora_alpha is not there")])
+def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, message):
+    """What PEFT computes in another way; without its scale, for which nothing is guessed."""
     model, _ = toy_model
     peft_adapter(model, tmp_path)
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     del config[key]
-    path.write_text(json.dumps(config))
-    refused(f"{path}: {key} is not there", load_lora, model, "policy", tmp_path)
+    path.write_text(json.dumps(config | change))
+    refused(message, load_lora, model, "policy", tmp_path)
     assert not any(isinstance(m, LoRALinear) for m in model.modules())
 
 
-def test_unknown_names_are_refused(toy_model, tiny, tmp_path):
+def test_unknown_names_are_refused(toy_model, gpt, tmp_path):
     """A target that the model lacks or that is not linear, an adapter unknown or known."""
     model, _ = toy_model
     refused("W_pack", add_lora, model, "policy", target_modules=("q_proj", "W_pack"))
@@ -566,9 +496,7 @@ def test_unknown_names_are_refused(toy_model, tiny, tmp_path):
     refused("'policy'", add_lora, model, "policy")
     refused("'reward'", save_lora, model, "reward", tmp_path / "adapter")
     refused("'reward'", use_lora(model, "reward").__enter__)
-    gpt = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)     # a Conv1D
-    refused("c_attn", add_lora, load_model(gpt, device="cpu")[0], "policy",
-            target_modules=("c_attn",))
+    refused("c_attn", add_lora, gpt[0], "policy", target_modules=("c_attn",))
 
 
 def test_prompts_that_cannot_be_answered_are_refused(toy_model):
@@ -594,9 +522,8 @@ def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
     ids = encode_prompt(bos_tokenizer, "Why {so}?")
     text = "<bos>[user] Why {so}?\n[assistant] "
     assert ids == bos_tokenizer(text, add_special_tokens=False).input_ids
-    assert ids[0] == bos_tokenizer.bos_token_id
-    assert Counter(ids)[bos_tokenizer.bos_token_id] == 1
-    assert bos_tokenizer.decode(ids[1:]) == "[user] Why {so}?\n[assistant] "
+    assert ids.count(bos_tokenizer.bos_token_id) == 1
+    assert bos_tokenizer.decode(ids) == text
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_path):
@@ -624,13 +551,11 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, 
 def test_the_plain_template_stands_after_one_bos(bos_tokenizer):
     """Without a chat template: BOS, the prompt, a blank line and 'Answer:', for every turn."""
     ids = encode_prompt(bos_tokenizer, "Why {so}?")
-    assert ids[0] == bos_tokenizer.bos_token_id
-    assert Counter(ids)[bos_tokenizer.bos_token_id] == 1
-    assert bos_tokenizer.decode(ids[1:]) == "Why {so}?\n\nAnswer:\n"
+    assert ids.count(bos_tokenizer.bos_token_id) == 1
+    assert bos_tokenizer.decode(ids) == "<bos>Why {so}?\n\nAnswer:\n"
     turns = [("system", "Be brief."), ("user", "A?"), ("assistant", "B."), ("user", "C?")]
     ids = encode_prompt(bos_tokenizer, [{"role": role, "content": x} for role, x in turns])
-    assert bos_tokenizer.decode(ids[1:]) == \
-        "Be brief.\n\nA?\n\nAnswer:\nB.\n\nC?\n\nAnswer:\n"
+    assert bos_tokenizer.decode(ids[1:]) == "Be brief.\n\nA?\n\nAnswer:\nB.\n\nC?\n\nAnswer:\n"
     bos_tokenizer.bos_token = None
     assert bos_tokenizer.decode(encode_prompt(bos_tokenizer, "C?")) == "C?\n\nAnswer:\n"
 
@@ -649,15 +574,7 @@ def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
 
 # ── The training forward
 
-def rescored(model, prompts, responses, temperature=1.0):
-    """Log-probs of all sampled tokens, row after row, by the forward pass of training."""
-    batch = pad_batch(prompts, responses)
-    at = batch[3].bool()
-    with torch.no_grad():
-        hidden = response_hidden(model, *batch)
-        return token_logprobs(hidden[at], head_weight(model), batch[2][at], temperature)
-
-
+@with_positions
 def test_scores_are_those_of_the_unpadded_sequence(base):
     """Each row of a padded batch has the log-softmax of prompt and response alone."""
     model, tokenizer = base
@@ -667,51 +584,70 @@ def test_scores_are_those_of_the_unpadded_sequence(base):
     for prompt, response in zip(prompts, rows[::-1]):
         logp = logits_of(model, prompt + response).log_softmax(-1)[len(prompt) - 1 : -1]
         alone.append(logp[range(len(response)), response])
-    torch.testing.assert_close(rescored(model, prompts, rows[::-1]), torch.cat(alone),
-                               atol=1e-4, rtol=1e-5)
-
-
-def test_positions_count_from_the_first_token_of_the_prompt(tiny):
-    """GPT-2 learns absolute positions: a padded row scores and samples as it does alone."""
-    gpt = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
-    model, tokenizer = load_model(gpt, device="cpu")
-    prompts = prompts_of(tokenizer)
-    alone = [rescored(model, [x], [y]) for x, y in zip(prompts, prompts[::-1])]
-    torch.testing.assert_close(rescored(model, prompts, prompts[::-1]), torch.cat(alone),
-                               atol=1e-4, rtol=1e-5)
-    eos, cut = staggering_eos(generate(model, prompts, 16, temperature=0))
-    ours = generate(model, prompts, 16, 0, eos)
-    assert ours == transformers_greedy(model, prompts, 16, eos) == cut
+    batch = pad_batch(prompts, rows[::-1])
+    at = batch[3].bool()
+    with torch.no_grad():
+        hidden = response_hidden(model, *batch)[at]
+        together = token_logprobs(hidden, head_weight(model), batch[2][at])
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-5)
 
 
 # ── generate
 
-def test_greedy_is_transformers_greedy(base):
-    """Token for token on unequal prompts whose rows end at different times; EOS is kept."""
+@pytest.mark.parametrize("size", [8, 128_256])
+def test_no_token_without_probability_is_drawn(size):
+    """The ends of the vocabulary and every other token have none; u is torch.rand's extreme."""
+    u = torch.tensor([0, 1 - 2**-24]).repeat(8)[:, None]
+    for nothing in (-torch.inf, -1e4):
+        logits = torch.full((16, size), nothing)
+        between = logits[:, size // 4 : -size // 4 : 2]
+        between.normal_()
+        between[:, -1] = 0                           # likely enough for the largest u to reach
+        drawn_ids = sampling._draw(logits, u, 1.0)[:, 0]
+        last = size // 4 + 2 * (between.shape[1] - 1)
+        assert drawn_ids.tolist() == [size // 4, last] * 8
+
+
+@with_positions
+def test_greedy_is_transformers_greedy(base, monkeypatch):
+    """Token for token on unequal prompts whose rows end at different times; EOS is kept.
+
+    The prompts are read in parts of two columns, into a cache that is allocated once, with a
+    column per token; rows that have ended leave the batch.
+    """
     model, tokenizer = base
-    prompts = prompts_of(tokenizer)
-    long = generate(model, prompts, 24, temperature=0)
+    prompts, caches, update = prompts_of(tokenizer), set(), StaticCache.update
+
+    def watched_update(self, *arguments):
+        out = update(self, *arguments)
+        caches.update((x.data_ptr(), x.shape[2]) for x in self.layers[0])
+        return out
+
+    monkeypatch.setattr(sampling, "PREFILL_TOKENS", 2 * len(prompts))
+    with monkeypatch.context() as patched, sizes_of(model) as sizes:
+        patched.setattr(StaticCache, "update", watched_update)
+        long = generate(model, prompts, 24, temperature=0)
+    assert {len(row) for row in long} == {24} and {columns for _, columns in sizes} == {1, 2}
+    assert len(caches) == 2 and {n for _, n in caches} == {max(map(len, prompts)) + 24}
     eos, cut = staggering_eos(long)
     with sizes_of(model) as sizes:
         ours = generate(model, prompts, 24, 0, eos)
     assert ours == transformers_greedy(model, prompts, 24, eos) == cut
-    rows = [b for b, _ in sizes]
-    assert rows == sorted(rows, reverse=True) and rows[-1] < len(prompts) * 3 / 4, \
-        "rows that ended must have left the batch"
-    one = generate(model, prompts, 24, 0, eos[0])
-    assert one == [up_to_eos(row, eos[:1]) for row in long] != ours, "an id or a list of ids"
-    assert {len(row) for row in long} == {24}
-    assert all(len(row) == 24 or row[-1] in eos for row in ours)
-    assert not any(token in eos for row in ours for token in row[:-1])
+    rows = [n for n, _ in sizes]
+    assert rows == sorted(rows, reverse=True) and rows[-1] < len(prompts) * 3 / 4
+    one_eos = generate(model, prompts, 24, 0, eos[0])
+    assert one_eos == [up_to_eos(row, eos[:1]) for row in long] != ours
 
 
 def test_every_token_is_the_one_its_uniform_says(base):
-    """Whatever the batch, at T = .8, under an adapter, rows leaving early, cached or not: y_t
-    is where the distribution function of the uncached model, all read at once, passes u."""
+    """y_t is where the distribution function of the uncached model passes u.
+
+    At T = 0.8, under an adapter, in any order of the batch, rows leaving early.
+    """
     model, tokenizer = base
-    randomise(add_lora(model, "policy"), std=0.1)
+    randomise(add_lora(model, "policy"))
     prompts = prompts_of(tokenizer)
-    uniforms = torch.rand(8, 14, generator=torch.Generator().manual_seed(5))
+    uniforms = torch.rand(8, 14, generator=torch.Generator().manual_seed(11))
     eos = list(range(0, model.config.vocab_size, 8))
     with use_lora(model, "policy"):
         rows = generate(model, prompts, 14, 0.8, eos, uniforms=uniforms)
@@ -723,7 +659,9 @@ def test_every_token_is_the_one_its_uniform_says(base):
             logits = logits_of(model, prompt + row)[len(prompt) - 1 : -1]
             cdf = (logits.double() / 0.8).softmax(-1).cumsum(-1)
             for token, u, c in zip(row, us, cdf):
-                assert token == int((c <= u).sum()) or (c - u).abs().min() < 1e-6
+                # The smallest distance is 1.4e-4; rounding moves c by less than 1e-6.
+                assert (c - u).abs().min() > 1e-5, "rounding must not decide a token"
+                assert token == int((c <= u).sum())
     assert rows != generate(model, prompts, 14, 0.8, eos, uniforms=uniforms), "without adapter"
 
 
@@ -732,52 +670,25 @@ def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
     model, tokenizer = load_model(tiny(Qwen2ForCausalLM, Qwen2Config), device="cpu")
     prompt, n = tokenizer("The post").input_ids, 20_000
     generator = torch.Generator().manual_seed(11)
-    rows = [row for _ in range(4)
-            for row in generate(model, [prompt] * (n // 4), 1, 0.7, generator=generator)]
-    counts = Counter(row[0] for row in rows)
-    seen = torch.tensor([counts[v] for v in range(model.config.vocab_size)]).double()
+    rows = generate(model, [prompt] * n, 1, 0.7, generator=generator)
+    counts = torch.tensor(rows).flatten().bincount(minlength=model.config.vocab_size).double()
 
     def excess(temperature):
         expected = n * (logits_of(model, prompt)[-1].double() / temperature).softmax(-1)
         common = expected >= 5
         observed, wanted = (torch.cat([x[common], x[~common].sum()[None]])
-                            for x in (seen, expected))
+                            for x in (counts, expected))
         freedom = len(wanted) - 1
         assert freedom > 10, "the distribution must have a breadth"
         chi2 = ((observed - wanted) ** 2 / wanted).sum()
         return float((chi2 - freedom) / (2 * freedom) ** 0.5)
 
+    # In standard deviations of χ²; over eight seeds at most 0.96, and 234 or more with T = 1.
     assert abs(excess(0.7)) < 5 and excess(1.0) > 50
-    again, other = (generate(model, [prompt] * 8, 9, generator=torch.Generator().manual_seed(k))
-                    for k in (1, 2))
-    assert again != other and len(set(map(tuple, again))) > 4
-    assert again == generate(model, [prompt] * 8, 9, generator=torch.Generator().manual_seed(1))
-
-
-def test_a_long_prompt_is_read_in_parts(base, monkeypatch):
-    """Parts of two columns leave the ids as they are, and no pass is wider."""
-    model, tokenizer = base
-    prompts = prompts_of(tokenizer)
-    whole = generate(model, prompts, 8, 0)
-    monkeypatch.setattr(sampling, "PREFILL_TOKENS", 2 * len(prompts))
-    with sizes_of(model) as sizes:
-        assert generate(model, prompts, 8, 0) == whole
-    assert max(columns for _, columns in sizes) == 2 and len(sizes) > 8
-
-
-def test_the_cache_is_allocated_once(toy_model, monkeypatch):
-    """Every step writes into the tensors of the first, a column per token and no more."""
-    model, tokenizer = toy_model
-    prompts, seen, update = prompts_of(tokenizer), set(), StaticCache.update
-
-    def watched(self, *arguments):
-        out = update(self, *arguments)
-        seen.update((x.data_ptr(), x.shape[2]) for x in self.layers[0])
-        return out
-
-    monkeypatch.setattr(StaticCache, "update", watched)
-    generate(model, prompts, 9, 0)
-    assert len(seen) == 2 and {n for _, n in seen} == {max(map(len, prompts)) + 9}
+    first, again, other = (generate(model, [prompt] * 8, 9,
+                                    generator=torch.Generator().manual_seed(seed))
+                           for seed in (1, 1, 2))
+    assert first == again != other
 
 
 @needs_cuda
@@ -819,7 +730,7 @@ def test_recomputed_activations_give_the_same_gradients(base):
     model, tokenizer = base
     prompts = prompts_of(tokenizer)
     policy, other = add_lora(model, "policy", dropout=0.2), add_lora(model, "reward")
-    randomise([*policy, *other], std=0.05)
+    randomise([*policy, *other], 0.05)
     model.train()
 
     def gradients():
@@ -838,18 +749,12 @@ def test_recomputed_activations_give_the_same_gradients(base):
         assert torch.equal(a, b) and a.abs().sum() > 0
     assert len(runs) == 2, "once forward, once in backward, however often it is asked for"
     assert all(p.grad is None for p in other)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert set(map(id, trainable)) == set(map(id, [*policy, *other])), "the base is frozen"
     generate(model.eval(), prompts, 3)
 
 
 # ── Checkpoints
-
-def no_space(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     """Every dtype and layout, NaN and −0 included, and every number of the state."""
@@ -862,12 +767,16 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     state = {"beta": 0.1 + 0.2, "small": 5e-324, "iteration": 2**53 + 1, "kl": None, "on": True,
              "list": [1, [2.5, "χ²"]]}
     save_checkpoint(tmp_path / "checkpoint", {"gone": odd}, {"gone": 1})
+    # A killed process may have had the same number: the first of any container has.
+    for kind in ("new", "old"):
+        shutil.copytree(tmp_path / "checkpoint", tmp_path / f".checkpoint.{kind}-{os.getpid()}")
     save_checkpoint(tmp_path / "checkpoint", tensors, state)
     loaded, again = load_checkpoint(tmp_path / "checkpoint")
     assert again == state and set(loaded) == set(tensors)
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
-        assert bits(loaded[name]) == bits(tensor), name
+        ours, theirs = (x.detach().flatten().view(torch.uint8) for x in (loaded[name], tensor))
+        assert torch.equal(ours, theirs), name
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -879,20 +788,19 @@ def kept(run, n, former, **state):
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys):
-    """Absent, torn anywhere, one bit flipped: it is named, the one before taken. Every bit of
-    the state, whose 1e-05 would be the same number as 1E-05."""
+    """Absent, torn anywhere, any bit flipped: it is named, and the one before is taken."""
     for n in (9, 10):
-        kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)
+        kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)  # 1e-05 is 1E-05, a flip away
     path, tensors, state = newest_checkpoint(tmp_path)
-    assert (path.name == "checkpoint-10"
-            and tensors["0.parameter"][0] == state["iteration"] == 10)
+    assert path.name == "checkpoint-10"
+    assert tensors["0.parameter"][0] == state["iteration"] == 10
     file = path / name
     whole = file.read_bytes()
     damages = [whole[:keep] for keep in (0, 5, 40, -1)]
     for bit in range(0, 8 * len(whole), 1 if name == "state.json" else 57):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
-        damages.append(bytes(flipped))
+        damages.append(flipped)
     for damaged in damages:
         file.write_bytes(damaged)
         refused("damaged", load_checkpoint, path)
@@ -910,11 +818,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys)
 def test_the_checkpoint_just_written_stays_and_the_damaged_ones_go(tmp_path):
     """3 to 9 are damaged, whatever their numbers, where 2 was taken up: then 4 is written."""
     for n in (2, 3, 6, 9):
-        kept(tmp_path, n, 2)
-        shutil.copytree(tmp_path / f"checkpoint-{n}", tmp_path / f"kept-{n}")
-    for n in (2, 3, 6, 9):
-        shutil.rmtree(tmp_path / f"checkpoint-{n}", ignore_errors=True)
-        shutil.move(tmp_path / f"kept-{n}", tmp_path / f"checkpoint-{n}")
+        save_checkpoint(tmp_path / f"checkpoint-{n}", {}, {"iteration": n})
     kept(tmp_path, 4, 2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
 
@@ -926,12 +830,11 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys
         child = os.fork()
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        left = [k]
+        touches = count()
 
         def deadly(call):
             def touch(*arguments, **options):
-                left[0] -= 1
-                if left[0] < 0:
+                if next(touches) == k:
                     os._exit(9)
                 return call(*arguments, **options)
             return touch
@@ -968,41 +871,21 @@ def test_a_full_disk_leaves_what_was_there(toy_model, tmp_path, monkeypatch, wha
         else:
             save_checkpoint(tmp_path / name, {"x": parameters[0]}, {"iteration": 1})
 
-    def half(tensors, path, *_):
-        path.write_bytes(b"half")
-        no_space()
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def contents():
         return {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
 
     save("kept")
     before = contents()
-    randomise(parameters)
-    for owner, name, broken in ((os, "fsync", no_space), (model_file, "save_file", half)):
+    randomise(parameters, 0.2)
+    for owner, name in ((os, "fsync"), (model_file, "save_file")):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, broken)
+            patched.setattr(owner, name, no_space)
             for target in ("kept", "first"):
                 with pytest.raises(OSError, match="No space"):
                     save(target)
         assert contents() == before and [p.name for p in tmp_path.iterdir()] == ["kept"]
     save("kept")
     assert contents() != before
-
-
-def test_leftovers_of_a_killed_save_are_no_obstacle(tmp_path):
-    """A process with the number of a killed one (the first of any container) saves as usual."""
-    save_checkpoint(tmp_path / "checkpoint", {"x": torch.ones(2)}, {"iteration": 1})
-    for kind in ("new", "old"):
-        shutil.copytree(tmp_path / "checkpoint", tmp_path / f".checkpoint.{kind}-{os.getpid()}")
-    save_checkpoint(tmp_path / "checkpoint", {"x": torch.zeros(2)}, {"iteration": 2})
-    assert load_checkpoint(tmp_path / "checkpoint")[1] == {"iteration": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_a_directory_has_one_writer(tmp_path):
-    """A second lock is refused while the first is held, and given when it is not."""
-    held = lock_directory(tmp_path)
-    with pytest.raises(InputError, match=f"{tmp_path}: another process"):
-        lock_directory(tmp_path)
-    held.close()
-    lock_directory(tmp_path).close()

@@ -1,10 +1,9 @@
 """A base spread over two ranks (FSDP2, gloo) against one: numbers, memory, gathers, files."""
 
-
 import pytest
-from helpers import ROOT, free_port
 import torch
 import torch.distributed as dist
+from helpers import ROOT, free_port, randomise
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +19,11 @@ RESPONSES = [[8, 8, 9], [10, 11, 12, 13, 14], [15], [30, 31], [50, 60, 70, 80], 
 
 # ── What a rank does
 
-def prepared(path, dtype=None):
+def prepared(path):
     """The base at `path` with a policy adapter whose weights are not zero."""
-    model, _ = load_model(path, dtype, "cpu")
+    model, _ = load_model(path, device="cpu")
     torch.manual_seed(1)
-    for parameter in add_lora(model, "policy", r=4):
-        torch.nn.init.normal_(parameter, std=0.03)
+    randomise(add_lora(model, "policy", r=4), 0.03)
     return model
 
 
@@ -50,10 +48,7 @@ def sampled(model, tokens=12):
 
 class Gathers(TorchDispatchMode):
     """Counts the all-gathers that are asked for while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function).replace("_", "")
@@ -102,60 +97,49 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     dist.destroy_process_group()
 
 
-def two_ranks(path, directory, checkpointed=False):
-    """Of forks, which need not load anything."""
-    start_processes(on_a_rank, (free_port(), path, directory, checkpointed), 2,
-                    start_method="fork")
-    return [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
-
-
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def runs(request, tmp_path_factory):
     """(path of the base, directory, what two ranks made), for a tied head and for one's own."""
     path, directory = ROOT / "toy" / "base", tmp_path_factory.mktemp(request.param)
-    if request.param == "untied":
+    untied = request.param == "untied"
+    if untied:
         torch.manual_seed(3)
         model, tokenizer = load_model(path, device="cpu")
         config = {**model.config.to_dict(), "tie_word_embeddings": False}
         config["num_key_value_heads"], path = 2, directory / "base"
         LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(path)
         tokenizer.save_pretrained(path)
-    return path, directory, two_ranks(path, directory, checkpointed=request.param == "untied")
+    # Forks need not load anything. The untied base recomputes its activations too.
+    arguments = free_port(), path, directory, untied
+    start_processes(on_a_rank, arguments, 2, start_method="fork")
+    return path, directory, [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
 
 
 # ── Tests
 
 def test_two_ranks_make_the_numbers_of_one(runs):
-    """Hidden states and log-probs of each rank's rows; the summed gradients of the adapter."""
+    """Hidden states, log-probs of each rank's rows; the adapter's summed gradients; samples."""
     path, _, ranks = runs
-    for found, rows in zip(ranks, ([0, 2, 4], [1, 3, 5])):
-        hidden, logprobs, _ = trained(prepared(path), rows, 1)
-        torch.testing.assert_close(found["hidden"], hidden, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
     *_, gradients = trained(prepared(path), range(6), sum(map(len, RESPONSES)))
-    assert max(g.abs().max() for g in gradients) > 1e-3
-    for found in ranks:
-        torch.testing.assert_close(found["gradients"], gradients, atol=1e-5, rtol=1e-5)
-
-
-def test_two_ranks_sample_the_ids_of_one(runs):
-    """The same uniforms give the same rows, though ranks share one base."""
-    path, _, ranks = runs
     ids = sampled(prepared(path))
-    assert len({len(row) for row in ids}) > 1
-    assert ids == ranks[0]["ids"] == ranks[1]["ids"]
+    assert max(g.abs().max() for g in gradients) > 1e-3 and len({len(row) for row in ids}) > 1
+    for result, rows in zip(ranks, ([0, 2, 4], [1, 3, 5])):
+        hidden, logprobs, _ = trained(prepared(path), rows, 1)
+        expected = {"hidden": hidden, "logprobs": logprobs, "gradients": gradients}
+        for name, numbers in expected.items():
+            torch.testing.assert_close(result[name], numbers, atol=1e-5, rtol=1e-5)
+        assert result["ids"] == ids
 
 
-def test_a_rank_holds_half(runs):
-    """At most 55 % of the bytes of the parameters, whole adapters included."""
-    assert all(0.45 < found["share"] <= 0.55 for found in runs[2])
+def test_a_rank_holds_half_and_gathers_it_once(runs):
+    """At most 55 % of the parameters' bytes, whole adapters included.
 
-
-def test_all_gathers_do_not_grow_with_the_tokens(runs):
-    """As many for 24 tokens as for 8, about those of one pass that is not in `gathered`."""
-    for found in runs[2]:
-        assert found["each_pass"] >= 5, "embeddings, three blocks and the rest"
-        assert found["counts"][0] == found["counts"][1] <= found["each_pass"] + 2
+    As many gathers for 24 tokens as for 8, about those of one pass that is not in `gathered`.
+    """
+    for result in runs[2]:
+        assert 0.45 < result["share"] <= 0.55
+        assert result["each_pass"] >= 5, "embeddings, three blocks and the rest"
+        assert result["counts"][0] == result["counts"][1] <= result["each_pass"] + 2
 
 
 def test_an_adapter_of_a_sharded_model_is_whole(runs):
@@ -165,4 +149,4 @@ def test_an_adapter_of_a_sharded_model_is_whole(runs):
     for ours, theirs in zip(load_lora(model, "policy", directory / "adapter"),
                             lora_parameters(prepared(path), "policy"), strict=True):
         assert torch.equal(ours, theirs)
-    assert all(found["fingerprint"] for found in ranks)
+    assert all(result["fingerprint"] for result in ranks)

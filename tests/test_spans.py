@@ -1,16 +1,14 @@
 """spans.py recomputed another way: by hand, by brute force, by an HTML parser."""
 
-import copy
 import json
 import random
 import re
-import sys
 from collections import Counter
-from itertools import permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import HOSTILE, Page, assert_closed, often
+from helpers import HOSTILE, Page, assert_closed, error_message, often, run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,22 +49,13 @@ def test_a_hand_counted_response():  # Table 1; Table 6
 
 
 def test_an_unreadable_critique_is_wrong_and_not_left_out():
-    gold = marked("The cat")
-    assert readable("I like it.") is None
     echo = '{"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": []}'
     assert readable(echo) and readable(f"You say {echo}", echo) is None    # nothing of its own
-    lost = figures(compare(TEXT, words(TEXT), gold, readable("I like it.")))
-    names = "good_recall", "unparseable", "good_precision"
-    assert [lost[name] for name in names] == [0, 1, None]
-    unread = compare(TEXT, words(TEXT), gold, None)
+    gold = marked("The cat")
+    unread = compare(TEXT, words(TEXT), gold, readable("I like it."))
     both = figures(total([counted(gold, good=["The cat"]), unread]))
     assert (both["good_recall"], both["unparseable"]) == (0.5, 0.5)
-
-
-def test_white_space_at_the_ends_of_a_span_changes_nothing():
-    wide = [Span(3, 8, 1)]                             # " cat "
-    assert overlaps(TEXT, wide, marked("cat")) == [(1.0, 1.0)]
-    assert overlaps(TEXT, [Span(3, 4, 1)], [Span(3, 4, 1)]) == []
+    assert figures(unread)["good_recall"] == 0 and figures(unread)["good_precision"] is None
 
 
 def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 16
@@ -81,6 +70,9 @@ def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 1
     gold = [Span(0, 8, 1), Span(8, 20, -1)]
     apart = compare(text, [(0, 20)], gold, Feedback("c", [text], []))
     assert figures(apart)["good_agreement"] == 0            # 8 of 20 characters are no majority
+    # White space at the ends of a span changes nothing.
+    assert overlaps(TEXT, [Span(3, 8, 1)], marked("cat")) == [(1.0, 1.0)]           # " cat "
+    assert overlaps(TEXT, [Span(3, 4, 1)], [Span(3, 4, 1)]) == []
 
 
 def test_pairs_are_one_to_one_and_the_best_come_first():
@@ -94,31 +86,30 @@ def test_pairs_are_one_to_one_and_the_best_come_first():
         every = [share(g, p) for g in gold for p in predicted]
         assert len(pairs) <= min(len(gold), len(predicted))
         assert max(every, default=0) == max((either for either, _ in pairs), default=0)
-        small, large = sorted((gold, predicted), key=len)
-        pairings = permutations(large, len(small))
-        most = max(sum(share(a, b) > 0 for a, b in zip(small, chosen)) for chosen in pairings)
-        assert most / 2 <= len(pairs) <= most        # greedy finds half of the largest at least
 
 
 def test_token_counts_against_brute_force_over_characters():  # Table 1
-    rng = random.Random(2)
+    rng, places = random.Random(2), words(TEXT)
+
+    def tokens_of(sign, spans):
+        """The tokens whose only label is the sign."""
+        labels = [{s.label for s in spans if s.start <= start and end <= s.end}
+                  for start, end in places]
+        return {i for i, signs in enumerate(labels) if signs == {sign}}
+
     for _ in range(200):
-        picks = [rng.choice(words(TEXT)) for _ in range(rng.randint(0, 6))]
-        gold = [Span(s, e, rng.choice((1, -1))) for s, e in picks]
-        quotes = [TEXT[s:e] for s, e in rng.sample(words(TEXT), rng.randint(0, 5))]
-        good, poor = [q for q in quotes if rng.random() < 0.5], []
-        poor = [q for q in quotes if q not in good]
-        got = counted(gold, good, poor)
+        chosen = rng.choices(places, k=rng.randint(0, 6))
+        gold = [Span(start, end, rng.choice((1, -1))) for start, end in chosen]
+        quotes = [TEXT[s:e] for s, e in rng.sample(places, rng.randint(0, 5))]
+        good = [quote for quote in quotes if rng.random() < 0.5]
+        poor = [quote for quote in quotes if quote not in good]
+        counts = counted(gold, good, poor)
         placed = ground(TEXT, Feedback("c", good, poor)).spans
-        def label(i, given):
-            start, end = words(TEXT)[i]
-            return sum({s.label for s in given if s.start <= start and end <= s.end})
         for name, sign in SIGNS.items():
-            marked = [i for i in range(len(words(TEXT))) if label(i, gold) == sign]
-            said = [i for i in range(len(words(TEXT))) if label(i, placed) == sign]
-            assert got[f"{name} marked"] == len(marked)
-            assert got[f"{name} predicted"] == len(said)
-            assert got[f"{name} hit"] == len(set(marked) & set(said))
+            gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, placed)
+            assert counts[f"{name} marked"] == len(gold_tokens)
+            assert counts[f"{name} predicted"] == len(predicted)
+            assert counts[f"{name} hit"] == len(gold_tokens & predicted)
 
 
 # ── The spans of a row
@@ -163,38 +154,31 @@ def test_a_row_that_is_not_annotated_is_refused_by_its_name(bad):
         audit([row(), {"id": "r7", **bad}])
 
 
-def spans_of(text):
-    place = st.integers(0, len(text))
-    one = st.tuples(place, place, st.sampled_from((1, -1))).filter(lambda s: s[0] < s[1])
-    return st.tuples(st.just(text), st.lists(one, max_size=6))
+def random_spans(text, rng):
+    """Up to six spans of a text."""
+    ends = [sorted(rng.sample(range(len(text) + 1), 2)) for _ in range(rng.randint(0, 6))]
+    return [Span(start, end, rng.choice((1, -1))) for start, end in ends]
 
 
-def cut(text, rng):
-    """Random tokens that cover the text, with the white space that tokenizers leave at ends."""
-    cuts = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(6))})
-    return list(zip(cuts, cuts[1:]))
-
-
-annotated = st.text("ab .\n🏠", max_size=25).flatmap(spans_of)
-
-
-@often
-@given(annotated, annotated, st.randoms(use_true_random=False))
-def test_length_and_accuracy_of_a_span_are_counted_character_by_character(one, other, rng):
-    text, found = one
-    tokens, gold = cut(text, rng), [Span(*s) for s in other[1] if s[1] <= len(text)]
-    labels = character_labels(text, gold)
-    for start, end, label in found:
-        own = Span(start, end, label)
-        assert span_length(text, words(text), own) == len(text[start:end].split())
-        inside = [i for i in range(start, end)
-                  if text[start : i + 1].strip() and text[i:end].strip()]
-        touched = [(a, b) for a, b in tokens if any(a <= i < b for i in inside)]
-        assert span_length(text, tokens, own) == len(touched)
-        marks = [{s.label for s in gold if s.start <= i < s.end}
-                 for i in range(start, end) if not text[i].isspace()]
-        share = sum(mark == {label} for mark in marks) / len(marks) if marks else 0
-        assert span_accuracy(text, own, labels) == share
+def test_length_and_accuracy_of_a_span_are_counted_character_by_character():
+    rng = random.Random(4)
+    for _ in range(300):
+        text = "".join(rng.choices("ab .\n🏠", k=rng.randint(1, 25)))
+        # Tokens that cover the text, with the white space that tokenizers leave at ends.
+        tokens = list(pairwise(sorted({0, len(text), *rng.choices(range(len(text)), k=6)})))
+        gold = random_spans(text, rng)
+        labels = character_labels(text, gold)
+        for part in random_spans(text, rng):
+            start, end = part.start, part.end
+            assert span_length(text, words(text), part) == len(text[start:end].split())
+            inside = [i for i in range(start, end)
+                      if text[start : i + 1].strip() and text[i:end].strip()]
+            touched = [(a, b) for a, b in tokens if any(a <= i < b for i in inside)]
+            assert span_length(text, tokens, part) == len(touched)
+            marks = [{s.label for s in gold if s.start <= i < s.end}
+                     for i in range(start, end) if not text[i].isspace()]
+            share = sum(mark == {part.label} for mark in marks) / max(len(marks), 1)
+            assert span_accuracy(text, part, labels) == share
 
 
 # ── The paper's tables
@@ -212,11 +196,8 @@ def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
     found = lines(rows, "Table 15")
     assert found["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
     assert found["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
-
-
-def test_labelled_shares_leave_out_words_of_both_signs():
     rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
-    found = lines(rows, "§3.3")
+    found = lines(rows, "§3.3")                               # "c" has both signs, and so none
     names = "good words", "poor words", "labelled words"
     assert [found[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
 
@@ -277,35 +258,14 @@ def test_a_tokenizer_makes_every_table_count_tokens():
 
 # ── The page
 
-def written(tmp_path, rows, title="t"):
-    feedback_page(tmp_path / "page.html", title, rows)
-    return Page((tmp_path / "page.html").read_text("utf-8"))
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_of_a_row_becomes_markup(tmp_path, text):
-    rows = [row(text + "cat mat", prompt=text * 30, critique=text, id=text, annotator=text,
-                unmatched=[text])]
-    plain = written(tmp_path, [row("x cat mat", prompt="x", unmatched=["x"])])
-    found = written(tmp_path, rows, text)
-    assert Counter(tag for tag, *_ in found.tags) == Counter(tag for tag, *_ in plain.tags)
-    assert_closed((tmp_path / "page.html").read_text("utf-8"))
-
-
 def test_the_very_characters_of_each_span_are_coloured():  # Figure 2
     """Offsets count code points: an emoji is one, a letter and its accent are two."""
     cases = [
-        (
-            row(
-                "a 🏠 cat 👨‍👩‍👧 </b><script> e\u0301 mat",
-                ["🏠 cat", "👧", "\u0301"],
-                ["</b><script>"],
-            ),
-            [("+1", "🏠 cat"), ("+1", "👧"), ("-1", "</b><script>"), ("+1", "\u0301")],
-        ),
+        (row("a 🏠 cat 👨‍👩‍👧 </b><script> e\u0301 mat", ["🏠 cat", "👧", "\u0301"],
+             ["</b><script>"]),
+         [("+1", "🏠 cat"), ("+1", "👧"), ("-1", "</b><script>"), ("+1", "\u0301")]),
         (row("The cat sat", ["The cat"], ["cat sat"]), [("+1", "The "), ("-1", " sat")]),
-        (row("نص عربي", ["عربي"], []), [("+1", "عربي")]),
-    ]
+        (row("نص عربي", ["عربي"], []), [("+1", "عربي")])]
     for one, expected in cases:
         found = Page(colour_spans(one["response"], read_spans(one))).all("span")
         assert [(a["title"], text) for a, text in found if a["title"] != "+0"] == expected
@@ -314,14 +274,23 @@ def test_the_very_characters_of_each_span_are_coloured():  # Figure 2
 
 def test_rows_with_lost_quotes_come_first_and_the_page_has_an_end(
         tmp_path, monkeypatch):
+    """No text of a row becomes markup."""
     monkeypatch.setattr(script, "MOST_ROWS", 4)
+    evil = " ".join(HOSTILE)
     rows = [row(id=f"fine {i}") for i in range(4)] + [
-        row(id="b", unmatched=["<i>gone</i>", "x"])]
-    found = written(tmp_path, rows)
+        row(f"{evil} cat mat", prompt=evil, critique=evil, id=f"b {evil}", annotator=evil,
+            unmatched=["<i>gone</i>", evil])]
+    texts = []
+    for title, shown in ((evil, rows), ("title", rows[:4])):
+        feedback_page(tmp_path / "page.html", title, shown)
+        texts.append((tmp_path / "page.html").read_text("utf-8"))
+        assert_closed(texts[-1])
+    found = Page(texts[0])
     assert [text.split()[0] for _, text in found.all("b")] == ["b", "fine", "fine", "fine"]
-    assert [text for _, text in found.all("span", **{"class": "badge"})] == [
-        "unmatched: <i>gone</i>", "unmatched: x"]
+    badges = [text for _, text in found.all("span", **{"class": "badge"})]
+    assert badges[0] == "unmatched: <i>gone</i>" and len(badges) == 2
     assert found.all("p")[0][1] == "4 of 5 responses, those with lost quotes first"
+    assert {tag for tag, *_ in found.tags} == {tag for tag, *_ in Page(texts[1]).tags}
 
 
 # ── What people marked
@@ -389,45 +358,25 @@ def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared, name):
                    for p in one["passages"] for sentence in p)
 
 
-@pytest.mark.parametrize("change", [
-    {"response": "  "}, {"prompt": None}, {"prompt": ""}, {"critique": 3}, {"spans": None},
-    {"response": RESPONSE + "\ud800"}, {"spans": ["plot"]}, {"spans": [span(4, 99, 1)]},
-    {"spans": [span(4, 8, 0)]}, {"spans": [span(4, 8, 1) | {"text": "lot "}]}])
-def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(change):
+ERROR = {"start": 0, "end": 17, "error type": "Wrong-Grounding", "explanation": ""}
+
+
+@pytest.mark.parametrize("bad", [
+    *(people_row() | change for change in (
+        {"response": "  "}, {"prompt": None}, {"prompt": ""}, {"critique": 3}, {"spans": None},
+        {"response": RESPONSE + "\ud800"}, {"spans": ["plot"]}, {"spans": [span(4, 99, 1)]},
+        {"spans": [span(4, 8, 0)]}, {"spans": [span(4, 8, 1) | {"text": "lot "}]})),
+    QUOTES_ROW | {"good_spans": [1]}, QUOTES_ROW | {"poor_spans": "Bob"},
+    *(finegrained_row(feedback={"errors": errors, "missing-info": lacks})
+      for errors, lacks in (
+        (None, []), ([], None), ([], [{}]), ([{}], []), ([ERROR | {"start": "0"}], []),
+        ([ERROR | {"end": 99}], []), ([ERROR | {"explanation": 7}], []),
+        ([ERROR | {"error type": "Dull", "explanation": 7}], []))),
+    finegrained_row(feedback=None), finegrained_row(passages=[[]]),
+    finegrained_row(question="\ud800")])
+def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(bad):
     with pytest.raises(InputError, match="^row 2 cannot be read: .*; mend it or drop it$"):
-        read_people([people_row(), people_row() | change])
-
-
-def nodes(value, path=()):
-    yield path
-    for key, item in (value.items() if isinstance(value, dict)
-                      else enumerate(value) if isinstance(value, list) else ()):
-        yield from nodes(item, (*path, key))
-
-
-@pytest.mark.parametrize("good", [
-    people_row([span(4, 8, 1)], "c"), QUOTES_ROW, finegrained_row()],
-    ids=["offsets", "quotes", "finegrained"])
-def test_a_row_with_any_part_replaced_or_lost_is_read_or_refused_never_a_crash(good):
-    for path in list(nodes(good))[1:]:
-        for junk in (None, "", "x", "\ud800", 0, -1, 10**30, 1.5, True, [], [[]], ["x"], [{}],
-                     {}, {"x": {}}, "lost"):
-            bad = copy.deepcopy(good)
-            at = bad
-            for key in path[:-1]:
-                at = at[key]
-            if junk == "lost":
-                del at[path[-1]]
-            else:
-                at[path[-1]] = junk
-            try:
-                annotations = read_people([bad])
-            except InputError as error:
-                assert str(error).startswith("row 1")
-                continue
-            for one in merge(annotations)[0]:
-                json.dumps(one, ensure_ascii=False).encode()
-                read_spans(one)
+        read_people([people_row(), bad])
 
 
 # ── Several people
@@ -487,13 +436,8 @@ def test_a_character_has_the_label_that_more_than_half_gave_and_spans_are_whole_
         assert merged[name] == [text[s["start"] : s["end"]] for s in own]
     several = len({a["annotator"] for a in rows})
     assert merged["annotator"] == (f"{several} people" if several > 1 else "a person")
-
-
-@often
-@given(annotations(people=4))
-def test_the_order_of_annotators_never_matters(rows):
-    merged = [merge(read_people(list(order))) for order in permutations(rows)]
-    assert all(one == merged[0] for one in merged)
+    # The order of annotators never matters.
+    assert merge(read_people(rows[::-1])) == merge(read_people(rows))
 
 
 def test_rows_of_one_response_belong_together_and_without_a_name_are_different_people():
@@ -501,19 +445,6 @@ def test_rows_of_one_response_belong_together_and_without_a_name_are_different_p
     merged, _ = merge(read_people(rows))
     assert [(r["id"], r["prompt"], r["annotator"]) for r in merged] == [
         ("1", "a", "2 people"), ("2", "b", "a person")]         # in order of first appearance
-
-
-def alpha_by_pairs(units) -> float | None:
-    """α = 1 − D_o/D_e from pairs of labels: within units, weighted by their labels, and among
-    all."""
-    units = [unit for unit in units if len(unit) > 1]
-    everything = [v for unit in units for v in unit]
-    differ = lambda values: sum(a != b for a, b in permutations(values, 2)) / (
-        len(values) * (len(values) - 1))
-    if not everything or not differ(everything):
-        return None
-    observed = sum(len(unit) * differ(unit) for unit in units) / len(everything)
-    return 1 - observed / differ(everything)
 
 
 @pytest.mark.parametrize("coders, alpha", [
@@ -536,65 +467,54 @@ def test_agreement_pools_the_visible_characters_of_responses_with_two_annotators
         by_character = zip(group[0]["response"], *votes(group).values())
         columns += [labels for char, *labels in by_character if not char.isspace()]
     random.Random(0).shuffle(rows)
-    alpha = alpha_by_pairs(columns)
-    expected = None if alpha is None else pytest.approx(alpha, abs=1e-12)
-    assert merge(read_people(rows))[1] == expected
+    expected = krippendorff_alpha([Counter(labels) for labels in columns])
+    assert merge(read_people(rows))[1] == pytest.approx(expected, abs=1e-12)
 
 
 # ── The script
 
-def run(monkeypatch, capsys, *flags) -> str:
-    monkeypatch.setattr(sys, "argv", ["spans", *map(str, flags)])
-    script.main()
-    return capsys.readouterr().out
-
-
-def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, monkeypatch, capsys, shared):
+def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, capsys, shared):
     file, html = tmp_path / "f.jsonl", tmp_path / "p.html"
     failed = {"id": "f", "response": "y", "reason": "it was cut off", "reply": '{"go'}
     write_rows(file, [row(gold_spans=row()["spans"]), failed])
-    tokenizer = shared / "models" / "stories260K"
-    said = run(monkeypatch, capsys, "--audit", file, "--tokenizer", tokenizer, "--output", html)
-    assert "Table 19: tokens of a span" in said and "1 rows without feedback left out" in said
-    assert audit_text(audit([row()])[:1]) not in said                     # which are words
-    assert len(Page(html.read_text()).all("article")) == 1 and "100.00" in said
-    assert "Table 18, Table 19: words" in run(monkeypatch, capsys, "--audit", file)
+    run_main("--audit", file, "--tokenizer", shared / "models" / "stories260K",
+             "--output", html, module=script)
+    printed = capsys.readouterr().out
+    assert "Table 19: tokens of a span" in printed and "100.00" in printed
+    assert "1 rows without feedback left out" in printed
+    assert audit_text(audit([row()])[:1]) not in printed                  # which are words
+    assert len(Page(html.read_text()).all("article")) == 1
+    run_main("--audit", file, module=script)
+    assert "Table 18, Table 19: words" in capsys.readouterr().out
 
 
-def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(
-        tmp_path, monkeypatch, capsys):
+def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(tmp_path, capsys):
     """A JSON array of two who agree on one of two spans."""
     export, output = tmp_path / "e.json", tmp_path / "f.jsonl"
     rows = [people_row([span(4, 8, 1), span(23, 26, -1)], "It is Rob."),
             people_row([span(4, 8, 1)], annotator="bert")]
     export.write_text(json.dumps(rows, indent=1))
-    said = run(monkeypatch, capsys, "--people", export, "--output", output)
-    found, = read_rows(output)
-    assert {k: found[k] for k in ("id", "prompt", "response", "critique", "annotator", "spans",
-                                  "good_spans", "poor_spans", "unmatched", "ambiguous")} == {
+    run_main("--people", export, "--output", output, module=script)
+    printed = capsys.readouterr().out
+    merged, alpha = merge(read_people(rows))
+    assert read_rows(output) == merged
+    assert merged[0].items() >= {
         "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
-        "annotator": "2 people", "spans": [span(4, 8, 1)], "good_spans": ["plot"],
-        "poor_spans": [], "unmatched": [], "ambiguous": 0}
-    labels = [[0] * 33 for _ in "ab"]                    # of the 33 characters of the response
-    for who in labels:
-        who[3:7] = [1] * 4
-    labels[0][18:21] = [-1] * 3
-    assert f"Krippendorff's alpha {alpha_by_pairs([*zip(*labels)]):.3}" in said
-    assert "1 responses, 0 of them without a critique" in said
+        "spans": [span(4, 8, 1)], "unmatched": [], "ambiguous": 0}.items()
+    assert f"Krippendorff's alpha {alpha:.3}" in printed
+    assert "1 responses, 0 of them without a critique" in printed
 
 
 @pytest.mark.parametrize("text, flags, message", [
     ('[{"text": "a"}]', "--people e.json --output f.jsonl", "row 1 cannot be read: 'prompt'"),
     ("{", "--people e.json --output f.jsonl", "e.json, line 1: not JSON"),
-    ("[{}]", "--people e.json --output e.json", "--output, and not e.json itself"),
-    ("[{}]", "--audit e.json --output ./e.json", "--output, and not e.json itself"),
+    ("[{}]", "--people e.json --output e.json", "--output, and not .*e.json itself"),
+    ("[{}]", "--audit e.json --output x/../e.json", "--output, and not .*e.json itself"),
     ("[{}]", "--people e.json", "name a file to write with --output"),
     ("[{}]", "--audit e.json", "row None needs a text 'response' and a list 'spans'")])
-def test_what_cannot_be_read_is_named_and_nothing_is_written(
-        tmp_path, monkeypatch, capsys, text, flags, message):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, text, flags, message):
     (tmp_path / "e.json").write_text(text)
-    with pytest.raises(InputError, match=message):
-        run(monkeypatch, capsys, *flags.split())
+    flags = [str(tmp_path / flag) if "json" in flag else flag for flag in flags.split()]
+    assert re.search(message, error_message("measures/spans.py", *flags))
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
     assert (tmp_path / "e.json").read_text() == text
