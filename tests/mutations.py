@@ -265,7 +265,7 @@ MUTATIONS = [
     Mutation("data.py", "if own is None else own", "if own is None else own[:0]",
              ANNOTATE, "the response of the row itself is ignored"),
     Mutation("data.py", "\\n\\nResponse: {response}", "",
-             EQUATIONS, "the reward model does not see the response"),
+             REWARD, "the reward model does not see the response"),
     Mutation("data.py", "if kind is not str and not least <= value <= most:",
              "if kind is not str and not value <= most:",
              ASKING, "lower bound of a flag not checked"),

@@ -21,8 +21,8 @@ import pytest
 from helpers import ROOT, SLOW
 
 import loopback
-from annotate import (AnnotateConfig, Server, annotate, annotation_questions, main,
-                      read_completion)
+from annotate import (AnnotateConfig, Journal, Question, Server, annotate,
+                      annotation_questions, main, read_completion)
 from data import InputError, parse_flags, read_rows, run_script, write_rows
 from loopback import MIX, critique, prompt_tokens, tokens
 from loopback import loopback as serving
@@ -239,6 +239,18 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
         assert (f"line {number}: damaged" in capsys.readouterr().err) == bool(asked)
         work.run()
         assert work.calls() - before == asked and capsys.readouterr()
+
+
+def test_after_a_line_without_its_end_a_request_has_a_line_of_its_own(tmp_path):
+    """Both requests were sent and never answered: a later run books what both may have cost."""
+    path, cost = tmp_path / "f.jsonl.journal", {"prompt_tokens": 3, "completion_tokens": 2}
+    with Journal(path, 1e6, 1e6) as journal:
+        journal.begin(Question("first", "row-0", []), cost)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    with Journal(path, 1e6, 1e6) as journal:
+        journal.begin(Question("second", "row-1", []), cost)
+    with Journal(path, 1e6, 1e6) as journal:
+        assert journal.spent == 10
 
 
 DAMAGED = "f.jsonl.journal, line 2: damaged"

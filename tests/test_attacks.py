@@ -117,7 +117,7 @@ ATTACKS = {
         "        except OSError:\n            pass\nos._exit(0)"),
     "guess the token": (
         "error", "import os\nfor fd in range(3, 30):\n    try:\n"
-        "        os.write(fd, b'guess passed')\n    except OSError:\n        pass\nos._exit(0)"),
+        "        os.write(fd, b'it passed')\n    except OSError:\n        pass\nos._exit(0)"),
     # Reads, deletes or plants one.
     "take the caller's keys": (
         "error", LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"

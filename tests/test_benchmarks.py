@@ -8,14 +8,12 @@ and a machine without namespaces runs them too.
 import gzip
 import json
 import math
-from itertools import combinations, cycle
+from itertools import combinations, cycle, product
 
 import numpy as np
 import pytest
 import torch
 from helpers import SLOW
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data import InputError
 from measures import benchmarks
@@ -144,6 +142,7 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
     (f"```python\n{RIGHT}\n\ndef other(x):\n    '''never", "", "other"),      # cut off
     (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
      "```python\ndef grow(x):\n    return 0\n```", "", "return 0"),
+    ("1. Do it:\n   ```python\n   def grow(x):\n       return x + 1\n   ```", "", "1."),
     ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n"
      "```python\ndef grow(x):\n    return more(x)\n```", "ONE = 1", "and"),
     (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}"
@@ -214,17 +213,14 @@ def by_numpy(out, expected, atol):
         return False
 
 
-_NUMBER = st.sampled_from([0, 1, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200,
-                           math.inf, -math.inf, math.nan, True])
-_VALUE = st.one_of(_NUMBER, st.none(), st.sampled_from(["a", "b"]),
-                   st.lists(_NUMBER, max_size=3), st.lists(_NUMBER, max_size=3).map(tuple))
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(_VALUE, _VALUE, st.sampled_from([0, 1e-6, 1e-4]))
-def test_outputs_agree_where_numpy_says_so(out, expected, atol):
-    for other in (out, expected):
-        assert agrees(other, expected, atol) == by_numpy(other, expected, atol)
+def test_outputs_agree_where_numpy_says_so():
+    numbers = [0, 1, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, math.inf, -math.inf,
+               math.nan, True]
+    values = [*numbers, None, "a", "b", [], ()]
+    values += [kind(items) for kind in (list, tuple) for x in numbers
+               for items in ([x], [x, 2.0])]
+    for out, expected, atol in product(values, values, (0, 1e-6, 1e-4)):
+        assert agrees(out, expected, atol) == by_numpy(out, expected, atol), (out, expected)
 
 
 @pytest.mark.parametrize("task, args, expected, right, wrong", [
@@ -253,11 +249,18 @@ def test_no_program_passes_by_its_inputs_its_frames_or_a_value_that_lies(tmp_pat
     peeks = "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')"
     counts = ("def grow(x, calls=[]):\n    calls.append(1)\n"
               "    return sorted(x) if len(calls) < 3 else 1 / 0")
-    liar = ("class Liar(list):\n    def __eq__(self, other): return True\n"
+    equal = ("class Liar(list):\n    def __eq__(self, other): return True\n"
             "def grow(x): return Liar()")
     empties = "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0"
-    rows = run([found], clears, lazy, peeks, counts, liar, empties)
+    rows = run([found], clears, lazy, peeks, counts, equal, empties)
     assert [row["base"] for row in rows] == [True, False, False, True, False, False]
+    root = problem(tmp_path, PLUS | {
+        "entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n',
+        "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]],
+        "plus_input": [], "atol": 1e-4})
+    power = ("class Liar(float):\n    def __pow__(self, power): return 0.0\n"
+             "def find_zero(xs): return Liar(1)")
+    assert [row["base"] for row in run([root], root.solution, power)] == [True, False]
 
 
 # ── Execution and pass@k

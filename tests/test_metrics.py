@@ -24,9 +24,9 @@ from measures.metrics import (BERT_SCORE_LAYERS, answer_logprobs, bert_score, bl
                               rouge, share)
 
 WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … "
-         ", . , ! ?! (so) [1] {a} naïve café Ünïcode ß İstanbul \u212a 日本語 привет ١٢ 😀 U.S. "
-         "e.g. & &amp; &quot;hi&quot; &lt;b&gt; <skipped> a_b `x` ~ ^ 10% #1 @me /path/to \\ "
-         "\" ' \u00a0 \u200b well- \r").split(" ")
+         ", . , ! ?! (so) [1] {a} naïve café Ünïcode ß İstanbul \u212a 日本語 привет ١٢ 😀 "
+         "U.S. e.g. & &amp; &quot;hi&quot; &lt;b&gt; <skipped> a_b `x` ~ ^ 10% #1 @me "
+         "/path/to \\ \" ' \u00a0 \u200b well- \r").split(" ")
 LINES = "The cat sat on the mat and the dog lay by the fire, as it had done for years.".split()
 
 

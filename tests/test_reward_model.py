@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import randomise, read_jsonl
 
 import reward_model
+from data import reward_prompt
 from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
 from reward_model import RewardConfig, encode_rows, fit, fit_adapter, write_critiques, z_loss
 
@@ -152,6 +153,11 @@ def critic_model(toy_model):
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8), 0.2)
     return model, tokenizer
+
+
+def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
+    prompt = reward_prompt("Where is the xylophone?", "In the quarry.")
+    assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
 
 
 def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model):

@@ -114,6 +114,8 @@ ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "
      "The city New York is missing.", 2 / 3, 0),
     ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"],
      ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
+    ("A driver, a nurse from New York lost the bike.", ["New York", "bike"],
+     ["driver", "nurse"], "The job driver was nurse, wrong.", 2 / 3, 0),
     # A clause said twice: what it says is quoted once, which is ambiguous; the repeat is poor.
     ("A nurse comes from New York, comes from New York, as the bike shows.",
      ["nurse", "New York", "bike"], [", comes from New York"],
