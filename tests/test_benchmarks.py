@@ -214,11 +214,11 @@ def by_numpy(out, expected, atol):
 
 
 def test_outputs_agree_where_numpy_says_so():
-    numbers = [0, 1, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, math.inf, -math.inf,
-               math.nan, True]
-    values = [*numbers, None, "a", "b", [], ()]
-    values += [kind(items) for kind in (list, tuple) for x in numbers
-               for items in ([x], [x, 2.0])]
+    """All pairs of some values, among them numbers that are close to each other."""
+    numbers = [0, 1, True, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, -1e9,
+               -1e9 - 50, math.inf, -math.inf, math.nan]
+    items = [[], *([x, *rest] for x in numbers for rest in ([], [2.0], [2.0 + 5e-7]))]
+    values = [*numbers, None, "a", "b", *items, *map(tuple, items)]
     for out, expected, atol in product(values, values, (0, 1e-6, 1e-4)):
         assert agrees(out, expected, atol) == by_numpy(out, expected, atol), (out, expected)
 

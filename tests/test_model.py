@@ -278,6 +278,7 @@ def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
     fresh = AutoModelForCausalLM.from_pretrained(directory_of(model))
     again = PeftModel.from_pretrained(fresh, tmp_path / "again")
     assert torch.equal(logits_of(again, ids), theirs)
+    assert again.peft_config["default"].lora_dropout == 0.5
 
 
 def test_two_adapters_do_not_mix(toy_model, tmp_path):
