@@ -27,7 +27,8 @@ from text2grad import AdaptiveKL, Config, add_advantages, add_feedback, add_scor
 CORE = ("annotate", "data", "model", "reward_model", "sampling", "text2grad")
 ONES, SHORT = torch.ones(2, 3), torch.ones(2, 2)
 IDS = torch.ones(1, 2).long()
-HIDDEN, HEAD, TARGETS = -torch.ones(5, 4), torch.full((2600, 4), 9.0), torch.zeros(5).long()
+HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
+TARGETS = torch.zeros(5).long()
 SHORTER = SimpleNamespace(base_model=lambda ids, **_: SimpleNamespace(
     last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that loses a column
 CONFIG = Config(micro_batch_size=6, minibatch_size=6)
