@@ -248,7 +248,7 @@ def compare(case: Case, arguments) -> dict[str, dict]:
             take_turns(there, found, case, arguments)
     ours = found.pop("ours")
     return {side: {key: [ours[key], x[key]] for key in ("seconds", "bytes")}
-            if "bytes" in x else x for side, x in found.items()}
+            | {"note": ours["note"]} if "bytes" in x else x for side, x in found.items()}
 
 
 def take_turns(workers: dict[str, Worker], found: dict, case: Case, arguments):
@@ -431,12 +431,13 @@ def main():
     section = "tiny" if arguments.tiny else arguments.device
     cases = cpu_cases(arguments.stories) if section == "cpu" else cuda_cases(
         "toy" if arguments.tiny else arguments.shape, arguments.tiny)
-    rows, start = [], time.time()
+    rows, failures, start = [], 0, time.time()
     for case in (case for case in cases if case.group in arguments.only):
         try:
             more = measure(case, arguments)
         except RuntimeError as error:                # one row's; the others are still worth it
             print(f"{case.what} was not measured: {error}", file=sys.stderr)
+            failures += 1
             continue
         for row in more:
             shown = [row.get(column, "") for column in COLUMNS[:-2]]
@@ -445,6 +446,8 @@ def main():
         rows += more
         if arguments.write:
             write_page(arguments.write, rows, cases, section, arguments)
+    if failures:
+        sys.exit(f"{failures} rows were not measured")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,18 @@ def warmed(work):
     return work
 
 
+def count_calls(owner, name: str) -> list:
+    """A list that grows by one with each call of owner.name from now on."""
+    calls, method = [], getattr(owner, name)
+
+    def counted(*args, **options):
+        calls.append(None)
+        return method(*args, **options)
+
+    setattr(owner, name, counted)
+    return calls
+
+
 # ── The sides
 
 def build_logprobs(side: str, options: dict):
@@ -176,6 +188,7 @@ def build_logprobs(side: str, options: dict):
 
 def build_decode(side: str, options: dict):
     """Sample exactly `new` tokens per prompt at T = 1 under an adapter; returns how many."""
+    import sampling
     from model import add_lora, lora_parameters, use_lora
     from sampling import generate, pad_batch
     model, new, device = base_model(options), options["new"], options["device"]
@@ -192,9 +205,13 @@ def build_decode(side: str, options: dict):
         for p in lora_parameters(model, "policy"):
             torch.nn.init.normal_(p, std=0.02)
 
+        captures = count_calls(sampling.Decoder, "captured_step")
+
         def ours() -> int:
+            captures.clear()
             with use_lora(model, "policy", merge=True):
                 made = generate(model, prompts, new, 1.0, cuda_graph=side == "ours")
+            ours.note = f"{len(captures)} captures" if captures else ""
             return sum(map(len, made))
 
         return warmed(ours)
@@ -454,7 +471,7 @@ def fsdp_worker(options: dict) -> list[dict]:
     model = base_model(options)
     add_lora(model, "policy", 16, 32)
     whole = sum(p.nbytes for p in model.parameters())
-    shard(model)
+    shard(model, options["device"])
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     prompts, counts = sequences(4, 8, 12, model.config.vocab_size, dist.get_rank()), []
     for new in (100, 10):
@@ -628,7 +645,8 @@ def serve():
         elif task["mode"] == "first":
             checks, start = [], time.perf_counter()
             peak = peak_bytes(lambda: checks.append(work()), device)
-            out = {"check": checks[0], "bytes": peak, "seconds": time.perf_counter() - start}
+            out = {"check": checks[0], "bytes": peak, "seconds": time.perf_counter() - start,
+                   "note": getattr(work, "note", "")}
             keep_memory()
         else:
             out = timed(work, task["least"], device)

@@ -1,30 +1,67 @@
 #!/usr/bin/env bash
-# One NVIDIA GPU, ten minutes, only requirements.txt: what no machine of ours could measure.
+# The first ten minutes on an NVIDIA GPU: nine steps with a verdict each, the riskiest first.
 #
 #   tests/gpu.sh [FOLDER]          then send FOLDER.tar.gz; a second run needs another FOLDER
-#   TINY=1 tests/gpu.sh [FOLDER]   the same walk, toy-sized, on a CPU
+#   TINY=1 tests/gpu.sh [FOLDER]   the same steps, toy-sized, on a CPU
 #
-# It runs the CUDA tests, the CUDA rows of bench.py, the default run, a random 1B through all
-# three phases and a random 8B (on cards under 40 GB the 1B) through two iterations, with the
-# decode step captured as a CUDA graph and launched one by one. The rule: the captured step
-# stays in sampling.py only where it is 1.5 times as fast. Several GPUs (NCCL) are not used
-# here, and never were.
+#   1 machine    versions, and the attention kernels that are on
+#   2 attention  bfloat16 gradients of padded rows, against float32
+#   3 tests      the CUDA tests of test_model.py
+#   4 capture    the decode step as a CUDA graph against the eager step
+#   5 toy        all three phases, two iterations, in bfloat16 and in float32
+#   6 resume     a run that is killed and started again
+#   7 ranks      two ranks and --shard, where two GPUs are there
+#   8 decode     8B (1B on cards under 40 GB): batch 1 and 64, captured and eager
+#   9 long       a random 1B through all phases, an iteration of the 8B, the other rows of
+#                bench.py, the default run
+#
+# It uses the GPUs of CUDA_VISIBLE_DEVICES, or the first. The captured step stays in sampling.py
+# only where it is 1.5 times as fast as the eager one.
 set -u
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
+export PYTHON=${PYTHON:-python} TQDM_DISABLE=1
+tiny=${TINY:-}
+
+problem=$("$PYTHON" - "$tiny" <<'END'
+import sys
+import warnings
+
+import torch
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    there = torch.cuda.is_available()
+if sys.argv[1] or there and torch.cuda.is_bf16_supported(including_emulation=False):
+    sys.exit()
+built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+if there:
+    print(f"{torch.cuda.get_device_name()} has no bfloat16, in which every model here runs")
+elif torch.version.cuda is None:
+    print(f"torch {torch.__version__} is built for CPUs alone: install a build for CUDA")
+elif caught:
+    print(f"{built}, and not for this driver: {' '.join(str(caught[0].message).split())}")
+else:
+    print(f"{built}, and finds no GPU")
+END
+) || exit 1
+[ -z "$problem" ] || { echo "$problem. TINY=1 takes the steps on a CPU" && exit 1; }
+
 out=$(realpath -m "${1:-gpu-$(date -u +%Y%m%d-%H%M)}")
 mkdir "$out" || exit 1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+failures=0
 
-step() {   # name, seconds it may take, command; what it says goes to a file
-    local name=$1 limit=$(($2 * patience)) start=$SECONDS status
-    local left=$((600 * patience - SECONDS))
+step() {   # name, seconds it may take, command; its output goes to a file
+    local name=$1 limit=$2 start=$SECONDS status verdict
     shift 2
-    timeout $((limit < left ? limit : left)) "$@" > "$out/$name.txt" 2>&1
+    timeout "$limit" "$@" > "$out/$name.txt" 2>&1
     status=$?
-    printf '%-10s %4d s  %s\n' "$name" $((SECONDS - start)) \
-        "$([ $status = 0 ] && echo done || echo "ended with $status; see $name.txt")" |
+    verdict=passed
+    [ $status = 124 ] && verdict="STOPPED after $limit s"
+    [ $status = 0 ] || [ $status = 124 ] || verdict="FAILED with $status"
+    [ $status = 0 ] || { failures=$((failures + 1)) && verdict="$verdict; see $name.txt"; }
+    printf '%-12s %4d s  %s\n' "$name" $((SECONDS - start)) "$verdict" |
         tee -a "$out/summary.txt"
 }
 
@@ -34,61 +71,68 @@ facts() {
     git status --short 2>/dev/null
     uname -srm
     lscpu | grep -E 'Model name|^CPU\(s\)'
-    nvidia-smi
-    "$PYTHON" -c 'import sys, torch, transformers as t
+    nvidia-smi 2>/dev/null
+    "$PYTHON" -c 'import sys, torch, transformers as t, model
 print("Python", sys.version, "| torch", torch.__version__, "| transformers", t.__version__)
-print("CUDA", torch.version.cuda, [torch.cuda.get_device_properties(i)
-                                   for i in range(torch.cuda.device_count())])'
+print("CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version(),
+      [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())])
+kernels = torch.backends.cuda
+print("attention: flash", kernels.flash_sdp_enabled(), "efficient",
+      kernels.mem_efficient_sdp_enabled(), "cudnn", kernels.cudnn_sdp_enabled())
+assert not kernels.cudnn_sdp_enabled()'
 }
 export -f facts
-export PYTHON CUDA_VISIBLE_DEVICES=0
 
-gigabytes=$("$PYTHON" -c 'import torch
-print(torch.cuda.mem_get_info()[1] // 10**9 if torch.cuda.is_available() else 0)')
-patience=1
-if [ -n "${TINY:-}" ]; then
-    patience=10
-    bench=(--tiny --rounds 1)
-    one=toy
+if [ -n "$tiny" ]; then
+    device=cpu gpus=2 one=toy bench=(--tiny --rounds 1)
     default=(--annotated_rows 40 --iterations 1 --batch_size 8 --minibatch_size 8 --eval_rows 8)
-elif [ "$gigabytes" = 0 ]; then
-    echo "no GPU that torch can use; TINY=1 walks through this on a CPU" && exit 1
 else
-    big=$([ "$gigabytes" -ge 40 ] && echo llama3-8b || echo llama3-1b)
-    bench=(--device cuda --shape "$big")
-    one=llama3-1b
-    default=()
+    read -r gpus gigabytes < <("$PYTHON" -c 'import torch
+print(torch.cuda.device_count(), torch.cuda.mem_get_info()[1] // 10**9)')
+    device=cuda one=llama3-1b default=()
+    bench=(--device cuda --shape "$([ "$gigabytes" -ge 40 ] && echo llama3-8b || echo llama3-1b)")
 fi
-device=$([ -n "${TINY:-}" ] && echo cpu || echo cuda)
 small=(--annotated_rows 40 --iterations 2 --batch_size 8 --minibatch_size 8 --eval_rows 8
-       --micro_batch_size 8 --learning_rate 1e-5)
+       --micro_batch_size 8)
 model="{\"mode\": \"save\", \"options\": {\"shape\": \"$one\", \"device\": \"$device\",
         \"path\": \"$work/model\"}}"
 bench=("$PYTHON" bench/bench.py "${bench[@]}" --patience 5 --write "$out/BENCHMARKS.md")
+pytest=("$PYTHON" -m pytest -q -n0 --tb=short)
 
-step machine 60 bash -c facts
-step tests 90 "$PYTHON" -m pytest -q tests/test_model.py -k "cuda or captured or host_waits"
-step default 120 "$PYTHON" text2grad.py --output_dir "$work/toy" "${default[@]}"
-step random 60 env PYTHONPATH=. "$PYTHON" bench/bench_work.py "$model"
-step phases 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
-    "${small[@]}"
-step iterations 150 "${bench[@]}" --rounds 1 --only iteration
-step rows 400 "${bench[@]}" --only logprobs decode lora rest
+step 1_machine 60 bash -c facts
+step 2_attention 60 "${pytest[@]}" tests/test_gpu.py -k "attention or gradients"
+step 3_tests 90 "${pytest[@]}" tests/test_model.py -k "cuda or captured or host_waits"
+step 4_capture 90 "${pytest[@]}" tests/test_gpu.py -k "captur"
+step 5_toy 120 "${pytest[@]}" tests/test_gpu.py -k "iterations"
+step 6_resume 90 "${pytest[@]}" tests/test_gpu.py -k "killed"
+if [ "$gpus" -ge 2 ]; then
+    step 7_ranks 120 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 \
+        text2grad.py --shard --output_dir "$work/ranks" "${small[@]}"
+else
+    echo "7_ranks         - s  not taken: one GPU" | tee -a "$out/summary.txt"
+fi
+step 8_decode 180 "${bench[@]}" --only decode
+step 9_random 60 env PYTHONPATH=. "$PYTHON" bench/bench_work.py "$model"
+step 9_phases 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
+    "${small[@]}" --learning_rate 1e-5
+step 9_iteration 180 "${bench[@]}" --rounds 1 --only iteration
+step 9_rows 240 "${bench[@]}" --only logprobs lora rest
+step 9_default 200 "$PYTHON" text2grad.py --output_dir "$work/toy" "${default[@]}"
 for run in toy random; do
     for file in phases.jsonl metrics.jsonl result.json; do
         cp "$work/$run/$file" "$out/$run.$file" 2>/dev/null
     done
 done
-"$PYTHON" - "$out/BENCHMARKS.md" <<'END' | tee -a "$out/summary.txt"
+[ -n "$tiny" ] || "$PYTHON" - "$out/BENCHMARKS.md" <<'END' | tee -a "$out/summary.txt"
 import re
 import sys
 for line in open(sys.argv[1]):
-    found = re.search(r"^\| (.*?) \|.*not captured.*?\*\*([\d.e+-]+)\*\*", line)
-    if found:
-        times = 1 / float(found[2])
-        say = "stays" if times >= 1.5 else "goes"
-        print(f"captured step, {found[1]}: {times:.2f} times as fast, so it {say}")
+    row = re.search(r"^\| (.*?) \|.*not captured.*?\*\*([\d.e+-]+)\*\*", line)
+    if row:
+        times = 1 / float(row[2])
+        verdict = "stays" if times >= 1.5 else "goes"
+        print(f"captured step, {row[1]}: {times:.2f} times as fast, so it {verdict}")
 END
-[ -z "${TINY:-}" ] || echo "a CPU captures nothing: no verdict" | tee -a "$out/summary.txt"
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
-echo "${SECONDS} s in all. Please send $out.tar.gz"
+echo "${SECONDS} s in all, $failures steps failed. Please send $out.tar.gz"
+exit $((failures > 0))
