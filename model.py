@@ -25,6 +25,7 @@ import re
 import resource
 import shutil
 import sys
+import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import date, timedelta
 from functools import partial
@@ -50,6 +51,9 @@ DATE = date(2024, 7, 26)             # in the place of today's; Llama 3.1's own
 # The prompt of a model that has no chat template of its own (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
+# On Hopper GPUs cuDNN's attention returns NaN gradients for masked inputs of 64, 192, 320, …
+# tokens (pytorch issue 196678), and it plans anew for each shape. The other kernels do neither.
+torch.backends.cuda.enable_cudnn_sdp(False)
 # What makes of PEFT's adapters something else than W x + (alpha / r) B A x.
 OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                "fan_in_fan_out", "lora_bias")
@@ -57,19 +61,25 @@ OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modul
 
 # ── Loading and prompts
 
-def load_model(path, dtype=None, device=None):  # Table 5
+def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
     """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
 
     dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
-    slow, float32. A template that writes today's date is given DATE. Raises ModelError where
-    there is no such model, where the tokenizer has more tokens than it, or where the head is
-    not the product `hidden @ weight.T` that is scored.
+    slow, float32. to_shard: leave the weights in their files, which are mapped into memory,
+    until `shard` moves them to `device`. A template that writes today's date is given DATE.
+    Raises ModelError where there is no such model, where the tokenizer has more tokens than it,
+    where the head is not the product `hidden @ weight.T` that is scored, or where the GPU has
+    no bfloat16.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device or find_device())
+    dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    if (device.type == "cuda" and str(dtype).endswith("bfloat16")
+            and not torch.cuda.is_bf16_supported(including_emulation=False)):
+        raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
+                         f"float32, or float16 for a small memory")
     try:
         # Lengths are checked by row, and not by the tokenizer.
         tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
-        dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
@@ -83,18 +93,31 @@ def load_model(path, dtype=None, device=None):  # Table 5
         tokenizer.chat_template = re.sub(
             r"""strftime_now\((["'])(.*?)\1\)""",
             lambda call: repr(DATE.strftime(call[2])), tokenizer.chat_template)
-    model.requires_grad_(False).eval().to(device)
+    model.requires_grad_(False).eval()
+    if not to_shard:
+        model.to(device)
     _check_plain_head(model, path)
     return model, tokenizer
 
 
 @torch.no_grad()
 def _check_plain_head(model, path):
-    """Soft-capped, scaled or biased logits would be drawn and scored by different formulas."""
+    """Soft-capped, scaled or biased logits would be drawn and scored by different formulas.
+
+    Without the blocks, which a model that is to be sharded should not read whole.
+    """
+    blocks = getattr(model.base_model, "layers", None)
     # From id 1 on: 0 may be a blank padding row.
     ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
-    plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
-    if not torch.allclose(plain, model(ids).logits, rtol=1e-2, atol=1e-2):
+    try:
+        if blocks is not None:
+            model.base_model.layers = nn.ModuleList()
+        plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
+        logits = model(ids).logits
+    finally:
+        if blocks is not None:
+            model.base_model.layers = blocks
+    if not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{path}: this architecture changes its logits after the head (by a "
                          f"bias, a scale or a soft cap); Llama, Mistral and Qwen do not")
 
@@ -140,12 +163,15 @@ class LoRALinear(nn.Module):
         self.merged: Tensor | None = None                # W + (alpha / r) B A of the active one
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
-        """A uniform as nn.Linear draws it, B zero: it changes nothing until it is trained."""
+        """A uniform as nn.Linear draws it, B zero: it changes nothing until it is trained.
+
+        A is drawn on the CPU, so that its values do not depend on the device.
+        """
         weight = self.base_layer.weight
-        like = {"dtype": torch.float32, "device": weight.device}
-        A = nn.init.kaiming_uniform_(torch.empty(r, weight.shape[1], **like), a=math.sqrt(5))
-        self.lora_A[name] = nn.Parameter(A)
-        self.lora_B[name] = nn.Parameter(torch.zeros(weight.shape[0], r, **like))
+        A, B = torch.empty(r, weight.shape[1]), torch.zeros(weight.shape[0], r)
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5))
+        self.lora_A[name] = nn.Parameter(A.to(weight.device, torch.float32))
+        self.lora_B[name] = nn.Parameter(B.to(weight.device, torch.float32))
         self.scaling[name], self.dropout[name] = alpha / r, dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -367,15 +393,19 @@ def _recomputed(block, forward, *args, **kwargs):
                       context_fn=lambda: (nullcontext(), use_lora(block, name)), **kwargs)
 
 
-def shard(model):
-    """Spread the frozen base over all ranks with FSDP2; returns the model.
+def shard(model, device):
+    """Spread the frozen base over all ranks with FSDP2; returns the model, now on `device`.
+
+    A model from `load_model(…, to_shard=True)` is read unit by unit, so that a device never
+    holds more than its share and two units. In sampling (`gathered`) it holds the whole base.
 
     Units that are gathered and freed together: the embeddings, every block, the head, and the
     rest with the base. Adapters, loaded before or after, stay whole on every rank, in float32:
     an FSDP unit must be of one dtype, and so any one rank saves them whole. The caller sums
     their gradients over the ranks.
     """
-    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
+    device = torch.device(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model.fingerprint_when_whole = fingerprint(model)
     adapters = {p for layer in _lora_layers(model).values()
                 for p in (*layer.lora_A.values(), *layer.lora_B.values())}
@@ -386,8 +416,10 @@ def shard(model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
     if tied:
         head.weight = embeddings.weight              # the sharded one
+    for p in adapters:
+        p.data = p.data.to(device)
     with torch.no_grad():                            # FSDP learns from the first pass its roots
-        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         if not tied:
             head(hidden)
@@ -419,17 +451,31 @@ RANKS = int(os.environ.get("WORLD_SIZE", 1))
 HOSTS = None                                         # the processors, where `everyone` meets
 
 
+def find_device() -> torch.device:
+    """This rank's GPU, else the CPU; prints why a GPU that is there cannot be used."""
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always")
+        cuda = torch.cuda.is_available()
+    for problem in problems:                         # a driver for another version of CUDA
+        reason = str(problem.message).split(" (Triggered")[0]
+        say(f"warning: no GPU is used, torch {torch.__version__} is built for CUDA "
+            f"{torch.version.cuda}: {' '.join(reason.split())}")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
 def start_ranks(minutes: float) -> torch.device:
     """Join the other ranks, if any; this one's device. minutes: how long ranks wait."""
     global HOSTS
-    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    device = find_device()
+    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(device)
     if RANKS > 1:
         wait = timedelta(minutes=minutes)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=wait)
         HOSTS = dist.new_group(backend="gloo", timeout=wait)
-    return torch.device("cuda", local) if cuda else torch.device("cpu")
+    return device
 
 
 def together(collective, *args, **options):

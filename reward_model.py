@@ -15,6 +15,7 @@ B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import Counter
@@ -136,10 +137,11 @@ def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """−Σ_j log p_φ(z_j | z_<j, x, y) over z (§3.4, Algorithm 3): a scalar, in nats."""
     prompts, z_ids = [x for x, _ in pairs], [z for _, z in pairs]
     *inputs, mask = pad_batch(prompts, z_ids, model.device)
-    at = mask.bool()
-    hidden = response_hidden(model, *inputs, mask)[at]                                 # [N, H]
+    at = mask.flatten().nonzero().squeeze(1)                  # of tokens in a flat [B · T], [N]
+    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[at]                   # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
-    return -token_logprobs(hidden, head_weight(model), inputs[2][at]).sum()           # l.5–6
+    targets = inputs[2].flatten()[at]
+    return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
 
 
 def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[list[tuple]]:
@@ -151,11 +153,13 @@ def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[l
 
 
 def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
-                loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None) -> list[float]:
-    """Minimise a mean loss by one adapter, new unless it is loaded (Algorithm 3) → the losses.
+                loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None):
+    """Minimise a mean loss by one adapter, new unless it is loaded (Algorithm 3).
 
     loss_of(model, pairs) is a sum, in nats; count_of(pair): its terms, the tokens of z.
     The ranks share each batch. out: where checkpoints lie, from the newest of which it goes on.
+    Returns the mean loss of each step. A step whose loss or gradient is not finite is skipped,
+    and has None in that list. Raises InputError where all steps are.
     """
     torch.manual_seed(config.seed)
     shape = config.lora_r, config.lora_alpha, config.lora_dropout
@@ -189,17 +193,27 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                 loss = loss_of(model, mine or part[:1]) / total * bool(mine)
                 loss.backward()
                 mean += loss.item()
-            losses.append(sum(everyone([mean])))
+            mean = sum(everyone([mean]))
             for p in parameters:
                 all_sum(p.grad)
-            torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-            optimizer.step()                                                             # l.7
+            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
+            finite = math.isfinite(mean) and math.isfinite(norm)
+            losses.append(mean if finite else None)
+            if finite:
+                optimizer.step()                                                         # l.7
             optimizer.zero_grad()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            bar.set_postfix(loss=f"{mean:.3f}")
             if out:
                 state = {"iteration": step + 1, "losses": losses, "made_of": made_of}
                 keep_checkpoint(out, optimizer, state, SAVE_EVERY, start, len(steps))
     model.eval()
+    if skipped := losses.count(None):
+        problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped, for "
+                   f"their loss or gradient was not finite; lower --learning_rate or try "
+                   f"--dtype float32")
+        if skipped == len(losses):
+            raise InputError(problem)
+        say(f"warning: {problem}")
     return losses
 
 
@@ -329,7 +343,8 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
                          f"the model's context)")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
-               "steps": len(losses), "final_loss": losses[-1]}
+               "steps": len(losses), "skipped_steps": losses.count(None),
+               "final_loss": next(x for x in reversed(losses) if x is not None)}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
         mine = chunks(held_pairs[RANK::RANKS], config.micro_batch_size)
@@ -364,11 +379,11 @@ def main():
     if config.shard and RANKS == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
-    model, tokenizer = load_model(config.model, config.dtype, device)
+    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     if config.shard:
-        shard(model)
+        shard(model, device)
     say(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
         f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
         f"--reward_model {config.output_dir}/adapter")

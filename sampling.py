@@ -10,13 +10,16 @@ of a flat batch, H hidden size, V vocabulary.
 
 Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25); not how they are
 made. Departure from common practice: one uniform number per row and step decides the token, so
-a text depends neither on its neighbours in the batch nor on the number of ranks.
+on a CPU in float32 a text depends neither on its neighbours in the batch nor on the number of
+ranks. A GPU chooses kernels by the shape of the batch, so there the last bits of the logits can
+change with it, and now and then a token.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -235,6 +238,24 @@ def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     return at.clamp(max=logits.shape[1] - 1)
 
 
+@cache
+def _side_stream():
+    """One CUDA stream for all captures of the process; cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream()
+
+
+def can_capture(model) -> bool:
+    """Whether a decode step asks the host for nothing, so that a CUDA graph can hold it.
+
+    FSDP's gathers do ask, and RoPE whose frequencies depend on the length reached so far.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    by_layer_type = [x for x in rope.values() if isinstance(x, dict)]
+    rope_types = {x.get("rope_type") for x in (rope, *by_layer_type)}
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not sharded and not rope_types & {"dynamic", "longrope"}
+
+
 class Decoder:
     """The rows that still decode, and all that their next token depends on.
 
@@ -265,6 +286,8 @@ class Decoder:
         """Fill the cache with the prompts, [B, P], and draw the first token."""
         cache, positions, (B, P) = self.cache, positions_of(attention), prompts.shape
         part = max(1, PREFILL_TOKENS // B)
+        if part > 64:                    # GPU kernels pad masks of other widths by a copy
+            part -= part % 64
         columns = torch.arange(P, device=prompts.device)
         for start in range(0, P, part):
             cache.width = min(start + part, P)
@@ -292,10 +315,13 @@ class Decoder:
         self.draw(self.last_hidden(self.ids, seen, self.positions))
 
     def captured_step(self):
-        """`step` as a CUDA graph: its thousand kernels are launched as one."""
+        """`step` as a CUDA graph: its thousand kernels are launched as one.
+
+        Raises torch.OutOfMemoryError where the graph does not fit.
+        """
         # Once beforehand, on a stream of its own, to set up libraries; changes are undone.
         changed = self.cache.at, self.positions, self.ids
-        before, side = [x.clone() for x in changed], torch.cuda.Stream()
+        before, side = [x.clone() for x in changed], _side_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.step()
@@ -303,8 +329,15 @@ class Decoder:
         for x, old in zip(changed, before):
             x.copy_(old)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
+        try:
+            with torch.cuda.graph(graph, stream=side):
+                self.step()
+        except RuntimeError as error:
+            # Whatever broke the capture, its end raises an error of its own on top.
+            cause = error
+            while cause and not isinstance(cause, torch.OutOfMemoryError):
+                cause = cause.__context__
+            raise cause or error
         return graph.replay
 
     def keep(self, alive: Tensor):
@@ -323,8 +356,8 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
 
     temperature 0 is greedy; else the draws are from softmax(logits / temperature), as scored
     by `token_logprobs`. eos_token_id: an id, a list of ids or None. uniforms, [B, T] in [0, 1),
-    decide the draws; without them `generator` does. cuda_graph=False is for a model whose
-    forward pass looks at the host, and for finding faults. Raises ModelError for a bad prompt.
+    decide the draws; without them `generator` does. cuda_graph=False is for finding faults.
+    Raises ModelError for a bad prompt.
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
@@ -348,14 +381,15 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     columns, uniforms = round_up(prompts.shape[1] + max_new_tokens, bucket), uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)
-    tokens, lengths = _decode(decoder, uniforms, eos, cuda_graph)
+    capture = cuda_graph and device.type == "cuda" and can_capture(model)
+    tokens, lengths = _decode(decoder, uniforms, eos, capture)
     answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
         "Alg. 4 l.11: y has a token, and an EOS at its end alone"
     return answers
 
 
-def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], cuda_graph: bool):
+def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
     """All tokens after the first draw: ids [B, T], lengths [B].
 
     Rows that have ended leave once a quarter of them is idle. On CUDA once half is, and the
@@ -365,8 +399,6 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], cuda_graph: bool
     model, cache, (B, T) = decoder.model, decoder.cache, uniforms.shape
     cuda, P = model.device.type == "cuda", cache.width
     further, every, most_busy = (256, 16, 0.5) if cuda else (1, 1, 0.75)
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    capture = cuda and cuda_graph and not sharded
     ends = torch.tensor(eos, dtype=torch.long, device=model.device)
     tokens, lengths = ends.new_zeros(B, T), ends.new_zeros(B)
     step = None
@@ -375,6 +407,7 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], cuda_graph: bool
             width = min(cache.columns, round_up(P + t, further))
             if step is None or width != cache.width:
                 cache.width = width
+                step = None       # frees the memory of the old graph before the new one's
                 step = decoder.captured_step() if capture else decoder.step
             decoder.uniforms.copy_(uniforms[decoder.rows, t : t + 1])
             step()

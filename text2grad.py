@@ -19,6 +19,7 @@ a reward, a baseline and penalises nothing).
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
 flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
 on rows [RANK::RANKS], all hold the whole, and every draw depends on (seed, iteration, row).
+On a CPU a stopped run that goes on ends with the same bits; a GPU does not promise that.
 """
 
 from __future__ import annotations
@@ -258,10 +259,15 @@ class Rollouts:
     truncated: list[bool] = field(default_factory=list)       # no EOS in max_new_tokens
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
-        """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them."""
+        """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them.
+
+        "sampled" holds the indices, [N], of the sampled tokens in a flat [B · T].
+        """
         P, T = (int(m[index].sum(1).max()) for m in (self.prompt_mask, self.mask))
-        return {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T]
+        part = {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T]
                 for name, x in vars(self).items() if isinstance(x, Tensor)}
+        part["sampled"] = part["mask"].flatten().nonzero().squeeze(1)
+        return part
 
     def by_length(self, index) -> list[int]:
         """Rows by response length, so that a micro-batch holds little padding."""
@@ -332,10 +338,11 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
         logprobs = token_logprobs(hidden, weight, targets, config.temperature)
         entropy = token_entropy(hidden, weight, config.temperature)
         logprobs_ref = token_logprobs(reference, weight, targets, config.temperature)
-        at = part["mask"].bool()
-        full = torch.zeros(4, *at.shape, device=model.device)
-        full[:, at] = torch.stack([logprobs, entropy, logprobs_ref, value_head(hidden)])
-        scores[:, index, : at.shape[1]] = full
+        B, T = part["mask"].shape
+        full = torch.zeros(4, B * T, device=model.device)
+        full[:, part["sampled"]] = torch.stack(
+            [logprobs, entropy, logprobs_ref, value_head(hidden)])
+        scores[:, index, :T] = full.view(4, B, T)
     (rollouts.logprobs_old, rollouts.entropy,
      rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
     # Written so that NaN passes: `ppo_update` skips, counts and names such a step.
@@ -347,9 +354,10 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
 def forward(model, part: dict[str, Tensor], adapter: str | None) -> tuple[Tensor, Tensor]:
     """The hidden state that predicts each sampled token, and that token: [N, H], [N]."""
     inputs = [part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")]
-    at = part["mask"].bool()
     with use_lora(model, adapter):
-        return response_hidden(model, *inputs)[at], part["response_ids"][at]
+        hidden = response_hidden(model, *inputs)
+    sampled = part["sampled"]
+    return hidden.flatten(0, 1)[sampled], part["response_ids"].flatten()[sampled]
 
 
 def add_advantages(rollouts: Rollouts, beta: float, config: Config):
@@ -422,13 +430,13 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
 
 def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count):
     """−L_CLIP − β H + c L_VF (Alg. 4 l.21–28): (scalar, what to log), sums / count."""
-    at = part["mask"].bool()
     hidden, targets = forward(model, part, "policy")
     weight = head_weight(model)
     logprobs = token_logprobs(hidden, weight, targets, config.temperature)
     values = value_head(hidden.detach())          # its errors do not move the policy
     names = "logprobs_old", "advantages", "values", "returns", "mask"
-    logprobs_old, advantages, values_old, returns, mask = (part[name][at] for name in names)
+    logprobs_old, advantages, values_old, returns, mask = (
+        part[name].flatten()[part["sampled"]] for name in names)
     policy = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
     value = value_loss(values, values_old, returns, mask, config.value_clip, count)      # l.28
     loss = policy + config.value_coef * value
@@ -813,7 +821,7 @@ def main(argv=None, critic=critique, learnt=True):
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)
-    model, tokenizer = load_model(config.model, config.dtype, device)
+    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
     rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
@@ -827,7 +835,7 @@ def main(argv=None, critic=critique, learnt=True):
     say(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, {device}; "
         f"files in {out}/")
     if config.shard:
-        shard(model)
+        shard(model, device)
     try:
         if makes:
             respond(model, tokenizer, asked, config, out)                             # l.4–6

@@ -50,6 +50,7 @@ BASELINES = "tests/test_baselines.py"
 BENCHMARKS = "tests/test_benchmarks.py"
 EQUATIONS = "tests/test_equations.py"
 EVAL = "tests/test_eval.py"
+GPU = "tests/test_gpu.py"
 JUDGES = "tests/test_judges.py"
 METRICS = "tests/test_metrics.py"
 MODEL = "tests/test_model.py"
@@ -57,6 +58,7 @@ MODES = "tests/test_modes.py"
 REPORT = "tests/test_report.py"
 REWARD = "tests/test_reward_model.py"
 SANDBOX = "tests/test_sandbox.py"
+SHARDING = "tests/test_sharding.py"
 SPANS = "tests/test_spans.py"
 STUDIES = "tests/test_studies.py"
 TOY = "tests/test_toy.py"
@@ -217,6 +219,33 @@ MUTATIONS = [
     Mutation("sampling.py", "prompts = [[0] * (P - len(x)) + x for",
              "prompts = [x + [0] * (P - len(x)) for",
              MODEL, "prompts padded on the wrong side"),
+
+    # ── the first GPU
+    Mutation("model.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)",
+             GPU, "gpu: cuDNN's attention stays on"),
+    Mutation("model.py", 'str(dtype).endswith("bfloat16")', 'str(dtype) == "torch.bfloat16"',
+             GPU, "gpu: no bfloat16 is noticed late"),
+    Mutation("model.py", "if not to_shard:", "if True:",
+             SHARDING, "gpu: --shard moves the whole model first"),
+    Mutation("model.py", "            model.base_model.layers = nn.ModuleList()",
+             "            pass", SHARDING, "gpu: --shard reads the whole model first"),
+    Mutation("text2grad.py", ", to_shard=config.shard)", ")",
+             SHARDING, "gpu: text2grad.py --shard loads to the GPU"),
+    Mutation("reward_model.py", ", to_shard=config.shard)", ")",
+             SHARDING, "gpu: reward_model.py --shard loads to the GPU"),
+    Mutation("sampling.py", "                step = None       #", "                #",
+             GPU, "gpu: two graphs at once"),
+    Mutation("sampling.py", "@cache\n", "", GPU, "gpu: a stream for every capture"),
+    Mutation("sampling.py", "raise cause or error", "raise",
+             GPU, "gpu: out of memory in a capture has no remedy"),
+    Mutation("sampling.py", '{"dynamic", "longrope"}', '{"dynamic"}',
+             GPU, "gpu: longrope is captured"),
+    Mutation("sampling.py", "for x in (rope, *by_layer_type)", "for x in (rope,)",
+             GPU, "gpu: RoPE by layer type is captured"),
+    Mutation("reward_model.py", "math.isfinite(mean) and math.isfinite(norm)",
+             "math.isfinite(mean)", REWARD, "a step with an infinite gradient is taken"),
+    Mutation("reward_model.py", "if skipped == len(losses):", "if False:",
+             REWARD, "a fit without a finite step succeeds"),
 
     # ── annotate.py
     Mutation("annotate.py", "_exact_places(response, quote), repeats + 1)",

@@ -5,6 +5,7 @@ judged) with values that are written out here, or with a closed form.
 """
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from helpers import randomise, read_jsonl
 
 import reward_model
-from data import reward_prompt
+from data import InputError, reward_prompt
 from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
 from reward_model import RewardConfig, encode_rows, fit, fit_adapter, write_critiques, z_loss
 
@@ -105,6 +106,35 @@ def test_dropout_is_active_and_every_step_has_its_own_mask(toy_model, monkeypatc
     before, masks[:] = masks[:], []
     fit_adapter(model, PAIRS[:1] * 12, "reward", config)
     assert masks == before
+
+
+@pytest.mark.parametrize("problem", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(toy_model, capsys, problem):
+    """The third of ten steps: the weights are those of the other nine, which all count."""
+    calls = []
+
+    def broken(model, part):
+        calls.append(None)
+        loss = z_loss(model, part)
+        if len(calls) != 3:
+            return loss
+        # √x has an infinite gradient at 0, and is finite there.
+        B = lora_parameters(model, "reward")[1]
+        return loss * math.nan if problem == "loss" else loss + (B - B.detach()).sqrt().sum()
+
+    model, _ = toy_model
+    losses = fit_adapter(model, PAIRS, "reward", CONFIG, broken)
+    assert [i for i, loss in enumerate(losses) if loss is None] == [2] and len(losses) == 10
+    assert all(p.isfinite().all() for p in lora_parameters(model, "reward"))
+    assert "1 of 10 optimizer steps were skipped" in capsys.readouterr().out
+
+
+def test_a_fit_without_a_finite_step_is_an_error(toy_model):
+    def broken(model, part):
+        return z_loss(model, part) * math.inf
+
+    with pytest.raises(InputError, match="10 of 10 optimizer steps.*lower --learning_rate"):
+        fit_adapter(toy_model[0], PAIRS, "reward", CONFIG, broken)
 
 
 # ── Phase 2

@@ -1,14 +1,20 @@
 """A base spread over two ranks (FSDP2, gloo) against one: numbers, memory, gathers, files."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, free_port, randomise
+from helpers import ROOT, free_port, randomise, run_main
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import reward_model
+import text2grad
 from model import (add_lora, checkpoint_activations, fingerprint, gathered, load_lora,
                    load_model, lora_parameters, response_hidden, save_lora, shard, use_lora)
 from sampling import generate, head_weight, pad_batch, token_logprobs
@@ -75,7 +81,7 @@ def on_a_rank(rank, port, path, directory, checkpointed):
                             world_size=2)
     model = prepared(path)
     before = local_bytes(model), fingerprint(model)
-    shard(model)
+    shard(model, "cpu")
     if checkpointed:
         checkpoint_activations(model)
     ids = sampled(model)
@@ -115,7 +121,71 @@ def runs(request, tmp_path_factory):
     return path, directory, [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
 
 
+LOAD = """
+import re, sys, torch
+from pathlib import Path
+import torch.distributed as dist
+from model import load_model, response_hidden, shard, start_ranks
+from sampling import pad_batch
+
+def memory(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+device, path, out = start_ranks(1), sys.argv[1], Path(sys.argv[2])
+shard(load_model("toy/base", device=device, to_shard=True)[0], device)    # for late imports
+before = memory("VmRSS")
+model, _ = load_model(path, device=device, to_shard=True)
+shard(model, device)
+used = memory("VmHWM") - before
+hidden = response_hidden(model, *pad_batch([[5, 6], [7, 8, 9]], [[4], [3, 2]])).detach()
+torch.save({"used": used, "hidden": hidden}, out / f"{dist.get_rank()}.pt")
+dist.destroy_process_group()
+"""
+
+
 # ── Tests
+
+def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
+    """A model of 300 MB in parts of 50 MB; the peak of each rank counts the files' pages too.
+
+    Measured: .72 of the model on both ranks, and 1.12 where the check of the head reads all.
+    """
+    torch.manual_seed(4)
+    config = LlamaConfig(vocab_size=900, hidden_size=640, intermediate_size=1920,
+                         num_hidden_layers=14, num_attention_heads=10)
+    whole, path = LlamaForCausalLM(config).eval(), tmp_path / "base"
+    whole.save_pretrained(path, max_shard_size="50MB")
+    load_model(ROOT / "toy" / "base", device="cpu")[1].save_pretrained(path)
+    assert len(list(path.glob("model-*.safetensors"))) >= 5
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc_per_node", 2, "--no-python", sys.executable, "-c", LOAD, path, tmp_path]
+    # Freed memory returns to the system at once, so that the peak is what was held.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
+    subprocess.run([*map(str, command)], cwd=ROOT, env=environment, check=True)
+    size = sum(p.nbytes for p in whole.parameters())
+    expected = response_hidden(whole, *pad_batch([[5, 6], [7, 8, 9]], [[4], [3, 2]]))
+    for rank in (0, 1):
+        result = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(result["hidden"], expected, atol=1e-5, rtol=1e-5)
+        assert 0.5 * size < result["used"] < 0.9 * size
+
+
+@pytest.mark.parametrize("script", [text2grad, reward_model])
+def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_path):
+    """They are on the CPU, whatever the device, until `shard` moves each rank's part."""
+    class Stop(Exception):
+        pass
+
+    def load(*args, **options):
+        model, _ = load_model(ROOT / "toy" / "base", "float32", "meta", **options)
+        assert model.device.type == "cpu"
+        raise Stop
+
+    monkeypatch.setattr(script, "RANKS", 2)
+    monkeypatch.setattr(script, "load_model", load)
+    with pytest.raises(Stop):
+        run_main("--shard", "--output_dir", tmp_path, module=script)
+
 
 def test_two_ranks_make_the_numbers_of_one(runs):
     """Hidden states, log-probs of each rank's rows; the adapter's summed gradients; samples."""
