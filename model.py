@@ -107,16 +107,14 @@ def _check_plain_head(model, path):
     Without the blocks, which a model that is to be sharded should not read whole.
     """
     blocks = getattr(model.base_model, "layers", None)
+    if blocks:
+        model.base_model.layers = nn.ModuleList()
     # From id 1 on: 0 may be a blank padding row.
     ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
-    try:
-        if blocks is not None:
-            model.base_model.layers = nn.ModuleList()
-        plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
-        logits = model(ids).logits
-    finally:
-        if blocks is not None:
-            model.base_model.layers = blocks
+    plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
+    logits = model(ids).logits
+    if blocks:
+        model.base_model.layers = blocks
     if not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{path}: this architecture changes its logits after the head (by a "
                          f"bias, a scale or a soft cap); Llama, Mistral and Qwen do not")
