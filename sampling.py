@@ -250,8 +250,8 @@ def can_capture(model) -> bool:
     FSDP's gathers do ask, and RoPE whose frequencies depend on the length reached so far.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
-    by_layer_type = [x for x in rope.values() if isinstance(x, dict)]
-    rope_types = {x.get("rope_type") for x in (rope, *by_layer_type)}
+    layer_types = rope, *rope.values()
+    rope_types = {x.get("rope_type") for x in layer_types if isinstance(x, dict)}
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return not sharded and not rope_types & {"dynamic", "longrope"}
 

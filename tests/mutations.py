@@ -240,7 +240,7 @@ MUTATIONS = [
              GPU, "gpu: out of memory in a capture has no remedy"),
     Mutation("sampling.py", '{"dynamic", "longrope"}', '{"dynamic"}',
              GPU, "gpu: longrope is captured"),
-    Mutation("sampling.py", "for x in (rope, *by_layer_type)", "for x in (rope,)",
+    Mutation("sampling.py", "layer_types = rope, *rope.values()", "layer_types = rope,",
              GPU, "gpu: RoPE by layer type is captured"),
     Mutation("reward_model.py", "math.isfinite(mean) and math.isfinite(norm)",
              "math.isfinite(mean)", REWARD, "a step with an infinite gradient is taken"),
