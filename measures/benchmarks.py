@@ -203,7 +203,7 @@ def extract_code(response: str, problem: Problem) -> str:
 
 def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float):
     """Runs in the sandbox, from its source: the outputs of `solve` beside the reference's, by
-    evalplus' rules. What is compared there is made plain first, so it is never subtracted.
+    evalplus' rules.
 
     task: the function's name. fresh: the inputs once more; a solution may change its own.
     """

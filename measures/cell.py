@@ -1,12 +1,11 @@
-"""The inside of the sandbox: what `measures/sandbox.py` starts, for one program and its tests.
+"""The inside of the sandbox: what `measures/sandbox.py` starts for one program and its tests.
 
-Paper: nothing of it. A fresh interpreter pays for every import at every run: they are few.
+Paper: nothing of it. A run pays for each import of this file, so there are few.
 
-Three processes. The first, outside the new namespaces and so out of the program's sight and
-reach, weighs what runs inside; all inside ends with the second; the third is the worker. It
-sends a random token before it loads the program, and again with the verdict after the last
-test. In between no name, frame, container or file holds the token: it lies on the stack of
-the interpreter.
+Three processes. The first stays outside the new process namespace, where the program can
+neither see nor signal it. It watches time and memory. The second is process 1 inside: when it
+ends, the kernel ends all others inside. The third runs the program and its tests, and writes
+the caller's secret with the verdict to a socket.
 """
 
 import builtins
@@ -18,311 +17,253 @@ import resource
 import select
 import struct
 import sys
-from time import process_time
+import time
 
-__builtins__ = dict(vars(builtins))           # this file's own: the program may patch the rest
+__builtins__ = dict(vars(builtins))           # the program may patch the shared ones
 
-KEPT, MEBIBYTE = 4000, 1 << 20                # characters of output that a result keeps; bytes
-PROCESSES, FILE_MB, FOLDER_MB, FILES = 64, 16, 64, 4096    # threads count too; the directory's
-FAR = 5                                       # times the limit of CPU time: the wall clock's
-ROOT = "/proc"                                # always there: the program's root covers it
+REASON = 4000                                 # characters that a result keeps
+MEBIBYTE = 1 << 20
+FOLDER_MB, FOLDER_FILES = 64, 4096            # of the program's directory, which is in memory
+SLACK = 2                                     # seconds for the start and the tests' imports
+SOCKET_KB = 416                               # of kernel memory that a Unix socket may hold
+ROOT = "/proc"                                # exists everywhere; the program's root covers it
 SHARED = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/nix/store", "/dev/null", "/dev/zero",
           "/dev/full", "/dev/random", "/dev/urandom", sys.base_prefix, sys.prefix]
-# The machine; add_key, request_key, keyctl (keys outlive a process), ptrace, and memfd_create,
-# shmget (memory that no process is charged for).
-REFUSED = {"x86_64": (0xC000003E, 248, 249, 250, 101, 319, 29),
-           "aarch64": (0xC00000B7, 217, 218, 219, 117, 279, 194)}
+# AUDIT_ARCH; socket and socketpair; then the refused system calls: add_key, request_key,
+# keyctl (keys outlive a process), ptrace, bpf, and those whose memory belongs to no process:
+# memfd_create, memfd_secret, shmget, semget, msgget, io_uring_setup.
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, 41, 53, 248, 249, 250, 101, 321, 319, 447, 29, 64, 68, 425),
+    "aarch64": (0xC00000B7, 198, 199, 217, 218, 219, 117, 280, 279, 447, 194, 190, 186, 425)}
 
 
 def main():
-    """Put up the layers, run the program and its tests, say how they ended."""
-    order, verdict, output = marshal.load(sys.stdin.buffer), os.dup(1), os.dup(2)
+    """Build the layers, run the program and its tests, and write how they ended."""
+    order = marshal.load(sys.stdin.buffer)
+    verdict = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)                             # from here on both streams are the program's
-    user = None if order["unsafe"] else _leave()
+    user = None if order["unsafe"] else _enter_namespaces()
     if user:
         if first := os.fork():
-            _weigh(first, order["memory_mb"], verdict)
-        _libc("prctl", 1, 9)                  # killed when the process above ends
-        _build_root(user)
+            _watch(first, order, verdict)
+        _call("prctl", 1, 9)                  # SIGKILL when the process above ends
+        _build_root(user, order["home"])
     if worker := os.fork():
         while (ended := os.waitpid(-1, 0))[0] != worker:
             pass
-        os.write(verdict, b"\n%d\n" % os.waitstatus_to_exitcode(ended[1]))
+        os.write(verdict, b"\0%d" % os.waitstatus_to_exitcode(ended[1]))
         os._exit(0)
-    os.chdir(os.environ["HOME"])
+    os.chdir(order["home"])
     if user:
         _drop_privileges(user)
-    limits = _limit(order["memory_mb"], user)
-    # The order of evaluation is the point: `write` and the token lie on the stack by then.
-    os.write(verdict, _token(verdict) + _judge(order, limits, output))
-    os._exit(0)                               # no exit handlers, no waiting for threads
+    _set_limits(order["memory_mb"], user)
+    os.write(verdict, b"ready\n")
+    # Python evaluates from left to right. While the program runs, the secret lies on the
+    # interpreter's stack, and in no variable.
+    os.write(verdict, order.pop("secret") + _judge(order))
+    os._exit(0)                               # without exit handlers or waiting for threads
 
 
-# ── The layers ────────────────────────────────────────────────────────────────────────────
+# ── The layers
 
-def _libc(name: str, *arguments):
-    wide = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
-    call = getattr(ctypes.CDLL(None, use_errno=True), name)
-    if call(*wide, *[ctypes.c_long(0)] * 3) < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+def _call(name: str, *arguments):
+    """A function of the C library. Raises OSError where it fails."""
+    values = [x.encode() if isinstance(x, str) else x for x in arguments]
+    values = [ctypes.c_long(x) if isinstance(x, int) else x for x in [*values, 0, 0, 0]]
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*values) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), name)
 
 
 def _write(path: str, text: str):
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(text)
 
 
-def _leave() -> int:
-    """Leave the caller's namespaces, if need be as owner of new users; the program's user."""
-    _libc("prctl", 1, 9)                      # killed when the caller ends
-    _write("/proc/self/oom_score_adj", "1000")            # where memory lacks, this goes first
+def _enter_namespaces() -> int:
+    """New mounts, IPC, processes and network, and new users where need be: the user inside."""
+    _call("prctl", 1, 9)                      # SIGKILL when the caller ends
     user, group = os.geteuid(), os.getegid()
     with open("/proc/self/uid_map") as file:
-        root = user == 0 and file.read().split()[2] != "1"
-    # Mounts, IPC, processes, network; users.
-    _libc("unshare", 0x20000 | 0x8000000 | 0x20000000 | 0x40000000 | 0x10000000 * (not root))
-    if root:                                  # is never counted; systemd keeps these for that
-        return 61184 + os.getpid() % 4336
+        is_root = user == 0 and file.read().split()[2] != "1"
+    _call("unshare", 0x68020000 if is_root else 0x78020000)
+    if is_root:                               # root's processes are not counted: another user
+        return 61184 + os.getpid() % 4336     # that systemd sets aside for this
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"65534 {user} 1")
     _write("/proc/self/gid_map", f"65534 {group} 1")
     return 65534
 
 
-def _mount(source: str, target: str, flags: int, options: str = ""):
-    kind = source.encode()                    # which a bind mount does not read
-    _libc("mount", kind, target.encode(), kind, flags, options.encode())
-
-
-def _build_root(user: int):
-    """A root in memory with Python and the system, read-only, and one directory."""
-    home = ROOT + os.environ["HOME"]
-    _mount("none", "/", 0x44000)              # private, recursively: the outside sees no mount
-    _mount("tmpfs", ROOT, 0, "size=1m,mode=755")
+def _build_root(user: int, home: str):
+    """A read-only root in memory with Python and the system, and one directory to write to."""
+    home = ROOT + home
+    _call("mount", "none", "/", "", 0x44000, "")           # private: nobody outside sees mounts
+    _call("mount", "tmpfs", ROOT, "tmpfs", 0, "size=1m,mode=755")
     for path in [*SHARED, *sys.path]:
         inside = ROOT + path
         if os.path.exists(path) and not os.path.lexists(inside):
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             os.mkdir(inside) if os.path.isdir(path) else _write(inside, "")
-            _mount(path, inside, 0x5000)      # bind, recursively
+            _call("mount", path, inside, "", 0x5000, "")   # bind, with the mounts below it
     for path in home, ROOT + "/proc", ROOT + "/dev/shm":
         os.makedirs(path, exist_ok=True)
-    _mount("proc", ROOT + "/proc", 0xE)
-    closed = struct.pack("QQQQ", 0x3, 0, 0, 0)            # read-only, no set-user-id
-    _libc("syscall", 442, -100, ROOT.encode(), 0x8000, closed, len(closed))    # mount_setattr
-    owned = f"mode=700,uid={user},gid={user}"
-    _mount("tmpfs", home, 0x6, f"size={FOLDER_MB}m,nr_inodes={FILES},{owned}")
-    _mount(home, ROOT + "/dev/shm", 0x1000)   # multiprocessing's semaphores
-    os.chroot(ROOT)                           # where the kernel makes no further user namespace
+    _call("mount", "proc", ROOT + "/proc", "proc", 0xE, "")
+    read_only = struct.pack("QQQQ", 0x3, 0, 0, 0)          # and without set-user-id programs
+    _call("syscall", 442, -100, ROOT, 0x8000, read_only, len(read_only))      # mount_setattr
+    _call("mount", "tmpfs", home, "tmpfs", 0x6, f"size={FOLDER_MB}m,nr_inodes={FOLDER_FILES},"
+          f"mode=700,uid={user},gid={user}")
+    _call("mount", home, ROOT + "/dev/shm", "", 0x1000, "")    # multiprocessing's semaphores
+    os.chroot(ROOT)                           # where the kernel allows no new user namespace
 
 
 def _drop_privileges(user: int):
-    """No capability, none to be had, and no call of REFUSED: a filter in the kernel's BPF."""
+    """Give up all capabilities; refuse some system calls and socket families by seccomp."""
+    machine = os.uname().machine
+    if machine not in SYSTEM_CALLS:
+        raise OSError(f"the system calls of {machine} are not known")
+    architecture, socket, socketpair, *refused = SYSTEM_CALLS[machine]
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    _libc("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
-    _libc("prctl", 38, 1)                     # no new privileges
-    _libc("prctl", 4, 1)                      # its own /proc entry is its own again
-    machine, *numbers = REFUSED[os.uname().machine]
+    _call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    _call("prctl", 38, 1)                     # no new privileges
+    _call("prctl", 4, 1)                      # its entry in /proc belongs to itself again
     refuse = 0x06, 0, 0, 0x50001              # with EPERM
-    # Calls of another machine's kind, or numbers from 2³⁰ on (x32), are refused too.
-    steps = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), refuse,
-             (0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), refuse]
-    for number in numbers:
-        steps += [(0x15, 0, 1, number), refuse]
-    steps.append((0x06, 0, 0, 0x7FFF0000))    # allow
+    # Calls of another architecture, and numbers from 2³⁰ on (x32), are refused as well.
+    steps = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), refuse,
+             (0x20, 0, 0, 0), (0x35, 0, 1, 1 << 30), refuse]
+    for number in refused:
+        steps += (0x15, 0, 1, number), refuse
+    # Families above AF_INET6, 10: netlink, vsock, the kernel's cryptography, …
+    steps += [(0x15, 1, 0, socket), (0x15, 0, 3, socketpair), (0x20, 0, 0, 16),
+              (0x25, 0, 1, 10), refuse, (0x06, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    _libc("prctl", 22, 2, struct.pack("HQ", len(steps), ctypes.addressof(code)))
+    _call("prctl", 22, 2, struct.pack("HQ", len(steps), ctypes.addressof(code)))
 
 
-def _limit(memory_mb: int, user: int | None) -> tuple:
-    """Set the limits but time, an eighth below what a report on meeting them may use."""
-    limits = {resource.RLIMIT_FSIZE: FILE_MB * MEBIBYTE, resource.RLIMIT_NOFILE: 256,
+def _set_limits(memory_mb: int, user: int | None):
+    """Limits of each process; the CPU time's follows when the program begins."""
+    limits = {resource.RLIMIT_FSIZE: 16 * MEBIBYTE, resource.RLIMIT_NOFILE: 256,
               resource.RLIMIT_CORE: 0}
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = memory_mb * MEBIBYTE
-    if user:                                  # else all that the caller runs would count
-        limits[resource.RLIMIT_NPROC] = PROCESSES
+    if user:                                  # else all processes of the caller would count
+        limits[resource.RLIMIT_NPROC] = 64    # threads, too
     for which, limit in limits.items():
-        _set_limit(which, limit, limit // 8)
-    return tuple(limits)
+        limit = min(limit, resource.getrlimit(which)[1] % 2**64)      # infinity is -1
+        resource.setrlimit(which, (limit, limit))
 
 
-def _set_limit(which: int, soft: int, room: int):
-    hard = min(soft + room, resource.getrlimit(which)[1] % 2**64)             # infinity is -1
-    resource.setrlimit(which, (min(soft, hard), hard))
+def _watch(first: int, order: dict, verdict: int):
+    """Wait until all inside have ended, or end them at the limit of time or memory.
 
-
-def _weigh(first: int, memory_mb: int, verdict: int):
-    """Wait for the first process inside, or until all in there hold too much memory."""
+    Time is the CPU time of all processes, and the time in which none of them could run: not
+    that in which they waited for a processor.
+    """
     ended = os.pidfd_open(first)
-    while not select.select([ended], [], [], 0.05)[0]:
-        if not os.path.isdir(ROOT + "/proc"):             # under load it is still being built
+    idle, last, before = 0, 0, time.monotonic()
+    while not select.select([ended], [], [], 0.01)[0]:
+        if not os.path.exists(ROOT + "/proc/1"):           # the root is still being built
             continue
-        held = sum(map(_held, filter(str.isdigit, os.listdir(ROOT + "/proc"))))
-        if held > 2 * memory_mb * 1024:       # twice, as pages that a fork shares count twice
-            os.write(verdict, b"\nmemory\n")
+        usage = map(_usage, filter(str.isdigit, os.listdir(ROOT + "/proc")))
+        ticks, runnable, memory = map(sum, zip(*usage))
+        now = time.monotonic()
+        idle += (now - before) * (ticks == last and not runnable)
+        last, before = ticks, now
+        # A quarter more than one process may have: a fork counts the pages it shares.
+        if memory > 1280 * order["memory_mb"]:
+            os.write(verdict, b"\0memory")
+            break
+        if ticks / 100 + idle > order["timeout"] + SLACK:
+            os.write(verdict, b"\0timeout")
             break
     os._exit(0)
 
 
-def _held(process: str) -> int:
-    """KiB"""
+def _usage(process: str) -> tuple[int, bool, int]:
+    """Of a process inside: 1/100 s of CPU time, whether it can run, KiB of memory."""
     try:
+        with open(f"{ROOT}/proc/{process}/stat") as file:
+            state, *numbers = file.read().rpartition(")")[2].split()
         with open(f"{ROOT}/proc/{process}/status") as file:
-            lines = [line for line in file if line.startswith(("RssAnon", "RssShmem"))]
-    except (FileNotFoundError, ProcessLookupError):       # it has just ended
-        return 0
-    return sum(int(line.split()[1]) for line in lines)
+            sizes = [line.split()[1] for line in file if line.startswith(("RssA", "RssS"))]
+        if process == "1":                    # all have one network
+            with open(f"{ROOT}/proc/1/net/unix") as file:
+                sizes += [SOCKET_KB for _ in file]
+    except OSError:                           # it has just ended
+        return 0, False, 0
+    return sum(map(int, numbers[10:14])), state == "R", sum(map(int, sizes))
 
 
-# ── The worker: program and tests ─────────────────────────────────────────────────────────
+# ── The program and its tests
 
-def _token(verdict: int) -> bytes:
-    token = os.urandom(32).hex().encode()
-    os.write(verdict, token + b"\n")
-    return token
-
-
-def _judge(order: dict, limits: tuple, output: int) -> bytes:
-    """Run program and tests, write why they did not pass; the status, to follow the token."""
-    home, solution, worker = os.environ["HOME"], type(sys)("solution"), os.getpid()
-    path, ran, loaded = f"{home}/solution.py", set(), False
-    statements = order["statements"]          # what is in a dict can be changed
-    names = _Tests({" reached": lambda value: (ran.add("assertion"), value)[1],
-                    " plain": _plain, "__name__": "tests",
-                    "__builtins__": dict(vars(builtins))})
-    names.program = vars(solution)
-    with open(path, "wb") as file:
-        file.write(order["code"])
-    sys.path[0] = home
-    names.program.update(__file__=path, __builtins__=vars(builtins))
-    sys.modules |= {"pytest": _Pytest, "solution": solution}
+def _judge(order: dict) -> bytes:
+    """Run the program and its tests: a line with the status, then the reason."""
+    getpid = os.getpid
+    worker, reached, is_loaded = getpid(), [], False
+    solution = type(sys)("solution")
+    program, names = vars(solution), Names({" reached": reached.append, "__name__": "tests"})
+    names.program = program
+    names["__builtins__"] = program["__builtins__"] = vars(builtins)          # not this file's
+    program["__file__"] = f"{order['home']}/solution.py"
+    _write(program["__file__"], order["code"])
+    sys.path[0] = order["home"]
+    sys.modules |= {"pytest": Pytest("pytest"), "solution": solution}
     del sys.modules["cell"]
     try:
         exec(order["imports"], names)
-        seconds = math.ceil(process_time() + order["timeout"])    # what tests import is apart
-        _set_limit(resource.RLIMIT_CPU, seconds, FAR * seconds)
-        exec(compile(order["code"], path, "exec"), names.program)
-        loaded = True
-        _run(statements, names, ran)
-        status = "passed" if ran else "error"
-        reason = "" if ran else "no test ran: no assertion reached, no function test*\n"
-    # Whatever the program raises is a verdict, SystemExit before the end of the tests too.
+        functions = _functions(names)
+        seconds = math.ceil(time.process_time() + order["timeout"])   # without the imports
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SLACK + 1))
+        exec(compile(order["code"], program["__file__"], "exec"), program)
+        is_loaded = True
+        exec(order["statements"], names)
+        for name, value in tuple(names.items()):
+            is_own = callable(value) and program.get(name) is not value
+            if is_own and name.lower().startswith("test"):
+                if value() is not None:       # a class, a coroutine, a forgotten assert
+                    raise SystemExit(f"{name} is no plain function that returns None")
+                reached.append(name)
+        if not reached:
+            raise SystemExit("no test ran: no assertion was reached, and no function test*")
+        if not all(vars(owner)[name] is value for owner, name, value in functions):
+            raise SystemExit("the program replaces a function that its tests use")
+        status, reason = "passed", ""
+    # Whatever is raised is a verdict, SystemExit too.
     except BaseException as error:
-        for which in limits:
-            resource.setrlimit(which, (resource.getrlimit(which)[1],) * 2)
-        reason = _explain(error, order["tests"])
-        status = "failed" if loaded and isinstance(error, AssertionError) else "error"
-    if os.getpid() != worker:
-        os._exit(1)                           # what the program forked has no verdict
-    os.write(output, reason[-KEPT:].encode("utf-8", "backslashreplace"))
-    return f" {status}".encode()
+        import linecache
+        import traceback
+        linecache.cache["tests.py"] = 0, None, order["tests"].splitlines(True), ""
+        is_failure = isinstance(error, AssertionError) or type(error).__name__ == "Failed"
+        status = "failed" if is_loaded and is_failure else "error"    # Failed is pytest's
+        error.__traceback__ = error.__traceback__.tb_next             # without this frame
+        reason = "".join(traceback.format_exception(error, limit=1100))
+    if getpid() != worker:
+        os._exit(1)                           # a fork of the program has no verdict
+    return f"{status}\n{reason[-REASON:]}".encode("utf-8", "backslashreplace")
 
 
-def _explain(error: BaseException, tests: str) -> str:
-    """The traceback without this file's frames."""
-    import linecache
-    import traceback
-    linecache.cache["tests.py"] = len(tests), None, tests.splitlines(True), "tests.py"
-    told = traceback.TracebackException.from_exception(error, limit=1100)     # of a million
-    told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
-    return "".join(told.format())
-
-
-class _Tests(dict):
-    """The tests' names and builtins; beneath them the program's, as they are at the time."""
+class Names(dict):
+    """The tests' names, and below them the program's, as they are at the time."""
 
     def __missing__(self, name):
         return self.program[name]
 
 
-def _run(statements, names: _Tests, ran: set):
-    """Run the tests' code, then each function named test*; what ran is added to `ran`."""
-    exec(statements, names)
-    for name, value in tuple(names.items()):
-        ours = callable(value) and names.program.get(name) is not value
-        if ours and name.lower().startswith("test"):
-            if value() is not None:           # a class, a coroutine, a forgotten assert
-                raise SystemExit(f"{name} is no plain function that returns None: not run")
-            ran.add(name)
+def _functions(names: dict) -> list[tuple]:
+    """(owner, name, function) of builtins, of the tests' imported modules and their classes."""
+    owners = [x for x in (builtins, *names.values()) if isinstance(x, (type(sys), type))]
+    owners += [x for owner in owners for x in vars(owner).values() if isinstance(x, type)]
+    return [(owner, name, value) for owner in owners for name, value in vars(owner).items()
+            if callable(value)]
 
 
-# ── Values that tests compare ─────────────────────────────────────────────────────────────
+class Pytest(type(sys)):
+    """Stands for pytest until a test uses it, for most only import it, which takes long."""
 
-def _plain(value):
-    """The value in exact built-in types; an object of another Python class, sealed."""
-    kind = type(value)
-    base = next((base for base in BASES if issubclass(kind, base)), None)
-    if base in (int, float, complex):
-        return base.__pos__(value)
-    if base in (str, bytes):
-        return base.__getitem__(value, slice(None))
-    if base is dict:
-        return {_plain(key): _plain(held) for key, held in dict.items(value)}
-    if base:
-        return base(map(_plain, base.__iter__(value)))
-    made_in_c = kind.__flags__ & 1 << 8
-    return value if made_in_c or kind is _Near else _Sealed(value)
-
-
-class _Sealed:
-    """An object that only one of its own class equals or orders."""
-    def __init__(self, value):
-        self.value = value
-
-    def __hash__(self):
-        return hash(self.value)
-
-    def __eq__(self, other):
-        return _alike(self, other) and self.value == other.value
-
-    def __lt__(self, other):
-        return _alike(self, other) and self.value < other.value
-
-    def __le__(self, other):
-        return _alike(self, other) and self.value <= other.value
-
-
-def _alike(one, other) -> bool:
-    return type(other) is _Sealed and type(one.value) is type(other.value)
-
-
-# ── A stand-in for pytest, installed or not ───────────────────────────────────────────────
-
-class _Raises:
-    def __init__(self, expected, *, match=""):
-        self.expected, self.match = expected, match
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        import re
-        assert kind, f"did not raise {self.expected}"
-        self.type, self.value = kind, error
-        if not issubclass(kind, self.expected):
-            return False
-        assert re.search(self.match, str(error)), f"{error!r} does not match {self.match!r}"
-        return True
-
-
-class _Near:
-    """pytest.approx of a number."""
-    def __init__(self, expected, rel=None, abs=None):
-        self.expected = expected
-        relative = (1e-6 if abs is None else 0) if rel is None else rel
-        self.room = max(relative * math.fabs(expected), 1e-12 if abs is None else abs)
-
-    def __eq__(self, actual):
-        return math.isclose(actual, self.expected, rel_tol=0, abs_tol=self.room)
-
-
-class _Pytest:
-    raises, approx = _Raises, _Near
-
-
-BASES = int, float, complex, str, bytes, list, tuple, set, frozenset, dict
+    def __getattr__(self, name):
+        del sys.modules["pytest"]
+        return getattr(__import__("pytest"), name)

@@ -7,23 +7,22 @@
 
 Paper: pass@1 and the test outcomes of §4.4 and Appendix N; it says nothing of how code is run.
 
-Tests are statements, or functions named test*, called in order. Their imports come before the
-program, and their `pytest` is a small stand-in, installed or not: `raises`, and `approx` of a
-number; what it lacks is an error and never a pass. Around a run (`measures/cell.py`):
+Tests are statements, or functions named test*, called in order. Values are compared as plain
+Python compares them. The tests' imports run before the program, which cannot patch them, and
+their `pytest` is a small stand-in, installed or not: `raises`, and `approx` of a number. Around
+a run (`measures/cell.py`):
 
-    namespaces   processes, users, memory and a network (not even loopback) of its own
+    namespaces   processes, users, IPC and a network (not even loopback) of its own
     files        a root of its own, read-only, and one small directory, all in memory
     privileges   no capability and none to be had; no keys, no tracing, no uncounted memory
-    limits       CPU time, memory, number of processes, size of a file, open files
+    limits       time, memory, number of processes, size of a file, open files
 
 Where these cannot be put up (macOS, most containers) `run_python` refuses or, told `unsafe`,
 runs with an empty environment, a temporary directory and the limits, and with nothing else.
 
-What tests compare is made plain first: exact built-in types, all the way down. An object of a
-Python class meets its own class alone: it equals nothing else, and has no `in`. What remains:
-code shares the interpreter with its tests. It can read them, lie in other operators, patch
-Python modules that they use and, by walking frames or its own memory, rewrite what judges it:
-tests/EVALUATION.md counts what passes.
+A verdict says what an honest program does. Code that means to deceive shares the interpreter
+with its tests: an object can equal everything, and code that walks frames can rewrite the tests
+or forge the verdict (tests/EVALUATION.md). So verdicts inform a critique; none is a reward.
 """
 
 import argparse
@@ -45,10 +44,9 @@ from threading import Lock
 from tqdm import tqdm
 
 from data import InputError, get_task, read_rows, run_script, write_rows
-from measures.cell import FAR, KEPT
+from measures.cell import REASON
 
-HOME = "/solution"                            # the program's directory, in a root of its own
-START = 5                                     # seconds on the clock to begin in, under load
+FAR, START = 5, 5            # on the clock: so many times the limit, and seconds to begin in
 PARSING = Lock()                    # Python 3.11 counts the depth of all threads' trees as one
 NO_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError    # as the parser documents
 SHORT = re.compile("MemoryError|SystemError|map segment|bad_alloc|emory alloc|ocate memory")
@@ -56,7 +54,7 @@ CHILD = "import sys; sys.path.insert(0, {!r}); __import__('cell').main()"
 
 
 class SandboxError(InputError):
-    """The sandbox cannot be put up on this machine, or broke before the code was run."""
+    """The sandbox cannot be put up on this machine, or a layer of it failed."""
 
 
 @dataclass(frozen=True)
@@ -77,98 +75,90 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
                unsafe: bool = False) -> Result:
     """Whether `code`, importable as the module `solution`, passes `tests`.
 
-    timeout: CPU seconds of the code and its tests, rounded up to whole ones; what the tests
-    import is apart. Code that sleeps has five times that on the clock. memory_mb: MiB of a
-    process; all together have twice that. Threads may call it at once.
+    timeout: seconds that all processes compute or sleep, rounded up; what the tests import is
+    apart, and so is waiting for a busy processor. memory_mb: MiB of a process; all together
+    have a quarter more. Threads may call it at once. Raises SandboxError.
     """
     try:
         with PARSING:
-            order = _compile(tests)
+            imports, statements = _compile(tests)
     except NO_PYTHON as error:
         return Result(False, "error", f"these tests cannot be run: {error!r}\n")
-    order |= {"code": code.encode("utf-8", "surrogatepass"), "tests": tests, "timeout": timeout,
-              "memory_mb": memory_mb, "unsafe": unsafe}
+    secret = os.urandom(32).hex().encode()
+    order = {"imports": imports, "statements": statements, "timeout": timeout, "unsafe": unsafe,
+             "code": code, "tests": tests, "memory_mb": memory_mb, "secret": secret}
     # Unsafe, children that were killed may write until they have died.
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe
-          else contextlib.nullcontext(HOME)) as home:
-        said, text = _start(order, os.path.realpath(home))
-    match said:                               # the worker's token, its claim, and how it ended
-        case []:
-            why = "".join(text.splitlines()[-1:])
-            raise SandboxError(f"no sandbox can be put up here ({why}): run on Linux where "
-                               f"user namespaces are allowed, or let the code do all that you "
-                               f"may do: --unsafe_sandbox")
-        case [*_, "timeout" | "-24"]:         # SIGXCPU
-            status = "timeout"
-            reason = f"stopped after {timeout:g} s of CPU time, or {FAR} times that in all\n"
-        case [*_, "memory"]:
-            status, reason = "memory", ""
-        case [token, again, status, "0"] if token == again:
-            reason = ""
-        case [*_, end]:
-            status = "killed" if end.startswith("-") else "error"
-            reason = f"ended before its tests did, with exit status {end}\n"
-    if status == "memory" or status in ("error", "killed") and SHORT.search(text):
+          else contextlib.nullcontext("/solution")) as home:
+        order["home"] = os.path.realpath(home)
+        reply, text = _start(order)
+    # "ready", the secret, status and reason; then, after a NUL, how the process ended.
+    head, _, end = reply.partition(b"\0")
+    _, verdict, claim = head.partition(secret)
+    status, _, reason = claim.decode("utf-8", "replace").partition("\n")
+    if not head.startswith(b"ready"):
+        problem = "".join(text.splitlines()[-1:])
+        raise SandboxError(f"no sandbox can be put up here ({problem}): run on Linux where "
+                           f"user namespaces are allowed, or let the code do all that you may "
+                           f"do: --unsafe_sandbox")
+    if end in (b"timeout", b"-24"):           # SIGXCPU
+        status, reason = "timeout", f"stopped after {timeout:g} s\n"
+    elif end == b"memory":
         status = "memory"
-        reason += f"the limit is {memory_mb} MiB of memory in a process and twice that in all\n"
-    return Result(status == "passed", status, (text + reason)[-KEPT:])
+    elif not verdict:
+        status = "killed" if end.startswith(b"-") else "error"
+        reason = f"ended before its tests did, with exit status {end.decode()}\n"
+    if status == "memory" or status in ("error", "killed") and SHORT.search(text + reason):
+        status = "memory"
+        reason += f"the limit is {memory_mb} MiB of memory in a process\n"
+    report = (text + reason).replace(f"{order['home']}/", "")
+    return Result(status == "passed", status, report[-REASON:])
 
 
-def _compile(tests: str) -> dict:
-    """The tests' imports and other statements. Their assertions tell that they were reached;
-    their comparisons see plain values."""
-    def call(name, value):                    # no identifier, so it is in nobody's way
-        return ast.Call(ast.Name(f" {name}", ast.Load()), [value], [])
-
-    class Guard(ast.NodeTransformer):
+def _compile(tests: str) -> list:
+    """The tests' imports, and their other statements, whose assertions tell that they run."""
+    class Reached(ast.NodeTransformer):
         def visit(self, node):
-            """The statement or expression, its inner ones first."""
-            match self.generic_visit(node):
-                case ast.Assert():
-                    node.test = call("reached", node.test)
-                case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                    pass
-                case ast.Compare():
-                    node.left = call("plain", node.left)
-                    node.comparators = [call("plain", value) for value in node.comparators]
-            return node
+            """Before an assertion, a call of " reached", which is no identifier."""
+            call = ast.Call(ast.Name(" reached", ast.Load()), [ast.Constant(1)], [])
+            is_assertion = isinstance(node, ast.Assert)
+            return [ast.Expr(call), node] if is_assertion else self.generic_visit(node)
 
     early, late = ast.Module([], []), ast.Module([], [])
-    for node in Guard().visit(ast.parse(tests, "tests.py")).body:
-        ours = isinstance(node, (ast.Import, ast.ImportFrom)) and (
-            "solution" not in ast.unparse(node))
-        (early if ours else late).body.append(node)
-    imports, statements = (compile(ast.fix_missing_locations(part), "tests.py", "exec")
-                           for part in (early, late))
-    return {"imports": imports, "statements": statements}
+    for node in Reached().visit(ast.parse(tests, "tests.py")).body:
+        is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+        first = is_import and "solution" not in ast.unparse(node)
+        (early if first else late).body.append(node)
+    return [compile(ast.fix_missing_locations(part), "tests.py", "exec")
+            for part in (early, late)]
 
 
-def _start(order: dict, home: str) -> tuple[list[str], str]:
-    """The words that a child with this order said, and the end of the program's output."""
+def _start(order: dict) -> tuple[bytes, str]:
+    """Run a child with this order: what it wrote to its socket, and the end of the output."""
     ours, theirs = socket.socketpair()        # a pipe could be opened again through /proc
-    environment = {"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1"}
+    environment = {"HOME": order["home"], "TMPDIR": order["home"], "OMP_NUM_THREADS": "1"}
     child = CHILD.format(os.path.dirname(os.path.abspath(__file__)))
-    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as output, ours:
-        marshal.dump(order, told)
-        told.seek(0)
+    with tempfile.TemporaryFile() as output, ours:
         with theirs:
-            process = subprocess.Popen([sys.executable, "-I", "-u", "-c", child], stdin=told,
-                                       stdout=theirs, stderr=output, env=environment,
-                                       start_new_session=True)
-        said, late = b"", ""
+            process = subprocess.Popen([sys.executable, "-I", "-u", "-c", child],
+                                       stdin=subprocess.PIPE, stdout=theirs, stderr=output,
+                                       env=environment, start_new_session=True)
         try:
-            process.wait(FAR * order["timeout"] + START)
+            process.communicate(marshal.dumps(order), FAR * order["timeout"] + START)
+            late = b""
         except subprocess.TimeoutExpired:
-            late = " timeout"
+            late = b"\0timeout"
         finally:                              # its group may have outlived it
             with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        with contextlib.suppress(BlockingIOError):                # where nothing was said
-            said = ours.recv(KEPT, socket.MSG_DONTWAIT)
-        output.seek(max(0, output.seek(0, os.SEEK_END) - 8 * KEPT))
-        text = output.read().decode("utf-8", "replace").replace(home + "/", "")
-    return (said.decode("utf-8", "replace") + late).split(), text
+            status = process.wait()
+        reply = b""
+        with contextlib.suppress(BlockingIOError):                # where nothing was written
+            reply = ours.recv(1 << 20, socket.MSG_DONTWAIT)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 8 * REASON))
+        text = output.read().decode("utf-8", "replace")
+    # The process that watches ends with status 0, or a layer has failed.
+    return (reply + late if late or status == 0 or order["unsafe"] else b""), text
 
 
 # ── Rows: what the tests say of a response ────────────────────────────────────────────────

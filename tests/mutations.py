@@ -46,6 +46,7 @@ class Mutation(NamedTuple):
 
 ANNOTATE = "tests/test_annotate.py"
 ASKING = "tests/test_asking.py"
+ATTACKS = "tests/test_attacks.py"
 BASELINES = "tests/test_baselines.py"
 BENCHMARKS = "tests/test_benchmarks.py"
 EQUATIONS = "tests/test_equations.py"
@@ -350,10 +351,26 @@ MUTATIONS = [
              BENCHMARKS, "+ tests count without the base tests"),
     Mutation("measures/sandbox.py", "not row.get(\"response\") or row.get(\"outcome\")",
              "not row.get(\"response\")", SANDBOX, "outcome of a row overwritten"),
-    Mutation("measures/cell.py", 'status = "passed" if ran else "error"', 'status = "passed"',
-             SANDBOX, "program without any test passes"),
-
-    # ── toy and experiments
+    Mutation("measures/cell.py", "if not reached:", "if False:",
+             SANDBOX, "sandbox: tests that assert nothing pass"),
+    Mutation("measures/cell.py", "if not all(vars(owner)", "if False and all(vars(owner)",
+             ATTACKS, "sandbox: patched functions of the tests pass"),
+    Mutation("measures/cell.py", "if getpid() != worker:", "if os.getpid() != worker:",
+             ATTACKS, "sandbox: a fork has a verdict"),
+    Mutation("measures/cell.py", "ticks / 100 + idle >", "ticks / 100 >",
+             ATTACKS, "sandbox: sleep costs no time"),
+    Mutation("measures/cell.py", "if memory > 1280 *", "if memory > 12800 *",
+             ATTACKS, "sandbox: all processes together have no limit of memory"),
+    Mutation("measures/cell.py", "(0x25, 0, 1, 10)", "(0x25, 0, 1, 50)",
+             ATTACKS, "sandbox: every socket family is allowed"),
+    Mutation("measures/cell.py", "29, 64, 68, 425)", "29, 29, 29, 29)",
+             ATTACKS, "sandbox: semaphores, message queues and io_uring are allowed"),
+    Mutation("measures/cell.py", 'order.pop("secret")', 'order["secret"]',
+             ATTACKS, "sandbox: a container holds the secret"),
+    Mutation("measures/sandbox.py", 'late or status == 0 or order["unsafe"]', "True",
+             ATTACKS, "sandbox: a watcher that fails is no failure"),
+    Mutation("measures/sandbox.py", 'if not head.startswith(b"ready"):', "if not reply:",
+             ATTACKS, "sandbox: a layer that fails late is the program's error"),
     Mutation("toy/__init__.py", "slot in CONFUSED and rng.random() < 0.6",
              "slot in CONFUSED and rng.random() < 0.4",
              TOY, "base learns more truth than errors"),

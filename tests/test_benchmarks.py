@@ -239,8 +239,8 @@ def test_tasks_with_more_than_one_right_output(task, args, expected, right, wron
     assert not any(agrees(output, expected, atol, task, args) for output in wrong)
 
 
-def test_no_program_passes_by_its_inputs_its_frames_or_a_value_that_lies(tmp_path):
-    """The reference sees fresh inputs, the solution no output; values are made plain."""
+def test_no_program_passes_by_its_inputs_or_its_frames(tmp_path):
+    """The reference sees fresh inputs, the solution no output; a value that lies does pass."""
     [found] = read_problems(write(tmp_path / "p", PLUS | {
         "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
         "plus_input": []}))
@@ -253,7 +253,7 @@ def test_no_program_passes_by_its_inputs_its_frames_or_a_value_that_lies(tmp_pat
             "def grow(x): return Liar()")
     empties = "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0"
     rows = run([found], clears, lazy, peeks, counts, equal, empties)
-    assert [row["base"] for row in rows] == [True, False, False, True, False, False]
+    assert [row["base"] for row in rows] == [True, False, False, True, True, False]
     root = problem(tmp_path, PLUS | {
         "entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n',
         "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]],

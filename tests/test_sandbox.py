@@ -3,9 +3,9 @@
 How it is closed off, and what it does to attacks, is in test_attacks.py.
 """
 
+import ast
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -18,7 +18,8 @@ from helpers import ROOT, SLOW, error_message
 
 from data import InputError, get_task, read_rows, write_rows
 from measures import sandbox
-from measures.sandbox import KEPT, SandboxError, add_outcomes, code_of
+from measures.benchmarks import read_problems
+from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
 # Without the layers, which a machine may lack.
 run_python = functools.partial(sandbox.run_python, unsafe=True)
@@ -86,61 +87,61 @@ def test_any_text_is_code_and_any_bytes_are_output():
     assert said.passed and said.stderr == "a\ufffd\ufffdzé"
 
 
-def test_objects_of_own_kind_and_of_libraries_keep_their_operators():
-    pytest.importorskip("numpy")
-    code = """
-import numpy
-from collections import Counter
-from dataclasses import dataclass
-@dataclass(order=True, frozen=True)
-class P:
-    x: int
-node = object.__new__(type("Node", (), {}))"""
-    tests = """
-assert P(1) == P(1) != P(2) and P(1) < P(2) <= P(2) and P(1) in [P(1)]
-assert [P(1), {'a': P(2)}] == [P(1), {'a': P(2)}] and Counter('aab') - Counter('ab') == {'a': 1}
-assert node and not node == None and node == node and type(node) != P and node is node
-assert numpy.int64(3) == 3 and (numpy.ones(3) == numpy.ones(3)).all()
-assert {1: 2}.keys() == {1}"""
-    result = run_python(code, tests)
-    assert result.passed, result.stderr
+class Operator(ast.NodeTransformer):
+    """Replaces the n-th operator of a program by another one."""
+    others = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Mult,
+              ast.FloorDiv: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE,
+              ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt, ast.In: ast.NotIn,
+              ast.And: ast.Or, ast.Or: ast.And}
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def generic_visit(self, node):
+        if other := self.others.get(type(node)):
+            self.n -= 1
+            node = other() if self.n == -1 else node
+        return super().generic_visit(node)
 
 
-# ── The part of pytest that there is, beside pytest itself
+def test_no_solution_with_another_operator_passes(shared):
+    """Of those that fail in plain Python, which is asked without a sandbox."""
+    pairs = []
+    for problem in read_problems(shared / "data" / "mbpp_first50.jsonl")[:: 1 if SLOW else 4]:
+        for n in range(6):
+            tree = Operator(n).visit(ast.parse(problem.solution))
+            if (code := ast.unparse(tree)) != ast.unparse(ast.parse(problem.solution)):
+                pairs.append((code, problem.tests))
 
-def test_approx_is_equal_where_pytest_says_so():
-    tests = "from math import inf, nan\nimport pytest\n"
-    for expected, rel, abs_, actual in (
-            (1.0, None, None, 1 + 9e-7), (1.0, None, None, 1 + 2e-6), (10.0, 0.1, None, 11.05),
-            (10.0, 0.1, None, 9.0), (0.0, None, None, 1e-13), (0.0, None, None, 1e-11),
-            (100.0, None, 1e-3, 100.0005), (100.0, None, 1e-9, 100.00005), (1.0, .1, .5, 1.4),
-            (math.inf, None, None, 1.0), (math.inf, None, None, math.inf),
-            (math.nan, None, None, math.nan), (3, None, None, 3)):
-        is_equal = pytest.approx(expected, rel=rel, abs=abs_) == actual
-        ours = f"pytest.approx({expected!r}, rel={rel}, abs={abs_})"
-        tests += f"assert ({actual!r} == {ours}) is {is_equal}\n"
-    result = run_python("", tests)
-    assert result.passed, result.stderr
+    def judge(pair):
+        try:
+            plain = subprocess.run([sys.executable, "-I", "-c", "\n".join(pair)], timeout=5,
+                                   capture_output=True).returncode
+        except subprocess.TimeoutExpired:
+            plain = 1
+        return plain == 0, run_python(*pair, timeout=2).passed
+
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(judge, pairs))
+    assert all(plain == ours for plain, ours in verdicts)
+    assert sum(not plain for plain, _ in verdicts) >= (100 if SLOW else 20)
 
 
-@pytest.mark.parametrize("expected, words, outcome", [
-    ("ValueError, match='invalid'", "literal", "passed"),
-    ("(KeyError, ValueError)", "something else", "failed"),
-    ("ValueError, match='valid$'", "literal", "failed"),
-    ("KeyError", "literal", "error")])
-def test_raises_takes_the_named_exception_with_the_matching_words(expected, words, outcome):
-    tests = (f"import pytest\ndef test_f():\n    with pytest.raises({expected}) as caught:\n"
-             f"        int('x')\n    assert '{words}' in str(caught.value)")
-    assert status("", tests) == outcome
-    result = run_python("", tests.replace("int('x')", "int('1')"))
-    assert result.status == "failed" and "did not raise" in result.stderr
+# ── pytest, which most tests import and few use
+
+def test_a_test_may_use_pytest():
+    tests = "import pytest\ndef test_f():\n    with pytest.raises({}):\n        int({!r})"
+    assert status("", tests.format("ValueError, match='invalid'", "x")) == "passed"
+    assert status("", tests.format("KeyError", "x")) == "error"
+    assert status("", tests.format("ValueError", "1")) == "failed"
+    assert status("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)") == "passed"
 
 
 @pytest.mark.parametrize("tests, word", [
     ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x",
-     "'fixture'"),
-    ("import pytest\n@pytest.mark.skip\ndef test_f():\n    pass", "'mark'"),
-    ("import pytest\ndef test_f():\n    pytest.raises(ValueError, int, 'x')", "positional"),
+     "missing 1 required positional argument"),
+    ("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert x",
+     "missing 1 required positional argument"),
     ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
     ("async def test_f():\n    assert False", "test_f"),
     ("def test_f():\n    yield\n    assert False", "test_f"),
@@ -164,7 +165,7 @@ def test_leaving_early_and_writing_everywhere_is_no_pass(code):
 def test_a_loop_ends_at_the_timeout_and_a_signal_is_told(monkeypatch):
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
     assert (result.status == "timeout"
-            and result.stderr.startswith("begun\nstopped after 0.5 s of CPU time, or 5"))
+            and result.stderr == "begun\nstopped after 0.5 s\n")
     monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
     result = run_python("import os\nos.abort()", "assert True")
@@ -183,10 +184,10 @@ def test_memory_has_a_bound(code, tests):
 
 def test_endless_output_is_stopped_and_its_end_kept():
     result = run_python("print('x' * 100_000 + 'end')", "assert True")
-    assert result.passed and result.stderr == "x" * (KEPT - 4) + "end\n"
+    assert result.passed and result.stderr == "x" * (REASON - 4) + "end\n"
     result = run_python("while True:\n    print('x' * 100_000)", "assert True")
     assert (result.status == "error" and "File too large" in result.stderr
-            and len(result.stderr) < KEPT + 50)
+            and len(result.stderr) < REASON + 50)
     assert status("open('large', 'wb').write(bytes(40 << 20))") == "error"
 
 
