@@ -17,6 +17,7 @@ import gzip
 import importlib
 import json
 import os
+import re
 import sys
 import typing
 import zlib
@@ -27,6 +28,15 @@ from typing import Callable, Iterable, Iterator
 
 class InputError(ValueError):
     """What the user gave cannot be used; one line with the file, the row and the remedy."""
+
+
+class ModelError(InputError):
+    """A model, adapter, checkpoint or prompt that cannot be used; names it and the remedy."""
+
+
+def public(text: str) -> str:
+    """The text without the user, password and query of any address in it."""
+    return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
 
 
 # ── Tasks: how a row becomes a prompt

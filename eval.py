@@ -38,17 +38,17 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import report
-from annotate import Feedback, feedback_row, ground, question_key
+from annotate import Feedback, feedback_row, ground
+from ask import question_key
 from data import (DTYPES, InputError, append_row, chunks, flag, get_task, parse_flags,
                   read_rows, reward_prompt, run_script, whole_rows, write_rows)
-from measures import benchmarks
-from measures import judge as judges
+from measures import benchmarks, judge as judges
 from measures.metrics import (bert_score, bleu_counts, bleu_of, corpus, interval, load_encoder,
                               paired_bootstrap, perplexity, perplexity_of, ratio, rouge, share)
 from measures.spans import (FIGURES, audit, audit_text, compare, figures, parts, read_spans,
                             readable, response_tokens, span_table, total, words)
-from model import (checksum, encode_prompt, eos_ids, load_lora, load_model, lock_directory,
-                   use_lora)
+from model import encode_prompt, eos_ids, load_lora, load_model, use_lora
+from runtime import checksum, lock_directory
 from sampling import context_length, generate
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,

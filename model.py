@@ -16,36 +16,29 @@ in float32: in bfloat16 a merged update of the size that PPO makes is rounded aw
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import math
 import os
 import re
-import resource
-import shutil
-import sys
-import warnings
 from contextlib import contextmanager, nullcontext
-from datetime import date, timedelta
+from datetime import date
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import InputError
-from sampling import ModelError, head_weight, positions_of
+from data import ModelError
+from runtime import atomic_directory, checksum, find_device, find_files, read_json, read_tensors
+from sampling import head_weight, positions_of
 
 DATE = date(2024, 7, 26)             # in the place of today's; Llama 3.1's own
 # The prompt of a model that has no chat template of its own (toy/base, most base models).
@@ -440,250 +433,3 @@ def gathered(model):
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
-
-
-# ── Ranks: the processes that torchrun starts, one per GPU
-
-RANK = int(os.environ.get("RANK", 0))                # as torchrun sets them
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
-HOSTS = None                                         # the processors, where `everyone` meets
-
-
-def find_device() -> torch.device:
-    """This rank's GPU, else the CPU; prints why a GPU that is there cannot be used."""
-    with warnings.catch_warnings(record=True) as problems:
-        warnings.simplefilter("always")
-        cuda = torch.cuda.is_available()
-    for problem in problems:                         # a driver for another version of CUDA
-        reason = str(problem.message).split(" (Triggered")[0]
-        say(f"warning: no GPU is used, torch {torch.__version__} is built for CUDA "
-            f"{torch.version.cuda}: {' '.join(reason.split())}")
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    return torch.device("cuda", local) if cuda else torch.device("cpu")
-
-
-def start_ranks(minutes: float) -> torch.device:
-    """Join the other ranks, if any; this one's device. minutes: how long ranks wait."""
-    global HOSTS
-    device = find_device()
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
-    if RANKS > 1:
-        wait = timedelta(minutes=minutes)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=wait)
-        HOSTS = dist.new_group(backend="gloo", timeout=wait)
-    return device
-
-
-def together(collective, *args, **options):
-    """What all ranks do at once, where there are several. InputError where one is gone or late.
-
-    On CUDA for `everyone` alone: a sum over NCCL that waits too long ends the process itself.
-    """
-    try:
-        return collective(*args, **options) if RANKS > 1 else None
-    except RuntimeError as error:
-        raise InputError(f"rank {RANK} lost another rank, or waited --rank_timeout for it "
-                         f"({error}); the first error says why, and the same command goes on "
-                         f"from the last checkpoint") from error
-
-
-def everyone(share: list) -> list:
-    """The lists of all ranks as one; it undoes rows[RANK::RANKS], by which they are dealt."""
-    if RANKS == 1:
-        return share
-    shares = [share] * RANKS
-    together(dist.all_gather_object, shares, share, group=HOSTS)
-    rows = [None] * sum(map(len, shares))
-    for rank, part in enumerate(shares):
-        rows[rank::RANKS] = part
-    return rows
-
-
-def all_sum(x: Tensor) -> Tensor:
-    """The sum of a tensor of any shape over all ranks, in place where there are several."""
-    together(dist.all_reduce, x)
-    return x
-
-
-def peak_memory() -> float:
-    """GB that this process has held at most so far: of its GPU, else of main memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def say(text: str):
-    """Print from the first rank only, past any progress bar."""
-    if RANK == 0:
-        tqdm.write(text)
-
-
-# ── Files that are whole or absent; nothing that is loaded can run code
-
-@contextmanager
-def atomic_directory(directory):
-    """Write into a temporary neighbour, which becomes `directory` when it is on the disk."""
-    directory = Path(directory)
-    new, old = (directory.with_name(f".{directory.name}.{kind}-{os.getpid()}")
-                for kind in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        for path in (*new.iterdir(), new):
-            _sync(path)
-        if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)   # of a killed run with this process id
-            directory.rename(old)
-        new.rename(directory)
-        _sync(directory.parent)                      # the new name, too, survives a power cut
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _sync(path: Path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def find_files(directory, *names: str) -> list[Path]:
-    """Files of an adapter or a checkpoint. Raises ModelError where one is lost."""
-    paths = [Path(directory) / name for name in names]
-    if lost := [path.name for path in paths if not path.is_file()]:
-        raise ModelError(f"{directory} holds no {lost[0]}, and cannot be used without it")
-    return paths
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file. Raises ModelError where it is damaged."""
-    try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is no JSON object ({error}); the file is damaged") from error
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(name → tensor of any shape, metadata) of a safetensors file, or ModelError."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
-    except SafetensorError as error:
-        raise ModelError(f"{path} is damaged ({error})") from error
-
-
-def checksum(*paths: Path, state=None) -> str:
-    """sha256 of files and of a JSON value."""
-    total = hashlib.sha256(json.dumps(state).encode())
-    for path in paths:
-        with open(path, "rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
-
-
-def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
-    """Write tensors of any shape and a JSON state to one directory, whole or not at all."""
-    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    with atomic_directory(directory) as temporary:
-        path = temporary / "tensors.safetensors"
-        save_file(plain, path)
-        checked = {**state, "sha256": checksum(path, state=state)}
-        (temporary / "state.json").write_text(json.dumps(checked))
-
-
-def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
-    """(tensors of any shape, state), or ModelError where a file is lost or one bit damaged."""
-    path, state_path = find_files(directory, "tensors.safetensors", "state.json")
-    state = read_json(state_path)
-    state.pop("sha256", None)
-    # The text, for a flip may leave the JSON as it was: 1e-5 is 1E-5.
-    if state_path.read_text() != json.dumps({**state, "sha256": checksum(path, state=state)}):
-        raise ModelError(f"{path} is damaged: its sha256 is not the one in state.json")
-    return read_tensors(path)[0], state
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run directory, oldest first."""
-    number = re.compile(r"checkpoint-(\d+)").fullmatch
-    found = [path for path in run.glob("checkpoint-*") if number(path.name)]
-    return sorted(found, key=lambda path: int(number(path.name)[1]))
-
-
-def keep_checkpoint(run: Path, optimizer, state: dict, every: int, start: int, last: int):
-    """Write checkpoint-N of the N-th iteration: of every so many, and of the last.
-
-    Once it is whole, only the one before stays with it, which this process has written or taken
-    up at `start`: what is damaged goes. Raises ModelError where the disk does not take it.
-    """
-    n = state["iteration"]
-    if RANK > 0 or n % every and n < last:
-        return
-    former, tensors = max(start, (n - 1) // every * every), optimizer_tensors(optimizer)
-    path, good = (run / f"checkpoint-{number}" for number in (n, former))
-    try:
-        save_checkpoint(path, tensors, {**state, "ranks": RANKS})
-    except (OSError, SafetensorError) as error:
-        need = sum(x.nbytes for x in tensors.values()) / 1e6
-        raise ModelError(f"{path} could not be written ({error}): it needs {need:.1f} MB; "
-                         f"the same command goes on from iteration {former}") from error
-    killed = run.glob(".checkpoint-*")
-    for old in {*checkpoints(run), *killed} - {path, good}:
-        shutil.rmtree(old)
-
-
-def newest_checkpoint(run: Path) -> tuple[Path | None, dict[str, Tensor], dict]:
-    """(path, tensors of any shape, state) of the newest that is whole; says which are not."""
-    found = None, {}, {}
-    for path in reversed(checkpoints(run)):
-        try:
-            found = path, *load_checkpoint(path)
-            break
-        except (ModelError, OSError) as error:
-            say(f"warning: passed over {path} ({error}); going on from the one before, if any")
-    if len(set(everyone([str(found[0])]))) > 1:
-        raise InputError(f"{run}: the ranks see different checkpoints; all nodes must share it")
-    if (ranks := found[2].get("ranks", RANKS)) != RANKS:
-        say(f"not bit-exact from here on: {ranks} ranks summed in another order")
-    return found
-
-
-def optimizer_parameters(optimizer) -> list[nn.Parameter]:
-    """All that an optimizer trains, of any shape, in a fixed order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def optimizer_tensors(optimizer) -> dict[str, Tensor]:
-    """Every parameter, of any shape, and its moments, for a checkpoint."""
-    return {f"{i}.{name}": x for i, p in enumerate(optimizer_parameters(optimizer))
-            for name, x in {"parameter": p.data, **optimizer.state[p]}.items()}
-
-
-def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
-    """Put back what `optimizer_tensors` gave; parameters and moments keep any shape."""
-    parameters = optimizer_parameters(optimizer)
-    for key, x in tensors.items():
-        i, name = key.split(".")
-        p = parameters[int(i)]
-        if name == "parameter":
-            p.data.copy_(x)
-        else:
-            optimizer.state[p][name] = x.to(p.device)
-
-
-def lock_directory(directory: Path):
-    """A directory has one writer: the lock lasts as long as the file that is returned."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / ".lock", "a")
-    try:
-        if RANK == 0:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(f"{directory}: another process is writing to it; wait for it, or "
-                         f"choose another directory") from error
-    return file

@@ -20,7 +20,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from data import InputError, read_rows, run_script
+from data import InputError, public, read_rows, run_script
 
 # ── The terminal
 
@@ -270,10 +270,6 @@ def sample_row(rollouts, row: int) -> dict:
 
 
 # ── The page of a run
-
-def public(text: str) -> str:
-    """The text without the user, password and query of any address in it."""
-    return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
 
 
 def _columns(row: dict, when: str = "") -> dict[str, str]:

@@ -31,11 +31,12 @@ from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
 from data import (DTYPES, InputError, chunks, flag, get_task, parse_flags, read_rows,
                   reward_prompt, run_script, write_rows)
-from model import (RANK, RANKS, add_lora, all_sum, checkpoint_activations, checksum,
-                   encode_answer, encode_prompt, eos_ids, everyone, gathered, keep_checkpoint,
-                   load_model, lock_directory, lora_parameters, newest_checkpoint,
-                   response_hidden, restore_optimizer, save_lora, say, shard,
-                   start_ranks, together, use_lora)
+from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
+                   gathered, load_model, lora_parameters, response_hidden, save_lora, shard,
+                   use_lora)
+from runtime import (RANK, WORLD_SIZE, all_sum, checksum, gather_rows, keep_checkpoint,
+                     lock_directory, newest_checkpoint, print_rank0, restore_optimizer,
+                     run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -175,7 +176,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     made_of = checksum(state=[given, pairs])
     path, tensors, state = newest_checkpoint(out) if out else (None, {}, {})
     if state.get("made_of") == made_of:
-        say(f"fit {name}: resumed from {path}")
+        print_rank0(f"fit {name}: resumed from {path}")
         restore_optimizer(optimizer, tensors)
         start, losses = state["iteration"], state["losses"]
     model.train()
@@ -183,17 +184,18 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                disable=RANK > 0)
     with use_lora(model, name):
         for step in bar:
-            torch.manual_seed(config.seed * 1_000_003 + step * RANKS + RANK)     # of dropout
+            # The dropout masks of this step and rank.
+            torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
             rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(steps))
             optimizer.param_groups[0]["lr"] = rate
             total, mean = sum(map(count_of, steps[step])), 0.0
-            for part in chunks(steps[step], config.micro_batch_size * RANKS):
+            for part in chunks(steps[step], config.micro_batch_size * WORLD_SIZE):
                 # All ranks gather a sharded base: one without a row runs a pass of weight 0.
-                mine = part[RANK::RANKS]
+                mine = part[RANK::WORLD_SIZE]
                 loss = loss_of(model, mine or part[:1]) / total * bool(mine)
                 loss.backward()
                 mean += loss.item()
-            mean = sum(everyone([mean]))
+            mean = sum(gather_rows([mean]))
             for p in parameters:
                 all_sum(p.grad)
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
@@ -213,7 +215,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                    f"--dtype float32")
         if skipped == len(losses):
             raise InputError(problem)
-        say(f"warning: {problem}")
+        print_rank0(f"warning: {problem}")
     return losses
 
 
@@ -301,7 +303,7 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     that cannot be read.
     """
     counts, samples = Counter(), []
-    mine = chunks(rows[RANK::RANKS], 64)
+    mine = chunks(rows[RANK::WORLD_SIZE], 64)
     for part in tqdm(mine, "judge the reward model", disable=RANK > 0):
         prompts, responses = ([row[key] for row in part] for key in ("prompt", "response"))
         critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
@@ -315,7 +317,7 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
             samples.append({"id": row["id"], "response": row["response"],
                             "annotator": row["critique"], "reward_model": z,
                             "unreadable": found.reason})
-    counts, samples = sum(everyone([counts]), Counter()), everyone(samples)
+    counts, samples = sum(gather_rows([counts]), Counter()), gather_rows(samples)
     unparseable = counts["unparseable"] / max(1, len(rows))
     return {"unparseable": unparseable, **token_figures(counts)}, samples
 
@@ -347,11 +349,11 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
                "final_loss": next(x for x in reversed(losses) if x is not None)}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
-        mine = chunks(held_pairs[RANK::RANKS], config.micro_batch_size)
+        mine = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
         with use_lora(model, "reward"):                                          # L_R(φ)
             losses = [z_loss(model, part).item() for part in mine]
     if held_out:
-        loss = sum(everyone([sum(losses)])) / sum(len(z) for _, z in held_pairs)
+        loss = sum(gather_rows([sum(losses)])) / sum(len(z) for _, z in held_pairs)
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
     if RANK == 0:
         save_lora(model, "reward", out / "adapter")                                      # l.8
@@ -376,7 +378,7 @@ def summary(metrics: dict) -> str:
 def main():
     """Train and judge a reward model from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
-    if config.shard and RANKS == 1:
+    if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
@@ -384,10 +386,10 @@ def main():
         checkpoint_activations(model)
     if config.shard:
         shard(model, device)
-    say(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
+    print_rank0(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
         f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
         f"--reward_model {config.output_dir}/adapter")
-    together(dist.destroy_process_group)
+    run_collective(dist.destroy_process_group)
 
 
 if __name__ == "__main__":

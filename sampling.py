@@ -28,15 +28,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from data import InputError
+from data import ModelError
 
 PREFILL_TOKENS = 1 << 16   # prompt tokens that run through the model together
 ROWS = 1024                # rows scored together: enough for matrix products at full speed
 LOGITS = 1 << 24           # logits at once where entropy is computed: 64 MiB
-
-
-class ModelError(InputError):
-    """A model, adapter, checkpoint or prompt that cannot be used; names it and the remedy."""
 
 
 # ── Prompts and responses as tensors

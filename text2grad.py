@@ -18,7 +18,7 @@ a reward, a baseline and penalises nothing).
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
 flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
-on rows [RANK::RANKS], all hold the whole, and every draw depends on (seed, iteration, row).
+on rows [RANK::WORLD_SIZE], all hold the whole. Every draw depends on (seed, iteration, row).
 On a CPU a stopped run that goes on ends with the same bits; a GPU does not promise that.
 """
 
@@ -30,8 +30,7 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -40,18 +39,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from annotate import (AnnotateConfig, Journal, annotate, annotation_question, ask_annotator,
+from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
                       check_annotator, token_offsets, token_rewards)
+from ask import Journal
 from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task, load_object,
                   parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
-from model import (RANK, RANKS, ValueHead, add_lora, all_sum, checkpoint_activations, checksum,
-                   encode_prompt, eos_ids, everyone, gathered, keep_checkpoint, load_lora,
-                   load_model, lock_directory, lora_parameters, newest_checkpoint,
-                   optimizer_parameters, peak_memory, response_hidden, restore_optimizer,
-                   save_lora, say, shard, start_ranks, target_layers, together, use_lora)
-from report import batch_metrics, colour_tokens, public, run_report, sample_row, table
+from model import (ValueHead, add_lora, checkpoint_activations, encode_prompt, eos_ids,
+                   gathered, load_lora, load_model, lora_parameters, response_hidden, save_lora,
+                   shard, target_layers, use_lora)
+from report import batch_metrics, colour_tokens, run_report, sample_row, table
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
                           split_rows, summary, token_figures, write_critiques)
+from runtime import (RANK, WORLD_SIZE, all_sum, gather_rows, keep_checkpoint, lock_directory,
+                     newest_checkpoint, on_rank0, optimizer_parameters, print_rank0,
+                     restore_optimizer, result_exists, reward_model_hint, run_collective,
+                     run_phase, run_settings, save_settings, start_ranks)
 from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -64,7 +66,8 @@ class Config:
     data: str | None = flag(None, "rows to train on, JSON lines; the toy world makes its own")
     output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
     annotator_model: str = flag("gpt-4o", "annotator on an OpenAI-compatible server")
-    critic: str | None = flag("toy:critique", "annotator module:function instead of a server")
+    annotator_function: str | None = flag(
+        "toy:critique", "annotator as module:function, instead of a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
     iterations: int = flag(25, "of Algorithm 4's outer loop", least=1)
     learning_rate: float = flag(1e-3, "peak, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
@@ -119,7 +122,7 @@ class Config:
         return "reference" if self.adapter else None
 
 
-PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", critic=None, temperature=0.6,
+PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", annotator_function=None, temperature=0.6,
              probe_rows=0, annotated_rows=10000, iterations=1000, rollout_batch_size=64,
              micro_batch_size=1,
              learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
@@ -135,16 +138,6 @@ PRESETS = {  # Table 10
     "kodcode": {**PAPER, "max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
                 "kl_target": 1.0, "max_prompt_tokens": 644},
 }
-# What a run may change when it goes on: neither weights nor texts depend on it, but for the
-# masks of dropout, which phase 2 draws for each micro-batch.
-FREE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
-        "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout", "save_every",
-        "probe_rows", "wandb", "allow_code_execution"}
-# What phase 1 reads: to sample the responses, to have them annotated. Phase 3 reads the rest.
-SAMPLING = {"task", "model", "adapter", "data", "seed", "temperature", "dtype", "eval_rows",
-            "annotated_rows", "max_prompt_tokens", "max_new_tokens", "max_critique_tokens",
-            "what lies behind --data", "what lies behind --adapter"}
-ANNOTATOR = {"annotator_model", "critic", "mode"}
 
 
 def preset(task: str) -> dict:
@@ -282,11 +275,11 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     ends = eos_ids(tokenizer, model)
     with use_lora(model, adapter, merge=True):
-        for part in chunks(range(RANK, len(rows), RANKS), config.rollout_batch_size):
+        for part in chunks(range(RANK, len(rows), WORLD_SIZE), config.rollout_batch_size):
             x, u = [prompt_ids[i] for i in part], uniforms[list(part)]
             ids += generate(model, x, config.max_new_tokens, config.temperature, ends,
                             uniforms=u)                                                  # l.11
-    ids = everyone(ids)
+    ids = gather_rows(ids)
     truncated = [y[-1] not in ends for y in ids]
     assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
         "Alg. 4 l.11: y ends with its EOS, or is cut off"
@@ -297,13 +290,13 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
                     truncated=truncated)
 
 
-def critique(rollouts: Rollouts, model, tokenizer, config: Config) -> list[Judgement]:
+def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Judgement]:
     """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
 
     `train` and `evaluate` take any function like this one; experiments/designs.py has others.
     """
     judged = []
-    for part in chunks(range(RANK, len(rollouts.rows), RANKS), config.rollout_batch_size):
+    for part in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.rollout_batch_size):
         texts = [rollouts.texts[i] for i in part]
         prompts = [rollouts.prompts[i] for i in part]
         # l.12
@@ -314,7 +307,7 @@ def critique(rollouts: Rollouts, model, tokenizer, config: Config) -> list[Judge
 
 def add_feedback(rollouts: Rollouts, judged: list[Judgement]):
     """δ' of every rank's judgements as one tensor (Alg. 4 l.13)."""
-    rollouts.feedback = everyone(judged)
+    rollouts.feedback = gather_rows(judged)
     rollouts.delta = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
     assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
     for row, found in enumerate(rollouts.feedback):
@@ -330,7 +323,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
     weight = head_weight(model)
     scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
     order = rollouts.by_length(range(len(rollouts.rows)))
-    for index in chunks(order[RANK::RANKS], config.micro_batch_size):
+    for index in chunks(order[RANK::WORLD_SIZE], config.micro_batch_size):
         part = rollouts.part(index)
         hidden, targets = forward(model, part, "policy")
         reference, _ = forward(model, part, config.reference)
@@ -400,7 +393,7 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
         for minibatch in chunks(order, config.minibatch_size):                        # l.20
             minibatch = rollouts.by_length(minibatch)
             count, parts = rollouts.mask[minibatch].sum(), []
-            for index in chunks(minibatch[RANK::RANKS], config.micro_batch_size):
+            for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
                 loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config,
                                              count)
                 loss.backward()
@@ -419,8 +412,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
                 skipped += 1
             optimizer.zero_grad()
     if skipped > len(taken) > 0:
-        say(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were skipped, which "
-            f"would do harm; stop, and lower --learning_rate")
+        print_rank0(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were skipped "
+                    f"as harmful; stop, and lower --learning_rate")
     if not taken:
         raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
                          f"{MAX_RATIO}: {step}; lower --learning_rate")
@@ -456,7 +449,7 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
 
 # ── Algorithm 4
 
-def train(model, tokenizer, rows, config: Config, out: Path, critic=critique):
+def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model_critic):
     """Algorithm 4: the adapter "policy" learns from what `critic` says of its rollouts.
 
     Writes policy/, value_head.safetensors, metrics, samples and checkpoints to `out`, and goes
@@ -555,17 +548,18 @@ def record(metrics: dict, sample: dict, config: Config, out: Path):
     if config.wandb:
         wandb = importlib.import_module("wandb")
         if wandb.run is None:
-            wandb.init(project=config.wandb, name=out.name, config=settings(config))
+            wandb.init(project=config.wandb, name=out.name, config=run_settings(config))
         wandb.log(metrics, step=metrics["iteration"])
     if metrics["iteration"] % 10 == 1:
-        say(f"{metrics['iteration']:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
+        tokens = colour_tokens(sample["tokens"], sample["delta"])
+        print_rank0(f"{metrics['iteration']:4d}  {tokens}")
 
 
 def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
     """Go back to the newest checkpoint → the iterations done. Later lines are dropped."""
     path, tensors, state = newest_checkpoint(out)
     if path:
-        say(f"phase 3: resumed after iteration {state['iteration']} from {path}")
+        print_rank0(f"phase 3: resumed after iteration {state['iteration']} from {path}")
     restore_optimizer(optimizer, tensors)
     kl.beta, start = state.get("kl_coef", kl.beta), state.get("iteration", 0)
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
@@ -579,9 +573,9 @@ def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
 
 def check(config: Config, out: Path, learnt: bool):
     """Look at flags, critic, key and directory before anything is sampled or spent."""
-    if config.batch_size % RANKS or config.minibatch_size % RANKS:
-        raise InputError(f"--batch_size and --minibatch_size must be multiples of {RANKS}")
-    if config.shard and RANKS == 1:
+    if config.batch_size % WORLD_SIZE or config.minibatch_size % WORLD_SIZE:
+        raise InputError(f"--batch_size and --minibatch_size must be multiples of {WORLD_SIZE}")
+    if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     if config.data is None and get_task(config.task).rows is None:
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
@@ -590,11 +584,11 @@ def check(config: Config, out: Path, learnt: bool):
     if config.probe_rows and config.mode == "align":
         raise InputError("--mode align reads what people wrote of a response, and of the "
                          "policy's own they wrote nothing: set --probe_rows 0")
-    told = config.critic or config.allow_code_execution
+    told = config.annotator_function or config.allow_code_execution
     if config.probe_rows and get_task(config.task).tests and not told:
         raise InputError("--probe_rows: the annotator is told what the tests said of each "
                          "response; set --allow_code_execution, or --probe_rows 0")
-    made = config.reward_model or done(out / "feedback.jsonl")
+    made = config.reward_model or result_exists(out / "feedback.jsonl")
     if config.probe_rows or learnt and not made:
         check_annotator(annotator(config, out))
 
@@ -604,56 +598,14 @@ def check_phases(model, rows: list[dict], config: Config, out: Path):
     target_layers(model, reward_settings(config, out).lora_targets.split(","))
     task = get_task(config.task)
     told = {id(one["row"]) for one in examples(task, rows) if "outcome" in one}
-    untold = task.tests and not config.critic and len(told) < len(rows)
-    if not untold or done(out / "responses.jsonl"):
+    untold = task.tests and not config.annotator_function and len(told) < len(rows)
+    if not untold or result_exists(out / "responses.jsonl"):
         return
     if not config.allow_code_execution:
         raise InputError(f"{len(rows) - len(told)} of {len(rows)} rows bring no outcome of "
                          f"their tests: run them, in the sandbox, by --allow_code_execution")
     from measures.sandbox import add_outcomes
     add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)    # does it stand?
-
-
-def done(path: Path) -> bool:
-    """Whether a result is there; an empty file, which a power cut may leave, is none."""
-    return path.exists() and path.stat().st_size > 0
-
-
-def settings(config: Config) -> dict:
-    """What config.json keeps: flags, no password, the hashes of what lies behind file names."""
-    kept = asdict(config) | {"base_url": config.base_url and public(config.base_url)}
-    for name in ("data", "reward_model", "adapter"):
-        if given := getattr(config, name):
-            files = sorted(Path(given).glob("adapter_*")) or [given]
-            kept[f"what lies behind --{name}"] = checksum(*files)[:16]
-    return kept
-
-
-def reuse(config: Config, out: Path) -> str:
-    """How another run takes up the R_φ of this one, if it has one."""
-    adapter = Path(config.reward_model or out / "reward" / "adapter")
-    return f", with --reward_model {adapter}" if adapter.exists() else ""
-
-
-def bind(config: Config, out: Path):
-    """Keep the settings; raise InputError where others made what lies in the directory."""
-    kept, bound, now = out / "config.json", set(), settings(config)
-    annotated = done(out / "feedback.jsonl") or done(out / "reward" / "metrics.json")
-    if annotated or done(out / "responses.jsonl"):
-        bound |= SAMPLING
-    if annotated:
-        bound |= ANNOTATOR
-    if done(out / "result.json") or any(out.glob("checkpoint-*")):
-        bound |= now.keys() - FREE - ANNOTATOR
-    before = now | (read_rows(kept)[0] if kept.exists() else {})
-    changed = [f"{name} was {before[name]}, is {x}" for name, x in now.items()
-               if name in bound and before[name] != x]
-    if changed:
-        raise InputError(f"{out} was made with other settings ({'; '.join(changed)}); choose "
-                         f"another --output_dir{reuse(config, out)}")
-    if RANK == 0:
-        write_rows(kept, [now])
-        write_rows(out / "phases.jsonl", whole_rows(out / "phases.jsonl"))
 
 
 def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
@@ -685,8 +637,8 @@ def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
     prompt = get_task(config.task).policy_prompt
     kept = [row for row in rows if len(encode_prompt(tokenizer, prompt(row))) <= most]
     if len(kept) < len(rows):
-        say(f"{config.data or config.task}: left out {len(rows) - len(kept)} of {len(rows)} "
-            f"rows, whose prompts have over {most} tokens")
+        print_rank0(f"{config.data or config.task}: left out {len(rows) - len(kept)} of "
+                    f"{len(rows)} rows, whose prompts have over {most} tokens")
     if not kept:
         raise InputError(f"{config.data or config.task}: no row is left to train on or "
                          f"to judge by; lower --max_new_tokens or raise --max_prompt_tokens")
@@ -695,7 +647,7 @@ def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
 
 def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
     """Alg. 1 l.6: π_ref answers the rows that bring no response → responses.jsonl."""
-    if everyone([done(out / "responses.jsonl")])[0]:
+    if gather_rows([result_exists(out / "responses.jsonl")])[0]:
         return
     task, generator = get_task(config.task), torch.Generator().manual_seed(config.seed)
     answered, mute = [], []
@@ -707,20 +659,20 @@ def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
         pairs = zip(part, batch.texts)
         answered += [row | {"response": y} for row, y in pairs if y.strip()]             # l.6
     if len(answered) < len(rows):
-        say(f"left out {len(rows) - len(answered)} sampled responses that are empty")
+        print_rank0(f"left out {len(rows) - len(answered)} sampled responses that are empty")
     if not answered:
         raise InputError("every response is empty: this model does not answer the prompts")
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
-        answered = everyone(add_outcomes(answered[RANK::RANKS], task))
+        answered = gather_rows(add_outcomes(answered[RANK::WORLD_SIZE], task))
     if RANK == 0:
         write_rows(out / "responses.jsonl", answered)
 
 
 def annotator(config: Config, out: Path) -> AnnotateConfig:
     """Phase 1's settings (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
-    names = ("task", "critic", "annotator_model", "base_url", "mode", "price_in", "price_out",
-             "max_usd")
+    names = ("task", "annotator_function", "annotator_model", "base_url", "mode", "price_in",
+             "price_out", "max_usd")
     return AnnotateConfig(data=str(out / "responses.jsonl"), output=str(out / "feedback.jsonl"),
                           **{name: getattr(config, name) for name in names})
 
@@ -738,28 +690,7 @@ def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
     return summary(fit(model, tokenizer, reward_settings(config, out)))                  # l.14
 
 
-def once(work, *args):
-    """What the first rank does alone; the others may wait hours for annotations."""
-    patient = together(dist.new_group, backend="gloo", timeout=timedelta(days=1))
-    said = work(*args) if RANK == 0 else None
-    together(dist.barrier, patient)
-    return said
-
-
-def phase(name: str, result: str, out: Path, work):
-    """Do a phase, unless its result is there; a line in phases.jsonl with its seconds, and the
-    GB that the process has held at most so far."""
-    if everyone([done(out / result)])[0]:
-        return say(f"{name}: reused {out / result}")
-    started, said = time.time(), work()
-    if RANK == 0:
-        row = {"phase": name, "seconds": time.time() - started, "GB": peak_memory(),
-               "summary": said}
-        append_row(out / "phases.jsonl", row)
-        say(f"{name}: {said} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
-
-
-def evaluate(model, tokenizer, rows, config: Config, adapter, critic=critique):
+def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
     """Held-out rows, a sampled response each, judged by the critic: (means, samples)."""
     generator, truths = torch.Generator().manual_seed(config.seed), get_task(config.task).truth
     scores, samples = [], []
@@ -784,16 +715,16 @@ MOST_UNREADABLE = 0.2                     # a share of critiques
 
 
 def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
-             critic=critique) -> str:
+             critic=reward_model_critic) -> str:
     """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
     if (lost := before["unparseable critiques"]) > MOST_UNREADABLE:
         why = next(sample["unreadable"] for sample in samples if sample["unreadable"])
-        say(f"warning: {lost:.0%} of the critiques cannot be read, and pay nothing (one: "
-            f"{why}); stop, and let R_φ learn from more rows or epochs (reward_model.py), or "
-            f"raise --max_critique_tokens")
+        print_rank0(f"warning: {lost:.0%} of the critiques cannot be read and give no reward "
+                    f"(one: {why}); stop, and train R_φ on more rows or epochs "
+                    f"(reward_model.py), or raise --max_critique_tokens")
     train(model, tokenizer, rows, config, out, critic)                                  # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
@@ -813,7 +744,7 @@ def start_policy(model, config: Config):
                  config.lora_targets.split(","))
 
 
-def main(argv=None, critic=critique, learnt=True):
+def main(argv=None, critic=reward_model_critic, learnt=True):
     """Algorithm 1. learnt: whether the critic asks R_φ, which phases 1 and 2 then make."""
     config = parse_flags(Config, sys.argv[1:] if argv is None else argv, __doc__, preset)
     out, started = Path(config.output_dir), time.time()
@@ -831,21 +762,21 @@ def main(argv=None, critic=critique, learnt=True):
     asked, makes = rows[: config.annotated_rows], learnt and config.reward_model is None
     if makes:
         check_phases(model, asked, config, out)
-    bind(config, out)
-    say(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, {device}; "
-        f"files in {out}/")
+    save_settings(config, out)
+    print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
+                f"{device}; files in {out}/")
     if config.shard:
         shard(model, device)
     try:
         if makes:
             respond(model, tokenizer, asked, config, out)                             # l.4–6
-            phase("phase 1, annotate", "feedback.jsonl", out,
-                  lambda: once(annotate, annotator(config, out)))                     # l.7–11
-            phase("phase 2, reward model", "reward/metrics.json", out,
+            run_phase("phase 1, annotate", "feedback.jsonl", out,
+                  lambda: on_rank0(annotate, annotator(config, out)))                 # l.7–11
+            run_phase("phase 2, reward model", "reward/metrics.json", out,
                   lambda: fit_reward(model, tokenizer, config, out))                 # l.13–14
             if not lora_parameters(model, "reward"):            # made by an earlier start
                 load_lora(model, "reward", out / "reward" / "adapter")
-        phase("phase 3, policy", "result.json", out,
+        run_phase("phase 3, policy", "result.json", out,
               lambda: optimise(model, tokenizer, rows, held_out, config, out,
                                critic))                                              # l.16–19
     except torch.OutOfMemoryError as error:
@@ -865,8 +796,9 @@ def main(argv=None, critic=critique, learnt=True):
         print(f"\n{time.time() - started:.0f} s in all. Look at {run_report(out)}. In {out}/: "
               f"policy/ (PEFT format), metrics.jsonl, samples.jsonl.\n"
               f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; "
-              f"or phase 3 with other settings: another --output_dir{reuse(config, out)}")
-    together(dist.destroy_process_group)
+              f"or phase 3 with other settings: another --output_dir"
+              f"{reward_model_hint(config, out)}")
+    run_collective(dist.destroy_process_group)
 
 
 if __name__ == "__main__":

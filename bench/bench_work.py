@@ -380,17 +380,18 @@ def iteration_worker(options: dict) -> list[dict]:
     config = t2g.Config(
         task="ultrafeedback", batch_size=batch, minibatch_size=batch, ppo_epochs=4,
         max_new_tokens=new, max_critique_tokens=new, micro_batch_size=options["micro"],
-        iterations=1 + options["rounds"], learning_rate=1e-5, critic=None, probe_rows=0)
+        iterations=1 + options["rounds"], learning_rate=1e-5, annotator_function=None,
+        probe_rows=0)
     rows = [{"prompt": " ".join(f"t{i}" for i in ids)}
             for ids in sequences(batch, new, new, V, 1)]
     phases = "rollout", "critique", "score", "update"
 
     def run() -> list[list[float]]:
-        steps = train(model, tokenizer, rows, config, t2g.critique)[1:]
+        steps = train(model, tokenizer, rows, config, t2g.reward_model_critic)[1:]
         return [[step[f"seconds_{phase}"] for phase in phases] for step in steps]
 
     weights = sum(p.nbytes for p in model.parameters())
-    first = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.critique)
+    first = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.reward_model_critic)
     peak = peak_bytes(first, device)
     peak += weights if device == "cpu" else torch.cuda.memory_allocated()
     keep_memory()

@@ -46,12 +46,13 @@ from data import (InputError, Task, append_row, chunks, get_task, parse_flags, r
                   run_script)
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
-from model import (RANKS, encode_answer, encode_prompt, load_lora, load_model, lock_directory,
-                   lora_parameters, response_hidden, save_lora, use_lora)
+from model import (encode_answer, encode_prompt, load_lora, load_model, lora_parameters,
+                   response_hidden, save_lora, use_lora)
 from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
+from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, bind, check,
-                       critique, decay, done, fitting, forward, load_rows, preset, respond,
+from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, check, decay,
+                       fitting, forward, load_rows, preset, respond, reward_model_critic,
                        reward_settings, sample_rollouts, start_policy, train)
 
 
@@ -138,7 +139,7 @@ def budget(rows: list[dict], config: Config, each: int = 1) -> list[dict]:
 def annotated(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
     """Phase 1 of text2grad.py: responses and critiques, the rows of feedback.jsonl."""
     respond(model, tokenizer, rows, config, out)
-    if not done(out / "feedback.jsonl"):
+    if not result_exists(out / "feedback.jsonl"):
         annotate(annotator(config, out))
     return read_rows(out / "feedback.jsonl")
 
@@ -268,8 +269,8 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, kind: str) -> 
     if kind == "steps":
         losses, count_of = labelled_losses, lambda row: sum(map(abs, row[2]))
         critic, mode = ANNOTATORS["steps"]
-        own = replace(config, mode=mode, critic=critic if config.task == "toy" else
-                      config.critic)
+        own = replace(config, mode=mode, annotator_function=critic if config.task == "toy" else
+                      config.annotator_function)
         rows = annotated(model, tokenizer, rows, own, out)
         found = [labelled_steps(row, tokenizer) for row in rows if row["spans"]]
     else:
@@ -298,11 +299,11 @@ def ppo(model, tokenizer, rows, config: Config, out: Path, kind="scalar"):
 def sdpo(model, tokenizer, rows, config: Config, out: Path):
     """Self-distillation from feedback (Hübotter et al. 2026), on the policy's own rollouts.
 
-    The critique is R_φ's where there is one, else the function of --critic. A minibatch is one
+    The critique is R_φ's if there is one, else --annotator_function's. A minibatch is one
     forward pass. The toy's policy first learns to rewrite.
     """
     learn_to_rewrite(model, tokenizer, rows, config, out, "policy")
-    critic = critique if lora_parameters(model, "reward") else true_critic
+    critic = reward_model_critic if lora_parameters(model, "reward") else true_critic
     parameters, truths = lora_parameters(model, "policy"), get_task(config.task).truth
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
     for iteration in tqdm(range(config.iterations), "sdpo"):
@@ -365,18 +366,18 @@ def main(argv=None):
                          f", then flags of text2grad.py")
     flags = ["--output_dir", f"runs/{name}", "--probe_rows", "0", *flags]   # or as they say
     config = parse_flags(Config, flags, __doc__, preset)
-    if name in TRUE and not config.critic:
-        raise InputError(f"{name} needs --critic")
+    if name in TRUE and not config.annotator_function:
+        raise InputError(f"{name} needs --annotator_function")
     if name in designs:
         return text2grad.main(flags, designs[name], name in LEARNT)
-    if RANKS > 1:
+    if WORLD_SIZE > 1:
         raise InputError("a baseline runs in one process")
     out = Path(config.output_dir)
     check(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process ends
     model, tokenizer = load_model(config.model, config.dtype)
     rows = fitting(load_rows(config)[0], model, tokenizer, config)
-    bind(config, out)
+    save_settings(config, out)
     start_policy(model, config)
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)

@@ -10,7 +10,7 @@ else of Algorithm 4. Those of DESIGNS, by name:
     graded             the mean δ' of four critiques drawn from R_φ at temperature 1
     end                Σ_t δ_t paid at the last token: the same information with no placement
     linear_decay, importance   weights within a span (Appendix I.1)
-    true, true_end, …  the function of --critic judges the rollout itself
+    true, true_end, …  the function of --annotator_function judges the rollout itself
     scalar, steps      a reward model's score at the last token, or at the end of each step:
                        those of PPO and PRM-PPO in baselines.py, which fit them first
 
@@ -38,15 +38,16 @@ from torch import Tensor
 import toy
 from annotate import FeedbackError, Span, get_mode, quoted, token_rewards, tokens_inside
 from data import chunks, load_object
-from model import RANK, RANKS, encode_prompt, response_hidden, use_lora
+from model import encode_prompt, response_hidden, use_lora
 from reward_model import Judgement, judge, reward_tokens, write_critiques
+from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
-from text2grad import critique
+from text2grad import reward_model_critic
 
 
 def share(rollouts) -> range:
     """The rows that this rank judges."""
-    return range(RANK, len(rollouts.rows), RANKS)
+    return range(RANK, len(rollouts.rows), WORLD_SIZE)
 
 
 # ── Critics around another critic
@@ -111,8 +112,9 @@ def damaged(text: str, spans: list[Span], kind: str, share: float, rng) -> list[
 # ── Critics of their own
 
 def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """The function of --critic judges, read as phase 1 reads it; it is shown no empty text."""
-    critic, read = load_object("--critic", config.critic), get_mode(config.mode).read
+    """The function of --annotator_function judges all texts that are not empty."""
+    critic = load_object("--annotator_function", config.annotator_function)
+    read = get_mode(config.mode).read
     judged = []
     for i in share(rollouts):
         text, offsets = rollouts.texts[i], rollouts.offsets[i]
@@ -195,8 +197,8 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
 
 
 WEIGHTINGS, DAMAGES = ("linear_decay", "importance"), ("flipped", "shifted", "dropped")
-LEARNT = {"critique": critique, "graded": graded, "end": at_end(critique),
-          **{name: weighted(critique, name) for name in WEIGHTINGS}}     # R_φ judges
+LEARNT = {"critique": reward_model_critic, "graded": graded, "end": at_end(reward_model_critic),
+          **{name: weighted(reward_model_critic, name) for name in WEIGHTINGS}}     # R_φ judges
 SCORED = {"scalar": partial(pay_scores, by_step=False),       # an adapter of baselines.py
           "steps": partial(pay_scores, by_step=True)}
 TRUE = {"true": true_critic, "true_end": at_end(true_critic),
@@ -301,7 +303,7 @@ def critique_dense(row: dict, response: str) -> str:
     return json.dumps({"textual_feedback": said, "labels": labels})
 
 
-# Name → (--critic, --mode)
+# Name → (--annotator_function, --mode)
 ANNOTATORS = {"careful": ("toy:critique", "cot"),
               "no_cot": ("experiments.designs:critique_no_cot", "no_cot"),
               "hasty": ("experiments.designs:critique_hasty", "no_cot"),

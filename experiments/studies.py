@@ -48,7 +48,7 @@ from model import load_lora, load_model, lora_parameters
 from report import svg_line, table
 from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
-from text2grad import (Config, add_feedback, critique, forward, gae, reward_settings,
+from text2grad import (Config, add_feedback, forward, gae, reward_model_critic, reward_settings,
                        sample_rollouts, start_policy, train, whiten)
 
 # ── Runs: what a study compares
@@ -216,7 +216,8 @@ def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
 def settings(run: Run, out: Path) -> Config:
     """A run's settings for text2grad.py; what is not named has its default."""
     critic, mode = ANNOTATORS[run.annotator]
-    return Config(output_dir=str(out), seed=run.seed, critic=critic, mode=mode, probe_rows=0,
+    return Config(output_dir=str(out), seed=run.seed, annotator_function=critic, mode=mode,
+                  probe_rows=0,
                   learning_rate=run.rate, iterations=run.updates, batch_size=run.batch,
                   minibatch_size=run.batch, save_every=10**9, max_new_tokens=28 * run.length,
                   **{"kl_coef": BETA} | dict(run.settings))
@@ -234,7 +235,7 @@ def fit_judge(run: Run, cache: Path) -> dict:
     annotated(model, tokenizer, rows, config, out)
     fit(model, tokenizer, replace(reward_settings(config, out), **dict(run.judge)))
     rollouts = answers(model, tokenizer, run, config, None)
-    return probe(rollouts, model, tokenizer, config, critique)
+    return probe(rollouts, model, tokenizer, config, reward_model_critic)
 
 
 def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
@@ -242,7 +243,8 @@ def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
 
     A token of mean δ counts as what half of the critiques or more say of it.
     """
-    careful = replace(config, **dict(zip(("critic", "mode"), ANNOTATORS["careful"])))
+    function, mode = ANNOTATORS["careful"]
+    careful = replace(config, annotator_function=function, mode=mode)
     truth, counts = true_critic(rollouts, model, tokenizer, careful), Counter()
     for one, found in zip(truth, critic(rollouts, model, tokenizer, config)):
         said = [math.copysign(abs(d) >= 0.5, d) for d in found.delta]
@@ -251,7 +253,8 @@ def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
 
 
 # Whose tokens are critiques': where a design moves the reward, there is nothing to compare.
-PROBED = {"critique": critique, "two_rounds": critique, "graded": DESIGNS["graded"]}
+PROBED = {"critique": reward_model_critic, "two_rounds": reward_model_critic,
+          "graded": DESIGNS["graded"]}
 
 
 def train_policy(run: Run, cache: Path) -> dict:
@@ -309,7 +312,7 @@ def renewed(run: Run, feedback: list[dict]):
             fresh = annotated(model, tokenizer, rows, config, out)
             write_rows(out / "feedback.jsonl", feedback + fresh)
             fit(model, tokenizer, reward_settings(config, out))
-        return critique(rollouts, model, tokenizer, config)
+        return reward_model_critic(rollouts, model, tokenizer, config)
     return renewed_critique
 
 

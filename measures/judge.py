@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 
 import annotate
-from annotate import Journal, Question, Server, ask, check_asking, fenced, missing, question_key
+from annotate import fenced
+from ask import Journal, Question, Server, ask, check_asking, missing, question_key
 from data import InputError, chunks, flag, read_rows
 
 

@@ -35,9 +35,8 @@ from typing import Callable
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters,
-                      feedback_row, ground, parse_feedback, quoted, token_offsets,
-                      token_rewards)
+from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters, feedback_row,
+                      ground, parse_feedback, quoted, token_offsets, token_rewards)
 from data import InputError, read_rows, run_script, write_rows
 from report import card, heatmap, page, split_text, table, text_block, write_page
 from reward_model import count_tokens

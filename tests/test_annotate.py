@@ -19,16 +19,15 @@ from typing import Callable
 import hypothesis
 import pytest
 import regex
-from helpers import ROOT, SLOW, error_message, often
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
 import annotate
 import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
                       conflicting_tokens, ground, half_inside_tokens, parse_feedback,
                       token_offsets, token_rewards, tokens_inside)
 from data import InputError, examples, get_task, load_object, read_rows
+from helpers import ROOT, SLOW, error_message, often
 from reward_model import judge
 
 
@@ -620,8 +619,8 @@ def test_a_response_without_text_is_refused(response):
 @pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique",
                                   "no_such_module:f", "./toy:critique", "toy:SLOTS"])
 def test_a_critic_that_cannot_be_called_is_refused(name):
-    with pytest.raises(InputError, match="--critic"):
-        load_object("--critic", name, Callable)
+    with pytest.raises(InputError, match="--annotator_function"):
+        load_object("--annotator_function", name, Callable)
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -18,19 +18,18 @@ from types import SimpleNamespace
 
 import openai.resources.chat  # noqa: F401  else a second of the first short --timeout
 import pytest
-from helpers import ROOT, SLOW
-
 import loopback
-from annotate import (AnnotateConfig, Journal, Question, Server, annotate,
-                      annotation_questions, main, read_completion)
+from annotate import AnnotateConfig, annotate, annotation_questions, main
+from ask import Journal, Question, Server, read_completion
 from data import InputError, parse_flags, read_rows, run_script, write_rows
+from helpers import ROOT, SLOW
 from loopback import MIX, critique, prompt_tokens, tokens
 from loopback import loopback as serving
 
 
 @pytest.fixture(autouse=True)
 def _in_haste(monkeypatch):
-    monkeypatch.setattr("annotate.PAUSE", 0.1)
+    monkeypatch.setattr("ask.PAUSE", 0.1)
 
 
 @pytest.fixture()
@@ -558,7 +557,7 @@ def critic(work, monkeypatch):
     module = SimpleNamespace(judge=lambda row, response: GOOD)
     monkeypatch.setitem(sys.modules, "critic_of_the_test", module)
     work.module, whole = module, work.config
-    work.config = lambda **options: whole(critic="critic_of_the_test:judge", base_url=None,
+    work.config = lambda **options: whole(annotator_function="critic_of_the_test:judge", base_url=None,
                                           **options)
     return work
 
@@ -583,7 +582,7 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic
     critic.fails("1 responses.*row-2: no JSON object", made_rows(40), concurrency=16)
     critic.module.judge = lambda row, response: 1 // 0
     critic.fails("row row-2: ZeroDivisionError: integer")
-    assert "\n" not in critic.fails("--critic critic_of_the_test:judge, row .*: ZeroDivision",
+    assert "\n" not in critic.fails("--annotator_function critic_of_the_test:judge, row .*: ZeroDivision",
                                     [row | {"more": 1} for row in critic.rows], concurrency=16)
     gc.collect()                                       # an error that nobody awaits is shown
     assert "Traceback" not in capfd.readouterr().err
@@ -670,8 +669,8 @@ def test_ctrl_c_does_not_wait_to_ask_again_who_was_refused(work, monkeypatch):
             threading.Timer(0.1, press_ctrl_c).start()
 
     reasons = []
-    monkeypatch.setattr("annotate.PAUSE", 3600)
-    monkeypatch.setattr("annotate.tqdm.set_postfix_str", note_refusal)
+    monkeypatch.setattr("ask.PAUSE", 3600)
+    monkeypatch.setattr("ask.tqdm.set_postfix_str", note_refusal)
     work.server.settings.__dict__.update(plan=["ok"], faults={"429": 1.0})
     signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may have it ignored
     rescue = threading.Timer(120, press_ctrl_c)                  # a second one never waits
@@ -688,7 +687,7 @@ def test_a_second_ctrl_c_does_not_wait(work, monkeypatch):
     def press_again(bar, description):                           # the first one is being heeded
         threading.Timer(0.1, press_ctrl_c).start()
 
-    monkeypatch.setattr("annotate.tqdm.set_description", press_again)
+    monkeypatch.setattr("ask.tqdm.set_description", press_again)
     work.server.settings.delay = 60
     press_ctrl_c_at(work, 1)
     with pytest.raises(KeyboardInterrupt):

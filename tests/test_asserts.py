@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, scored
-
 import reward_model
 import sampling
 import text2grad
 from annotate import Grounding
 from data import get_task
+from helpers import ROOT, scored
 from model import add_lora, response_hidden
 from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
@@ -127,7 +126,7 @@ BROKEN = [
     ("y ends with its EOS",
      {"text2grad.generate": lambda model, x, *_, **__: [[5, 6]] * len(x)}, sample),
     ("each y_t has its characters", {"text2grad.token_offsets": lambda *_: ("", [])}, sample),
-    ("Alg. 4 l.12: one z' for each y", {"text2grad.everyone": lambda judged: judged[1:]},
+    ("Alg. 4 l.12: one z' for each y", {"text2grad.gather_rows": lambda judged: judged[1:]},
      judge_as(lambda n: [0.0] * n)),
     ("one δ'_t per sampled token", {}, judge_as(lambda n: [0.0])),
     ("no δ' on padding", {}, judge_as(lambda n: [1.0] * n, hole=1)),

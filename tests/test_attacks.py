@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, alive, copy_sandbox
-
 from measures import sandbox
 from measures.cell import FOLDER_MB
 from measures.sandbox import SandboxError, run_python

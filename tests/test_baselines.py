@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, randomise
-
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows
@@ -25,6 +23,7 @@ from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelle
 from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, mark_ends, marks,
                                  noisy, span_weights, step_spans, token_scores, true_critic,
                                  weighted)
+from helpers import ROOT, randomise
 from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
 from reward_model import Judgement
 from sampling import pad_batch
@@ -203,7 +202,7 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
     """Those that err nowhere give a quote that stands there once its true label."""
-    critic, kinds = load_object("--critic", ANNOTATORS[name][0]), set()
+    critic, kinds = load_object("--annotator_function", ANNOTATORS[name][0]), set()
     for row in toy.rows("train", 40):
         response = faulty(row)
         reply = critic(row, response)
@@ -290,8 +289,8 @@ def ids_of(rollouts, row):
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     model, tokenizer = toy_model
     rollouts, (critic, mode) = rollouts_of(tokenizer), ANNOTATORS[name]
-    *judged, empty = true_critic(rollouts, model, tokenizer, Config(critic=critic, mode=mode))
-    critic = load_object("--critic", critic)
+    *judged, empty = true_critic(rollouts, model, tokenizer, Config(annotator_function=critic, mode=mode))
+    critic = load_object("--annotator_function", critic)
     rows = zip(rollouts.rows, rollouts.texts, rollouts.offsets, judged)
     for row, text, offsets, found in rows:
         spans = feedback_of(text, critic(row, text), mode)[1].spans
@@ -388,7 +387,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
         assert [delta == 0 for delta in steps[i].delta] == [end == 0 for end in ends]
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
-    monkeypatch.setattr(designs, "RANKS", 2)
+    monkeypatch.setattr(designs, "WORLD_SIZE", 2)
     for critic in (SCORED["steps"], true_critic, weighted(true_critic, "importance")):
         judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
@@ -396,9 +395,9 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["true", "--critic", "none"], "needs --critic"),
+    (["true", "--annotator_function", "none"], "needs --annotator_function"),
     (["best"], "best: name one of sft.* critique"), ([], "no method: name one of"),
-    (["dpo", "--critic", "none:x"], "import")])
+    (["dpo", "--annotator_function", "none:x"], "import")])
 def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])
     with pytest.raises(InputError, match=said):

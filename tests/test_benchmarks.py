@@ -13,9 +13,8 @@ from itertools import combinations, cycle, product
 import numpy as np
 import pytest
 import torch
-from helpers import SLOW
-
 from data import InputError
+from helpers import SLOW
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
                                  extract_code, read_arc, read_problems)

@@ -11,13 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import random_rollouts, randomise, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
 import text2grad
 from annotate import Feedback, FeedbackError, parse_feedback
 from data import reward_prompt
+from helpers import random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)

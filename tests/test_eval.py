@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, error_message, run_main
 from loopback import loopback
-
 import eval as evaluation
 import toy
 from annotate import token_rewards
 from data import read_rows, write_rows
+from helpers import ROOT, error_message, run_main
 from measures import benchmarks, spans
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora

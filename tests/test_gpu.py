@@ -14,14 +14,15 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, randomise, read_jsonl, run_main
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import sdpa_attention
-
 import model as model_file
 import sampling
-from model import ModelError, add_lora, find_device, load_model
+from data import ModelError
+from helpers import ROOT, randomise, read_jsonl, run_main
+from model import add_lora, load_model
 from reward_model import z_loss
+from runtime import find_device
 from sampling import Decoder, _decode, can_capture, generate
 
 CUDA = torch.cuda.is_available()

@@ -20,8 +20,8 @@ from transformers import (BertConfig, BertModel, BertTokenizer, RobertaConfig, R
 from data import InputError
 from measures.metrics import (BERT_SCORE_LAYERS, answer_logprobs, bert_score, bleu, bleu_counts,
                               bleu_of, bootstrap, corpus, interval, load_encoder,
-                              paired_bootstrap, pass_at_k, perplexity, perplexity_of,
-                              rouge, share)
+                              paired_bootstrap, pass_at_k, perplexity, perplexity_of, rouge,
+                              share)
 
 WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … "
          ", . , ! ?! (so) [1] {a} naïve café Ünïcode ß İstanbul \u212a 日本語 привет ١٢ 😀 "

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, randomise
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
@@ -20,14 +19,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
                           GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig,
                           PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM)
-
 import model as model_file
+import runtime
 import sampling
-from data import InputError
-from model import (LoRALinear, ModelError, ValueHead, add_lora, checkpoint_activations,
-                   checkpoints, decoder_blocks, encode_answer, encode_prompt, eos_ids,
-                   fingerprint, keep_checkpoint, load_checkpoint, load_lora, load_model,
-                   newest_checkpoint, response_hidden, save_checkpoint, save_lora, use_lora)
+from data import InputError, ModelError
+from helpers import ROOT, randomise
+from model import (LoRALinear, ValueHead, add_lora, checkpoint_activations, decoder_blocks,
+                   encode_answer, encode_prompt, eos_ids, fingerprint, load_lora, load_model,
+                   response_hidden, save_lora, use_lora)
+from runtime import (checkpoints, keep_checkpoint, load_checkpoint, newest_checkpoint,
+                     save_checkpoint)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -809,7 +810,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys)
     capsys.readouterr()
     older, _, state = newest_checkpoint(tmp_path)
     assert older.name == "checkpoint-9" and state["iteration"] == 9
-    assert capsys.readouterr().out.count(f"passed over {path}") == 1
+    assert capsys.readouterr().out.count(f"skipping {path}") == 1
     file.unlink()
     refused(f"{path} holds no {name}", load_checkpoint, path)
     shutil.rmtree(tmp_path / "checkpoint-9")
@@ -854,7 +855,7 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys
         kept(run, 1, 0)
         status, k = dies_at(k, run), k + 1
         found.append(newest_checkpoint(run)[2]["iteration"])
-        assert "passed over" not in capsys.readouterr().out
+        assert "skipping" not in capsys.readouterr().out
         kept(run, 3, 0)
         assert [path.name for path in run.iterdir()] == ["checkpoint-3"], "nothing is left over"
     assert status == 0 and found == sorted(found) and set(found) == {1, 2} and k > 10
@@ -881,7 +882,8 @@ def test_a_full_disk_leaves_what_was_there(toy_model, tmp_path, monkeypatch, wha
     save("kept")
     before = contents()
     randomise(parameters, 0.2)
-    for owner, name in ((os, "fsync"), (model_file, "save_file")):
+    for owner, name in ((os, "fsync"),
+                        (model_file if what == "adapter" else runtime, "save_file")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, no_space)
             for target in ("kept", "first"):

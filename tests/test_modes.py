@@ -9,14 +9,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import often
 from hypothesis import given
 from hypothesis import strategies as st
-
 from annotate import (AnnotateConfig, FeedbackError, Grounding, Span, annotate,
                       annotation_messages, get_mode, ground, parse_feedback, read_reply)
 from data import TASKS, InputError, get_task, read_rows, write_rows
 from experiments.modes import LABELS
+from helpers import often
 from loopback import loopback
 
 TASK = get_task("ultrafeedback")
@@ -250,7 +249,7 @@ def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     with pytest.raises(InputError, match="row b.*'critique' or 'feedback'"):
         annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"),
                                 mode="align", output=str(tmp_path / "f.jsonl"),
-                                critic="toy:critique"))
+                                annotator_function="toy:critique"))
 
 
 @pytest.mark.parametrize("mode, reply", [
@@ -265,7 +264,7 @@ def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, re
     write_rows(tmp_path / "rows.jsonl", [example() | {"feedback": WORDS}])
     annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), mode=mode,
                             output=str(tmp_path / "f.jsonl"),
-                            critic="critic_of_the_test:judge"))
+                            annotator_function="critic_of_the_test:judge"))
     row, = read_rows(tmp_path / "f.jsonl")
     assert row["spans"] == [{"start": 4, "end": 7, "label": 1}] and row["conflicting"] == 0
     assert row["good_spans"] == ["cat"] and row["critique"] == {

@@ -20,15 +20,13 @@ from statistics import mean
 
 import pytest
 import torch
-from helpers import ROOT
-
 import toy
+from notebooks.paper import build, tags
 from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
+from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from notebooks.paper import build, tags
-from reward_model import PRESETS as REWARD_PRESETS
-from reward_model import RewardConfig, judge, write_critiques
+from reward_model import PRESETS as REWARD_PRESETS, RewardConfig, judge, write_critiques
 from sampling import generate
 from text2grad import KL_HORIZON, PRESETS, Config, gae, respond, sample_rollouts, whiten
 

@@ -15,19 +15,19 @@ from importlib.machinery import SourceFileLoader
 
 import pytest
 import torch
-from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
-                     read_jsonl, read_metrics, run_main)
 from loopback import loopback
 from safetensors.torch import load_file
-
 import reward_model
 import text2grad
 import toy
 from annotate import annotate
 from data import InputError, get_task, read_rows, write_rows
-from model import add_lora, lock_directory, newest_checkpoint
+from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
+                     read_jsonl, read_metrics, run_main)
+from model import add_lora
 from report import NOTES
 from reward_model import Judgement, judge, token_figures
+from runtime import lock_directory, newest_checkpoint
 from text2grad import Config, Rollouts, annotator, probe, train
 
 
@@ -90,7 +90,7 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
                     max_new_tokens=3, probe_rows=0)
     text2grad.optimise(model, tokenizer, rows, rows, config, tmp_path, critic)
     told = capsys.readouterr().out
-    assert ("33% of the critiques cannot be read, and pay nothing (one: no JSON); stop"
+    assert ("33% of the critiques cannot be read and give no reward (one: no JSON); stop"
             in told) == said
     assert (json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"]
             == 1)
@@ -135,7 +135,7 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 2
     (out / "feedback.jsonl").unlink()
-    told = refused(*SMALL, "--critic", "toy:none", "--output_dir", out)
+    told = refused(*SMALL, "--annotator_function", "toy:none", "--output_dir", out)
     assert "cannot import" in told, "who annotates is free again, once it is to be done"
 
 
@@ -151,14 +151,14 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     assert "secret" not in (out / "config.json").read_text()
     run_main(*flags)
     write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
-    assert "what lies behind --data was" in refused(*flags)
+    assert "sha256 of --data was" in refused(*flags)
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     tensors = adapter / "adapter_model.safetensors"
     flipped = bytearray(tensors.read_bytes())
     flipped[-9] ^= 1
     tensors.write_bytes(flipped)
     told = refused(*flags)
-    assert all(f"behind --{name} was" in told for name in ("adapter", "reward_model"))
+    assert all(f"of --{name} was" in told for name in ("adapter", "reward_model"))
 
 
 def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, monkeypatch):
@@ -176,7 +176,8 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
 
 def test_the_deletion_test(tmp_path):
     """Without eval.py, measures/ and experiments/, `python text2grad.py` still runs."""
-    names = ("annotate", "data", "model", "report", "reward_model", "sampling", "text2grad")
+    names = ("annotate", "ask", "data", "model", "report", "reward_model", "runtime",
+             "sampling", "text2grad")
     for name in names:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
@@ -259,7 +260,7 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     data = tmp_path / "rows.jsonl"
     write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."}
                       for i in range(12)])
-    run_main("--task", "my_task:HEADLINES", "--critic", "my_task:critic", "--data", data,
+    run_main("--task", "my_task:HEADLINES", "--annotator_function", "my_task:critic", "--data", data,
              "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
@@ -302,15 +303,15 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     write_rows(tested, [*tested_rows, *({"question": f"g{i}", "test": "t"} for i in range(9))])
     for said, *flags in (
             ("needs --data", *real),
-            ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--critic",
+            ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--annotator_function",
              "toy:critique"),
             (f"{data}, line 2: field 'prompt'", *real, "--data", data,
-             "--critic", "toy:critique"),
+             "--annotator_function", "toy:critique"),
             ("OPENAI_API_KEY", *real, "--data", data),
-            ("--critic toy:nothing", "--critic", "toy:nothing"),
+            ("--annotator_function toy:nothing", "--annotator_function", "toy:nothing"),
             ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
             ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
-             "--critic", "toy:critique", "--data", solved),
+             "--annotator_function", "toy:critique", "--data", solved),
             ("its settings name kl_coeff", "--task", "bad_task:MISSPELT", "--data", solved),
             ("5 of 5 rows bring no outcome", *code),
             ("bring no outcome", *code, "--data", tested),
@@ -423,12 +424,12 @@ def rollouts_of(said: dict[str, list[int]], rows: list[dict]) -> Rollouts:
 
 def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path):
     """R_φ misses every second wrong token and praises one token of no merit; neither the empty
-    response nor the unreadable reply nor what lies behind --probe_rows has any part in it."""
+    response nor the unreadable reply nor sha256 of --probe_rows has any part in it."""
     said = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
             "so so": [-1, 1, 0],                               # the reply to it is unreadable
             "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
     batch = rollouts_of(said, toy.rows("train", 5))
-    config = Config(critic="test_pipeline:word_critic", probe_rows=4)
+    config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4)
     figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
                "good_recall": 2 / 2, "good_precision": 2 / 3}
     assert probe(batch, config, tmp_path) == pytest.approx(figures)
@@ -441,7 +442,7 @@ def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path):
 def test_where_nothing_can_be_read_there_is_no_figure(tmp_path):
     """No 0 either, which a curve would show as indifference."""
     batch = rollouts_of({"so so": [-1, 1, 0], "": [0]}, toy.rows("train", 2))
-    figures = probe(batch, Config(critic="test_pipeline:word_critic"), tmp_path)
+    figures = probe(batch, Config(annotator_function="test_pipeline:word_critic"), tmp_path)
     assert ASKED == ["so so"] and {*figures} >= {"true_delta", "poor_recall", "good_precision"}
     assert {*figures.values()} == {None}
 
@@ -486,7 +487,7 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
     model, tokenizer = toy_model
     add_lora(model, "policy")
     rows, whole, lost = toy.rows("train", 64, length=1), text2grad.record, []
-    config = Config(critic="test_pipeline:toy_critic", iterations=20, batch_size=4,
+    config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
                     save_every=8)
 
@@ -532,7 +533,7 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
     write_rows(tmp_path / "responses.jsonl", first)
     with loopback() as server:
         def config(usd):
-            return Config(task="ultrafeedback", critic=None, base_url=server.url,
+            return Config(task="ultrafeedback", annotator_function=None, base_url=server.url,
                           price_in=1e3, price_out=1e3, max_usd=usd)
 
         def asked_and_billed():

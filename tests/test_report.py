@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from hypothesis import given
 from hypothesis import strategies as st
-
 import report
-from data import InputError
-from report import (NOTES, batch_metrics, colour_tokens, curves, heatmap, html_table, public,
+from data import InputError, public
+from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
+from report import (NOTES, batch_metrics, colour_tokens, curves, heatmap, html_table,
                     run_report, sample_row, split_text, svg_line, table, ticks)
 
 METRICS = [*NOTES]                       # test_pipeline: they are all that a run measures

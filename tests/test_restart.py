@@ -11,15 +11,15 @@ import time
 
 import pytest
 import torch
-from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, read_jsonl, run_main)
 from safetensors.torch import load_file
-
 import reward_model
 import text2grad
 from data import InputError
-from model import checkpoints, load_model, lora_parameters
+from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
+                     error_message, read_jsonl, run_main)
+from model import load_model, lora_parameters
 from reward_model import RewardConfig, z_loss
+from runtime import checkpoints
 
 
 @pytest.fixture()

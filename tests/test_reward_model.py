@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randomise, read_jsonl
-
 import reward_model
 from data import InputError, reward_prompt
+from helpers import randomise, read_jsonl
 from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
 from reward_model import RewardConfig, encode_rows, fit, fit_adapter, write_critiques, z_loss
 

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from helpers import ROOT, SLOW, error_message
-
 from data import InputError, get_task, read_rows, write_rows
+from helpers import ROOT, SLOW, error_message
 from measures import sandbox
 from measures.benchmarks import read_problems
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of

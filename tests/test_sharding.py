@@ -7,14 +7,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, free_port, randomise, run_main
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
-
 import reward_model
 import text2grad
+from helpers import ROOT, free_port, randomise, run_main
 from model import (add_lora, checkpoint_activations, fingerprint, gathered, load_lora,
                    load_model, lora_parameters, response_hidden, save_lora, shard, use_lora)
 from sampling import generate, head_weight, pad_batch, token_logprobs
@@ -125,7 +124,8 @@ LOAD = """
 import re, sys, torch
 from pathlib import Path
 import torch.distributed as dist
-from model import load_model, response_hidden, shard, start_ranks
+from model import load_model, response_hidden, shard
+from runtime import start_ranks
 from sampling import pad_batch
 
 def memory(key):
@@ -181,7 +181,7 @@ def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_pat
         assert model.device.type == "cpu"
         raise Stop
 
-    monkeypatch.setattr(script, "RANKS", 2)
+    monkeypatch.setattr(script, "WORLD_SIZE", 2)
     monkeypatch.setattr(script, "load_model", load)
     with pytest.raises(Stop):
         run_main("--shard", "--output_dir", tmp_path, module=script)

@@ -10,13 +10,12 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from safetensors.torch import load_file
-
 import toy
 from data import read_rows
 from experiments import baselines
 from experiments.designs import true_critic
+from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
 from text2grad import Config, preset, start_policy, train
 
@@ -39,7 +38,7 @@ def test_the_three_phases(tmp_path, monkeypatch, capsys):
     run_main(*SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8,
              "--output_dir", tmp_path)
     said = capsys.readouterr().out
-    assert ("critiques cannot be read, and pay nothing" in said
+    assert ("critiques cannot be read and give no reward" in said
             and "raise --max_critique_tokens" in said)
     phases = read_rows(tmp_path / "phases.jsonl")
     assert [row["phase"][:7] for row in phases] == ["phase 1", "phase 2", "phase 3"]

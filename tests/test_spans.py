@@ -8,18 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import HOSTILE, Page, assert_closed, error_message, often, run_main
 from hypothesis import given
 from hypothesis import strategies as st
-
 import annotate
 from annotate import Feedback, Span, ground
 from data import InputError, read_rows, write_rows
+from helpers import HOSTILE, Page, assert_closed, error_message, often, run_main
 from measures import spans as script
-from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_spans,
-                            compare, feedback_page, figures, krippendorff_alpha, merge,
-                            overlaps, read_people, read_spans, readable, span_accuracy,
-                            span_length, span_table, total, words, written_replies)
+from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_spans, compare,
+                            feedback_page, figures, krippendorff_alpha, merge, overlaps,
+                            read_people, read_spans, readable, span_accuracy, span_length,
+                            span_table, total, words, written_replies)
 
 TEXT = "The cat sat on the mat and slept all day long"
 

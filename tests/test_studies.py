@@ -13,9 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT
 import torch
-
 import toy
 from annotate import get_mode
 from data import InputError, load_object, read_rows
@@ -24,6 +22,7 @@ from experiments.baselines import METHODS
 from experiments.studies import (STUDIES, Arm, Run, Study, StudyConfig, arm_figure, do_study,
                                  interval, judge_of, key, noise_scale, ordered_pairs, probe,
                                  renewed, settle, sheet, smooth)
+from helpers import ROOT
 from model import add_lora, response_hidden, use_lora
 from reward_model import Judgement
 from sampling import head_weight
@@ -74,7 +73,7 @@ def test_runs_have_the_reward_models_that_they_name():
     for study in STUDIES.values():
         for run in [*study.arms.values(), *study.looks]:
             config = studies.settings(run, "")
-            assert get_mode(config.mode) and callable(load_object("--critic", config.critic))
+            assert get_mode(config.mode) and callable(load_object("--annotator_function", config.annotator_function))
             assert run.method in {*designs.DESIGNS, *METHODS, "two_rounds", "look"}
 
 
@@ -102,11 +101,11 @@ def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
     said = [[0.25, -0.5, 0.5, -1.0, -0.75, 0.0]]
 
     def critic(deltas, rollouts, model, tokenizer, config):
-        assert rollouts == "y" and config.critic in ("toy:critique", "no:thing")
+        assert rollouts == "y" and config.annotator_function in ("toy:critique", "no:thing")
         return [Judgement("", delta) for delta in deltas]
 
     monkeypatch.setattr(studies, "true_critic", partial(critic, truth))
-    found = probe("y", None, None, Config(critic="no:thing"), partial(critic, said))
+    found = probe("y", None, None, Config(annotator_function="no:thing"), partial(critic, said))
     assert found["poor_recall"] == 2 / 3 and found["poor_precision"] == 2 / 3
     assert found["good_recall"] == 0 and found["good_precision"] == 0
 
@@ -115,7 +114,7 @@ def test_half_way_r_phi_learns_from_the_policys_own_responses(tmp_path, monkeypa
     """Once, on all rows so far, and the critic judges every batch as before."""
     fits, judged = [], []
     monkeypatch.setattr(studies, "fit", lambda *_: fits.append(len(judged)))
-    monkeypatch.setattr(studies, "critique", lambda batch, *_: judged.append(batch) or "judged")
+    monkeypatch.setattr(studies, "reward_model_critic", lambda batch, *_: judged.append(batch) or "judged")
     add_lora(toy_model[0], "policy", 2, 4)
     config = Config(output_dir=str(tmp_path), iterations=5, max_new_tokens=48)
     critic = renewed(Run(rows=6), [{"id": "old"}])

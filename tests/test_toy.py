@@ -6,12 +6,11 @@ from collections import Counter
 from statistics import mean
 
 import pytest
-from helpers import ROOT, SLOW
 import torch
-
 import toy
 from annotate import Feedback, read_reply, token_offsets, tokens_inside
 from data import InputError, reward_prompt
+from helpers import ROOT, SLOW
 from model import encode_answer, encode_prompt
 from reward_model import judge
 from sampling import generate

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
-
 import text2grad
 from data import get_task, write_rows
+from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, eos_ids, lora_parameters
 from reward_model import Judgement, split_rows
 from sampling import generate
@@ -164,7 +163,7 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     def gradient(rank, ranks):
         """The gradient that one rank contributes, taken before it is summed over the ranks."""
         monkeypatch.setattr(text2grad, "RANK", rank)
-        monkeypatch.setattr(text2grad, "RANKS", ranks)
+        monkeypatch.setattr(text2grad, "WORLD_SIZE", ranks)
         gradients = []
 
         def record(x):
@@ -293,6 +292,6 @@ def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
     """Nothing would be left to evaluate on."""
     write_rows(data := tmp_path / "rows.jsonl", [{"prompt": "Say 1."}] * 12)
     flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data,
-             "--critic", "toy:critique", "--output_dir", tmp_path]
+             "--annotator_function", "toy:critique", "--output_dir", tmp_path]
     message = error_message("text2grad.py", *flags)
     assert f"{data}: all rows have the same prompt; add rows" in message

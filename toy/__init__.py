@@ -317,7 +317,8 @@ TASK = Task(
 # moves (α/r) B A, with B zero and A drawn, by η (α/r) √(r · out / 3): a fifth of that at 576².
 PROSE = replace(
     TASK, name="prose",
-    policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "toy:critique_prose",
+    policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "annotator_function": "toy:critique_prose",
             "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
             "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
             "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
