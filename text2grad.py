@@ -412,8 +412,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
                 skipped += 1
             optimizer.zero_grad()
     if skipped > len(taken) > 0:
-        print_rank0(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were skipped "
-                    f"as harmful; stop, and lower --learning_rate")
+        print_rank0(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were "
+                    f"skipped as harmful; stop, and lower --learning_rate")
     if not taken:
         raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
                          f"{MAX_RATIO}: {step}; lower --learning_rate")

@@ -391,7 +391,8 @@ def iteration_worker(options: dict) -> list[dict]:
         return [[step[f"seconds_{phase}"] for phase in phases] for step in steps]
 
     weights = sum(p.nbytes for p in model.parameters())
-    first = partial(train, model, tokenizer, rows, replace(config, iterations=1), t2g.reward_model_critic)
+    first = partial(train, model, tokenizer, rows, replace(config, iterations=1),
+                    t2g.reward_model_critic)
     peak = peak_bytes(first, device)
     peak += weights if device == "cpu" else torch.cuda.memory_allocated()
     keep_memory()

@@ -557,8 +557,8 @@ def critic(work, monkeypatch):
     module = SimpleNamespace(judge=lambda row, response: GOOD)
     monkeypatch.setitem(sys.modules, "critic_of_the_test", module)
     work.module, whole = module, work.config
-    work.config = lambda **options: whole(annotator_function="critic_of_the_test:judge", base_url=None,
-                                          **options)
+    work.config = lambda **options: whole(annotator_function="critic_of_the_test:judge",
+                                          base_url=None, **options)
     return work
 
 
@@ -582,8 +582,9 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_are_its_own(critic
     critic.fails("1 responses.*row-2: no JSON object", made_rows(40), concurrency=16)
     critic.module.judge = lambda row, response: 1 // 0
     critic.fails("row row-2: ZeroDivisionError: integer")
-    assert "\n" not in critic.fails("--annotator_function critic_of_the_test:judge, row .*: ZeroDivision",
-                                    [row | {"more": 1} for row in critic.rows], concurrency=16)
+    assert "\n" not in critic.fails(
+        "--annotator_function critic_of_the_test:judge, row .*: ZeroDivision",
+        [row | {"more": 1} for row in critic.rows], concurrency=16)
     gc.collect()                                       # an error that nobody awaits is shown
     assert "Traceback" not in capfd.readouterr().err
     critic.module.judge = lambda row, response: None

@@ -289,7 +289,8 @@ def ids_of(rollouts, row):
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     model, tokenizer = toy_model
     rollouts, (critic, mode) = rollouts_of(tokenizer), ANNOTATORS[name]
-    *judged, empty = true_critic(rollouts, model, tokenizer, Config(annotator_function=critic, mode=mode))
+    config = Config(annotator_function=critic, mode=mode)
+    *judged, empty = true_critic(rollouts, model, tokenizer, config)
     critic = load_object("--annotator_function", critic)
     rows = zip(rollouts.rows, rollouts.texts, rollouts.offsets, judged)
     for row, text, offsets, found in rows:

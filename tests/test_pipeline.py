@@ -260,8 +260,8 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     data = tmp_path / "rows.jsonl"
     write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."}
                       for i in range(12)])
-    run_main("--task", "my_task:HEADLINES", "--annotator_function", "my_task:critic", "--data", data,
-             "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
+    run_main("--task", "my_task:HEADLINES", "--annotator_function", "my_task:critic",
+             "--data", data, "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
         0.3, 1e-6, "cosine")
@@ -303,8 +303,8 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     write_rows(tested, [*tested_rows, *({"question": f"g{i}", "test": "t"} for i in range(9))])
     for said, *flags in (
             ("needs --data", *real),
-            ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl", "--annotator_function",
-             "toy:critique"),
+            ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl",
+             "--annotator_function", "toy:critique"),
             (f"{data}, line 2: field 'prompt'", *real, "--data", data,
              "--annotator_function", "toy:critique"),
             ("OPENAI_API_KEY", *real, "--data", data),

@@ -27,7 +27,7 @@ def as_rank(rank, port, module, flags):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for one in [*sys.modules.values()]:
-        if vars(one).get("WORLD_SIZE") == 1:                      # which its import read of these
+        if vars(one).get("WORLD_SIZE") == 1:                   # which its import read of these
             one.RANK, one.WORLD_SIZE = rank, 2
     run_main(*flags, module=module)
 

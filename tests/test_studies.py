@@ -73,7 +73,8 @@ def test_runs_have_the_reward_models_that_they_name():
     for study in STUDIES.values():
         for run in [*study.arms.values(), *study.looks]:
             config = studies.settings(run, "")
-            assert get_mode(config.mode) and callable(load_object("--annotator_function", config.annotator_function))
+            function = load_object("--annotator_function", config.annotator_function)
+            assert get_mode(config.mode) and callable(function)
             assert run.method in {*designs.DESIGNS, *METHODS, "two_rounds", "look"}
 
 
@@ -114,7 +115,8 @@ def test_half_way_r_phi_learns_from_the_policys_own_responses(tmp_path, monkeypa
     """Once, on all rows so far, and the critic judges every batch as before."""
     fits, judged = [], []
     monkeypatch.setattr(studies, "fit", lambda *_: fits.append(len(judged)))
-    monkeypatch.setattr(studies, "reward_model_critic", lambda batch, *_: judged.append(batch) or "judged")
+    monkeypatch.setattr(studies, "reward_model_critic",
+                        lambda batch, *_: judged.append(batch) or "judged")
     add_lora(toy_model[0], "policy", 2, 4)
     config = Config(output_dir=str(tmp_path), iterations=5, max_new_tokens=48)
     critic = renewed(Run(rows=6), [{"id": "old"}])
