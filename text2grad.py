@@ -6,20 +6,21 @@
 
     y ~ π_θ(·|x)   z' ~ R_φ(·|x, y)   δ' from the spans of z'   r_t = δ'_t + r_t^KL   GAE   PPO
 
-Read `train` first: it is Algorithm 4, line by line; everything above it is one of its steps.
-`main` is Algorithm 1. The same command goes on where a run was stopped.
+Read `train` first: it is Algorithm 4, line by line. The functions above it are its steps.
+`main` is Algorithm 1. The same command continues a run that was stopped.
 
-Departures. Slips of the paper, read by their evident meaning: the loss is −L_CLIP − β H; GAE
-sums to T − t with V = 0 after the last token; δ_t is `delta`, and the other δ_t is `td_error`.
-As in the release, not in the paper: A_t is whitened over the batch, the value loss is halved
-and clipped, θ and ψ share one gradient clip. Our own: R_φ writes z' greedily; a step that would
-do harm is skipped and counted; r_t^KL is of the sampled token (the release's exact KL_t is, as
-a reward, a baseline and penalises nothing).
+Departures. Errors of the paper, read by their evident meaning: the loss is −L_CLIP − β H. GAE
+sums to T − t with V = 0 after the last token. δ_t is `delta`, and the other δ_t is `td_error`.
+From the release, not from the paper: A_t is whitened over the batch, the value loss is halved
+and clipped, and θ and ψ share one gradient clip. Our own: R_φ writes z' greedily. A step that
+would do harm is skipped and counted. r_t^KL is of the sampled token: the exact KL_t of the
+release is a baseline when it is used as a reward, and penalises nothing.
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
-flat batch, H hidden size. Ranks share the work, not the batch: each samples, judges and trains
-on rows [RANK::WORLD_SIZE], all hold the whole. Every draw depends on (seed, iteration, row).
-On a CPU a stopped run that goes on ends with the same bits; a GPU does not promise that.
+flat batch, H hidden size. Ranks share the work, not the batch. Each samples, judges and trains
+on rows [RANK::WORLD_SIZE], and all hold the whole batch. Every draw depends on (seed,
+iteration, row). On a CPU a run that was stopped and continues ends with the same bits. A GPU
+does not promise that.
 """
 
 from __future__ import annotations
@@ -62,56 +63,57 @@ from sampling import (context_length, generate, head_weight, pad_batch, token_en
 class Config:
     """Defaults are the toy world's; --task sets the release's values (for Table 10)."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
-    model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
-    data: str | None = flag(None, "rows to train on, JSON lines; the toy world makes its own")
+    model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
+    data: str | None = flag(None, "training rows as JSON lines; None: the toy world makes them")
     output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
     annotator_model: str = flag("gpt-4o", "annotator on an OpenAI-compatible server")
     annotator_function: str | None = flag(
-        "toy:critique", "annotator as module:function, instead of a server")
-    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 make it")
-    iterations: int = flag(25, "of Algorithm 4's outer loop", least=1)
-    learning_rate: float = flag(1e-3, "peak, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
-    seed: int = flag(0, "of everything that is drawn", most=10**9)
-    adapter: str | None = flag(None, "SFT adapter: policy starts from it, reference keeps it")
-    base_url: str | None = flag(None, "the annotator's server; none: OPENAI_BASE_URL")
-    mode: str = flag("cot", "how it works: cot (paper), no_cot, align, or module:NAME")
+        "toy:critique", "annotator as module:function; None: a server")
+    reward_model: str | None = flag(None, "adapter of R_φ; None: phases 1 and 2 train it")
+    iterations: int = flag(25, "iterations of Algorithm 4", least=1)
+    learning_rate: float = flag(1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
+    seed: int = flag(0, "random seed", most=10**9)
+    adapter: str | None = flag(None, "SFT adapter: start of the policy, and the reference")
+    base_url: str | None = flag(None, "URL of the annotator's server; None: OPENAI_BASE_URL")
+    mode: str = flag("cot", "annotation mode: cot (paper), no_cot, align, or module:NAME")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
     price_in: float | None = flag(None, "USD per million prompt tokens")
     price_out: float | None = flag(None, "USD per million reply tokens")
-    max_usd: float | None = flag(None, "USD that annotation may cost; needs prices")
-    allow_code_execution: bool = flag(False, "kodcode: run the responses with the rows' tests")
+    max_usd: float | None = flag(None, "limit of the annotation's cost in USD; needs prices")
+    allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
     batch_size: int = flag(64, "rollouts per iteration, all ranks (release: 12, 64)", least=1)
-    temperature: float = flag(1.0, "of π, sampled and scored (release: .6)", least=0.01)
-    max_prompt_tokens: int | None = flag(None, "leave out and count longer prompts", least=1)
+    temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
+    max_prompt_tokens: int | None = flag(None, "longest prompt; others are left out", least=1)
     max_new_tokens: int = flag(32, "longest response (release: 89, 256, 512)", least=1)
     max_critique_tokens: int = flag(96, "longest critique of R_φ (release: 500, 768)", least=1)
-    kl_coef: float = flag(0.5, "first KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(6.0, "nats per response (release: 6, 1, 3); 0: β stays")
+    kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
+    kl_target: float = flag(6.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
     minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
-    schedule: str = flag("linear", "to zero (release: both)", ("linear", "cosine"))
-    clip: float = flag(0.2, "ε of the clipped ratio (release: .2)")
-    value_learning_rate: float | None = flag(7e-3, "ψ's peak; none: θ's (release)", most=10)
-    value_clip: float = flag(5.0, "of V's move from its old value (release: .2)")
-    value_coef: float = flag(0.1, "of the value loss (release: .1)")
-    value_target: str = flag("gae", "A + V; return: Alg. 4 l.24", ("gae", "return"))
-    entropy_coef: float = flag(0.0, "β of the entropy bonus; 0 as in the release")
+    schedule: str = flag("linear", "decay of the rates (release: both)", ("linear", "cosine"))
+    clip: float = flag(0.2, "PPO clip range ε (release: .2)")
+    value_learning_rate: float | None = flag(
+        7e-3, "peak rate of the value head; None: the policy's (release)", most=10)
+    value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
+    value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
+    value_target: str = flag("gae", "gae: A + V; return: Alg. 4 l.24", ("gae", "return"))
+    entropy_coef: float = flag(0.0, "weight β of the entropy bonus (release: 0)")
     lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
-    lora_targets: str = flag("q_proj,v_proj", "layers that get the adapter")
-    eval_rows: int = flag(200, "held-out prompts of the table before and after", least=1)
-    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
-                             DTYPES)
+    lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
+    lora_targets: str = flag("q_proj,v_proj", "layers with an adapter")
+    eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
+    dtype: str | None = flag(
+        None, "data type of the base; None: bfloat16 on CUDA, float32 on a CPU", DTYPES)
     micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
-    rollout_batch_size: int = flag(256, "texts that a rank decodes at once", least=1)
+    rollout_batch_size: int = flag(256, "texts that a rank decodes together", least=1)
     activation_checkpointing: bool = flag(False, "less memory, more time in the update")
     rank_timeout: float = flag(30.0, "minutes that ranks wait for one another", least=0.01)
-    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
+    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
     save_every: int = flag(20, "iterations between checkpoints", least=1)
-    probe_rows: int = flag(64, "rollouts of which the annotator is asked ten times in a run")
-    wandb: str | None = flag(None, "also send the metrics to this project of wandb")
+    probe_rows: int = flag(64, "rollouts also scored by the annotator, ten times per run")
+    wandb: str | None = flag(None, "Weights & Biases project that also gets the metrics")
 
     GROUPS = {"task": "start here", "adapter": "phases 1 and 2", "dtype": "the machine",
               "batch_size": "rollouts and rewards", "ppo_epochs": "the update"}
@@ -144,8 +146,8 @@ def preset(task: str) -> dict:
     """The defaults of a task: its own, on top of the paper's common ones."""
     if task in PRESETS:
         return {"output_dir": f"runs/{task}", **PRESETS[task]}
-    own = get_task(task)
-    return {**PAPER, "output_dir": f"runs/{own.name}", **own.policy}
+    custom = get_task(task)
+    return {**PAPER, "output_dir": f"runs/{custom.name}", **custom.policy}
 
 
 # ── The equations
@@ -178,7 +180,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Mean 0, variance 1 over the mask, 0 in padding: [B, T] → [B, T]. As the release does."""
-    wide, count = x.double(), mask.sum()    # float32 would leave rounding over a tiny spread
+    wide = x.double()                       # float32 would leave rounding error over a tiny spread
+    count = mask.sum()
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
     white = (wide - mean) * torch.rsqrt(variance + 1e-8) * mask
@@ -235,7 +238,7 @@ class Rollouts:
     rows: list[dict]
     prompts: list[str]
     texts: list[str]
-    offsets: list[list[tuple[int, int]]]  # the characters of its text that each token wrote
+    offsets: list[list[tuple[int, int]]]  # characters [start, end) of each token in its text
     prompt_ids: Tensor                    # x, [B, P], left-padded
     prompt_mask: Tensor                   # [B, P]
     response_ids: Tensor                  # y
@@ -248,17 +251,21 @@ class Rollouts:
     values: Tensor | None = None          # V_ψ(x, y_<t)
     rewards: Tensor | None = None         # r_t = δ'_t + r_t^KL
     advantages: Tensor | None = None      # A_t, whitened
-    returns: Tensor | None = None         # what V is fitted to
-    truncated: list[bool] = field(default_factory=list)       # no EOS in max_new_tokens
+    returns: Tensor | None = None         # targets of V
+    truncated: list[bool] = field(default_factory=list)       # no EOS within max_new_tokens
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
-        """The tensors of some rows, [B, P] and [B, T], less columns padded in all of them.
+        """The tensors of some rows, [B, P] and [B, T], without columns that are all padding.
 
         "sampled" holds the indices, [N], of the sampled tokens in a flat [B · T].
         """
-        P, T = (int(m[index].sum(1).max()) for m in (self.prompt_mask, self.mask))
-        part = {name: x[index][:, -P:] if name.startswith("prompt_") else x[index][:, :T]
-                for name, x in vars(self).items() if isinstance(x, Tensor)}
+        P = int(self.prompt_mask[index].sum(1).max())
+        T = int(self.mask[index].sum(1).max())
+        part = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                is_prompt = name.startswith("prompt_")
+                part[name] = x[index][:, -P:] if is_prompt else x[index][:, :T]
         part["sampled"] = part["mask"].flatten().nonzero().squeeze(1)
         return part
 
@@ -269,18 +276,19 @@ class Rollouts:
 
 
 def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) -> Rollouts:
-    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The ids are kept; texts are for the critic."""
+    """y ~ π(·|x) for every row (Alg. 4 l.8–11). Training uses the ids, the critic the texts."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
-    prompt_ids, ids = [encode_prompt(tokenizer, prompt) for prompt in prompts], []
+    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
-    ends = eos_ids(tokenizer, model)
+    eos = eos_ids(tokenizer, model)
+    ids = []
     with use_lora(model, adapter, merge=True):
         for part in chunks(range(RANK, len(rows), WORLD_SIZE), config.rollout_batch_size):
-            x, u = [prompt_ids[i] for i in part], uniforms[list(part)]
-            ids += generate(model, x, config.max_new_tokens, config.temperature, ends,
-                            uniforms=u)                                                  # l.11
+            part_prompts = [prompt_ids[i] for i in part]
+            ids += generate(model, part_prompts, config.max_new_tokens, config.temperature, eos,
+                            uniforms=uniforms[list(part)])                               # l.11
     ids = gather_rows(ids)
-    truncated = [y[-1] not in ends for y in ids]
+    truncated = [y[-1] not in eos for y in ids]
     assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
         "Alg. 4 l.11: y ends with its EOS, or is cut off"
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
@@ -293,33 +301,35 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
 def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Judgement]:
     """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
 
-    `train` and `evaluate` take any function like this one; experiments/designs.py has others.
+    `train` and `evaluate` take any function like this one. experiments/designs.py has others.
     """
-    judged = []
+    judgements = []
     for part in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.rollout_batch_size):
         texts = [rollouts.texts[i] for i in part]
         prompts = [rollouts.prompts[i] for i in part]
-        # l.12
-        written = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens)
-        judged += [judge(z, y, rollouts.offsets[i]) for z, y, i in zip(written, texts, part)]
-    return judged
+        critiques = write_critiques(model, tokenizer, prompts, texts,                    # l.12
+                                    config.max_critique_tokens)
+        for i, z in zip(part, critiques):
+            judgements.append(judge(z, rollouts.texts[i], rollouts.offsets[i]))          # l.13
+    return judgements
 
 
-def add_feedback(rollouts: Rollouts, judged: list[Judgement]):
-    """δ' of every rank's judgements as one tensor (Alg. 4 l.13)."""
-    rollouts.feedback = gather_rows(judged)
+def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
+    """δ' of all ranks' judgements as one tensor (Alg. 4 l.13)."""
+    rollouts.feedback = gather_rows(judgements)
     rollouts.delta = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
     assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
-    for row, found in enumerate(rollouts.feedback):
+    for row, judgement in enumerate(rollouts.feedback):
         n = int(rollouts.mask[row].sum())
-        assert len(found.delta) == n, "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
-        rollouts.delta[row, :n] = torch.tensor(found.delta)
+        assert len(judgement.delta) == n, \
+            "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
+        rollouts.delta[row, :n] = torch.tensor(judgement.delta)
     assert not (rollouts.delta * (1 - rollouts.mask)).any(), "Alg. 4 l.13: no δ' on padding"
 
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
-    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), by training's own forward pass."""
+    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), by training's forward pass."""
     weight = head_weight(model)
     scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
     order = rollouts.by_length(range(len(rollouts.rows)))
@@ -327,7 +337,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
         part = rollouts.part(index)
         hidden, targets = forward(model, part, "policy")
         reference, _ = forward(model, part, config.reference)
-        # l.7: no weights are copied for π_θold, its log-probs are all that the update needs
+        # l.7: the update needs only the log-probs of π_θold, so no weights are copied.
         logprobs = token_logprobs(hidden, weight, targets, config.temperature)
         entropy = token_entropy(hidden, weight, config.temperature)
         logprobs_ref = token_logprobs(reference, weight, targets, config.temperature)
@@ -338,7 +348,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
         scores[:, index, :T] = full.view(4, B, T)
     (rollouts.logprobs_old, rollouts.entropy,
      rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
-    # Written so that NaN passes: `ppo_update` skips, counts and names such a step.
+    # NaN passes these asserts: `ppo_update` skips and counts such a step.
     assert not rollouts.logprobs_old.max() > 1e-3, "Alg. 4 l.22: log π_θold of a probability"
     assert not rollouts.logprobs_ref.max() > 1e-3, "Alg. 4 l.14: log π_ref of a probability"
     assert not rollouts.entropy.min() < -1e-2, "Alg. 4 l.25: H ≥ 0"
@@ -346,9 +356,9 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
 
 def forward(model, part: dict[str, Tensor], adapter: str | None) -> tuple[Tensor, Tensor]:
     """The hidden state that predicts each sampled token, and that token: [N, H], [N]."""
-    inputs = [part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")]
     with use_lora(model, adapter):
-        hidden = response_hidden(model, *inputs)
+        hidden = response_hidden(model, part["prompt_ids"], part["prompt_mask"],
+                                 part["response_ids"], part["mask"])
     sampled = part["sampled"]
     return hidden.flatten(0, 1)[sampled], part["response_ids"].flatten()[sampled]
 
@@ -357,68 +367,89 @@ def add_advantages(rollouts: Rollouts, beta: float, config: Config):
     """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
 
     r_t^KL = −β (log π(y_t) − log π_ref(y_t)), whose policy gradient is −β ∇KL. The exact KL_t
-    would be no penalty: it depends on y_<t alone, so for y_t it is a baseline.
+    would be no penalty: it depends only on y_<t, so for y_t it is a baseline.
     """
     mask = rollouts.mask
+    values = rollouts.values
     kl = rollouts.logprobs_old - rollouts.logprobs_ref
-    rollouts.rewards = (rollouts.delta - beta * kl) * mask                               # l.14
-    assert not (rollouts.rewards * (1 - mask)).any(), "Alg. 4 l.14: no r_t on padding"
-    rewards, values = rollouts.rewards, rollouts.values
+    rewards = (rollouts.delta - beta * kl) * mask                                        # l.14
+    rollouts.rewards = rewards
+    assert not (rewards * (1 - mask)).any(), "Alg. 4 l.14: no r_t on padding"
     advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
     if config.value_target == "return":                # l.24: Σ_k γ^{k−t} r_k, λ = 1 and V = 0
-        rollouts.returns = gae(rewards, torch.zeros_like(values), mask, config.gamma, 1.0)[0]
+        no_values = torch.zeros_like(values)
+        rollouts.returns, _ = gae(rewards, no_values, mask, config.gamma, 1.0)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
-    for name, x, y in (("§3.5 GAE, V = 0 after y: A_T = r_T − V", advantages, rewards - values),
-                       ("Alg. 4 l.24: R_T = r_T", rollouts.returns, rewards)):
-        ends = x.gather(1, last), y.gather(1, last)
-        assert torch.allclose(*ends, atol=1e-5, equal_nan=True), name
+    assert_equal_at(last, advantages, rewards - values, "§3.5, V = 0 after y: A_T = r_T − V")
+    assert_equal_at(last, rollouts.returns, rewards, "Alg. 4 l.24: R_T = r_T")
     rollouts.advantages = whiten(advantages, mask)
+
+
+def assert_one_per_token(rollouts: Rollouts):
+    """Every advantage function fills r_t, A_t and R_t, [B, T] each (Alg. 4 l.14–17)."""
+    for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
+        assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
+
+
+def assert_equal_at(index: Tensor, x: Tensor, y: Tensor, equation: str):
+    """x = y in the columns `index`, [B, 1], of two tensors [B, T] (§3.5)."""
+    pair = x.gather(1, index), y.gather(1, index)
+    assert torch.allclose(*pair, atol=1e-5, equal_nan=True), equation
 
 
 # ── The update (Alg. 4 l.19–32)
 
 MAX_GRAD_NORM = 1.0
-MAX_RATIO = 10          # of a minibatch's mean ρ_t; a step over it would do harm and is skipped
+MAX_RATIO = 10          # a step is skipped if the mean ρ_t of its minibatch is larger
 
 
 def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config, rng) -> dict:
     """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
 
-    Micro-batches and ranks are normalised by the token count of the whole minibatch, so neither
-    changes the update. A harmful step is skipped and counted; InputError where all are.
+    Losses are divided by the token count of the whole minibatch, so neither micro-batches nor
+    ranks change the update. A harmful step is skipped and counted; InputError if all are.
     """
-    parameters, taken, skipped = optimizer_parameters(optimizer), [], 0
+    parameters = optimizer_parameters(optimizer)
+    steps = []
+    skipped = 0
     for _ in range(config.ppo_epochs):                                                # l.19
         order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
         for minibatch in chunks(order, config.minibatch_size):                        # l.20
-            minibatch = rollouts.by_length(minibatch)
-            count, parts = rollouts.mask[minibatch].sum(), []
-            for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
-                loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config,
-                                             count)
-                loss.backward()
-                parts.append(torch.stack(list(stats.values())))
-            for p in parameters:
-                all_sum(p.grad)
-            step = dict(zip(stats, all_sum(sum(parts)).tolist()))
+            stats = add_gradients(rollouts, minibatch, model, value_head, parameters, config)
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-            step["grad_norm"] = norm.item()
-            if all(map(math.isfinite, step.values())) and step["ratio"] <= MAX_RATIO:
-                moved = taken or skipped or model.dtype != torch.float32
-                assert moved or abs(step["ratio"] - 1) < 0.1, "Alg. 4 l.22: ρ = 1 until θ moves"
+            stats["grad_norm"] = norm.item()
+            if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
+                has_moved = steps or skipped or model.dtype != torch.float32
+                assert has_moved or abs(stats["ratio"] - 1) < 0.1, \
+                    "Alg. 4 l.22: ρ = 1 until θ moves"
                 optimizer.step()                                                   # l.29–30
-                taken.append(step)
+                steps.append(stats)
             else:
                 skipped += 1
             optimizer.zero_grad()
-    if skipped > len(taken) > 0:
-        print_rank0(f"warning: {skipped} of {skipped + len(taken)} optimizer steps were "
-                    f"skipped as harmful; stop, and lower --learning_rate")
-    if not taken:
+    if not steps:
         raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
-                         f"{MAX_RATIO}: {step}; lower --learning_rate")
-    means = {key: sum(step[key] for step in taken) / len(taken) for key in step}
+                         f"{MAX_RATIO}: {stats}; lower --learning_rate")
+    if skipped > len(steps):
+        print_rank0(f"warning: {skipped} of {skipped + len(steps)} optimizer steps were "
+                    f"skipped as harmful; stop, and lower --learning_rate")
+    means = {key: sum(step[key] for step in steps) / len(steps) for key in stats}
     return means | {"skipped_steps": skipped}
+
+
+def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, parameters,
+                  config: Config) -> dict[str, float]:
+    """The gradients of one minibatch over all ranks (Alg. 4 l.21–28), and what to log of it."""
+    minibatch = rollouts.by_length(minibatch)
+    count = rollouts.mask[minibatch].sum()
+    totals = []
+    for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
+        loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config, count)
+        loss.backward()
+        totals.append(torch.stack(list(stats.values())))
+    for p in parameters:
+        all_sum(p.grad)
+    return dict(zip(stats, all_sum(sum(totals)).tolist()))
 
 
 def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count):
@@ -426,7 +457,7 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
     hidden, targets = forward(model, part, "policy")
     weight = head_weight(model)
     logprobs = token_logprobs(hidden, weight, targets, config.temperature)
-    values = value_head(hidden.detach())          # its errors do not move the policy
+    values = value_head(hidden.detach())          # the value loss does not move the policy
     names = "logprobs_old", "advantages", "values", "returns", "mask"
     logprobs_old, advantages, values_old, returns, mask = (
         part[name].flatten()[part["sampled"]] for name in names)
@@ -449,78 +480,102 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
 
 # ── Algorithm 4
 
-def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model_critic):
-    """Algorithm 4: the adapter "policy" learns from what `critic` says of its rollouts.
+def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model_critic,
+          advantages=add_advantages):
+    """Algorithm 4: the adapter "policy" learns from the critic's judgements of its rollouts.
 
-    Writes policy/, value_head.safetensors, metrics, samples and checkpoints to `out`, and goes
-    on from the newest checkpoint there.
+    critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
+    advantages(rollouts, beta, config) fills rewards, advantages and returns. Writes policy/,
+    value_head.safetensors, metrics, samples and checkpoints to `out`, and continues from the
+    newest checkpoint there.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    own = config.value_learning_rate
-    rates = config.learning_rate, config.learning_rate if own is None else own
-    kl, task = AdaptiveKL(config.kl_coef, config.kl_target), get_task(config.task)
+    kl = AdaptiveKL(config.kl_coef, config.kl_target)
     start = resume(optimizer, kl, out)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
                total=config.iterations, disable=RANK > 0)
     for iteration in bar:                                                              # l.6
-        seed, clock = config.seed * 1_000_003 + iteration, [time.time()]
-        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * decay(config, iteration)
+        seed = config.seed * 1_000_003 + iteration
+        generator = torch.Generator().manual_seed(seed)
+        rng = random.Random(seed)
+        timer = Timer()
+        set_learning_rates(optimizer, config, iteration)
         with gathered(model):
-            drawn = batch_rows(rows, config, iteration)                             # l.9–10
-            batch = sample_rollouts(model, tokenizer, drawn, config, "policy", generator)
-            clock.append(time.time())
-            add_feedback(batch, critic(batch, model, tokenizer, config))           # l.12–13
-            clock.append(time.time())
-            add_scores(batch, model, value_head, config)                               # l.7
-            add_advantages(batch, kl.beta, config)                                 # l.14–17
-            clock.append(time.time())
-        stats = ppo_update(batch, model, value_head, optimizer, config, rng)       # l.19–32
-        clock.append(time.time())
-        metrics = {"iteration": iteration + 1, "kl_coef": kl.beta, **batch_metrics(batch, task),
-                   **stats}
-        phases = "rollout", "critique", "score", "update"
-        # Table 13
-        metrics |= {f"seconds_{k}": b - a for k, a, b in zip(phases, clock, clock[1:])}
+            drawn_rows = batch_rows(rows, config, iteration)                         # l.9–10
+            batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
+            timer.lap("rollout")
+            add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
+            timer.lap("critique")
+            add_scores(batch, model, value_head, config)                                # l.7
+            advantages(batch, kl.beta, config)                                      # l.14–17
+            assert_one_per_token(batch)
+            timer.lap("score")
+        stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
+        timer.lap("update")
+        metrics = {"iteration": iteration + 1, "kl_coef": kl.beta,
+                   **batch_metrics(batch, get_task(config.task)), **stats, **timer.seconds}
         kl.update(metrics["kl"], config.batch_size)
         if RANK == 0:
-            tenth = (iteration + 1) * PROBES // config.iterations
-            if config.probe_rows and tenth > iteration * PROBES // config.iterations:
-                metrics |= probe(batch, config, out)
-            bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
-            record(metrics, sample_row(batch, iteration % len(batch.rows)), config, out)
+            log_iteration(metrics, batch, bar, config, out)
         state = {"iteration": iteration + 1, "kl_coef": kl.beta}
         keep_checkpoint(out, optimizer, state, config.save_every, start, config.iterations)
     if RANK == 0:
-        save_lora(model, "policy", out / "policy")                                    # l.33
+        save_lora(model, "policy", out / "policy")                                     # l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")
 
 
-PROBES = 10                               # in a run, the last in its last iteration
+class Timer:
+    """Seconds of the parts of an iteration (Table 13)."""
+
+    def __init__(self):
+        self.start = time.time()
+        self.seconds = {}
+
+    def lap(self, name: str):
+        """The part that has just ended."""
+        end = time.time()
+        self.seconds[f"seconds_{name}"] = end - self.start
+        self.start = end
+
+
+def set_learning_rates(optimizer, config: Config, iteration: int):
+    """The decayed rates of θ and ψ (Appendix D.2)."""
+    policy_rate = config.learning_rate
+    value_rate = config.value_learning_rate
+    if value_rate is None:
+        value_rate = policy_rate
+    for group, rate in zip(optimizer.param_groups, (policy_rate, value_rate)):
+        group["lr"] = rate * decay(config, iteration)
+
+
+PROBES = 10                               # probes per run; the last iteration has the last one
 
 
 def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]:
-    """R_φ beside the annotator on the policy's own rollouts, the first --probe_rows of them.
+    """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
 
-    R_φ was trained on another policy's: where its δ' rises and the annotator's does not, the
-    policy has learnt to please R_φ. Journal, budget and prices are phase 1's.
+    R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
+    the policy exploits R_φ. Journal, budget and prices are those of phase 1.
     """
-    task, asked = get_task(config.task), annotator(config, out)
-    first = range(min(config.probe_rows, len(batch.rows)))
-    there = [i for i in first if batch.texts[i].strip()]
-    rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in there]
+    task = get_task(config.task)
+    annotation = annotator(config, out)
+    count = min(config.probe_rows, len(batch.rows))
+    indices = [i for i in range(count) if batch.texts[i].strip()]
+    rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in indices]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
-    questions = [annotation_question(example, asked) for example in examples(task, rows)]
-    counts, true_delta = Counter(), []
-    with Journal(f"{asked.output}.journal", *asked.prices) as journal:
-        for i, (_, _, found) in zip(there, ask_annotator(questions, journal, asked)):
-            if found:                          # else there is no reply; nothing takes its place
-                truth = token_rewards(batch.texts[i], batch.offsets[i], found[1].spans)
+    questions = [annotation_question(example, annotation) for example in examples(task, rows)]
+    counts = Counter()
+    true_delta = []
+    with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
+        replies = ask_annotator(questions, journal, annotation)
+        for i, (_, _, parsed) in zip(indices, replies):
+            if parsed:                     # without a reply, nothing takes its place
+                _, grounding = parsed
+                truth = token_rewards(batch.texts[i], batch.offsets[i], grounding.spans)
                 counts += count_tokens(truth, batch.feedback[i].delta)
                 true_delta += truth
     mean = sum(true_delta) / len(true_delta) if true_delta else None
@@ -528,84 +583,107 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
 
 
 def batch_rows(rows: list, config: Config, iteration: int) -> list:
-    """The rows of one iteration: a walk through shuffled passes over all, by the seed alone."""
-    first, n = iteration * config.batch_size, len(rows)
-    passes = range(first // n, (first + config.batch_size - 1) // n + 1)
-    order = sum((random.Random(f"{config.seed}-{e}").sample(rows, n) for e in passes), [])
-    return order[first % n :][: config.batch_size]
+    """The rows of one iteration. All rows are passed in shuffled order, again and again."""
+    n = len(rows)
+    start = iteration * config.batch_size
+    end = start + config.batch_size
+    order = []
+    for epoch in range(start // n, (end - 1) // n + 1):
+        order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
+    return order[start % n :][: config.batch_size]
 
 
 def decay(config: Config, iteration: int) -> float:
-    """What is left of the learning rates: linear or cosine, from 1 to 0 (Appendix D.2)."""
-    left = 1 - iteration / config.iterations
-    return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    """Factor of the learning rates, from 1 to 0: linear or cosine (Appendix D.2)."""
+    remaining = 1 - iteration / config.iterations
+    if config.schedule == "linear":
+        return remaining
+    return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
-def record(metrics: dict, sample: dict, config: Config, out: Path):
-    """One line in metrics.jsonl and one in samples.jsonl; every tenth sample is shown."""
+def log_iteration(metrics: dict, batch: Rollouts, bar, config: Config, out: Path):
+    """Write the metrics and a sample of an iteration; probe and show some iterations."""
+    iteration = metrics["iteration"]
+    probes_done = (iteration - 1) * PROBES // config.iterations
+    if config.probe_rows and iteration * PROBES // config.iterations > probes_done:
+        metrics |= probe(batch, config, out)
+    bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
+    sample = sample_row(batch, (iteration - 1) % len(batch.rows))
+    write_metrics(metrics, sample, config, out)
+    if iteration % 10 == 1:
+        tokens = colour_tokens(sample["tokens"], sample["delta"])
+        print_rank0(f"{iteration:4d}  {tokens}")
+
+
+def write_metrics(metrics: dict, sample: dict, config: Config, out: Path):
+    """One line in metrics.jsonl and one in samples.jsonl; the metrics also go to wandb."""
+    iteration = metrics["iteration"]
     append_row(out / "metrics.jsonl", metrics)
-    append_row(out / "samples.jsonl", {"iteration": metrics["iteration"], **sample})
+    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
     if config.wandb:
         wandb = importlib.import_module("wandb")
         if wandb.run is None:
             wandb.init(project=config.wandb, name=out.name, config=run_settings(config))
-        wandb.log(metrics, step=metrics["iteration"])
-    if metrics["iteration"] % 10 == 1:
-        tokens = colour_tokens(sample["tokens"], sample["delta"])
-        print_rank0(f"{metrics['iteration']:4d}  {tokens}")
+        wandb.log(metrics, step=iteration)
 
 
 def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
-    """Go back to the newest checkpoint → the iterations done. Later lines are dropped."""
+    """Load the newest checkpoint, drop later lines of the logs → the iterations done."""
     path, tensors, state = newest_checkpoint(out)
-    if path:
-        print_rank0(f"phase 3: resumed after iteration {state['iteration']} from {path}")
+    start = state.get("iteration", 0)
+    kl.beta = state.get("kl_coef", kl.beta)
     restore_optimizer(optimizer, tensors)
-    kl.beta, start = state.get("kl_coef", kl.beta), state.get("iteration", 0)
+    if path:
+        print_rank0(f"phase 3: resumed after iteration {start} from {path}")
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
         if RANK == 0:
-            kept = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= start]
-            write_rows(file, kept)
+            rows = whole_rows(file)
+            write_rows(file, [row for row in rows if row.get("iteration", math.inf) <= start])
     return start
 
 
 # ── Algorithm 1: annotate, train R_φ, optimise the policy
 
-def check(config: Config, out: Path, learnt: bool):
-    """Look at flags, critic, key and directory before anything is sampled or spent."""
+def check(config: Config, out: Path, needs_reward_model: bool):
+    """Check flags, annotator, key and directory before anything is sampled or paid."""
+    task = get_task(config.task)
     if config.batch_size % WORLD_SIZE or config.minibatch_size % WORLD_SIZE:
         raise InputError(f"--batch_size and --minibatch_size must be multiples of {WORLD_SIZE}")
     if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
-    if config.data is None and get_task(config.task).rows is None:
+    if config.data is None and task.rows is None:
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb:
         load_object("--wandb", "wandb:init")
     if config.probe_rows and config.mode == "align":
-        raise InputError("--mode align reads what people wrote of a response, and of the "
-                         "policy's own they wrote nothing: set --probe_rows 0")
-    told = config.annotator_function or config.allow_code_execution
-    if config.probe_rows and get_task(config.task).tests and not told:
-        raise InputError("--probe_rows: the annotator is told what the tests said of each "
-                         "response; set --allow_code_execution, or --probe_rows 0")
-    made = config.reward_model or result_exists(out / "feedback.jsonl")
-    if config.probe_rows or learnt and not made:
+        raise InputError("--mode align needs what people wrote about a response, and nobody "
+                         "wrote about the policy's own: set --probe_rows 0")
+    has_outcomes = config.annotator_function or config.allow_code_execution
+    if config.probe_rows and task.tests and not has_outcomes:
+        raise InputError("--probe_rows: the annotator needs the test outcome of each response: "
+                         "set --allow_code_execution, or --probe_rows 0")
+    has_feedback = config.reward_model or result_exists(out / "feedback.jsonl")
+    if config.probe_rows or (needs_reward_model and not has_feedback):
         check_annotator(annotator(config, out))
 
 
 def check_phases(model, rows: list[dict], config: Config, out: Path):
-    """The same for what needs the base and the rows: R_φ's layers, the sandbox for tests."""
+    """Check what needs the base and the rows: R_φ's layers, and the sandbox for tests."""
     target_layers(model, reward_settings(config, out).lora_targets.split(","))
     task = get_task(config.task)
-    told = {id(one["row"]) for one in examples(task, rows) if "outcome" in one}
-    untold = task.tests and not config.annotator_function and len(told) < len(rows)
-    if not untold or result_exists(out / "responses.jsonl"):
+    needs_outcomes = task.tests and not config.annotator_function
+    if not needs_outcomes or result_exists(out / "responses.jsonl"):
+        return
+    with_outcome = {id(example["row"]) for example in examples(task, rows)
+                    if "outcome" in example}
+    if len(with_outcome) == len(rows):
         return
     if not config.allow_code_execution:
-        raise InputError(f"{len(rows) - len(told)} of {len(rows)} rows bring no outcome of "
-                         f"their tests: run them, in the sandbox, by --allow_code_execution")
+        raise InputError(f"{len(rows) - len(with_outcome)} of {len(rows)} rows have no test "
+                         f"outcome: set --allow_code_execution to run their tests in the "
+                         f"sandbox")
     from measures.sandbox import add_outcomes
-    add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)    # does it stand?
+    add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)  # SandboxError early
 
 
 def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
@@ -630,59 +708,69 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
-    """The rows whose prompt, response and critique fit the context; the others are counted."""
-    more = len(encode_prompt(tokenizer, reward_prompt("", "")))
-    most = context_length(model) - more - config.max_new_tokens - config.max_critique_tokens
-    most = min(most, config.max_prompt_tokens or most)
+    """The rows whose prompt, response and critique fit the context; prints how many do not."""
+    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
+    limit = (context_length(model) - instruction - config.max_new_tokens
+             - config.max_critique_tokens)
+    limit = min(limit, config.max_prompt_tokens or limit)
     prompt = get_task(config.task).policy_prompt
-    kept = [row for row in rows if len(encode_prompt(tokenizer, prompt(row))) <= most]
-    if len(kept) < len(rows):
-        print_rank0(f"{config.data or config.task}: left out {len(rows) - len(kept)} of "
-                    f"{len(rows)} rows, whose prompts have over {most} tokens")
-    if not kept:
-        raise InputError(f"{config.data or config.task}: no row is left to train on or "
-                         f"to judge by; lower --max_new_tokens or raise --max_prompt_tokens")
-    return kept
+    fitting_rows = [row for row in rows
+                    if len(encode_prompt(tokenizer, prompt(row))) <= limit]
+    source = config.data or config.task
+    too_long = len(rows) - len(fitting_rows)
+    if too_long:
+        print_rank0(f"{source}: left out {too_long} of {len(rows)} rows, whose prompts have "
+                    f"over {limit} tokens")
+    if not fitting_rows:
+        raise InputError(f"{source}: no row is left to train or evaluate on; lower "
+                         f"--max_new_tokens or raise --max_prompt_tokens")
+    return fitting_rows
 
 
 def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
-    """Alg. 1 l.6: π_ref answers the rows that bring no response → responses.jsonl."""
+    """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     if gather_rows([result_exists(out / "responses.jsonl")])[0]:
         return
-    task, generator = get_task(config.task), torch.Generator().manual_seed(config.seed)
-    answered, mute = [], []
+    task = get_task(config.task)
+    generator = torch.Generator().manual_seed(config.seed)
+    with_response = []
+    without_response = []
     for row in rows:
-        (answered if "response" in row or task.responses(row) else mute).append(row)
-    for part in tqdm(chunks(mute, 256), "respond", disable=not mute or RANK > 0):
+        has_response = "response" in row or task.responses(row)
+        (with_response if has_response else without_response).append(row)
+    parts = chunks(without_response, 256)
+    for part in tqdm(parts, "respond", disable=not without_response or RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
-        pairs = zip(part, batch.texts)
-        answered += [row | {"response": y} for row, y in pairs if y.strip()]             # l.6
-    if len(answered) < len(rows):
-        print_rank0(f"left out {len(rows) - len(answered)} sampled responses that are empty")
-    if not answered:
+        for row, y in zip(part, batch.texts):
+            if y.strip():
+                with_response.append(row | {"response": y})                              # l.6
+    if len(with_response) < len(rows):
+        print_rank0(f"left out {len(rows) - len(with_response)} empty responses")
+    if not with_response:
         raise InputError("every response is empty: this model does not answer the prompts")
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
-        answered = gather_rows(add_outcomes(answered[RANK::WORLD_SIZE], task))
+        with_response = gather_rows(add_outcomes(with_response[RANK::WORLD_SIZE], task))
     if RANK == 0:
-        write_rows(out / "responses.jsonl", answered)
+        write_rows(out / "responses.jsonl", with_response)
 
 
 def annotator(config: Config, out: Path) -> AnnotateConfig:
-    """Phase 1's settings (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
+    """Settings of phase 1 (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
     names = ("task", "annotator_function", "annotator_model", "base_url", "mode", "price_in",
              "price_out", "max_usd")
+    shared = {name: getattr(config, name) for name in names}
     return AnnotateConfig(data=str(out / "responses.jsonl"), output=str(out / "feedback.jsonl"),
-                          **{name: getattr(config, name) for name in names})
+                          **shared)
 
 
 def reward_settings(config: Config, out: Path) -> RewardConfig:
-    """Phase 2's settings: feedback.jsonl → reward/adapter."""
+    """Settings of phase 2: feedback.jsonl → reward/adapter."""
     names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
-    given = reward_preset(config.task) | {name: getattr(config, name) for name in names}
+    shared = {name: getattr(config, name) for name in names}
     files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
-    return RewardConfig(**given | files)
+    return RewardConfig(**(reward_preset(config.task) | shared | files))
 
 
 def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
@@ -691,27 +779,35 @@ def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
-    """Held-out rows, a sampled response each, judged by the critic: (means, samples)."""
-    generator, truths = torch.Generator().manual_seed(config.seed), get_task(config.task).truth
-    scores, samples = [], []
+    """A sampled response to each held-out row, judged by the critic: (means, samples)."""
+    generator = torch.Generator().manual_seed(config.seed)
+    truths = get_task(config.task).truth
+    scores = []
+    samples = []
     for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
             add_feedback(batch, critic(batch, model, tokenizer, config))
-        samples += [{"id": row.get("id"), **sample_row(batch, i)} for i, row in enumerate(part)]
-        for row, text, found, cut in zip(part, batch.texts, batch.feedback, batch.truncated):
-            n = max(1, len(found.delta))
-            scores.append({name: truth(row, text) for name, truth in truths.items()} | {
-                "mean δ per token": sum(found.delta) / n,
-                "tokens in good spans": sum(d > 0 for d in found.delta) / n,
-                "tokens in poor spans": sum(d < 0 for d in found.delta) / n,
-                "unparseable critiques": float(bool(found.reason)),
-                "truncated responses": float(cut), "response tokens": float(len(found.delta))})
+        for i, row in enumerate(part):
+            samples.append({"id": row.get("id"), **sample_row(batch, i)})
+            score = {name: truth(row, batch.texts[i]) for name, truth in truths.items()}
+            scores.append(score | score_response(batch.feedback[i], batch.truncated[i]))
     means = {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
     return means, samples
 
 
-MOST_UNREADABLE = 0.2                     # a share of critiques
+def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
+    """What the table before and after shows of one response."""
+    tokens = len(judgement.delta)
+    n = max(1, tokens)
+    return {"mean δ per token": sum(judgement.delta) / n,
+            "tokens in good spans": sum(d > 0 for d in judgement.delta) / n,
+            "tokens in poor spans": sum(d < 0 for d in judgement.delta) / n,
+            "unparseable critiques": float(bool(judgement.reason)),
+            "truncated responses": float(is_truncated), "response tokens": float(tokens)}
+
+
+MOST_UNREADABLE = 0.2                     # share of critiques; a warning above it
 
 
 def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
@@ -720,10 +816,11 @@ def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
-    if (lost := before["unparseable critiques"]) > MOST_UNREADABLE:
-        why = next(sample["unreadable"] for sample in samples if sample["unreadable"])
-        print_rank0(f"warning: {lost:.0%} of the critiques cannot be read and give no reward "
-                    f"(one: {why}); stop, and train R_φ on more rows or epochs "
+    unreadable = before["unparseable critiques"]
+    if unreadable > MOST_UNREADABLE:
+        reason = next(sample["unreadable"] for sample in samples if sample["unreadable"])
+        print_rank0(f"warning: {unreadable:.0%} of the critiques cannot be read and give no "
+                    f"reward (one: {reason}); stop, and train R_φ on more rows or epochs "
                     f"(reward_model.py), or raise --max_critique_tokens")
     train(model, tokenizer, rows, config, out, critic)                                  # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
@@ -744,61 +841,69 @@ def start_policy(model, config: Config):
                  config.lora_targets.split(","))
 
 
-def main(argv=None, critic=reward_model_critic, learnt=True):
-    """Algorithm 1. learnt: whether the critic asks R_φ, which phases 1 and 2 then make."""
-    config = parse_flags(Config, sys.argv[1:] if argv is None else argv, __doc__, preset)
-    out, started = Path(config.output_dir), time.time()
-    check(config, out, learnt)
+def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
+    """Algorithm 1. needs_reward_model: whether the critic asks R_φ, which phases 1–2 train."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = parse_flags(Config, argv, __doc__, preset)
+    out = Path(config.output_dir)
+    started = time.time()
+    check(config, out, needs_reward_model)
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
-    rows, held_out = (fitting(part, model, tokenizer, config) for part in (rows, held_out))
+    rows = fitting(rows, model, tokenizer, config)
+    held_out = fitting(held_out, model, tokenizer, config)
+    annotation_rows = rows[: config.annotated_rows]
+    trains_reward_model = needs_reward_model and config.reward_model is None
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    asked, makes = rows[: config.annotated_rows], learnt and config.reward_model is None
-    if makes:
-        check_phases(model, asked, config, out)
+    if trains_reward_model:
+        check_phases(model, annotation_rows, config, out)
     save_settings(config, out)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{device}; files in {out}/")
     if config.shard:
         shard(model, device)
     try:
-        if makes:
-            respond(model, tokenizer, asked, config, out)                             # l.4–6
+        if trains_reward_model:
+            respond(model, tokenizer, annotation_rows, config, out)                   # l.4–6
             run_phase("phase 1, annotate", "feedback.jsonl", out,
-                  lambda: on_rank0(annotate, annotator(config, out)))                 # l.7–11
+                      lambda: on_rank0(annotate, annotator(config, out)))             # l.7–11
             run_phase("phase 2, reward model", "reward/metrics.json", out,
-                  lambda: fit_reward(model, tokenizer, config, out))                 # l.13–14
-            if not lora_parameters(model, "reward"):            # made by an earlier start
+                      lambda: fit_reward(model, tokenizer, config, out))             # l.13–14
+            if not lora_parameters(model, "reward"):            # trained by an earlier start
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
-              lambda: optimise(model, tokenizer, rows, held_out, config, out,
-                               critic))                                              # l.16–19
+                  lambda: optimise(model, tokenizer, rows, held_out, config, out,
+                                   critic))                                          # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "
-                         f"--shard; the same command goes on") from error
+                         f"--shard; the same command continues") from error
     if RANK == 0:
-        result = read_rows(out / "result.json")[0]
-        lines = [[key, x, result["after"][key]] for key, x in result["before"].items()]
-        print(table([f"{len(held_out)} held-out prompts", "before", "after"], lines))
-        goals = "mean δ per token", *get_task(config.task).truth
-        for name, x, y in lines:
-            if name in goals and y < x - 0.1 * abs(x):
-                print(f"warning: {name} fell from {x:.3f} to {y:.3f}; look at kl and entropy "
-                      f"in the report, and lower --learning_rate or raise --kl_coef")
-        benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
-        print(f"\n{time.time() - started:.0f} s in all. Look at {run_report(out)}. In {out}/: "
-              f"policy/ (PEFT format), metrics.jsonl, samples.jsonl.\n"
-              f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; "
-              f"or phase 3 with other settings: another --output_dir"
-              f"{reward_model_hint(config, out)}")
+        print_result(config, out, len(held_out), time.time() - started)
     run_collective(dist.destroy_process_group)
+
+
+def print_result(config: Config, out: Path, prompts: int, seconds: float):
+    """The table before and after, warnings, the files of the run and the next commands."""
+    result = read_rows(out / "result.json")[0]
+    lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
+    print(table([f"{prompts} held-out prompts", "before", "after"], lines))
+    goals = "mean δ per token", *get_task(config.task).truth
+    for name, before, after in lines:
+        if name in goals and after < before - 0.1 * abs(before):
+            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; look at kl and "
+                  f"entropy in the report, and lower --learning_rate or raise --kl_coef")
+    benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
+    print(f"\n{seconds:.0f} s in all. Look at {run_report(out)}. In {out}/: policy/ (PEFT "
+          f"format), metrics.jsonl, samples.jsonl.\n"
+          f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; or "
+          f"phase 3 with other settings: another --output_dir{reward_model_hint(config, out)}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
 from text2grad import AdaptiveKL, Config, add_advantages, add_feedback, add_scores
 
-CORE = ("annotate", "data", "model", "reward_model", "sampling", "text2grad")
+CORE = ("annotate", "ask", "data", "model", "reward_model", "runtime", "sampling", "text2grad")
 ONES, SHORT = torch.ones(2, 3), torch.ones(2, 2)
 IDS = torch.ones(1, 2).long()
 HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
@@ -134,6 +134,8 @@ BROKEN = [
     ("log π_ref of a probability", {"text2grad.token_logprobs": log_probs_of(-1, 1)}, score),
     ("H ≥ 0", {"text2grad.token_entropy": lambda hidden, *_: -torch.ones(len(hidden))}, score),
     ("no r_t on padding", {}, lambda *objects: advance(*objects, mask=2)),
+    ("one r_t, A_t, R_t per token", {}, lambda *_: text2grad.assert_one_per_token(
+        SimpleNamespace(mask=ONES, rewards=ONES, advantages=ONES, returns=SHORT))),
     ("A_T = r_T − V", {"text2grad.gae": moved_gae(1, 0)}, advance),
     ("R_T = r_T", {"text2grad.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),

@@ -313,8 +313,8 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
              "--annotator_function", "toy:critique", "--data", solved),
             ("its settings name kl_coeff", "--task", "bad_task:MISSPELT", "--data", solved),
-            ("5 of 5 rows bring no outcome", *code),
-            ("bring no outcome", *code, "--data", tested),
+            ("5 of 5 rows have no test outcome", *code),
+            ("rows have no test outcome", *code, "--data", tested),
             ("holds no adapter_config.json", "--reward_model", tmp_path),
             (str(tmp_path / "none"), "--model", tmp_path / "none"),
             ("--schedule: invalid choice", "--schedule", "square"),
@@ -486,7 +486,7 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
     again, with the same texts, whose replies lie in the journal."""
     model, tokenizer = toy_model
     add_lora(model, "policy")
-    rows, whole, lost = toy.rows("train", 64, length=1), text2grad.record, []
+    rows, whole, lost = toy.rows("train", 64, length=1), text2grad.write_metrics, []
     config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
                     save_every=8)
@@ -501,11 +501,11 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
             raise KeyboardInterrupt
         whole(metrics, *args)
 
-    monkeypatch.setattr(text2grad, "record", killed)
+    monkeypatch.setattr(text2grad, "write_metrics", killed)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "run")
     before = len(ASKED)
-    monkeypatch.setattr(text2grad, "record", whole)
+    monkeypatch.setattr(text2grad, "write_metrics", whole)
     metrics = start(tmp_path / "run")
     assert [metrics[9]] == lost and len(ASKED) == len({*ASKED}) > before > 16
     probed = [row for row in metrics if "true_delta" in row]

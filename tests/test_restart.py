@@ -62,7 +62,7 @@ def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unb
 def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, tmp_path,
                                                               monkeypatch, killed_after):
     """Before the first checkpoint (2) and after it; metrics.jsonl ends in half a line."""
-    out, whole = tmp_path / "stopped", text2grad.record
+    out, whole = tmp_path / "stopped", text2grad.write_metrics
 
     def stops(metrics, *args):
         whole(metrics, *args)
@@ -71,12 +71,12 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, 
                 file.write('{"iteration": 9')
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(text2grad, "record", stops)
+    monkeypatch.setattr(text2grad, "write_metrics", stops)
     flags = [*PHASE_3, "--reward_model", reward, "--output_dir", out]
     with pytest.raises(KeyboardInterrupt):
         run_main(*flags)
     gc.collect()                                         # the stopped run's lock goes with it
-    monkeypatch.setattr(text2grad, "record", whole)
+    monkeypatch.setattr(text2grad, "write_metrics", whole)
     run_main(*flags)
     assert_equal_runs(out, unbroken)
 
