@@ -180,7 +180,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Mean 0, variance 1 over the mask, 0 in padding: [B, T] → [B, T]. As the release does."""
-    wide = x.double()                       # float32 would leave rounding error over a tiny spread
+    wide = x.double()                 # float32 would leave rounding error over a tiny spread
     count = mask.sum()
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
