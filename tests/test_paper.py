@@ -318,7 +318,8 @@ def test_the_page_loads_nothing_and_is_small():
 @pytest.mark.parametrize("slug, code", [
     ("alg-4-l-14", "rewards = (rollouts.delta - beta * kl) * mask"),
     ("eq-3-5-total-reward", "rewards = (rollouts.delta - beta * kl) * mask"),
-    ("alg-4-l-11", "ids += generate(model, part_prompts, config.max_new_tokens"),    # its tag is below
+    # Its tag is on the line below.
+    ("alg-4-l-11", "ids += generate(model, part_prompts, config.max_new_tokens"),
     ("alg-4-l-23", "gain = torch.minimum("),                                        # above
     ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
     ("alg-4-l-19", "for _ in range(config.ppo_epochs):"),                 # the head of a block
