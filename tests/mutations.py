@@ -390,7 +390,7 @@ MUTATIONS = [
              BASELINES, "graded critiques are all greedy"),
     Mutation("experiments/designs.py", "response_hidden(model, *batch)[:, 1:]",
              "response_hidden(model, *batch)[:, :-1]", BASELINES, "scores before each token"),
-    Mutation("experiments/modes.py", "if place[0] >= at]", "if True]",
+    Mutation("experiments/modes.py", "if place[0] >= position]", "if True]",
              MODES, "steps may be out of order"),
     Mutation("experiments/studies.py", "np.std(values, 0, ddof=1)", "np.std(values, 0)",
              STUDIES, "intervals over seeds too narrow"),
