@@ -44,7 +44,7 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
         LABELS[item["label"]], item["word"].strip()))
     words = list(re.finditer(r"\S+", response))
     if [word for _, word in labels] != [word.group() for word in words]:
-        raise FeedbackError("the labelled words are not the words of the response in order")
+        raise FeedbackError("the labelled words must be the words of the response, in order")
     spans = []
     for label, group in groupby(zip(labels, words), key=lambda pair: pair[0][0]):
         matches = [match for _, match in group]
