@@ -14,8 +14,8 @@
                   critique in its prompt, the student is the policy without it
 
 The flags after the name are those of text2grad.py. SFT needs the field `reference` in each row.
-The other methods use critiques, step labels or preferences from phase 1. The response with the
-larger sum of labels is preferred.
+Critiques, step labels and preferences come from phase 1. Of two responses to a prompt, the one
+with the larger sum of labels is preferred.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
