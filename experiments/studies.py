@@ -480,7 +480,7 @@ def plus_minus(values: list[float], digits=3, sign="") -> str | None:
 
 
 def smooth(curve: list[float]):
-    """The mean of each point and its two neighbours; the first and last points are unchanged."""
+    """The mean of each point and its two neighbours. The two end points do not change."""
     return np.r_[curve[0], np.convolve(curve, [1 / 3] * 3, "valid"), curve[-1]]
 
 
