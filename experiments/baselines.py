@@ -112,7 +112,10 @@ def both_sides(pairs: list[tuple]) -> list[tuple]:
 
 
 def preference_loss(model, pairs, reference: str | None) -> Tensor:
-    """Sum of `dpo_loss` over (x, y_w, y_l) as ids → scalar. reference: adapter of π_ref."""
+    """Sum of `dpo_loss` over (x, y_w, y_l) as ids → scalar.
+
+    reference: adapter of π_ref; None is the base without an adapter.
+    """
     sequences = both_sides(pairs)
     with torch.no_grad(), use_lora(model, reference):
         ref_logprobs = sequence_logprobs(model, sequences)                              # [2B]
@@ -121,7 +124,10 @@ def preference_loss(model, pairs, reference: str | None) -> Tensor:
 
 
 def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
-    """`bradley_terry_loss` of (x, y_w, y_l) as ids → [B]. Over log 2, the order is wrong."""
+    """`bradley_terry_loss` of (x, y_w, y_l) as ids → [B].
+
+    A loss above log 2 means that the rejected response y_l has the higher score.
+    """
     scores, mask = token_scores(model, tokenizer, both_sides(pairs))
     last = mask.sum(1, keepdim=True) - 1
     return bradley_terry_loss(*scores.gather(1, last).squeeze(1).chunk(2))
@@ -130,7 +136,7 @@ def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
 def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
     """`step_loss` of (x, y, labels), with a label for each id of y → [N].
 
-    Over log 2, the sign of the score is wrong.
+    A loss above log 2 means that the score has the wrong sign.
     """
     scores, mask = token_scores(model, tokenizer, [(x, y) for x, y, _ in rows])
     labels = [row + [0] * (mask.shape[1] - len(row)) for _, _, row in rows]
@@ -140,7 +146,10 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 # ── Rows: refinements, preference pairs, step labels
 
 def budget(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
-    """The first rows, for as many responses as Algorithm 4 samples; samples: per row."""
+    """The first rows, enough for as many responses as Algorithm 4 samples.
+
+    samples: responses per row.
+    """
     return rows[: max(1, config.iterations * config.batch_size // samples)]
 
 
@@ -206,7 +215,7 @@ def mend(response: str, critique: str) -> str:
     return response
 
 
-REWRITING = Task("rewriting", str)                         # its rows are the prompts themselves
+REWRITING = Task("rewriting", str)                         # a row of this task is a prompt
 
 
 def rewrite(model, tokenizer, prompts: list[str], config: Config, adapter, generator):
@@ -219,8 +228,8 @@ def refinements(model, tokenizer, rows, config: Config, out: Path,
                 with_critique=False) -> list[tuple]:
     """(x, y⁺) as texts, from y and z of phase 1; empty y⁺ are left out.
 
-    In the toy world `mend` computes y⁺. Other tasks sample y⁺ from π_ref. with_critique: the
-    prompt is that of `rewrite_prompt`, with x, y and z, in place of x.
+    In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. with_critique:
+    x is replaced by `rewrite_prompt` of x, y and z.
     """
     rows = annotated(model, tokenizer, budget(rows, config), config, out)
     prompts = [row["prompt"] for row in rows]
@@ -279,9 +288,9 @@ def ilf(model, tokenizer, rows, config: Config, out: Path):
 
 
 def learn_to_rewrite(model, tokenizer, rows, config: Config, out: Path, name: str):
-    """Toy world: fit the adapter `name` by −E log π'(y⁺ | x, y, c). Other tasks do nothing.
+    """In the toy world, fit the adapter `name` with the loss −E log π'(y⁺ | x, y, c).
 
-    Models for other tasks can rewrite without training, because they follow instructions.
+    Other tasks need no training, because their models can follow the instruction to rewrite.
     """
     if config.task == "toy":
         texts = refinements(model, tokenizer, rows, config, out, with_critique=True)

@@ -89,7 +89,7 @@ def weighted(critic, weighting: str):
 
 
 def noisy(critic, kind: str, percent: int):
-    """A critic with `damaged` spans: kind is the damage, percent the share of the spans.
+    """A critic whose spans are `damaged`. percent: damaged spans per 100.
 
     The text is the random seed, so the same text always gets the same damage.
     """
@@ -101,10 +101,10 @@ def noisy(critic, kind: str, percent: int):
 
 
 def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> list[Span]:
-    """The spans, of which a random fraction is damaged in one way (kind):
+    """A copy of the spans in which a random fraction is damaged.
 
-    "flipped" changes the sign of the label. "dropped" removes the span. "shifted" moves the
-    span to the nearest word without a label. "widened" adds up to two words before the span
+    kind: "flipped" changes the sign of the label. "dropped" removes the span. "shifted" moves
+    the span to the nearest word without a label. "widened" adds up to two words before the span
     and one word after it. Of n spans ⌊n · fraction + u⌋ are damaged, with u uniform in [0, 1),
     so the expected number is exactly n · fraction.
     """
