@@ -1,15 +1,17 @@
-"""Studies on the embedded world, where truth is known: what the paper claims or left open.
+"""Studies in the toy world, where the truth is known: claims and open questions of the paper.
 
     python -m experiments.studies --study 1            # a page and figure in runs/studies/
-    python -m experiments.studies --study all          # all nine, some hours on two cores
-    python -m experiments.studies --study all --quick  # short runs: shows that everything works
+    python -m experiments.studies --study all          # all nine: some hours on two cores
+    python -m experiments.studies --study all --quick  # short runs, to check that all works
 
-A study is a table of arms: a name, and the `Run` behind it. One runner does them all: it tunes
-the learning rate over one grid, with a seed and held-out posts that are not among the reported,
-and writes a page with the arms' table and curves. What a run found is kept in --cache under a
-hash of its settings: what was stopped goes on, and studies share runs; delete the cache after a
-change of code. A run has a process and one thread of its own. People write what was found on
-each page; a new run leaves it there.
+A study is a table of arms. Each arm is a name and a `Run`. All studies share one procedure: it
+tunes the learning rate on one grid, with a seed and held-out posts that the results do not use,
+and writes a page with a table and curves of the arms.
+
+The record of a run is kept in --cache under a hash of its settings. A stopped study can
+therefore resume, and studies share runs. Delete the cache after a change of code. Each run has
+its own process with one thread. The section "What was found" of a page is written by people;
+a new run of the study keeps it.
 
 Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
@@ -53,40 +55,42 @@ from text2grad import (Config, add_feedback, forward, gae, reward_model_critic, 
 
 # ── Runs: what a study compares
 
-POSTS = 3000                                       # to train on
-BETA = 0.2                                         # the paper's, of SLF5K
-RATES, TUNING = (3e-4, 1e-3, 3e-3), 100            # the grid of every arm, and its seed
+POSTS = 3000                            # training posts of the policy
+BETA = 0.2                              # initial β of the paper for SLF5K
+RATES = (3e-4, 1e-3, 3e-3)              # learning rates that every arm tries
+TUNING = 100                            # seed of the tuning runs
 
 
 @dataclass(frozen=True)
 class Run:
-    """One policy, or what it needs: all that the record depends on."""
+    """All settings on which one record depends; it trains a policy or a reward model."""
     method: str = "critique"        # of DESIGNS or METHODS, or "two_rounds"; else see `work`
-    annotator: str = "careful"      # whom R_φ learnt from, or who judges itself
+    annotator: str = "careful"      # annotator of R_φ's training rows, or the true critic
     settings: tuple = ()            # of text2grad.Config, as (name, value)
-    judge: tuple = ()               # of R_φ's RewardConfig
-    length: int = toy.LENGTH        # sentences of a summary, of 20 tokens each
-    updates: int = 16               # batches of rollouts, each for 4 optimizer steps
-    batch: int = 24
-    rows: int = 3000                # annotated for R_φ
-    rate: float = 0.0
+    judge: tuple = ()               # of R_φ's RewardConfig, as (name, value)
+    length: int = toy.LENGTH        # sentences of a summary, 20 tokens each
+    updates: int = 16               # batches of rollouts, with 4 optimizer steps each
+    batch: int = 24                 # rollouts per update
+    rows: int = 3000                # annotated rows for R_φ
+    rate: float = 0.0               # learning rate
     seed: int = 0
-    posts: int = 300                # held out, to be judged by
+    posts: int = 300                # held-out posts for evaluation
 
 
 @dataclass(frozen=True)
 class Study:
-    """A page: its arms by name, how their rates are found, what it cannot show."""
+    """One page: its arms by name, how their learning rates are tuned, and its limits."""
     title: str
     question: str
     arms: dict[str, Run]
-    cannot: str
-    tuned: int | None = None        # this many arms, the others as the first; None: every arm
-    looks: tuple[Run, ...] = ()     # at trajectories of the base
+    cannot: str                     # what the study cannot show
+    tuned: int | None = None        # tune this many arms, the rest use the first; None: all
+    looks: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
 
 
-TRUE, END = Run("true"), Run("true_end")
+TRUE = Run("true")
+END = Run("true_end")
 DENSE = Run("true", annotator="dense")
 NOISY = {f"{percent} % {kind}": Run(f"true_{kind}_{percent}")
          for kind in DAMAGES for percent in (10, 20, 40)}
@@ -169,52 +173,56 @@ STUDIES = {
 }
 
 
-# ── Doing a run, and keeping its record
+# ── Runs and their records
 
 def key(run: Run) -> str:
-    """A name for the record of a run: a hash of all of its settings."""
+    """The file name of a run's record: a hash of all its settings."""
     return hashlib.sha256(repr(run).encode()).hexdigest()[:16]
 
 
 def judge_of(run: Run) -> Run | None:
-    """The reward model that a run needs: trained once, and shared by all seeds."""
+    """The run that trains this run's reward model, or None. All seeds share it."""
     if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
         return None
     kind = run.method if run.method in SCORED else "critique"
-    rows = run.rows // (1 + (run.method == "two_rounds"))
+    rows = run.rows // 2 if run.method == "two_rounds" else run.rows
     return Run(f"fit {kind}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
 
 
 def record_of(run: Run, cache: Path) -> dict:
-    """What a run that is done has found."""
+    """The record of a finished run."""
     return read_rows(cache / f"{key(run)}.json")[0]
 
 
 def work(run: Run, cache: Path):
-    """Do a run in one thread, without a word, and keep its record."""
+    """Execute a run in one thread, without output, and save its record."""
     torch.set_num_threads(1)
-    special, started = {"fit": fit_judge, "look": follow_trajectories}, time.process_time()
-    does = special.get(run.method.split()[0], train_policy)
+    start = time.process_time()
+    functions = {"fit": fit_judge, "look": follow_trajectories}
+    function = functions.get(run.method.split()[0], train_policy)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        record = does(run, cache)
-    record = {"run": asdict(run), **record, "seconds": time.process_time() - started}
+        record = function(run, cache)
+    record = {"run": asdict(run), **record, "seconds": time.process_time() - start}
     write_rows(cache / f"{key(run)}.json", [record])
 
 
 def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
-    """The records of runs, in order; the pool does what the cache lacks, each once."""
-    absent = [run for run in dict.fromkeys(runs) if not (cache / f"{key(run)}.json").exists()]
-    done = pool.map(work, absent, repeat(cache))
-    for run in tqdm(absent, "runs", disable=not absent):
+    """The records of runs, in order. The pool executes each run that the cache lacks, once.
+
+    Raises InputError where a run fails.
+    """
+    missing = [run for run in dict.fromkeys(runs) if not (cache / f"{key(run)}.json").exists()]
+    results = pool.map(work, missing, repeat(cache))
+    for run in tqdm(missing, "runs", disable=not missing):
         try:
-            next(done)
+            next(results)
         except Exception as error:
-            raise InputError(f"{run}: {type(error).__name__}: {error}") from error
+            raise InputError(f"{run} failed: {type(error).__name__}: {error}") from error
     return [record_of(run, cache) for run in runs]
 
 
 def settings(run: Run, out: Path) -> Config:
-    """A run's settings for text2grad.py; what is not named has its default."""
+    """The flags of text2grad.py for a run. All other flags keep their defaults."""
     critic, mode = ANNOTATORS[run.annotator]
     return Config(output_dir=str(out), seed=run.seed, annotator_function=critic, mode=mode,
                   probe_rows=0,
@@ -224,8 +232,12 @@ def settings(run: Run, out: Path) -> Config:
 
 
 def fit_judge(run: Run, cache: Path) -> dict:
-    """A reward model → CACHE/KEY/reward/adapter; R_φ is judged by the truth, on the base's."""
-    out, config = cache / key(run), settings(run, cache / key(run))
+    """Train a reward model → CACHE/KEY/reward/adapter.
+
+    The record of R_φ is its `probe` on responses of the base. Others have held-out accuracy.
+    """
+    out = cache / key(run)
+    config = settings(run, out)
     out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(toy.BASE, device="cpu")
     rows = toy.rows("train", run.rows, 1000)
@@ -239,34 +251,39 @@ def fit_judge(run: Run, cache: Path) -> dict:
 
 
 def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
-    """Precision and recall of a critic's tokens against the careful annotator's (Table 1).
+    """Precision and recall of a critic's tokens against the careful annotator (Table 1).
 
-    A token of mean δ counts as what half of the critiques or more say of it.
+    A token with |δ| ≥ 0.5 has the sign of δ as its label, and any other token has the label 0.
+    For `graded`, where δ is a mean, at least half of the critiques must therefore agree.
     """
     function, mode = ANNOTATORS["careful"]
     careful = replace(config, annotator_function=function, mode=mode)
-    truth, counts = true_critic(rollouts, model, tokenizer, careful), Counter()
-    for one, found in zip(truth, critic(rollouts, model, tokenizer, config)):
-        said = [math.copysign(abs(d) >= 0.5, d) for d in found.delta]
-        counts += count_tokens(one.delta, said)
+    truths = true_critic(rollouts, model, tokenizer, careful)
+    judgements = critic(rollouts, model, tokenizer, config)
+    counts = Counter()
+    for truth, judgement in zip(truths, judgements):
+        labels = [math.copysign(abs(d) >= 0.5, d) for d in judgement.delta]
+        counts += count_tokens(truth.delta, labels)
     return token_figures(counts)
 
 
-# Whose tokens are critiques': where a design moves the reward, there is nothing to compare.
+# Methods whose δ can be compared with spans. Other designs move the reward to other tokens.
 PROBED = {"critique": reward_model_critic, "two_rounds": reward_model_critic,
           "graded": DESIGNS["graded"]}
 
 
 def train_policy(run: Run, cache: Path) -> dict:
-    """Train as the run says; the curve: right facts in rollouts before each update."""
+    """Train and evaluate a policy. "curve": fact accuracy of the rollouts of each update."""
     model, tokenizer = load_model(toy.BASE, device="cpu")
     rows = toy.rows("train", POSTS, run.seed, run.length)
-    critic, judge, record = DESIGNS.get(run.method), judge_of(run), {}
-    if judge:
-        load_lora(model, "reward", cache / key(judge) / "reward" / "adapter")
-        record["before"] = record_of(judge, cache).get("poor_recall")
+    critic = DESIGNS.get(run.method)
+    judge_run = judge_of(run)
+    record = {}
+    if judge_run:
+        load_lora(model, "reward", cache / key(judge_run) / "reward" / "adapter")
+        record["before"] = record_of(judge_run, cache).get("poor_recall")
     if run.method == "two_rounds":
-        critic = renewed(run, read_rows(cache / key(judge) / "feedback.jsonl"))
+        critic = renewed(run, read_rows(cache / key(judge_run) / "feedback.jsonl"))
     with TemporaryDirectory() as directory:
         out = Path(directory)
         config = settings(run, out)
@@ -278,16 +295,16 @@ def train_policy(run: Run, cache: Path) -> dict:
         curve = whole_rows(out / "metrics.jsonl")
     record["curve"] = [row["fact accuracy"] for row in curve]
     for name, temperature in (("greedy", 0.0), ("accuracy", 1.0)):
-        cooled = replace(config, temperature=temperature)
-        final = answers(model, tokenizer, run, cooled, "policy")
-        record[name] = mean(map(toy.fact_accuracy, final.rows, final.texts))
-    if run.method in PROBED:
-        record |= probe(final, model, tokenizer, config, PROBED[run.method])
+        eval_config = replace(config, temperature=temperature)
+        rollouts = answers(model, tokenizer, run, eval_config, "policy")
+        record[name] = mean(map(toy.fact_accuracy, rollouts.rows, rollouts.texts))
+    if run.method in PROBED:                           # on the responses at temperature 1
+        record |= probe(rollouts, model, tokenizer, config, PROBED[run.method])
     return record
 
 
 def answers(model, tokenizer, run: Run, config: Config, adapter):
-    """A policy's responses to held-out posts; by reflection the second ones."""
+    """Responses of a policy to held-out posts. For reflection these are the rewritten ones."""
     posts = toy.rows("eval", run.posts, int(run.seed == TUNING), run.length)
     generator = torch.Generator().manual_seed(run.seed)
     rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
@@ -297,8 +314,11 @@ def answers(model, tokenizer, run: Run, config: Config, adapter):
 
 
 def renewed(run: Run, feedback: list[dict]):
-    """Algorithm 1 repeated: when half of the updates are done, the policy's own responses are
-    annotated and R_φ learns on, from all rows so far; the policy's optimizer and β go on."""
+    """A critic that trains R_φ a second time after half of the updates (Algorithm 1 repeated).
+
+    The policy's own responses are annotated, and R_φ continues training on the old feedback and
+    the new rows. The optimizer and β of the policy are not reset.
+    """
     batches = count()
 
     def renewed_critique(rollouts, model, tokenizer, config):
@@ -306,11 +326,12 @@ def renewed(run: Run, feedback: list[dict]):
             out = Path(config.output_dir) / "round-2"
             posts = toy.rows("train", run.rows // 2, 2000 + run.seed)
             generator = torch.Generator().manual_seed(run.seed)
-            own = sample_rollouts(model, tokenizer, posts, config, "policy", generator)
-            rows = [row | {"response": text} for row, text in zip(posts, own.texts)]
+            responses = sample_rollouts(model, tokenizer, posts, config, "policy",
+                                        generator).texts
+            rows = [row | {"response": text} for row, text in zip(posts, responses)]
             out.mkdir()
-            fresh = annotated(model, tokenizer, rows, config, out)
-            write_rows(out / "feedback.jsonl", feedback + fresh)
+            new_feedback = annotated(model, tokenizer, rows, config, out)
+            write_rows(out / "feedback.jsonl", feedback + new_feedback)
             fit(model, tokenizer, reward_settings(config, out))
         return reward_model_critic(rollouts, model, tokenizer, config)
     return renewed_critique
@@ -318,114 +339,140 @@ def renewed(run: Run, feedback: list[dict]):
 
 # ── Appendix A on real trajectories
 
+# Name → (whether Σ_t δ_t is paid at the last token, λ)
 SETTINGS = {"A, λ = .95": (False, 0.95), "A, λ = 1": (False, 1.0), "B, λ = .95": (True, 0.95),
             "B, λ = 1": (True, 1.0)}
-SAMPLES = 4                                        # responses to each post
+SAMPLES = 4                                        # responses per post
 
 
 def follow_trajectories(run: Run, cache: Path) -> dict:
-    """Responses of the base to held-out posts, and the true critic's δ; V = 0, γ = 1, no KL."""
+    """Measure settings A and B on responses of the base to held-out posts (Appendix A).
+
+    δ is from the true critic, with V = 0, γ = 1 and no KL penalty.
+    """
     model, tokenizer = load_model(toy.BASE, device="cpu")
-    config, generator = settings(run, cache), torch.Generator().manual_seed(2)
+    config = settings(run, cache)
+    generator = torch.Generator().manual_seed(2)
     posts = toy.rows("eval", run.posts, 2, run.length)
     posts = [row for row in posts for _ in range(SAMPLES)]
     rollouts = sample_rollouts(model, tokenizer, posts, config, None, generator)
     add_feedback(rollouts, true_critic(rollouts, model, tokenizer, config))
     start_policy(model, config)
-    mask, delta = rollouts.mask, rollouts.delta
-    fact, advantages = delta != 0, advantages_of(delta, mask)
+    mask = rollouts.mask
+    delta = rollouts.delta
+    has_reward = delta != 0                                                         # [B, T]
+    advantages = advantages_of(delta, mask)
     whitened = {name: whiten(a, mask) for name, a in advantages.items()}
-    dots = gradient_products(model, rollouts, range(0, len(posts), SAMPLES), whitened,
-                             lora_parameters(model, "policy"))
-    left = mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1])
+    products = gradient_products(model, rollouts, range(0, len(posts), SAMPLES), whitened,
+                                 lora_parameters(model, "policy"))
+    remaining = mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1])        # T − k
     return {"tokens": mask.sum().item() / len(posts),
             "pairs": ordered_pairs(delta, mask, 0.95),
-            "correlation": {name: correlation(a[fact], delta[fact])
+            "correlation": {name: correlation(a[has_reward], delta[has_reward])
                             for name, a in advantages.items()},
-            "alpha": (0.95 ** -left[fact].float()).mean().item(),  # Eq. Appendix A α
-            "noise": {name: noise_scale(products) for name, products in dots.items()}}
+            "alpha": (0.95 ** -remaining[has_reward].float()).mean().item(),  # Eq. Appendix A α
+            "noise": {name: noise_scale(dots) for name, dots in products.items()}}
 
 
 def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
-    """A_t of both settings without V: B pays Σ_t δ_t at the last token. [B, T] each."""
-    nothing, last = torch.zeros_like(delta), mask.sum(1, keepdim=True).long() - 1
-    end = nothing.scatter(1, last, delta.sum(1, keepdim=True))
-    return {name: gae(end if late else delta, nothing, mask, 1.0, lam)[0]
-            for name, (late, lam) in SETTINGS.items()}
+    """A_t of SETTINGS with V = 0. In setting B, r_T = Σ_t δ_t. [B, T] each."""
+    zeros = torch.zeros_like(delta)
+    last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
+    end_rewards = zeros.scatter(1, last, delta.sum(1, keepdim=True))
+    return {name: gae(end_rewards if pays_at_end else delta, zeros, mask, 1.0, lam)[0]
+            for name, (pays_at_end, lam) in SETTINGS.items()}
 
 
 def correlation(x, y) -> float:
-    """Pearson's."""
+    """Pearson correlation of two vectors."""
     return torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1].item()
 
 
 def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. Appendix A ΔA
-    """ΔA^A_t > ΔA^B_t, for equally long responses to one post, the first better, at all t < T.
+    """Counts for the claim ΔA^A_t > ΔA^B_t of Appendix A, with w = weight.
 
-    As Appendix A has it: ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k; it
-    says that the first is the greater wherever any Δδ_k > 0 with t ≤ k < T. Better: by Σ δ.
+    ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k. The claim: ΔA^A_t is larger
+    wherever any Δδ_k > 0 with t ≤ k < T (the premise). A pair is two responses of equal length
+    to one post, and Δ is the one with the larger Σ δ minus the other. Returns "pairs", "places"
+    (all t < T), "premise" (places where it holds) and "held" (where ΔA^A_t > ΔA^B_t as well).
+    delta, mask: [B, T], with `samples` neighbouring rows per post.
     """
-    def tail(x):
+    def tail_sum(x):
         return x.flip(0).cumsum(0).flip(0)                                  # Σ_{k≥t} x_k
 
-    found = Counter(pairs=0, places=0, premise=0, held=0)
-    lengths, sums = mask.sum(1).int().tolist(), delta.sum(1).tolist()
+    counts = Counter(pairs=0, places=0, premise=0, held=0)
+    lengths = mask.sum(1).int().tolist()
+    sums = delta.sum(1).tolist()
     for i, j in permutations(range(len(delta)), 2):
-        T, one_post = lengths[i], i // samples == j // samples
-        if one_post and lengths[j] == T and sums[i] > sums[j]:
-            apart, power = (delta[i] - delta[j])[:T].double(), weight ** torch.arange(T)
-            a, b = tail(apart * power) / power, tail(apart) * power.flip(0)
-            premise = tail((apart[:-1] > 0).int()) > 0
-            held = premise & (a > b + 1e-9)[:-1]
-            found.update(pairs=1, places=T - 1, premise=int(premise.sum()),
-                         held=int(held.sum()))
-    return found
+        T = lengths[i]
+        is_same_post = i // samples == j // samples
+        is_ordered = lengths[j] == T and sums[i] > sums[j]
+        if is_same_post and is_ordered:
+            difference = (delta[i] - delta[j])[:T].double()                 # Δδ, [T]
+            power = weight ** torch.arange(T)
+            a = tail_sum(difference * power) / power                        # ΔA^A, [T]
+            b = tail_sum(difference) * power.flip(0)                        # ΔA^B, [T]
+            premise = tail_sum((difference[:-1] > 0).int()) > 0
+            is_larger = premise & (a > b + 1e-9)[:-1]
+            counts.update(pairs=1, places=T - 1, premise=int(premise.sum()),
+                          held=int(is_larger.sum()))
+    return counts
 
 
 def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str, Tensor]:
-    """g_i · g_j for the gradients g_i = Σ_t A_t ∇ log π(y_t) of single responses. → [B, B]"""
-    found = {name: [] for name in advantages}
+    """g_i · g_j for the gradients g_i = Σ_t A_t ∇ log π(y_t) of single responses → [B, B].
+
+    rows: indices of the responses. advantages: name → A, [B, T]; the result has the same names.
+    """
+    gradients = {name: [] for name in advantages}
     for i in rows:
         hidden, targets = forward(model, rollouts.part([i]), "policy")                  # [T, H]
         logprobs = token_logprobs(hidden, head_weight(model), targets)
         for name, a in advantages.items():
-            gain = (a[i, : len(targets)] * logprobs).sum()
-            grads = torch.autograd.grad(gain, parameters, retain_graph=True)
-            found[name].append(torch.cat([g.flatten() for g in grads]))
-    return {name: (g := torch.stack(rows)) @ g.T for name, rows in found.items()}
+            objective = (a[i, : len(targets)] * logprobs).sum()
+            grads = torch.autograd.grad(objective, parameters, retain_graph=True)
+            gradients[name].append(torch.cat([g.flatten() for g in grads]))
+    products = {}
+    for name, vectors in gradients.items():
+        matrix = torch.stack(vectors)
+        products[name] = matrix @ matrix.T
+    return products
 
 
 def noise_scale(dots: Tensor) -> tuple[float, float, float]:
-    """The batch at which a gradient's noise equals its signal, and a 95 % interval of it.
+    """Batch size at which the noise of the gradient equals its signal: (value, low, high).
 
-    tr Σ / |E g|² (McCandlish et al. 2018), over resampled posts. dots: g_i · g_j, [B, B].
+    tr Σ / |E g|² (McCandlish et al. 2018). low and high: 95 % interval from resampled posts.
+    dots: g_i · g_j, [B, B].
     """
-    rng, n = torch.Generator().manual_seed(0), len(dots)
+    rng = torch.Generator().manual_seed(0)
+    n = len(dots)
 
     def scale(index):
-        drawn, same = dots[index][:, index], (index[:, None] == index[None, :])
-        signal = drawn[~same].mean()
-        noise = drawn.diagonal().mean() - signal
+        products = dots[index][:, index]
+        is_same = index[:, None] == index[None, :]
+        signal = products[~is_same].mean()
+        noise = products.diagonal().mean() - signal
         return (noise / signal).item() if signal > 0 else math.inf
 
-    drawn = sorted(scale(torch.randint(n, (n,), generator=rng)) for _ in range(200))
-    return scale(torch.arange(n)), drawn[5], drawn[194]
+    scales = sorted(scale(torch.randint(n, (n,), generator=rng)) for _ in range(200))
+    return scale(torch.arange(n)), scales[5], scales[194]
 
 
 # ── Statistics over seeds
 
-# The 97.5 % point of Student's t with 1 to 9 degrees of freedom.
+# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def interval(values):
-    """(mean, half width of the 95 % interval by Student's t), of 2 to 10 values or curves."""
+    """(mean, half width of the 95 % interval by Student's t) of 2 to 10 values or curves."""
     half = _T[len(values) - 2] * np.std(values, 0, ddof=1) / math.sqrt(len(values))
     return np.mean(values, 0), half
 
 
 def plus_minus(values: list[float], digits=3, sign="") -> str | None:
-    """Mean ± half of the 95 % interval; of one value itself, of none None."""
+    """Text "mean ± half width of the 95 % interval", or a single value; None without values."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}" if len(values) else None
     centre, half = interval(values)
@@ -433,7 +480,7 @@ def plus_minus(values: list[float], digits=3, sign="") -> str | None:
 
 
 def smooth(curve: list[float]):
-    """The mean of every point and its two neighbours; the ends, which have one, stay."""
+    """The mean of each point and its two neighbours. The two end points do not change."""
     return np.r_[curve[0], np.convolve(curve, [1 / 3] * 3, "valid"), curve[-1]]
 
 
@@ -441,41 +488,45 @@ def smooth(curve: list[float]):
 
 @dataclass(eq=False)
 class Arm:
-    """One line of a study: its run, and the records of the reported seeds."""
+    """One arm of a study: its run, and one record for each seed."""
     name: str
     run: Run
     records: list[dict]
 
     def of(self, figure: str) -> list:
-        """What the seeds have of a figure."""
-        found = [record.get(figure) for record in self.records]
-        return [value for value in found if value not in (None, [])]
+        """The values of one key of the records, without missing and empty ones."""
+        values = [record.get(figure) for record in self.records]
+        return [value for value in values if value not in (None, [])]
 
     def rollouts_to(self, goal: float) -> str:
-        """Rollouts after which a smoothed curve's best, between two points on a line, reaches a
-        share of right facts; how many seeds never show it."""
+        """Rollouts until the best value so far of the smoothed curve reaches the goal.
+
+        goal: fact accuracy. Values between two points are interpolated linearly. The text also
+        counts the seeds that never reach the goal.
+        """
         bests = [np.maximum.accumulate(smooth(curve)) for curve in self.of("curve")]
-        found = [self.run.batch * np.interp(goal, best, range(len(best)), right=math.inf)
-                 for best in bests]
-        reached = [x for x in found if x < math.inf]
-        never = len(found) - len(reached)
-        late = f" ({never} of {len(found)} never)" if never else ""
-        return (plus_minus(reached, 0) or "–") + late
+        rollouts = [self.run.batch * np.interp(goal, best, range(len(best)), right=math.inf)
+                    for best in bests]
+        finite = [value for value in rollouts if value < math.inf]
+        n_never = len(rollouts) - len(finite)
+        note = f" ({n_never} of {len(rollouts)} never)" if n_never else ""
+        return (plus_minus(finite, 0) or "–") + note
 
 
 def arm_table(arms: list[Arm]) -> str:
-    """A row for each arm, beside the first of its length, and what stands where."""
+    """A table with one row per arm, compared with the first arm of its length, and a legend."""
     header = ["", "rate", "at first", "right facts", "greedy", "less the first",
               "rollouts to 90 %", "recall, before", "recall", "precision", "seconds"]
     rows = []
     for arm in arms:
-        first = next(other for other in arms if other.run.length == arm.run.length)
-        apart = np.subtract(arm.of("accuracy"), first.of("accuracy"))
-        start, end = np.mean([(curve[0], mean(curve[-3:])) for curve in first.of("curve")], 0)
+        baseline = next(first for first in arms if first.run.length == arm.run.length)
+        differences = np.subtract(arm.of("accuracy"), baseline.of("accuracy"))
+        ends = [(curve[0], mean(curve[-3:])) for curve in baseline.of("curve")]
+        start, end = np.mean(ends, 0)
         rows.append([arm.name, f"{arm.run.rate:g}",
                      plus_minus([curve[0] for curve in arm.of("curve")]),
                      plus_minus(arm.of("accuracy")), plus_minus(arm.of("greedy")),
-                     plus_minus(apart, sign="+"),
+                     plus_minus(differences, sign="+"),
                      arm.rollouts_to(start + 0.9 * (end - start)),
                      plus_minus(arm.of("before")[:1]), plus_minus(arm.of("poor_recall")),
                      plus_minus(arm.of("poor_precision")), f"{mean(arm.of('seconds')):.0f}"])
@@ -492,33 +543,40 @@ the careful annotator's, on responses of the base (before) and of the final poli
 
 
 def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
-    """A chart of every arm that has curves: smoothed, by rollouts, with the 95 % interval over
-    seeds, and the mean of the first arm of its length."""
-    charts, firsts = [], {}
+    """One chart per arm with curves: smoothed accuracy over rollouts, as SVG.
+
+    Lines: the mean over seeds, its 95 % interval, and the mean of the first arm of the same
+    length.
+    """
+    charts = []
+    baselines = {}                                     # length → mean curve of the first arm
     for arm in arms:
-        if curves := [smooth(curve) for curve in arm.of("curve")]:
+        curves = [smooth(curve) for curve in arm.of("curve")]
+        if curves:
             means, halves = interval(curves)
+            baseline = baselines.setdefault(arm.run.length, means)
             lines = {"mean": means, "least": means - halves, "most": means + halves,
-                     "the first": firsts.setdefault(arm.run.length, means)}
+                     "the first": baseline}
             x = [arm.run.batch * i for i in range(len(means))]
             charts.append(svg_line(f"{arm.name}: right facts in rollouts", x, lines,
                                    "rollouts"))
     return charts
 
 
-def look_tables(looks: list[dict]) -> str:
-    """What the base's trajectories say of Appendix A, at every length of a response."""
-    settings = [[name, f"{look['tokens']:.0f}", look["correlation"][name],
-                 "{:.1f} ({:.1f} to {:.1f})".format(*look["noise"][name])]
-                for look in looks for name in SETTINGS]
-    pairs = [[f"{look['tokens']:.0f}", *look["pairs"].values(), look["alpha"]]
-             for look in looks]
-    header = ["", "tokens", "correlation of A_t with δ_t", "batch at which noise equals signal"]
-    below = ["tokens", "pairs", "their places", "where the premise holds",
-             "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"]
+def look_tables(records: list[dict]) -> str:
+    """Tables and legends for records of `follow_trajectories`, by response length (App. A)."""
+    settings_rows = [[name, f"{record['tokens']:.0f}", record["correlation"][name],
+                      "{:.1f} ({:.1f} to {:.1f})".format(*record["noise"][name])]
+                     for record in records for name in SETTINGS]
+    pair_rows = [[f"{record['tokens']:.0f}", *record["pairs"].values(), record["alpha"]]
+                 for record in records]
+    settings_header = ["", "tokens", "correlation of A_t with δ_t",
+                       "batch at which noise equals signal"]
+    pair_header = ["tokens", "pairs", "their places", "where the premise holds",
+                   "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"]
     return f"""
 ```
-{table(header, settings)}
+{table(settings_header, settings_rows)}
 ```
 
 Setting A pays every token its δ, setting B their sum at the last token: responses of the \
@@ -527,7 +585,7 @@ Noise equals signal at a batch of tr Σ / |E g|² responses, g the policy gradie
 response with whitened advantages; in brackets 95 % by resampling posts.
 
 ```
-{table(below, pairs)}
+{table(pair_header, pair_rows)}
 ```
 
 Pairs of equally long responses to one post, one better by Σ δ, at γλ = .95; the premise of \
@@ -535,15 +593,16 @@ Appendix A: some Δδ_k > 0 with t ≤ k < T.
 """
 
 
-def look_figure(looks: list[dict]) -> str:
-    """The noise scale of the settings by the length of responses."""
-    noise = {name: [look["noise"][name][0] for look in looks] for name in SETTINGS}
+def look_figure(records: list[dict]) -> str:
+    """SVG of the noise scale of each setting over the length of responses."""
+    noise = {name: [record["noise"][name][0] for record in records] for name in SETTINGS}
     return svg_line("batch at which noise equals signal",
-                    [round(look["tokens"]) for look in looks], noise, "tokens of a response")
+                    [round(record["tokens"]) for record in records], noise,
+                    "tokens of a response")
 
 
 def sheet(charts: list[str], across: int = 3) -> str:
-    """Charts of `svg_line`, 340 × 180 each, as one SVG."""
+    """One SVG with the charts of `svg_line`, each 340 × 180; across: charts per row."""
     out = "".join(f'<svg x="{350 * (i % across)}" y="{190 * (i // across)}" width="340" '
                   f'height="180">{chart}</svg>' for i, chart in enumerate(charts))
     height = 190 * math.ceil(len(charts) / across)
@@ -551,20 +610,24 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
-def write_page(path: Path, study: Study, arms: list[Arm], looks: list[dict], flags: str):
-    """The page of a study; what people wrote below "What was found" stays."""
+def write_page(path: Path, study: Study, arms: list[Arm], look_records: list[dict],
+               flags: str):
+    """Write the page of a study. The section "What was found" of an old page is kept."""
     page = path.read_text() if path.exists() else ""
-    words = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
+    findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.looks][0]
     rates = {0: "not tuned", 1: "tuned for the first arm, whose rate all have",
              None: "tuned for every arm"}[study.tuned]
-    seconds = sum(record["seconds"] for record in sum((arm.records for arm in arms), looks))
-    tables = (arm_table(arms) if arms else "") + (look_tables(looks) if looks else "")
+    records = sum((arm.records for arm in arms), look_records)
+    seconds = sum(record["seconds"] for record in records)
+    tables = arm_table(arms) if arms else ""
+    if look_records:
+        tables += look_tables(look_records)
     path.write_text(f"""# Study {path.stem[0]}: {study.title}
 
 {study.question}
 
-{words[0]}## Table and figure
+{findings[0]}## Table and figure
 
 ![{study.title}]({path.stem}.svg)
 {tables}
@@ -594,52 +657,60 @@ QUICK = {"updates": 5, "batch": 16, "rows": 240, "posts": 40, "rate": 1e-3}
 
 @dataclass
 class StudyConfig:
-    """Which studies, and where they go."""
-    study: str = flag("all", "1 to 9, or all", ("all", *map(str, STUDIES)))
-    quick: bool = flag(False, "two seeds, short runs, nothing tuned: shows that all works")
-    output_dir: str = flag("runs/studies", "for pages and figures")
-    cache: str = flag("runs/studies", "records of runs that are done, and the reward models")
-    workers: int = flag(2, "runs at once, one core each", least=1)
+    """The flags: which studies to run, and where their pages are written."""
+    study: str = flag("all", "number of a study, 1 to 9, or all", ("all", *map(str, STUDIES)))
+    quick: bool = flag(False, "two seeds and short runs without tuning, as a check")
+    output_dir: str = flag("runs/studies", "directory of the pages and figures")
+    cache: str = flag("runs/studies", "directory of the records and reward models of past runs")
+    workers: int = flag(2, "number of parallel runs, with one core each", least=1)
 
 
-def tune(runs: list[Run], do) -> list[Run]:
-    """Runs with the smallest rate that tunes within 0.01 of the best."""
+def tune(runs: list[Run], get_records) -> list[Run]:
+    """Runs with the smallest learning rate whose accuracy is within 0.01 of the best."""
     tries = [replace(run, rate=rate, seed=TUNING) for run in runs for rate in RATES]
-    found = np.reshape([record["accuracy"] for record in do(tries)], (-1, len(RATES)))
-    good = (found >= found.max(1, keepdims=True) - 0.01).argmax(1)
-    return [replace(run, rate=RATES[first]) for run, first in zip(runs, good)]
+    accuracies = [record["accuracy"] for record in get_records(tries)]
+    accuracies = np.reshape(accuracies, (-1, len(RATES)))
+    is_good = accuracies >= accuracies.max(1, keepdims=True) - 0.01
+    return [replace(run, rate=RATES[i]) for run, i in zip(runs, is_good.argmax(1))]
 
 
-def do_study(number: int, study: Study, config: StudyConfig, do) -> Path:
-    """Do the runs of a study; write its page and figure."""
+def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Path:
+    """Execute the runs of a study and write its page and figure → path of the page.
+
+    get_records: a function from runs to their records, see `settle`.
+    """
     if config.quick:
-        arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
-        looks = [replace(run, **QUICK) for run in study.looks]
-        study = replace(study, arms=arms, looks=looks, tuned=0, seeds=2)
+        quick_arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
+        quick_looks = [replace(run, **QUICK) for run in study.looks]
+        study = replace(study, arms=quick_arms, looks=quick_looks, tuned=0, seeds=2)
     runs = [*study.arms.values()]
-    do([*filter(None, map(judge_of, runs))])
-    if tuned := tune(runs[: study.tuned], do):
+    get_records([*filter(None, map(judge_of, runs))])              # trains the reward models
+    tuned = tune(runs[: study.tuned], get_records)
+    if tuned:
         runs = tuned + [replace(run, rate=tuned[0].rate) for run in runs[len(tuned):]]
-    records = do([replace(run, seed=seed) for run in runs for seed in range(study.seeds)])
+    records = get_records([replace(run, seed=seed) for run in runs
+                           for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
-    looks = do(study.looks)
-    charts = arm_figure(arms) + ([look_figure(looks)] if looks else [])
+    look_records = get_records(study.looks)
+    charts = arm_figure(arms)
+    if look_records:
+        charts.append(look_figure(look_records))
     name = re.sub("[^a-z0-9]+", "_", study.title.lower())
     path = Path(config.output_dir) / f"{number}_{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".svg").write_text(sheet(charts))
-    write_page(path, study, arms, looks, " --quick" if config.quick else "")
+    write_page(path, study, arms, look_records, " --quick" if config.quick else "")
     return path
 
 
 def main():
-    """Do studies and write their pages."""
+    """Execute the chosen studies and print the paths of their pages."""
     config = parse_flags(StudyConfig, sys.argv[1:], __doc__)
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
-        do = partial(settle, Path(config.cache), pool)
+        get_records = partial(settle, Path(config.cache), pool)
         for number, study in STUDIES.items():
             if config.study in ("all", str(number)):
-                print(do_study(number, study, config, do))
+                print(do_study(number, study, config, get_records))
 
 
 if __name__ == "__main__":
