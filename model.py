@@ -431,9 +431,9 @@ def shard(model, device):
     holds more than its shard and two units. For sampling, `gathered` holds the whole base.
 
     The FSDP units are the embeddings, every block, the head, and the rest of the base. The
-    adapters are not sharded, whether they are loaded before or after: every rank holds them in
-    float32. One reason is that an FSDP unit has one dtype; another is that a single rank can
-    save them. The caller sums their gradients over the ranks.
+    adapters are not sharded, whether they are loaded before or after. Every rank holds them in
+    float32, because all parameters of an FSDP unit must have one dtype. Any single rank can
+    therefore save them. The caller sums their gradients over the ranks.
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -121,11 +121,10 @@ class _FusedLogProbs(torch.autograd.Function):
 
         log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
 
-    The gradient does not depend on the upstream gradient, except for a factor. The forward pass
-    computes it while it has p. The backward pass only scales it and does not need the head,
-    which FSDP has freed by then. Each tile has its own softmax and its own log Σ e^z. They are
-    combined as in FlashAttention: with each new tile the previous sum of p W is scaled down, to
-    its share of the new Σ e^z.
+    The forward pass computes this gradient, because it already has p. The backward pass only
+    multiplies it by the upstream gradient. It does not need the head, which FSDP has freed by
+    then. Each tile has its own softmax and its own log Σ e^z. They are combined as in
+    FlashAttention: each new tile reduces the share of the previous tiles in p.
     """
 
     @staticmethod
@@ -144,7 +143,7 @@ class _FusedLogProbs(torch.autograd.Function):
             column = (targets - tile.start).clamp(0, len(w) - 1)
             z_y = torch.where(in_tile, z.gather(1, column), z_y)
             p = z.softmax(1)            # row by row, while the row is in the CPU's cache
-            # p = e^z / Σ e^z, so log Σ e^z = z − log p; the largest z and p are most exact.
+            # p = e^z / Σ e^z, so log Σ e^z = z − log p. The largest z and p are the most exact.
             tile_log_sum = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
             previous = log_sum
             log_sum = torch.logaddexp(previous, tile_log_sum)
@@ -366,7 +365,7 @@ class Decoder:
         return graph.replay
 
     def keep(self, alive: Tensor):
-        """Continue only with the rows at the indices `alive`, [rows]."""
+        """Continue only with the B rows at the indices `alive`, [B]."""
         self.rows = self.rows[alive]
         self.has_ended = self.has_ended[alive]
         self.mask = self.mask[alive]
@@ -424,7 +423,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
 
 @dataclass(frozen=True)
 class DecodePolicy:
-    """How often decoding does its slow work, on one kind of device."""
+    """When `_decode` looks for ended rows and removes them, and how it widens the cache."""
     width_step: int         # attention reads a multiple of this many columns
     check_every: int        # tokens between two checks for rows that have ended
     max_active: float       # ended rows leave when at most this share of rows is active

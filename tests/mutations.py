@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation("runtime.py", "if state_path.read_text() != json.dumps(",
              "if False and state_path.read_text() != json.dumps(",
              MODEL, "damaged checkpoint accepted"),
-    Mutation("runtime.py", "max(start, (n - 1) // every * every)",
-             "max(start, n // every * every)",
+    Mutation("runtime.py", "max(start, (n - 1) // save_every * save_every)",
+             "max(start, n // save_every * save_every)",
              "tests/test_restart.py -k flipped", "checkpoint before the newest removed"),
 
     # ── sampling.py
