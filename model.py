@@ -1,17 +1,17 @@
-"""One base for every role: LoRA adapters by hand, value head, ranks, FSDP2, checkpoints.
+"""One frozen base model for every role: LoRA adapters, value head, sharding with FSDP2.
 
     model, tokenizer = load_model("toy/base")
     add_lora(model, "policy", r=16, alpha=32)
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
 
-One frozen base plays policy, critic R_φ and reference; `use_lora` switches between them, so an
-8B model lies in memory once. Under torchrun each process is one rank; alone it is rank 0 of 1.
+The same base model is the policy, the critic R_φ and the reference. `use_lora` switches between
+them, so memory holds an 8B model only once.
 B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
-Paper: the adapters of Appendix D, the V_ψ of §3.5; nothing of loading, ranks and files.
-Departure from common practice: adapters are merged into the base for decoding alone, and only
-in float32: in bfloat16 a merged update of the size that PPO makes is rounded away.
+Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading, ranks or
+files. Departure from common practice: adapters are merged into the base only for decoding in
+float32. In bfloat16, rounding would remove a merged update as small as PPO's.
 """
 
 from __future__ import annotations
@@ -40,52 +40,54 @@ from data import ModelError
 from runtime import atomic_directory, checksum, find_device, find_files, read_json, read_tensors
 from sampling import head_weight, positions_of
 
-DATE = date(2024, 7, 26)             # in the place of today's; Llama 3.1's own
-# The prompt of a model that has no chat template of its own (toy/base, most base models).
+# Chat templates get this date instead of today's. It is the default date of Llama 3.1.
+DATE = date(2024, 7, 26)
+# The prompt format of a model without a chat template (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
 # On Hopper GPUs cuDNN's attention returns NaN gradients for masked inputs of 64, 192, 320, …
-# tokens (pytorch issue 196678), and it plans anew for each shape. The other kernels do neither.
+# tokens (pytorch issue 196678). It also builds a new plan for each shape. The other kernels do
+# not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# What makes of PEFT's adapters something else than W x + (alpha / r) B A x.
-OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
-               "fan_in_fan_out", "lora_bias")
+# With one of these PEFT options, an adapter does not compute W x + (alpha / r) B A x.
+UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern",
+                       "modules_to_save", "fan_in_fan_out", "lora_bias")
 
 
 # ── Loading and prompts
 
 def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
-    """Load a causal LM, frozen, and its tokenizer from a directory or hub id; never a pickle.
+    """Load a frozen causal LM and its tokenizer from a directory or hub id; never a pickle.
 
-    dtype: a torch dtype or its name; None is bfloat16, but on a CPU, whose bfloat16 kernels are
-    slow, float32. to_shard: leave the weights in their files, which are mapped into memory,
-    until `shard` moves them to `device`. A template that writes today's date is given DATE.
-    Raises ModelError where there is no such model, where the tokenizer has more tokens than it,
-    where the head is not the product `hidden @ weight.T` that is scored, or where the GPU has
-    no bfloat16.
+    dtype: a torch dtype or its name. None means float32 on a CPU, where bfloat16 is slow, and
+    bfloat16 on a GPU. to_shard: keep the weights in memory-mapped files until `shard` moves
+    them to `device`. Chat templates that insert today's date get DATE instead.
+    Raises ModelError where the model cannot be loaded, where the tokenizer has more tokens than
+    the model, where the logits are not exactly `hidden @ weight.T`, or where the GPU does not
+    support bfloat16.
     """
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    if (device.type == "cuda" and str(dtype).endswith("bfloat16")
-            and not torch.cuda.is_bf16_supported(including_emulation=False)):
+    needs_bfloat16 = device.type == "cuda" and str(dtype).endswith("bfloat16")
+    if needs_bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
-                         f"float32, or float16 for a small memory")
+                         f"float32, or float16 to save memory")
     try:
-        # Lengths are checked by row, and not by the tokenizer.
+        # The caller checks the length of each row, so the tokenizer has no limit.
         tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"cannot load a model from {path}: {reason} (--model takes a hub id "
-                         f"or a directory in Hugging Face format)") from error
+        raise ModelError(f"cannot load a model from {path}: {reason}; give --model a hub id "
+                         f"or a directory in Hugging Face format") from error
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and the "
-                         f"model {model.config.vocab_size}; they do not belong together")
+                         f"model {model.config.vocab_size}; use the tokenizer of this model")
     if isinstance(tokenizer.chat_template, str):
-        # Whenever a run goes on, and for R_φ and eval.py on any day, x is to be the same.
+        # The prompt x must be the same on every day, for resumed runs, R_φ and eval.py.
         tokenizer.chat_template = re.sub(
             r"""strftime_now\((["'])(.*?)\1\)""",
-            lambda call: repr(DATE.strftime(call[2])), tokenizer.chat_template)
+            lambda match: repr(DATE.strftime(match[2])), tokenizer.chat_template)
     model.requires_grad_(False).eval()
     if not to_shard:
         model.to(device)
@@ -95,104 +97,113 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
 
 @torch.no_grad()
 def _check_plain_head(model, path):
-    """Soft-capped, scaled or biased logits would be drawn and scored by different formulas.
+    """Raise ModelError where the model caps, scales or biases its logits after the head.
 
-    Without the blocks, which a model that is to be sharded should not read whole.
+    Sampling and scoring compute only `hidden @ weight.T`. The check runs without the decoder
+    blocks, because a model that will be sharded should not read all its weights here.
     """
     blocks = getattr(model.base_model, "layers", None)
     if blocks:
         model.base_model.layers = nn.ModuleList()
-    # From id 1 on: 0 may be a blank padding row.
+    # Ids start at 1, because the embedding of 0 may be all zeros (padding).
     ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
-    plain = model.base_model(ids).last_hidden_state @ head_weight(model).T
+    expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
     logits = model(ids).logits
     if blocks:
         model.base_model.layers = blocks
-    if not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
-        raise ModelError(f"{path}: this architecture changes its logits after the head (by a "
-                         f"bias, a scale or a soft cap); Llama, Mistral and Qwen do not")
+    if not torch.allclose(expected, logits, rtol=1e-2, atol=1e-2):
+        raise ModelError(f"{path}: this architecture changes its logits after the head (with a "
+                         f"bias, a scale or a soft cap); use Llama, Mistral or Qwen")
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
-    """A user turn, or chat messages that end with one, as ids, ready for the model's answer."""
+    """Token ids of a user turn, or of chat messages that end with one; the answer follows."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template:                                   # which writes its own BOS
+    if tokenizer.chat_template:                            # the template adds BOS itself
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False).input_ids
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    plain = {"user": PLAIN_TEMPLATE, "system": "{prompt}\n\n", "assistant": "{prompt}\n\n"}
-    text = "".join(plain[turn["role"]].replace("{prompt}", turn["content"]) for turn in turns)
+    formats = {"user": PLAIN_TEMPLATE, "system": "{prompt}\n\n", "assistant": "{prompt}\n\n"}
+    text = "".join(formats[turn["role"]].replace("{prompt}", turn["content"]) for turn in turns)
     return bos + tokenizer(text, add_special_tokens=False).input_ids
 
 
 def encode_answer(tokenizer, text: str) -> list[int]:
-    """Target ids of teacher forcing: the text and EOS, so that the model learns to stop."""
+    """Target ids for teacher forcing: the text and EOS, so that the model learns to stop."""
     return tokenizer(text, add_special_tokens=False).input_ids + [eos_ids(tokenizer)[0]]
 
 
 def eos_ids(tokenizer, model=None) -> list[int]:
-    """Every id that ends an answer: the tokenizer's EOS, then the generation config's."""
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    """Ids that end an answer: the EOS of the tokenizer, then those of the generation config."""
+    config = getattr(model, "generation_config", None)
+    config_ids = getattr(config, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id,
+           *(config_ids if isinstance(config_ids, list) else [config_ids])]
     ids = [token for token in dict.fromkeys(ids) if token is not None]
     if not ids:
-        raise ModelError("the tokenizer has no EOS token, so an answer could never end")
+        raise ModelError("the tokenizer has no EOS token, so answers would never end; set "
+                         "eos_token in tokenizer_config.json")
     return ids
 
 
 # ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with named low-rank updates, of which at most one is active."""
+    """A frozen linear layer with named low-rank updates. At most one of them is active."""
 
     def __init__(self, base_layer: nn.Linear):
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()   # [r, in], [out, r]
-        self.scaling, self.dropout = {}, {}                                 # alpha / r, share
-        self.active: str | None = None
-        self.merged: Tensor | None = None                # W + (alpha / r) B A of the active one
+        self.lora_A = nn.ParameterDict()                 # A of each adapter, [r, in]
+        self.lora_B = nn.ParameterDict()                 # B of each adapter, [out, r]
+        self.scaling = {}                                # adapter → alpha / r
+        self.dropout = {}                                # adapter → dropout probability
+        self.active: str | None = None                   # name of the active adapter
+        self.merged: Tensor | None = None                # W + (alpha / r) B A, [out, in]
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
-        """A uniform as nn.Linear draws it, B zero: it changes nothing until it is trained.
+        """Add an adapter: A uniform as in nn.Linear, B zero. Its first update is zero.
 
         A is drawn on the CPU, so that its values do not depend on the device.
         """
         weight = self.base_layer.weight
-        A, B = torch.empty(r, weight.shape[1]), torch.zeros(weight.shape[0], r)
+        A = torch.empty(r, weight.shape[1])
+        B = torch.zeros(weight.shape[0], r)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5))
         self.lora_A[name] = nn.Parameter(A.to(weight.device, torch.float32))
         self.lora_B[name] = nn.Parameter(B.to(weight.device, torch.float32))
-        self.scaling[name], self.dropout[name] = alpha / r, dropout
+        self.scaling[name] = alpha / r
+        self.dropout[name] = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out] in the base layer's dtype; the update is made in float32."""
+        """[..., in] → [..., out] in the base layer's dtype. The update uses float32."""
         if self.merged is not None:
             return F.linear(x, self.merged, self.base_layer.bias)
         y = self.base_layer(x)
         if self.active not in self.lora_A:
             return y
-        A, B = self.lora_A[self.active], self.lora_B[self.active]
+        A = self.lora_A[self.active]
+        B = self.lora_B[self.active]
         if self.training and self.dropout[self.active]:
             x = F.dropout(x, self.dropout[self.active])
-        low = F.linear(x.to(A.dtype), A) * self.scaling[self.active]             # [..., r]
-        return y + F.linear(low, B).to(y.dtype)
+        projection = F.linear(x.to(A.dtype), A) * self.scaling[self.active]      # [..., r]
+        return y + F.linear(projection, B).to(y.dtype)
 
 
 def _lora_layers(model, name: str | None = None) -> dict[str, LoRALinear]:
-    """Path → layer, of all or of those that have the adapter `name`."""
+    """Path → LoRA layer: all of them, or only those with the adapter `name`."""
     return {path: layer for path, layer in model.named_modules()
             if isinstance(layer, LoRALinear) and (name is None or name in layer.lora_A)}
 
 
 def _linear_layers(model) -> dict[str, nn.Linear]:
-    """Path → linear layer, wrapped or not, of all that an adapter may change."""
+    """Path → linear layer that an adapter may change, wrapped in a LoRALinear or not."""
     return {path.removesuffix(".base_layer"): layer for path, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
 
 
 def _wrap(model, path: str) -> LoRALinear:
-    """The LoRALinear at `path`, put around the nn.Linear that stands there if need be."""
+    """The LoRALinear at `path`. An nn.Linear at this path is wrapped first."""
     layer = model.get_submodule(path)
     if isinstance(layer, nn.Linear):
         layer = LoRALinear(layer).train(layer.training)
@@ -200,25 +211,33 @@ def _wrap(model, path: str) -> LoRALinear:
     return layer
 
 
-def _check_name(model, name: str, loaded: bool):
-    if bool(_lora_layers(model, name)) != loaded:
-        raise ModelError(f"{'no' if loaded else 'already an'} adapter named {name!r} is loaded")
+def _check_name(model, name: str, should_exist: bool):
+    if bool(_lora_layers(model, name)) != should_exist:
+        problem = "not loaded; call load_lora first" if should_exist else "already loaded"
+        raise ModelError(f"the adapter {name!r} is {problem}")
 
 
 def target_layers(model, target_modules) -> list[str]:
-    """The paths of the linear layers whose last names are targets; ModelError for others."""
+    """Paths of the linear layers whose last name is a target.
+
+    Raises ModelError where the model has no linear layer of that name.
+    """
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
-    known = set(names.values())
-    if absent := set(target_modules) - known:
-        raise ModelError(f"no linear layer is named {', '.join(sorted(absent))}; this model "
-                         f"has {', '.join(sorted(known))}")
-    return [path for path, last in names.items() if last in target_modules]
+    choices = set(names.values())
+    unknown = set(target_modules) - choices
+    if unknown:
+        raise ModelError(f"no linear layer is named {', '.join(sorted(unknown))}; choose from "
+                         f"{', '.join(sorted(choices))}")
+    return [path for path, name in names.items() if name in target_modules]
 
 
 def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 0.0,
              target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
-    """Give every linear layer whose last name is a target a new adapter; its parameters."""
-    _check_name(model, name, loaded=False)
+    """Add an adapter to each linear layer whose last name is a target; return its parameters.
+
+    Raises ModelError where the name is in use or a target does not exist.
+    """
+    _check_name(model, name, should_exist=False)
     for path in target_layers(model, target_modules):
         _wrap(model, path).add(name, r, alpha, dropout)
     return lora_parameters(model, name)
@@ -226,56 +245,66 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 
 @contextmanager
 def use_lora(model, name: str | None, merge: bool = False):
-    """Inside, the model runs with this adapter alone; None is the bare base.
+    """Use only this adapter inside the `with` block; None means the base without adapters.
 
-    merge: one product for a layer, not three, where the base is whole and in float32. For
-    decoding, whose passes are many and small: the copy costs the memory of those layers.
+    merge: one matrix product per layer instead of three, where the base is float32 and not
+    sharded. This is for decoding, which has many small passes. The merged weights need as much
+    memory as those layers.
     """
     if name is not None:
-        _check_name(model, name, loaded=True)
+        _check_name(model, name, should_exist=True)
     layers = _lora_layers(model).values()
-    before = [layer.active for layer in layers]
+    previous = [layer.active for layer in layers]
     for layer in layers:
-        layer.active, layer.merged = name, None
-        W = layer.base_layer.weight
-        whole = W.dtype == torch.float32 and not isinstance(W, DTensor)
-        if merge and whole and name in layer.lora_A:
+        layer.active = name
+        layer.merged = None
+        weight = layer.base_layer.weight
+        can_merge = weight.dtype == torch.float32 and not isinstance(weight, DTensor)
+        if merge and can_merge and name in layer.lora_A:
             update = layer.lora_B[name].detach() @ layer.lora_A[name].detach()
-            layer.merged = torch.add(W, update, alpha=layer.scaling[name])
+            layer.merged = torch.add(weight, update, alpha=layer.scaling[name])
     try:
         yield model
     finally:
-        for layer, active in zip(layers, before):
-            layer.active, layer.merged = active, None
+        for layer, active in zip(layers, previous):
+            layer.active = active
+            layer.merged = None
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:
-    """The tensors of one adapter, A [r, in] and B [out, r] of each layer, in a fixed order."""
-    layers = sorted(_lora_layers(model, name).items())
-    return [x[name] for _, layer in layers for x in (layer.lora_A, layer.lora_B)]
+    """The tensors of one adapter in a fixed order: A [r, in] and B [out, r] of each layer."""
+    parameters = []
+    for _, layer in sorted(_lora_layers(model, name).items()):
+        parameters += [layer.lora_A[name], layer.lora_B[name]]
+    return parameters
 
 
 def fingerprint(model) -> str:
-    """A hash of shapes and bfloat16 corners: of one base the same in float32 and bfloat16."""
+    """Hash of the base's shapes and of parts of its weights; equal in float32 and bfloat16."""
     embeddings = model.get_input_embeddings().weight
     if isinstance(embeddings, DTensor):
-        return model.fingerprint_when_whole     # by `shard`, so that one rank can save alone
-    corners = [w.detach()[:: max(1, len(w) // 64), :64].bfloat16().tolist()
-               for w in (embeddings, head_weight(model))]
+        # `shard` stores it, so that one rank can save an adapter without the others.
+        return model.fingerprint_before_sharding
+    samples = [weight.detach()[:: max(1, len(weight) // 64), :64].bfloat16().tolist()
+               for weight in (embeddings, head_weight(model))]
     shape = [*embeddings.shape, model.config.num_hidden_layers]
-    return checksum(state=[shape, corners])[:16]
+    return checksum(state=[shape, samples])[:16]
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, whole or not at all; PEFT finds its base from any
-    directory."""
-    _check_name(model, name, loaded=True)
-    layers, tensors = _lora_layers(model, name), {}
+    """Write one adapter in PEFT's format, completely or not at all.
+
+    The path of the base is absolute, so PEFT finds it from any working directory.
+    """
+    _check_name(model, name, should_exist=True)
+    layers = _lora_layers(model, name)
+    tensors = {}
     for path, layer in layers.items():
-        for side, x in (("A", layer.lora_A[name]), ("B", layer.lora_B[name])):
+        for side, tensor in (("A", layer.lora_A[name]), ("B", layer.lora_B[name])):
             key = f"base_model.model.{path}.lora_{side}.weight"
-            tensors[key] = x.detach().cpu().contiguous()
-    r, base = len(layer.lora_A[name]), model.config._name_or_path
+            tensors[key] = tensor.detach().cpu().contiguous()
+    r = len(layer.lora_A[name])
+    base = model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
@@ -287,46 +316,56 @@ def save_lora(model, name: str, directory):
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
-    """Read an adapter in PEFT's format under a name of ours; returns its parameters.
+    """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
-    Raises ModelError where a file is lost or damaged, or where the adapter is of another kind
-    (DoRA, rsLoRA, …) or for another base; the model then stays as it was.
+    Raises ModelError where a file is missing or damaged, where the adapter is not plain LoRA
+    (DoRA, rsLoRA, …), or where it was trained on another base. The model is not changed then.
     """
-    _check_name(model, name, loaded=False)
+    _check_name(model, name, should_exist=False)
     config_path, path = find_files(directory, *ADAPTER_FILES)
     config = read_json(config_path)
-    if kinds := [key for key in OTHER_KINDS if config.get(key)]:
-        raise ModelError(f"{directory}: the adapter sets {kinds[0]}, not supported here")
-    if lacking := {"r", "lora_alpha"} - config.keys():
-        raise ModelError(f"{config_path}: {min(lacking)} is not there; save the adapter again")
+    options = [key for key in UNSUPPORTED_OPTIONS if config.get(key)]
+    if options:
+        raise ModelError(f"{directory}: the adapter sets {options[0]}, which is not supported; "
+                         f"use plain LoRA")
+    missing = {"r", "lora_alpha"} - config.keys()
+    if missing:
+        raise ModelError(f"{config_path}: {min(missing)} is missing; save the adapter again")
     tensors, metadata = read_tensors(path)
-    ours, base = fingerprint(model), config.get("base_model_name_or_path")
-    if metadata.get("base_fingerprint", ours) != ours:
-        raise ModelError(f"{directory}: this adapter was made for another base ({base}), not "
-                         f"for {model.config._name_or_path}")
+    model_hash = fingerprint(model)
+    base = config.get("base_model_name_or_path")
+    if metadata.get("base_fingerprint", model_hash) != model_hash:
+        raise ModelError(f"{directory}: this adapter was trained on another base ({base}), not "
+                         f"on {model.config._name_or_path}; choose its base with --model")
     pairs = {}                                        # path of the layer → its A and B
-    for key, x in tensors.items():
-        layer, _, side = key.removeprefix("base_model.model.").partition(".lora_")
-        pairs.setdefault(layer, {})[side.removesuffix(".weight")] = x
-    here = {layer: list(x.weight.shape) for layer, x in _linear_layers(model).items()}
-    for layer, pair in pairs.items():
-        whole = pair.keys() == {"A", "B"}
-        there = [*pair["B"].shape[:1], *pair["A"].shape[1:]] if whole else "no LoRA pair"
-        if here.get(layer) != there:
-            raise ModelError(f"{directory}: made for another base: {layer} is "
-                             f"{here.get(layer, 'absent')} here and {there} in the adapter")
-    for layer, pair in pairs.items():
-        lora, r = _wrap(model, layer), len(pair["A"])
-        lora.add(name, r, config["lora_alpha"] * r / config["r"], config.get("lora_dropout", 0))
-        lora.lora_A[name].data.copy_(pair["A"])
-        lora.lora_B[name].data.copy_(pair["B"])
+    for key, tensor in tensors.items():
+        path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
+        pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
+    shapes = {path: list(layer.weight.shape) for path, layer in _linear_layers(model).items()}
+    for path, pair in pairs.items():
+        is_pair = pair.keys() == {"A", "B"}
+        shape = [*pair["B"].shape[:1], *pair["A"].shape[1:]] if is_pair else "no LoRA pair"
+        if shapes.get(path) != shape:
+            raise ModelError(f"{directory}: the adapter does not fit the base: {path} is "
+                             f"{shapes.get(path, 'absent')} here and {shape} in the adapter; "
+                             f"choose another adapter or --model")
+    for path, pair in pairs.items():
+        layer = _wrap(model, path)
+        r = len(pair["A"])
+        alpha = config["lora_alpha"] * r / config["r"]
+        layer.add(name, r, alpha, config.get("lora_dropout", 0))
+        layer.lora_A[name].data.copy_(pair["A"])
+        layer.lora_B[name].data.copy_(pair["B"])
     return lora_parameters(model, name)
 
 
 # ── Forward passes
 
 class ValueHead(nn.Module):
-    """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): linear in the policy's last hidden state, 0 at first."""
+    """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): a linear layer on the policy's last hidden state.
+
+    All its weights start at 0.
+    """
 
     def __init__(self, hidden_size: int, device=None):
         super().__init__()
@@ -341,89 +380,95 @@ class ValueHead(nn.Module):
 
 def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tensor,
                     mask: Tensor) -> Tensor:
-    """The states that predict the response: h_t has seen x and y_<t (Alg. 4 l.22, 24).
+    """Hidden states that predict the response: h_t depends on x and y_<t (Alg. 4 l.22, 24).
 
     prompts, prompt_mask: [B, P]; responses, mask: [B, T] → [B, T, H]
     """
     attention = torch.cat([prompt_mask, mask], dim=1)
     assert attention[:, prompts.shape[1] - 1].all(), "Alg. 4 l.22: y_1 follows the last of x"
-    out = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,
-                           position_ids=positions_of(attention), use_cache=False)
-    hidden = out.last_hidden_state[:, prompts.shape[1] - 1 : -1]
+    output = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,
+                              position_ids=positions_of(attention), use_cache=False)
+    hidden = output.last_hidden_state[:, prompts.shape[1] - 1 : -1]
     assert hidden.shape[:2] == responses.shape, "Alg. 4 l.22: one h_t for each y_t"
     return hidden
 
 
-# ── Less memory: recomputed activations, and a base spread over the ranks (FSDP2)
+# ── Less memory: activation checkpointing, and a base sharded over the ranks (FSDP2)
 
 def decoder_blocks(model) -> list[nn.Module]:
-    """The repeated layers of the base, in order, as Llama, Mistral, Qwen and Phi name them."""
+    """The decoder layers in order; Llama, Mistral, Qwen and Phi call the list `layers`."""
     if not hasattr(model.base_model, "layers"):
-        raise ModelError(f"{model.config._name_or_path}: its blocks are not named `layers`; "
+        raise ModelError(f"{model.config._name_or_path}: the model has no list `layers`; "
                          f"run without --shard and --activation_checkpointing")
     return list(model.base_model.layers)
 
 
 def checkpoint_activations(model):
-    """From now on a block keeps only its input for the backward pass, which runs it once more.
+    """Make each block keep only its input; the backward pass then runs the block again.
 
-    transformers' `gradient_checkpointing_enable` acts in training mode alone, and in the second
-    run the adapter must be active that was so in the first, though `use_lora` has been left.
+    transformers' `gradient_checkpointing_enable` works only in training mode. The second run
+    also needs the same active adapter as the first, even after the `use_lora` block has ended.
     """
     for block in decoder_blocks(model):
         if not isinstance(block.forward, partial):
-            block.forward = partial(_recomputed, block, block.forward)
+            block.forward = partial(_run_checkpointed, block, block.forward)
 
 
-def _recomputed(block, forward, *args, **kwargs):
+def _run_checkpointed(block, forward, *args, **kwargs):
+    """Run `forward`; the backward pass runs it again with the adapter that is active now."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    name = next((layer.active for layer in _lora_layers(block).values()
-                 if layer.active in layer.lora_A), None)
+    adapter = next((layer.active for layer in _lora_layers(block).values()
+                    if layer.active in layer.lora_A), None)
     return checkpoint(forward, *args, use_reentrant=False,
-                      context_fn=lambda: (nullcontext(), use_lora(block, name)), **kwargs)
+                      context_fn=lambda: (nullcontext(), use_lora(block, adapter)), **kwargs)
 
 
 def shard(model, device):
-    """Spread the frozen base over all ranks with FSDP2; returns the model, now on `device`.
+    """Shard the frozen base over all ranks with FSDP2 and return the model, now on `device`.
 
-    A model from `load_model(…, to_shard=True)` is read unit by unit, so that a device never
-    holds more than its share and two units. In sampling (`gathered`) it holds the whole base.
+    A model from `load_model(…, to_shard=True)` is read one unit at a time, so a device never
+    holds more than its shard and two units. For sampling, `gathered` holds the whole base.
 
-    Units that are gathered and freed together: the embeddings, every block, the head, and the
-    rest with the base. Adapters, loaded before or after, stay whole on every rank, in float32:
-    an FSDP unit must be of one dtype, and so any one rank saves them whole. The caller sums
-    their gradients over the ranks.
+    The FSDP units are the embeddings, every block, the head, and the rest of the base. The
+    adapters are not sharded, whether they are loaded before or after. Every rank holds them in
+    float32, because all parameters of an FSDP unit must have one dtype. Any single rank can
+    therefore save them. The caller sums their gradients over the ranks.
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model.fingerprint_when_whole = fingerprint(model)
-    adapters = {p for layer in _lora_layers(model).values()
-                for p in (*layer.lora_A.values(), *layer.lora_B.values())}
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = model.config.tie_word_embeddings
+    model.fingerprint_before_sharding = fingerprint(model)
+    adapters = set()
+    for layer in _lora_layers(model).values():
+        adapters |= {*layer.lora_A.values(), *layer.lora_B.values()}
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    is_tied = model.config.tie_word_embeddings
     units = [embeddings, *decoder_blocks(model), model.base_model]
-    for unit in units if tied else [*units, head]:
+    if not is_tied:
+        units.append(head)
+    for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
-    if tied:
-        head.weight = embeddings.weight              # the sharded one
-    for p in adapters:
-        p.data = p.data.to(device)
-    with torch.no_grad():                            # FSDP learns from the first pass its roots
+    if is_tied:
+        head.weight = embeddings.weight              # now the sharded weight
+    for parameter in adapters:
+        parameter.data = parameter.data.to(device)
+    with torch.no_grad():         # FSDP finds its root modules in the first forward pass
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
-        if not tied:
+        if not is_tied:
             head(hidden)
     return model
 
 
 @contextmanager
 def gathered(model):
-    """Inside, a sharded model is whole on every rank, and no rank waits for another.
+    """Hold all weights of a sharded model on every rank during a `with` block.
 
-    For sampling, where the parameters would otherwise be gathered for every token.
+    Inside, no rank waits for another. Without this, sampling would gather the weights for every
+    token.
     """
-    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()

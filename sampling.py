@@ -1,18 +1,19 @@
-"""One distribution π(·|x): drawn from, with a key-value cache, and scored, by fused log-probs.
+"""The distribution π(·|x): sampling with a key-value cache, and scoring with fused log-probs.
 
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
     logprobs = token_logprobs(hidden, head_weight(model), targets, temperature=0.6)
 
-What is drawn is what is scored: softmax(h Wᵀ / T), with no top-k, top-p or repetition penalty.
+Sampling and scoring use the same distribution: softmax(h Wᵀ / T), with no top-k, top-p or
+repetition penalty.
 B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), N tokens
 of a flat batch, H hidden size, V vocabulary.
 
-Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25); not how they are
-made. Departure from common practice: one uniform number per row and step decides the token, so
-on a CPU in float32 a text depends neither on its neighbours in the batch nor on the number of
-ranks. A GPU chooses kernels by the shape of the batch, so there the last bits of the logits can
-change with it, and now and then a token.
+Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25). The paper does
+not describe how to compute them. Departure from common practice: one uniform number per row and
+step decides the token. On a CPU in float32, a text therefore depends neither on the other rows
+of the batch nor on the number of ranks. A GPU chooses its kernels by the shape of the batch, so
+the last bits of the logits can differ there, and sometimes a token.
 """
 
 from __future__ import annotations
@@ -30,30 +31,32 @@ from torch.utils.checkpoint import checkpoint
 
 from data import ModelError
 
-PREFILL_TOKENS = 1 << 16   # prompt tokens that run through the model together
-ROWS = 1024                # rows scored together: enough for matrix products at full speed
-LOGITS = 1 << 24           # logits at once where entropy is computed: 64 MiB
+PREFILL_TOKENS = 1 << 16   # prompt tokens in one forward pass
+ROWS = 1024                # tokens scored at a time; enough for fast matrix products
+LOGITS = 1 << 24           # logits at a time in the entropy; 64 MiB in float32
 
 
 # ── Prompts and responses as tensors
 
 def round_up(n: int, multiple: int) -> int:
-    """The next multiple."""
+    """The smallest multiple of `multiple` that is not less than n."""
     return -(-n // multiple) * multiple
 
 
 def context_length(model) -> int:
-    """How many tokens the model can attend to: prompt and response together."""
+    """The largest number of tokens in a prompt and its response together."""
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device=None,
               multiple: int = 1):
-    """Prompts padded left to a multiple, responses right: ids, mask [B, P], ids, mask [B, T]
+    """Pad prompts on the left and responses on the right: ids, mask [B, P], ids, mask [B, T].
 
-    With id 0, which every model has: what is masked is never seen.
+    multiple: P is a multiple of it. The padding id is 0, which every model has; the masks
+    exclude it from attention.
     """
-    P, T = round_up(max(map(len, prompt_ids)), multiple), max(map(len, response_ids), default=0)
+    P = round_up(max(map(len, prompt_ids)), multiple)
+    T = max(map(len, response_ids), default=0)
     prompts = [[0] * (P - len(x)) + x for x in prompt_ids]
     prompt_mask = [[0] * (P - len(x)) + [1] * len(x) for x in prompt_ids]
     responses = [y + [0] * (T - len(y)) for y in response_ids]
@@ -63,41 +66,45 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
 
 
 def positions_of(attention: Tensor) -> Tensor:
-    """[B, columns] of 0 and 1 → each token's position, from the first that is no padding."""
+    """Attention mask [B, columns] → position of each token; the first real token has 0."""
     return (attention.cumsum(dim=1) - 1).clamp(min=0)
 
 
 # ── The head: z = h Wᵀ / T
 
 def head_weight(model) -> Tensor:
-    """The language-model head, [V, H]; a sharded model's is gathered, and lives while held."""
-    # Of a tied head that is sharded only the embeddings know when they are whole.
-    tied = model.config.tie_word_embeddings
-    weight = (model.get_input_embeddings() if tied else model.get_output_embeddings()).weight
+    """The weight of the language-model head, [V, H].
+
+    A sharded weight is gathered into a new tensor, which lives as long as the caller holds it.
+    """
+    # FSDP manages a tied weight through the embeddings, so it is read from there.
+    is_tied = model.config.tie_word_embeddings
+    module = model.get_input_embeddings() if is_tied else model.get_output_embeddings()
+    weight = module.weight
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A new tensor a @ b in float32 (float64 stays), with no float32 copy of a or b."""
+    """a @ b as a new float32 tensor (float64 stays float64), without float32 copies of a, b."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    product = a @ b                                  # a CPU rounds it to half precision first
+    product = a @ b                     # a CPU rounds half-precision products here
     return product if product.dtype == torch.float64 else product.float()
 
 
 def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """What is drawn from and what is scored: [N, H], [V, H] → [N, V], float32."""
+    """The logits for both sampling and scoring: [N, H], [V, H] → [N, V], float32."""
     logits = _product(hidden, weight.T)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-# ── Scoring: log π(y) and entropy without the [N, V] tensor of logits
+# ── Scoring: log π(y) and entropy without an [N, V] tensor of logits
 
 def _tiles(rows: int, weight: Tensor) -> list[slice]:
-    """Parts of the vocabulary, a quarter of a large one at most, for float32 [rows, part].
+    """Slices of the vocabulary, each for one float32 tile of logits, [rows, width].
 
-    4 MiB on a CPU, whose cache they should stay in; 64 MiB on CUDA. In steps of 128 that suit
-    the matrix units.
+    A tile has 4 MiB on a CPU, so that it stays in the cache, and 64 MiB on CUDA. Its width is
+    at most a quarter of a large vocabulary, and a multiple of 128 for the GPU's matrix units.
     """
     budget = 1 << (26 if weight.is_cuda else 22)
     width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
@@ -106,49 +113,54 @@ def _tiles(rows: int, weight: Tensor) -> list[slice]:
 
 
 class _FusedLogProbs(torch.autograd.Function):
-    """log p(y) in one pass over the vocabulary, with its gradient in `hidden`.
+    """log p(y) and its gradient with respect to `hidden`, in one pass over the vocabulary.
 
-    With V = 128,256 the logits of 8,192 tokens are 4 GB in float32, and log_softmax holds
-    several such tensors; here the vocabulary goes by in tiles. z = h Wᵀ / T, p = softmax(z):
+    With V = 128,256 the logits of 8,192 tokens take 4 GB in float32, and log_softmax holds
+    several such tensors. This function computes the vocabulary in tiles instead. With
+    z = h Wᵀ / T and p = softmax(z):
 
         log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
 
-    The gradient needs nothing from upstream, so it is made in the forward pass, where p is at
-    hand, and backward only scales it: it needs no head, which FSDP has freed by then.
-    Each tile has a softmax and a log Σ e^z of its own, which are joined as FlashAttention does:
-    a tile's share of p is its part of Σ e^z, and shrinks as others are added.
+    The forward pass computes this gradient, because it already has p. The backward pass only
+    multiplies it by the upstream gradient. It does not need the head, which FSDP has freed by
+    then. Each tile has its own softmax and its own log Σ e^z. They are combined as in
+    FlashAttention: each new tile reduces the share of the previous tiles in p.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         """[rows, H], [V, H], [rows, 1] → log p(y) [rows]."""
-        wide, wanted = torch.promote_types(hidden.dtype, torch.float32), ctx.needs_input_grad[0]
-        z_y = hidden.new_zeros(len(hidden), 1, dtype=wide)               # z of y
-        total = z_y - torch.inf                                          # log Σ e^z so far
-        pull = torch.zeros_like(hidden, dtype=wide) if wanted else None  # pᵀW so far
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        needs_gradient = ctx.needs_input_grad[0]
+        z_y = hidden.new_zeros(len(hidden), 1, dtype=dtype)
+        log_sum = z_y - torch.inf                                # log Σ e^z so far, [rows, 1]
+        if needs_gradient:
+            mean_weight = torch.zeros_like(hidden, dtype=dtype)  # pᵀW so far, [rows, H]
         for tile in _tiles(len(hidden), weight):
             w = weight[tile]
-            z = head_logits(hidden, w, temperature)                          # [rows, tile]
-            here = (targets >= tile.start) & (targets < tile.stop)
+            z = head_logits(hidden, w, temperature)              # [rows, width]
+            in_tile = (targets >= tile.start) & (targets < tile.stop)
             column = (targets - tile.start).clamp(0, len(w) - 1)
-            z_y = torch.where(here, z.gather(1, column), z_y)
-            p = z.softmax(1)            # a row at a time, while it is in the cache
-            # p = e^z / Σ e^z, so that log Σ e^z = z − log p, safest where both are largest.
-            part = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
-            former, total = total, torch.logaddexp(total, part)
-            if wanted:
-                pull.mul_((former - total).exp())
-                pull.addcmul_(_product(p.to(w.dtype), w), (part - total).exp())
-        logprobs = z_y - total
-        assert not (logprobs > 1e-3 * (1 + total.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
-        if wanted:
-            gradient = (weight[targets[:, 0]] - pull) / temperature
+            z_y = torch.where(in_tile, z.gather(1, column), z_y)
+            p = z.softmax(1)            # row by row, while the row is in the CPU's cache
+            # p = e^z / Σ e^z, so log Σ e^z = z − log p. The largest z and p are the most exact.
+            tile_log_sum = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
+            previous = log_sum
+            log_sum = torch.logaddexp(previous, tile_log_sum)
+            if needs_gradient:
+                mean_weight.mul_((previous - log_sum).exp())
+                tile_share = (tile_log_sum - log_sum).exp()      # of Σ e^z
+                mean_weight.addcmul_(_product(p.to(w.dtype), w), tile_share)
+        logprobs = z_y - log_sum
+        assert not (logprobs > 1e-3 * (1 + log_sum.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
+        if needs_gradient:
+            gradient = (weight[targets[:, 0]] - mean_weight) / temperature
             ctx.save_for_backward(gradient.to(hidden.dtype))
         return logprobs.squeeze(1).float()
 
     @staticmethod
     def backward(ctx, upstream):
-        """The kept gradient, scaled: [rows] → [rows, H]."""
+        """Scale the stored gradient: [rows] → [rows, H]."""
         gradient, = ctx.saved_tensors
         return gradient * upstream[:, None].to(gradient.dtype), None, None, None
 
@@ -156,32 +168,33 @@ class _FusedLogProbs(torch.autograd.Function):
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0):
     """log π(y_i | x, y_<i) of N sampled tokens (§3.5, Alg. 4 l.22), with no [N, V] tensor.
 
-    hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32, with its
-    gradient in `hidden` alone.
+    hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32. Only
+    `hidden` gets a gradient.
     """
     assert hidden.ndim == weight.ndim == 2 and targets.shape == hidden.shape[:1], \
         "§3.5: log π(y_i) takes one h_i and one y_i for each token: [N, H], [V, H], [N]"
     assert not (weight.requires_grad and torch.is_grad_enabled()), "the head is frozen here"
-    parts = zip(hidden.split(ROWS), targets.split(ROWS))
+    chunks = zip(hidden.split(ROWS), targets.split(ROWS))
     return torch.cat([_FusedLogProbs.apply(h, weight, y[:, None], temperature)
-                      for h, y in parts])
+                      for h, y in chunks])
 
 
 def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """H(π(·|x, y_<i)) at N positions (Alg. 4 l.25): [N, H], [V, H] → [N] in nats.
 
-    Some rows of logits at a time, made again in the backward pass.
+    Only some rows have logits at a time. The backward pass computes them again.
     """
-    def entropy(h):
-        wide = torch.promote_types(h.dtype, torch.float32)
-        logp = ((h @ weight.T).to(wide) / temperature).log_softmax(-1)
+    def chunk_entropy(h):
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        logp = ((h @ weight.T).to(dtype) / temperature).log_softmax(-1)
         return -(logp.exp() * logp).sum(-1).float()
 
     rows = max(1, LOGITS // len(weight))
-    whole = torch.cat([checkpoint(entropy, h, use_reentrant=False) for h in hidden.split(rows)])
-    assert not ((whole < -1e-3) | (whole > math.log(len(weight)) + 1e-3)).any(), \
+    entropy = torch.cat([checkpoint(chunk_entropy, h, use_reentrant=False)
+                         for h in hidden.split(rows)])
+    assert not ((entropy < -1e-3) | (entropy > math.log(len(weight)) + 1e-3)).any(), \
         "Alg. 4 l.25: 0 ≤ H(π) ≤ log V"
-    return whole
+    return entropy
 
 
 # ── The key-value cache
@@ -189,147 +202,162 @@ def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> T
 @dataclass
 class StaticCache:
     """Keys and values of all layers, allocated once: [B, heads, columns, head size] each."""
-    columns: int
-    at: Tensor | None = None            # the columns that the keys of this pass take
-    width: int = 0                      # the number of columns that are read
-    layers: dict[int, list[Tensor]] = field(default_factory=dict)
+    columns: int                                # the number of allocated columns
+    cache_position: Tensor | None = None        # the columns that this pass writes
+    width: int = 0                              # the number of columns that attention reads
+    layers: dict[int, list[Tensor]] = field(default_factory=dict)       # [keys, values]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
-        """Attention calls this, as on transformers' own caches: new ones in → all it reads."""
+        """Store new keys and values and return all that attention reads.
+
+        Attention layers call this method, as with the caches of transformers.
+        """
         if layer not in self.layers:
             self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3])
                                   for x in (keys, values)]
-        for kept, new in zip(self.layers[layer], (keys, values)):
-            kept.index_copy_(2, self.at, new)
-        return tuple(kept[:, :, : self.width] for kept in self.layers[layer])
+        for stored, new in zip(self.layers[layer], (keys, values)):
+            stored.index_copy_(2, self.cache_position, new)
+        return tuple(stored[:, :, : self.width] for stored in self.layers[layer])
 
     def get_seq_length(self, *_) -> int:
-        """Columns before those of this pass."""
-        return self.width - len(self.at)
+        """The number of columns before those of this pass."""
+        return self.width - len(self.cache_position)
 
 
-def _masks(config, mask: Tensor, at: Tensor):
-    """[B, 1, queries, columns] → what each kind of layer needs; a window hides the far past."""
+def _masks(config, mask: Tensor, cache_position: Tensor):
+    """Mask [B, 1, queries, columns] → the mask of each layer type, or of the only one.
+
+    In layers with a sliding window, a token does not see columns before its window.
+    """
     window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None)
-                or ["sliding_attention" if window else "full_attention"])
-    if strange := kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{config._name_or_path}: {', '.join(sorted(strange))} cannot be "
-                         f"sampled from here, only full attention and sliding windows")
+    layer_types = set(getattr(config, "layer_types", None)
+                      or ["sliding_attention" if window else "full_attention"])
+    unsupported = layer_types - {"full_attention", "sliding_attention"}
+    if unsupported:
+        raise ModelError(f"{config._name_or_path}: sampling does not support the layers "
+                         f"{', '.join(sorted(unsupported))}; use a model with full attention "
+                         f"or sliding windows")
     masks = {"full_attention": mask}
-    if "sliding_attention" in kinds:
-        far = torch.arange(mask.shape[-1], device=mask.device) <= at[:, None] - window
-        masks["sliding_attention"] = mask.masked_fill(far, -torch.inf)
-    return masks if len(kinds) > 1 else masks[kinds.pop()]
+    if "sliding_attention" in layer_types:
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        is_outside = columns <= cache_position[:, None] - window
+        masks["sliding_attention"] = mask.masked_fill(is_outside, -torch.inf)
+    return masks if len(layer_types) > 1 else masks[layer_types.pop()]
 
 
-# ── Drawing: y_t ~ π(·|x, y_<t)
+# ── Sampling: y_t ~ π(·|x, y_<t)
 
 def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """Where the distribution function passes u; at T = 0 the likeliest. [B, V] → [B, 1]"""
+    """Draw tokens by the inverse CDF at u; T = 0 takes the most probable. [B, V] → [B, 1]"""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-    at = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
-    return at.clamp(max=logits.shape[1] - 1)
+    ids = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
+    return ids.clamp(max=logits.shape[1] - 1)
 
 
 @cache
 def _side_stream():
-    """One CUDA stream for all captures of the process; cuBLAS keeps a workspace for each."""
+    """One CUDA stream for all captures, because cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream()
 
 
 def can_capture(model) -> bool:
-    """Whether a decode step asks the host for nothing, so that a CUDA graph can hold it.
+    """Whether a decode step needs nothing from the host, so that a CUDA graph can hold it.
 
-    FSDP's gathers do ask, and RoPE whose frequencies depend on the length reached so far.
+    FSDP's gathers need the host. So does RoPE whose frequencies depend on the current length.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
-    layer_types = rope, *rope.values()
-    rope_types = {x.get("rope_type") for x in layer_types if isinstance(x, dict)}
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return not sharded and not rope_types & {"dynamic", "longrope"}
+    options = [rope, *rope.values()]                # `rope` may have one dict per layer type
+    rope_types = {x.get("rope_type") for x in options if isinstance(x, dict)}
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not is_sharded and not rope_types & {"dynamic", "longrope"}
 
 
 class Decoder:
-    """The rows that still decode, and all that their next token depends on.
+    """The rows that are still decoding, and the state that decides their next tokens.
 
-    `step` changes tensors in place and asks the host for nothing, so a CUDA graph can hold it,
-    until `keep` makes other tensors of them.
+    `step` changes tensors in place and needs nothing from the host, so a CUDA graph can hold
+    it. `keep` replaces these tensors, so after it a new graph is needed.
     """
 
     def __init__(self, model, temperature: float, prompts, attention, uniforms, columns: int):
-        self.model, self.temperature, self.cache = model, temperature, StaticCache(columns)
+        self.model = model
+        self.temperature = temperature
+        self.cache = StaticCache(columns)
         self.weight = head_weight(model)                             # [V, H]
-        self.rows = torch.arange(len(prompts), device=prompts.device)    # in the batch, [B]
-        self.done = torch.zeros_like(self.rows, dtype=torch.bool)    # an EOS was drawn, [B]
+        self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
+        self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # after its EOS, [B]
         self.ids = prompts[:, -1:].clone()                           # the last token, [B, 1]
         self.positions = attention.sum(1, keepdim=True) - 1          # its position, [B, 1]
-        self.uniforms = uniforms[:, :1].clone()                      # decides the next, [B, 1]
-        # Added to attention's scores, [B, 1, 1, columns]: 0 is seen, −∞ is not.
-        seen = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
-        self.seen = torch.zeros_like(seen, dtype=model.dtype).masked_fill(seen == 0, -torch.inf)
+        self.uniforms = uniforms[:, :1].clone()                      # u of the next, [B, 1]
+        # Added to the attention scores, [B, 1, 1, columns]: 0 if visible, −∞ if not.
+        mask = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
+        self.mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
 
     def last_hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """One pass over the columns `cache.at`: the hidden state of the last one, [B, H]."""
-        masks = _masks(self.model.config, mask, self.cache.at)
-        out = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
-                                    past_key_values=self.cache, use_cache=True)
-        return out.last_hidden_state[:, -1]
+        """Run one forward pass over `ids`: the hidden state of the last column, [B, H]."""
+        masks = _masks(self.model.config, mask, self.cache.cache_position)
+        output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
+                                       past_key_values=self.cache, use_cache=True)
+        return output.last_hidden_state[:, -1]
 
     def prefill(self, prompts: Tensor, attention: Tensor):
         """Fill the cache with the prompts, [B, P], and draw the first token."""
-        cache, positions, (B, P) = self.cache, positions_of(attention), prompts.shape
-        part = max(1, PREFILL_TOKENS // B)
-        if part > 64:                    # GPU kernels pad masks of other widths by a copy
-            part -= part % 64
+        cache = self.cache
+        positions = positions_of(attention)
+        B, P = prompts.shape
+        size = max(1, PREFILL_TOKENS // B)
+        if size > 64:                    # GPU kernels copy masks of other widths to pad them
+            size -= size % 64
         columns = torch.arange(P, device=prompts.device)
-        for start in range(0, P, part):
-            cache.width = min(start + part, P)
-            now, before = slice(start, cache.width), columns[: cache.width]
-            cache.at = columns[now]
-            mask = self.seen[..., : cache.width]
-            mask = mask.masked_fill(before > cache.at[:, None], -torch.inf)
-            # Padding sees itself: a row of −∞ alone would be NaN.
-            mask = mask.masked_fill(before == cache.at[:, None], 0)
-            hidden = self.last_hidden(prompts[:, now], mask, positions[:, now])
-        cache.at = cache.at[-1:].clone()
+        for start in range(0, P, size):
+            cache.width = min(start + size, P)
+            chunk = slice(start, cache.width)
+            cache.cache_position = columns[chunk]
+            queries = columns[chunk, None]
+            keys = columns[: cache.width]
+            mask = self.mask[..., : cache.width].masked_fill(keys > queries, -torch.inf)
+            # A padding token sees itself, because attention over −∞ alone gives NaN.
+            mask = mask.masked_fill(keys == queries, 0)
+            hidden = self.last_hidden(prompts[:, chunk], mask, positions[:, chunk])
+        cache.cache_position = cache.cache_position[-1:].clone()
         self.draw(hidden)
 
     def draw(self, hidden: Tensor):
-        """The next token of each row, after the hidden states [B, H]."""
+        """Draw the next token of each row from its hidden state, [B, H]."""
         logits = head_logits(hidden, self.weight, self.temperature or 1.0)           # [B, V]
         self.ids.copy_(_draw(logits, self.uniforms, self.temperature))
 
     def step(self):
-        """Run the last token through the model, one column on, and draw the next."""
-        self.cache.at.add_(1)
+        """Run the last token through the model in the next column, and draw a new token."""
+        self.cache.cache_position.add_(1)
         self.positions.add_(1)
-        self.seen.index_fill_(3, self.cache.at, 0)
-        seen = self.seen[..., : self.cache.width]
-        self.draw(self.last_hidden(self.ids, seen, self.positions))
+        self.mask.index_fill_(3, self.cache.cache_position, 0)
+        mask = self.mask[..., : self.cache.width]
+        self.draw(self.last_hidden(self.ids, mask, self.positions))
 
     def captured_step(self):
-        """`step` as a CUDA graph: its thousand kernels are launched as one.
+        """`step` as a CUDA graph, which launches its thousand kernels at once.
 
-        Raises torch.OutOfMemoryError where the graph does not fit.
+        Raises torch.OutOfMemoryError where the graph does not fit into memory.
         """
-        # Once beforehand, on a stream of its own, to set up libraries; changes are undone.
-        changed = self.cache.at, self.positions, self.ids
-        before, side = [x.clone() for x in changed], _side_stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        # The first step on a side stream initializes libraries. Then its changes are undone.
+        state = self.cache.cache_position, self.positions, self.ids
+        saved = [x.clone() for x in state]
+        stream = _side_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self.step()
-        torch.cuda.current_stream().wait_stream(side)
-        for x, old in zip(changed, before):
-            x.copy_(old)
+        torch.cuda.current_stream().wait_stream(stream)
+        for x, value in zip(state, saved):
+            x.copy_(value)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=side):
+            with torch.cuda.graph(graph, stream=stream):
                 self.step()
         except RuntimeError as error:
-            # Whatever broke the capture, its end raises an error of its own on top.
+            # The end of a failed capture raises a second error, which hides the cause.
             cause = error
             while cause and not isinstance(cause, torch.OutOfMemoryError):
                 cause = cause.__context__
@@ -337,44 +365,52 @@ class Decoder:
         return graph.replay
 
     def keep(self, alive: Tensor):
-        """Only these of the rows, [B], go on."""
-        for name in ("rows", "done", "seen", "positions", "ids", "uniforms"):
-            setattr(self, name, getattr(self, name)[alive])
-        for kept in self.cache.layers.values():
-            kept[:] = [x[alive] for x in kept]
+        """Continue only with the B rows at the indices `alive`, [B]."""
+        self.rows = self.rows[alive]
+        self.has_ended = self.has_ended[alive]
+        self.mask = self.mask[alive]
+        self.positions = self.positions[alive]
+        self.ids = self.ids[alive]
+        self.uniforms = self.uniforms[alive]
+        for layer in self.cache.layers.values():
+            layer[:] = [x[alive] for x in layer]
 
 
 @torch.no_grad()
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
              eos_token_id=None, generator=None, uniforms: Tensor | None = None,
              cuda_graph: bool = True) -> list[list[int]]:
-    """Draw one answer per prompt, of at most max_new_tokens tokens, its EOS kept (Alg. 4 l.11).
+    """Draw one answer per prompt, with at most max_new_tokens tokens and its EOS (Alg. 4 l.11).
 
-    temperature 0 is greedy; else the draws are from softmax(logits / temperature), as scored
-    by `token_logprobs`. eos_token_id: an id, a list of ids or None. uniforms, [B, T] in [0, 1),
-    decide the draws; without them `generator` does. cuda_graph=False is for finding faults.
-    Raises ModelError for a bad prompt.
+    temperature: 0 is greedy; otherwise the distribution is softmax(logits / temperature), which
+    `token_logprobs` scores. eos_token_id: an id, a list of ids or None. uniforms: numbers in
+    [0, 1) that decide the draws, [B, T]; None draws them from `generator`. cuda_graph: False
+    makes errors easier to find. Raises ModelError where a prompt is empty or too long, or where
+    the model has layers without a key-value cache.
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
-    lengths, limit = [len(prompt) for prompt in prompt_ids], context_length(model)
+    lengths = [len(prompt) for prompt in prompt_ids]
     longest = max(lengths)
+    limit = context_length(model)
     if min(lengths) == 0:
-        raise ModelError("a prompt has no tokens; there is nothing to condition on")
+        raise ModelError(f"prompt {lengths.index(0)} of the batch has no tokens; drop that row")
     if longest + max_new_tokens > limit:
         raise ModelError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
-            f"context of {limit}: shorten or drop that row (prompt {lengths.index(longest)} of "
-            f"the batch), or lower --max_new_tokens or --max_critique_tokens")
-    shape, device = (len(prompt_ids), max_new_tokens), model.device
+            f"prompt {lengths.index(longest)} of the batch has {longest} tokens; with "
+            f"{max_new_tokens} new tokens it exceeds the model's context of {limit} tokens; "
+            f"shorten or drop that row, or lower --max_new_tokens or --max_critique_tokens")
+    shape = len(prompt_ids), max_new_tokens
+    device = model.device
     if uniforms is None:
         uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
     assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
     eos = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     eos = [token for token in eos if token is not None]
-    bucket = 64 if device.type == "cuda" else 1          # graphs ask for few different shapes
+    bucket = 64 if device.type == "cuda" else 1          # fewer shapes for CUDA graphs
     prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
-    columns, uniforms = round_up(prompts.shape[1] + max_new_tokens, bucket), uniforms.to(device)
+    columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
+    uniforms = uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)
     capture = cuda_graph and device.type == "cuda" and can_capture(model)
@@ -385,36 +421,48 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     return answers
 
 
-def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
-    """All tokens after the first draw: ids [B, T], lengths [B].
+@dataclass(frozen=True)
+class DecodePolicy:
+    """When `_decode` looks for ended rows and removes them, and how it widens the cache."""
+    width_step: int         # attention reads a multiple of this many columns
+    check_every: int        # tokens between two checks for rows that have ended
+    max_active: float       # ended rows leave when at most this share of rows is active
 
-    Rows that have ended leave once a quarter of them is idle. On CUDA once half is, and the
-    host looks every 16 tokens, for it runs ahead of the device; there a step is captured again
-    when rows have left, or the cache is read 256 columns further.
-    """
-    model, cache, (B, T) = decoder.model, decoder.cache, uniforms.shape
-    cuda, P = model.device.type == "cuda", cache.width
-    further, every, most_busy = (256, 16, 0.5) if cuda else (1, 1, 0.75)
-    ends = torch.tensor(eos, dtype=torch.long, device=model.device)
-    tokens, lengths = ends.new_zeros(B, T), ends.new_zeros(B)
+
+# On CUDA a check makes the host wait, and a new width or fewer rows need a new graph.
+CUDA_POLICY = DecodePolicy(width_step=256, check_every=16, max_active=0.5)
+CPU_POLICY = DecodePolicy(width_step=1, check_every=1, max_active=0.75)
+
+
+def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
+    """All new tokens, from the one that `prefill` has drawn on: ids [B, T], lengths [B]."""
+    cache = decoder.cache
+    device = decoder.model.device
+    policy = CUDA_POLICY if device.type == "cuda" else CPU_POLICY
+    B, T = uniforms.shape
+    P = cache.width
+    ends = torch.tensor(eos, dtype=torch.long, device=device)
+    tokens = ends.new_zeros(B, T)
+    lengths = ends.new_zeros(B)
     step = None
     for t in range(T):
         if t > 0:
-            width = min(cache.columns, round_up(P + t, further))
+            width = min(cache.columns, round_up(P + t, policy.width_step))
             if step is None or width != cache.width:
                 cache.width = width
-                step = None       # frees the memory of the old graph before the new one's
+                step = None       # frees the memory of the old graph before the next capture
                 step = decoder.captured_step() if capture else decoder.step
             decoder.uniforms.copy_(uniforms[decoder.rows, t : t + 1])
             step()
         tokens[decoder.rows, t] = decoder.ids[:, 0]
-        lengths[decoder.rows] += ~decoder.done
-        decoder.done |= torch.isin(decoder.ids[:, 0], ends)
-        if eos and (t + 1) % every == 0 and t + 1 < T:
-            alive = (~decoder.done).nonzero().squeeze(1)      # here alone the host waits
+        lengths[decoder.rows] += ~decoder.has_ended
+        decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
+        needs_check = (t + 1) % policy.check_every == 0 and t + 1 < T
+        if eos and needs_check:
+            alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
             if len(alive) == 0:
                 break
-            if len(alive) <= most_busy * len(decoder.rows):
+            if len(alive) <= policy.max_active * len(decoder.rows):
                 decoder.keep(alive)
                 step = None
     return tokens, lengths

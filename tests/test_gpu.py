@@ -258,7 +258,7 @@ def test_a_driver_for_another_cuda_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", too_old)
     assert find_device() == torch.device("cpu")
     line, = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: no GPU is used, torch") and line.endswith("update it.")
+    assert line.startswith("warning: no GPU is used, because") and line.endswith("update it.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device() == torch.device("cpu") and not capsys.readouterr().out
 

@@ -475,8 +475,8 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
     ("use_dora", {"use_dora": True}, "sets use_dora"),
     ("use_rslora", {"use_rslora": True}, "sets use_rslora"),
     ("lora_bias", {"lora_bias": True}, "sets lora_bias"),
-    ("r", {}, "r is not there"),
-    ("lora_alpha", {}, "lora_alpha is not there")])
+    ("r", {}, "r is missing"),
+    ("lora_alpha", {}, "lora_alpha is missing")])
 def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, message):
     """What PEFT computes in another way; without its scale, for which nothing is guessed."""
     model, _ = toy_model
