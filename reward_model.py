@@ -66,7 +66,7 @@ class RewardConfig:
     activation_checkpointing: bool = flag(False, "recompute activations to save memory")
     shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
 
-    GROUPS = {"task": "start here", "epochs": "training", "dtype": "hardware"}
+    GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
 MAX_GRAD_NORM = 1.0                                       # as in the release

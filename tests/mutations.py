@@ -312,19 +312,19 @@ MUTATIONS = [
              REPORT, "explained variance is the unexplained one"),
 
     # ── eval.py
-    Mutation("eval.py", "question_key(config.seed, talk)",
-             "question_key(config.seed + (self.name == 'after'), talk)",
+    Mutation("eval.py", "question_key(self.config.seed, conversation)",
+             "question_key(self.config.seed + (self.name == 'after'), conversation)",
              EVAL, "'after' sampled with another seed"),
     Mutation("eval.py", "with use_lora(model, self.lora, merge=True):",
              "with use_lora(model, None, merge=True):",
              EVAL, "answers of the bare base instead of the adapter"),
-    Mutation("eval.py", "made = checksum(*lora, state=[", "made = checksum(state=[",
+    Mutation("eval.py", "digest = checksum(*lora, state=[", "digest = checksum(state=[",
              EVAL, "answers of another adapter reused"),
     Mutation("eval.py", "else new - old", "else old - new",
              EVAL, "difference with the wrong sign"),
     Mutation("eval.py", "if None not in row]", "if True]",
              EVAL, "rows without a verdict are compared"),
-    Mutation("eval.py", "rows = kept or rows", "rows = rows",
+    Mutation("eval.py", "rows = held_rows or rows", "rows = rows",
              EVAL, "R_φ judged on rows of its training"),
 
     # ── measures
