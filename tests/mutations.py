@@ -301,14 +301,14 @@ MUTATIONS = [
              ASKING, "lower bound of a flag not checked"),
     Mutation("data.py", 'text.decode("utf-8-sig")', 'text.decode("utf-8")',
              "tests/test_pipeline.py -k byte_order", "byte order mark not removed"),
-    Mutation("report.py", '(old - reference).sum() / len(judged)', "(old - reference).mean()",
+    Mutation("report.py", '(old - reference).sum() / count', "(old - reference).mean()",
              REPORT, "KL per token instead of per response"),
     Mutation("report.py", "_COLOURS[value < 0]", "_COLOURS[value > 0]",
              REPORT, "good and poor colours swapped"),
-    Mutation("report.py", "sum(found.unmatched for found in judged) / quotes",
-             "sum(found.unmatched for found in judged) / len(judged)",
+    Mutation("report.py", "sum(judgement.unmatched for judgement in judgements) / quotes",
+             "sum(judgement.unmatched for judgement in judgements) / count",
              REPORT, "unmatched quotes per response, not per quote"),
-    Mutation("report.py", '"explained_variance": 1 - left', '"explained_variance": left',
+    Mutation("report.py", "1 - unexplained / variance", "unexplained / variance",
              REPORT, "explained variance is the unexplained one"),
 
     # ── eval.py
