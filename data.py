@@ -1,12 +1,12 @@
-"""Rows, tasks and flags: what the phases know of a data set before any model is loaded.
+"""Rows, tasks and flags: the parts of the pipeline that need no model.
 
     rows = read_rows("slf5k.jsonl", get_task("slf5k").needs)
     prompt = get_task("slf5k").policy_prompt(rows[0])                # x
 
-A task of your own is a `Task` in a module of your own: `--task my_task:HEADLINES`.
+To add a task, define a `Task` in a module and pass it as `--task my_task:HEADLINES`.
 
-Paper: Appendix B for what the annotator is told, §4.1 for the data sets, §3.4 for what R_φ
-reads. Every sentence of the prompts is our own. Nothing here needs torch.
+Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for the input of
+R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Callable, Iterable, Iterator
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; one line with the file, the row and the remedy."""
+    """An input cannot be used. The message is one line with the file, the row and a remedy."""
 
 
 class ModelError(InputError):
-    """A model, adapter, checkpoint or prompt that cannot be used; names it and the remedy."""
+    """A model, adapter, checkpoint or prompt cannot be used. The message adds a remedy."""
 
 
 def public(text: str) -> str:
-    """The text without the user, password and query of any address in it."""
+    """The text with user, password and query removed from every URL."""
     return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
 
 
@@ -43,27 +43,27 @@ def public(text: str) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """What the pipeline must know of a data set; all but the first two have a default."""
+    """A data set: its prompts, fields and annotator texts; the first two have no default."""
     name: str
     policy_prompt: Callable[[dict], str]                     # row → x
-    needs: tuple[tuple[str, ...], ...] = ()                  # a row has one of each group
-    responses: Callable[[dict], list[dict]] = lambda row: []    # the answers that a row brings
-    # What the annotator is told: who it is, what it looks for, how many spans it quotes.
+    needs: tuple[tuple[str, ...], ...] = ()                  # a row has a field of each group
+    responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
+    # For the annotator: its role, its criteria and the number of spans to quote.
     judge: str = "You are a careful expert who reviews answers."
     criteria: str = "whether the answer is correct, helpful and does what was asked"
     quotes: str = "Quote as many spans as the critique supports."
     temperature: float = 0.3                                 # of the annotator
-    max_tokens: int = 1200                                   # of its reply
-    # A request and a response of its kind, and what to reply: it is shown to the annotator.
+    max_tokens: int = 1200                                   # of the annotator's reply
+    # A worked example for the annotator: a request, a response and the correct reply.
     example: dict[str, str | list[str]] = field(default_factory=dict)
-    # Settings of text2grad.py and of reward_model.py that are not the paper's common ones.
+    # Settings of text2grad.py and reward_model.py that differ from the paper's common ones.
     policy: dict = field(default_factory=dict)
     reward: dict = field(default_factory=dict)
-    # Where the truth is known: name → (row, response) → number; no critic looks at it.
+    # Metrics from ground truth: name → (row, response) → number. No critic sees them.
     truth: dict[str, Callable[[dict, str], float]] = field(default_factory=dict)
-    # row → the program that tests its response; what it says is the row's field `outcome`.
+    # row → program that tests its response; its output is stored in the row as `outcome`.
     tests: Callable[[dict], str] | None = None
-    # (split, n, seed) → rows, for a world that makes its own; splits are "train" and "eval".
+    # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
 
 
@@ -73,6 +73,11 @@ def _slf5k_prompt(row: dict) -> str:
     title = f"Title: {row['title']}\n\n" if row.get("title") else ""
     return ("Summarise this Reddit post in one or two sentences, in the third person.\n\n"
             f"{title}Post: {row['post']}")
+
+
+def _slf5k_responses(row: dict) -> list[dict]:
+    response = row.get(SLF5K_RESPONSE)
+    return [{"response": response}] if response else []
 
 
 def _ultrafeedback_responses(row: dict) -> list[dict]:
@@ -113,7 +118,7 @@ _KODCODE_EXAMPLE = {
 TASKS = {
     "slf5k": Task(
         "slf5k", _slf5k_prompt, (("summary_prompt", "post"),),
-        lambda row: [{"response": text}] if (text := row.get(SLF5K_RESPONSE)) else [],
+        _slf5k_responses,
         "You are an experienced editor who reviews summaries of Reddit posts.",
         "whether the summary keeps what matters in the post, invents nothing, and is clear "
         "and short",
@@ -138,12 +143,12 @@ TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """A task by its name, or as "module:NAME"; "toy" is toy:TASK, made just so."""
+    """A task by its name, or by "module:NAME"; "toy" stands for toy:TASK."""
     if name in TASKS:
         return TASKS[name]
     if name != "toy" and ":" not in name:
-        raise InputError(f"--task {name}: there are toy, {', '.join(TASKS)}, and module:NAME "
-                         f"for a Task of your own")
+        raise InputError(f"--task {name}: no such task; use toy, {', '.join(TASKS)}, or "
+                         f"module:NAME for a Task of your own")
     return load_object("--task", "toy:TASK" if name == "toy" else name, Task)
 
 
@@ -153,87 +158,92 @@ def reward_prompt(prompt: str, response: str) -> str:
 
 
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
-    """{id, prompt, response, row, …} for every response of the rows; their own `response` wins.
+    """{id, prompt, response, row, …} for every response of the rows.
 
-    outcome: what its tests said; critique: what a person said of it; reference: a good answer;
-    each where the row has it. Raises InputError for a row of another form or an empty response.
+    A row's own field `response` takes precedence over `task.responses`. Optional fields:
+    outcome (of the tests), critique (by a person), reference (a good response). Raises
+    InputError where a row does not fit the task or a response is empty.
     """
     for number, row in enumerate(rows, 1):
-        name = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
+        row_id = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
         try:
-            own = [{"response": row["response"]}] if "response" in row else None
-            found = task.responses(row) if own is None else own
+            is_answered = "response" in row
+            responses = [{"response": row["response"]}] if is_answered else task.responses(row)
             prompt = task.policy_prompt(row)
         except (AttributeError, LookupError, TypeError) as error:
-            raise InputError(f"row {number} ({name}) is not of the form of {task.name} "
-                             f"({type(error).__name__}: {error}); mend or drop it") from error
+            raise InputError(f"row {number} ({row_id}): it does not fit the task {task.name} "
+                             f"({type(error).__name__}: {error}); fix or drop it") from error
         keys = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
                 "reference": ("reference", "ideal_human_summary", "solution")}
-        said = {name: next(filter(None, map(row.get, names)), None)
-                for name, names in keys.items()}
-        said = {name: x for name, x in said.items() if isinstance(x, str) and x.strip()}
-        for k, answer in enumerate(found):
-            if not isinstance(answer["response"], str) or not answer["response"].strip():
-                raise InputError(f"row {number} ({name}): the response is empty; drop the row")
-            yield {"id": name if len(found) == 1 else f"{name}/{k}", "prompt": prompt,
-                   **said, **answer, "row": row}
+        texts = {key: next(filter(None, map(row.get, names)), None)
+                 for key, names in keys.items()}
+        texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}
+        for k, response in enumerate(responses):
+            text = response["response"]
+            if not isinstance(text, str) or not text.strip():
+                raise InputError(f"row {number} ({row_id}): the response is empty; drop it")
+            yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}", "prompt": prompt,
+                   **texts, **response, "row": row}
 
 
 # ── Rows: JSON lines or a JSON array, plain or gzipped
 
 def iter_rows(path, needs=()) -> Iterator[dict]:
-    """The rows of a file, one at a time; each must have one field of every group in `needs`.
+    """The rows of a file, one at a time. Each must have one field of every group in `needs`.
 
     Raises InputError with file, line and field.
     """
-    path, n = Path(path), 0
+    path = Path(path)
+    number = 0
     if not path.is_file():
-        raise InputError(f"{path}: no such file (rows are read as JSON lines)")
-    for n, (where, row) in enumerate(_objects(path), 1):
+        raise InputError(f"{path}: no such file; rows are read from JSON lines")
+    for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
-            raise InputError(f"{where}: expected a JSON object, found a {type(row).__name__}")
+            raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
         for group in needs:
             if all(row.get(name) in (None, "", [], {}) for name in group):
                 names = " or ".join(map(repr, group))
-                raise InputError(f"{where}: field {names} is missing or empty")
+                raise InputError(f"{place}: field {names} is missing or empty")
         yield row
-    if n == 0:
-        raise InputError(f"{path}: the file holds no rows; bring them back, or remove it")
+    if number == 0:
+        raise InputError(f"{path}: the file has no rows; restore it or remove it")
+
+
+def _parse_json(text: bytes, place: str):
+    try:
+        return json.loads(text.decode("utf-8-sig"))           # with or without byte order mark
+    except (ValueError, RecursionError) as error:         # not UTF-8, not JSON, or too deep
+        raise InputError(f"{place}: not JSON in UTF-8 ({error}); fix it or remove "
+                         f"it") from error
 
 
 def _objects(path: Path) -> Iterator[tuple[str, object]]:
     """(place in the file, JSON value) of every line, or of every item of an array."""
-    def parse(text: bytes, where: str):
-        try:
-            return json.loads(text.decode("utf-8-sig"))       # with a byte order mark or not
-        except (ValueError, RecursionError) as error:     # not UTF-8, not JSON, or far too deep
-            raise InputError(f"{where}: not JSON in UTF-8 ({error}); mend it, or remove "
-                             f"it") from error
-
     with open(path, "rb") as raw:
-        opened = gzip.open if raw.read(2) == b"\x1f\x8b" else open
+        open_file = gzip.open if raw.read(2) == b"\x1f\x8b" else open
     try:
-        with opened(path, "rb") as file:
-            array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+        with open_file(path, "rb") as file:
+            is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             file.seek(0)
-            if array:
-                for number, row in enumerate(parse(file.read(), str(path)), 1):
+            if is_array:
+                for number, row in enumerate(_parse_json(file.read(), str(path)), 1):
                     yield f"{path}, row {number}", row
                 return
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield (where := f"{path}, line {number}"), parse(line, where)
+                    place = f"{path}, line {number}"
+                    yield place, _parse_json(line, place)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: the gzipped file is damaged ({error})") from error
+        raise InputError(f"{path}: the gzip file is corrupt ({error}); get it again") from error
 
 
 def read_rows(path, needs=()) -> list[dict]:
-    """All rows at once; see `iter_rows`."""
+    """All rows of a file as a list; see `iter_rows`."""
     return list(iter_rows(path, needs))
 
 
 def write_rows(path, rows: Iterable[dict]):
-    """Write JSON lines, whole or not at all: where `rows` raises, nothing is written."""
+    """Write JSON lines atomically: where `rows` raises, the file stays as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -248,7 +258,7 @@ def write_rows(path, rows: Iterable[dict]):
 
 
 def append_row(path, row: dict):
-    """Append one JSON line that stays, also where the machine stops."""
+    """Append one JSON line and flush it to disk, so that it survives a crash."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
@@ -256,15 +266,15 @@ def append_row(path, row: dict):
 
 
 def whole_rows(path: Path) -> list[dict]:
-    """The rows of a file to which lines are appended, less those that a kill has torn."""
+    """The rows of a file that `append_row` writes, without lines that a crash cut off."""
     rows = []
     lines = path.read_bytes().splitlines(True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            # One without its end is torn.
+            # [:-1] makes a line without its newline invalid: it was cut off.
             rows.append(dict(json.loads(line[:-1].decode("utf-8-sig"))))
         except (ValueError, TypeError) as error:
-            print(f"{path}, line {number}: left out, it is damaged ({error})")
+            print(f"{path}, line {number}: skipping corrupt line ({error})")
     return rows
 
 
@@ -279,79 +289,86 @@ DTYPES = ("bfloat16", "float16", "float32", None)
 
 
 def flag(default, text: str, choices=None, least=0, most=10**6):
-    """A dataclass field that is a command-line flag: its help, its choices or its range."""
+    """A dataclass field that is a command-line flag, with its help, choices or range."""
     return field(default=default, metadata={"help": text, "choices": choices,
                                             "range": (least, most)})
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One line, as for everything else a user can mend."""
+        """Raise InputError, so that a wrong flag is reported in one line."""
         raise InputError(f"{message} (--help lists the flags)")
 
 
-def _reader(kind: type, least, most, optional: bool) -> Callable[[str], object]:
-    """Text → value of a flag; argparse names the flag where it raises."""
+def _reader(value_type: type, least, most, is_optional: bool) -> Callable[[str], object]:
+    """Function from the text of a flag to its value; argparse adds the flag to its errors."""
     def read(text: str):
-        if optional and text.lower() == "none":
+        if is_optional and text.lower() == "none":
             return None
-        value = kind(text)
-        if kind is not str and not least <= value <= most:
+        value = value_type(text)
+        if value_type is not str and not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text} must be at least {least:g} and at "
                                              f"most {most:g}")
         return value
-    read.__name__ = kind.__name__
+    read.__name__ = value_type.__name__
     return read
 
 
 def parse_flags(config_class, argv: list[str], description: str, preset=lambda task: {}):
-    """Command line → config. preset(task): the defaults that --task brings; flags override.
+    """Config from the command line. preset(task): defaults of --task, which flags override.
 
     GROUPS of the config class, {field: title}, starts a group in --help before that field.
     """
-    first = _Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--task", default=getattr(config_class, "task", ""))
-    task = first.parse_known_args(argv)[0].task
+    task_parser = _Parser(add_help=False, allow_abbrev=False)
+    task_parser.add_argument("--task", default=getattr(config_class, "task", ""))
+    task = task_parser.parse_known_args(argv)[0].task
     defaults = preset(task)
-    if unknown := defaults.keys() - {one.name for one in fields(config_class)}:
-        raise InputError(f"--task {task}: its settings name {min(unknown)}, which is no flag")
+    settings = fields(config_class)
+    unknown = defaults.keys() - {setting.name for setting in settings}
+    if unknown:
+        raise InputError(f"--task {task}: its settings name {min(unknown)}, which is no "
+                         f"flag; remove it from the Task")
     group = parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                              usage="%(prog)s [--flag value ...]",
                              formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = typing.get_type_hints(config_class)
-    for one in fields(config_class):
-        if title := getattr(config_class, "GROUPS", {}).get(one.name):
+    for setting in settings:
+        title = getattr(config_class, "GROUPS", {}).get(setting.name)
+        if title:
             group = parser.add_argument_group(title)
-        kinds = typing.get_args(types[one.name]) or (types[one.name],)
-        how = {"action": "store_true"} if kinds == (bool,) else {
-            "type": _reader(kinds[0], *one.metadata["range"], type(None) in kinds),
-            "choices": one.metadata["choices"], "metavar": kinds[0].__name__}
-        group.add_argument(f"--{one.name}", help=one.metadata["help"],
-                           default=defaults.get(one.name, one.default), **how)
+        value_types = typing.get_args(types[setting.name]) or (types[setting.name],)
+        options = {"action": "store_true"} if value_types == (bool,) else {
+            "type": _reader(value_types[0], *setting.metadata["range"],
+                            type(None) in value_types),
+            "choices": setting.metadata["choices"], "metavar": value_types[0].__name__}
+        group.add_argument(f"--{setting.name}", help=setting.metadata["help"],
+                           default=defaults.get(setting.name, setting.default), **options)
     return config_class(**vars(parser.parse_args(argv)))
 
 
-def load_object(flag_name: str, name: str, kind=object):
-    """What a flag names as "module:NAME", of a kind. Raises InputError where it is none."""
+def load_object(flag_name: str, name: str, expected_type=object):
+    """The object "module:NAME" of a flag. Raises InputError where it is missing or of another
+    type."""
     module, _, attribute = name.partition(":")
-    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError,
             NameError) as error:
-        raise InputError(f"{flag_name} {name}: cannot import it ({error}); it is written "
-                         f"module:NAME, of a file here or on PYTHONPATH") from error
-    if not isinstance(found, kind):
-        raise InputError(f"{flag_name} {name}: that is a {type(found).__name__}, not a "
-                         f"{kind.__name__}")
-    return found
+        raise InputError(f"{flag_name} {name}: cannot import it ({error}); write module:NAME, "
+                         f"with the module in this directory or on PYTHONPATH") from error
+    if not isinstance(value, expected_type):
+        raise InputError(f"{flag_name} {name}: expected a {expected_type.__name__}, found a "
+                         f"{type(value).__name__}")
+    return value
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):
-    """Run a main; what the user can mend (InputError, OSError, `errors`) ends as one line."""
+    """Run `main`; report InputError, OSError and `errors` in one line, without a traceback."""
     try:
         main()
     except (InputError, OSError, *errors) as error:
         sys.exit(f"{program}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        sys.exit(f"{program}: stopped; the same command goes on from what is done")
+        sys.exit(f"{program}: interrupted; run the same command again to resume")

@@ -1,4 +1,4 @@
-"""Evaluation: the numbers of §4 for a base, for an adapter, and for one against the other.
+"""Evaluation: the numbers of §4 for a base, an adapter, or both side by side.
 
     python eval.py                   # the toy world: its base against runs/toy/policy
     python eval.py --task slf5k --data test.jsonl --model MODEL --adapter runs/slf5k/policy \\
@@ -10,17 +10,18 @@
     python eval.py --task mt_bench --data question.jsonl --model MODEL --adapter … \\
         --judge_model gpt-4o --judge_prompts judge_prompts.jsonl
 
---adapter is measured beside the bare base, or beside --before. Either may be a file of answers
-that another model wrote: rows with `id` and `response`. A figure has a 95 % interval by
-bootstrap over rows, and so has the difference, the same rows drawn for both. Answers are kept
-as they are written, judgements as they are paid for: the same command goes on from there.
+--adapter is compared with the bare base, or with --before. Both may also be a file of answers
+by another model: rows with `id` and `response`. Every figure has a 95 % interval by bootstrap
+over rows. The difference has one too; it resamples the same rows on both sides. Answers and
+judgements are saved one by one: the same command resumes an interrupted run.
 
 Paper: §4 and Tables 1 to 8 and 16, Table 5 with another --model.
 
-Departures from the paper, which gives no intervals: perplexity (Table 8) is given the prompt,
-under the bare base. A row that cannot be scored is wrong, never left out; one that the judge
-gave no verdict on is out of the judge's figures, and counted. In output_dir: answers, rows and
-counts of each side, result.json. measures.spans makes a page of R_φ's rows.
+Departures: the paper gives no intervals. Perplexity (Table 8) is conditioned on the prompt and
+computed by the bare base. A row that cannot be scored counts as wrong and is never dropped. A
+row without a verdict of the judge is excluded from the judge's figures and counted. output_dir
+holds answers, rows and counts of each side, and result.json. measures.spans makes a page of
+R_φ's rows.
 """
 
 from __future__ import annotations
@@ -54,65 +55,66 @@ from sampling import context_length, generate
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,
                    "max_new_tokens": 32},
            "slf5k": {"max_new_tokens": 89}, "alpaca_eval": {"max_new_tokens": 2048}}
-PAIRED = "toy", "slf5k", "ultrafeedback", "reward_model"       # what a judge compares in pairs
+PAIRED = "toy", "slf5k", "ultrafeedback", "reward_model"       # compared in pairs by a judge
 
 
 @dataclass
 class EvalConfig(judges.JudgeConfig):
-    """Some defaults are set by --task. max_new_tokens is in tokens."""
+    """Settings of an evaluation; --task changes some defaults."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, reward_model, code, arc, mt_bench or "
                             "alpaca_eval", (*PAIRED, "code", "arc", "mt_bench", "alpaca_eval"))
     model: str = flag("toy/base", "base model: a directory or hub id")
-    adapter: str | None = flag(None, "what to measure: the adapter of a policy or of R_φ, or "
-                                     "a file of answers; none: the base alone")
-    before: str | None = flag(None, "what to compare it with, likewise; none: the bare base")
-    data: str | None = flag(None, "the benchmark's rows; the toy world makes its own")
-    limit: int = flag(10**6, "rows at most", least=1)
-    output_dir: str = flag("runs/eval", "where answers, rows and result go")
-    seed: int = flag(0, "of samples")
-    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
+    adapter: str | None = flag(None, "adapter of a policy or of R_φ, or a file of answers, to "
+                                     "evaluate; None: only the base")
+    before: str | None = flag(None, "adapter or file of answers to compare with; None: the "
+                                    "bare base")
+    data: str | None = flag(None, "rows of the benchmark; the toy world generates its own")
+    limit: int = flag(10**6, "largest number of rows", least=1)
+    output_dir: str = flag("runs/eval", "directory for answers, rows and result")
+    seed: int = flag(0, "random seed of the answers")
+    dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",
                              DTYPES)
-    batch_size: int = flag(64, "texts that are decoded at once", least=1)
-    temperature: float = flag(0.0, "of the policy; 0: greedy; mt_bench has its own")
-    max_new_tokens: int = flag(1024, "longest answer, where the context has room", least=1)
-    encoder: str | None = flag(None, "summaries: BERTScore's, such as roberta-large, whose "
-                                     "layer bert-score knows; or NAME:LAYER")
-    allow_code_execution: bool = flag(False, "code: run what the model wrote, in the sandbox")
-    unsafe_sandbox: bool = flag(False, "code: run it also where a layer of that is lacking")
+    batch_size: int = flag(64, "texts decoded in one batch", least=1)
+    temperature: float = flag(0.0, "sampling temperature, 0: greedy; mt_bench sets its own")
+    max_new_tokens: int = flag(1024, "longest answer in tokens, if the context allows", least=1)
+    encoder: str | None = flag(None, "summaries: BERTScore model that bert-score knows, such "
+                                     "as roberta-large, or NAME:LAYER; None: no BERTScore")
+    allow_code_execution: bool = flag(False, "code: run generated programs in the sandbox")
+    unsafe_sandbox: bool = flag(False, "code: run them even if a sandbox layer is missing")
     code_timeout: float = flag(10.0, "code: CPU seconds for each program", least=0.01)
     difficulty: str | None = flag(None, "alpaca_eval: its df_gamed.csv, for the "
-                                        "length-controlled rate")
+                                        "length-controlled rate; None: no such rate")
 
     @property
     def adapters(self) -> list[str]:
-        """The directories that were named, not the files of answers."""
+        """Directories in --before and --adapter, without files of answers."""
         return [path for path in (self.before, self.adapter) if os.path.isdir(path or "")]
 
-    GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "writing the answers",
-              "encoder": "of one benchmark, which the help names"}
+    GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "generation",
+              "encoder": "options of one benchmark, named in the help"}
 
 
-# ── The sides of the table: one base, an adapter each
+# ── The sides of the table: one base, each side with its adapter
 
-NAMES = "id", "task_id", "question_id", "prompt_id"                # what data sets call a row
-ANSWERS = "response", "output", "solution"                         # and what others answered
+NAMES = "id", "task_id", "question_id", "prompt_id"                # id fields of data sets
+ANSWERS = "response", "output", "solution"                         # answer fields of files
 
 
 def name_rows(rows: list[dict]) -> list[dict]:
-    """The rows, each with an `id`: its own, else its number from 0."""
-    out = []
+    """The rows with an `id`: the first field of NAMES in the row, else its number from 0."""
+    named_rows = []
     for number, row in enumerate(rows):
-        own = (row[key] for key in NAMES if row.get(key) is not None)
-        out.append(row | {"id": str(next(own, number))})
-    return out
+        ids = (row[key] for key in NAMES if row.get(key) is not None)
+        named_rows.append(row | {"id": str(next(ids, number))})
+    return named_rows
 
 
 @dataclass
 class Side:
     """One side of the table: the base, the base with an adapter, or a file of answers.
 
-    source: the adapter or the file; None: the bare base. load: () → (model, tokenizer), and
-    score: (prompts, texts) → `perplexity` under the bare base, made once for both sides.
+    source: the adapter or the file; None: the bare base. load: () → (model, tokenizer). score:
+    (prompts, texts) → `perplexity` under the bare base. Both sides share load and score.
     """
     name: str
     source: str | None
@@ -122,7 +124,7 @@ class Side:
 
     @property
     def lora(self) -> str | None:
-        """The adapter's name for use_lora."""
+        """The adapter's name for use_lora; None without an adapter."""
         return self.name if os.path.isdir(self.source or "") else None
 
     def say(self, text: str):
@@ -135,107 +137,125 @@ class Side:
         model, tokenizer = self.load()
         weights = load_lora(model, self.lora, self.source) if self.lora else []
         if not all(p.isfinite().all() for p in weights):
-            raise InputError(f"{self.source}: the adapter holds NaN or infinite weights; its "
-                             f"training went wrong")
+            raise InputError(f"{self.source}: the adapter has NaN or infinite weights; train "
+                             f"it again, for example with a lower --learning_rate")
         return model, tokenizer
 
-    def write(self, talks: list[list[dict]], temperature: float) -> list[str]:
-        """The assistant's next turn in each conversation; what is on file is reused. Each has
-        random numbers of its own, of the seed and the conversation: it depends on no batch,
-        and two sides are compared on the same draws."""
-        config, base = self.config, Path(self.config.model).glob("*.safetensors")
+    def _answers_path(self, temperature: float) -> Path:
+        """The journal of answers, named by a checksum of the model, adapter and settings."""
+        config = self.config
+        base = Path(config.model).glob("*.safetensors")
         lora = sorted(Path(self.source).glob("adapter_*")) if self.lora else []
-        made = checksum(*lora, state=[
+        digest = checksum(*lora, state=[
             config.model, sorted(file.stat().st_mtime_ns for file in base), config.dtype,
             config.max_new_tokens, temperature])
-        path = Path(config.output_dir, f"answers-{made[:12]}.jsonl")
-        write_rows(path, whole_rows(path))                      # without what a kill has torn
-        kept = {row["key"]: row["response"] for row in whole_rows(path)}
-        keys = [question_key(config.seed, talk) for talk in talks]
-        asked = {key: talk for key, talk in zip(keys, talks) if key not in kept}
-        for key, text in self.decode(asked, temperature) if asked else ():
-            kept[key] = text
-            append_row(path, {"key": key, "response": text})
-        return [kept[key] for key in keys]
+        return Path(config.output_dir, f"answers-{digest[:12]}.jsonl")
 
-    def decode(self, asked: dict[str, list[dict]], temperature: float):
-        """(key, text) of each conversation, whose key seeds its random numbers."""
+    def write(self, conversations: list[list[dict]], temperature: float) -> list[str]:
+        """The assistant's next turn in each conversation; saved answers are reused.
+
+        The seed and the conversation determine an answer's random numbers. So an answer does
+        not depend on its batch, and two sides are compared on the same random numbers.
+        """
+        path = self._answers_path(temperature)
+        write_rows(path, whole_rows(path))               # removes a line that a crash cut off
+        answers = {row["key"]: row["response"] for row in whole_rows(path)}
+        keys = [question_key(self.config.seed, conversation) for conversation in conversations]
+        missing = {key: conversation for key, conversation in zip(keys, conversations)
+                   if key not in answers}
+        if missing:
+            for key, text in self.decode(missing, temperature):
+                answers[key] = text
+                append_row(path, {"key": key, "response": text})
+        return [answers[key] for key in keys]
+
+    def decode(self, conversations: dict[str, list[dict]], temperature: float):
+        """(key, text) of each conversation. The key seeds its random numbers."""
         model, tokenizer = self.model
-        n, batches = self.config.max_new_tokens, []
-        prompts = {key: encode_prompt(tokenizer, talk) for key, talk in asked.items()}
+        limit = self.config.max_new_tokens
+        prompts = {key: encode_prompt(tokenizer, conversation)
+                   for key, conversation in conversations.items()}
 
-        def room(key: str) -> int:
-            """Tokens for the answer, in steps of 64 where the context bounds it: then few
-            batches are enough, and what else is in a batch does not matter."""
-            left = context_length(model) - len(prompts[key])
-            return n if left >= n else left // 64 * 64
+        def answer_tokens(key: str) -> int:
+            """Longest answer in tokens. Where the context bounds it, a multiple of 64, so that
+            few batches are enough and a batch does not change an answer."""
+            room = context_length(model) - len(prompts[key])
+            return limit if room >= limit else room // 64 * 64
 
-        for most, alike in groupby(sorted(asked, key=room), room):
-            batches += [(most, keys) for keys in chunks([*alike], self.config.batch_size)]
-        for most, keys in tqdm(batches, self.name):
-            if most < 1:
+        batches = []
+        for tokens, group in groupby(sorted(conversations, key=answer_tokens), answer_tokens):
+            batches += [(tokens, keys) for keys in chunks([*group], self.config.batch_size)]
+        for tokens, keys in tqdm(batches, self.name):
+            if tokens < 1:
+                prompt = conversations[keys[0]][-1]["content"]
                 raise InputError(f"the model's context has no room for an answer to "
-                                 f"{asked[keys[0]][-1]['content'][:80]!r}: shorten or drop it")
+                                 f"{prompt[:80]!r}; shorten or drop it")
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
-            uniforms = torch.stack([torch.rand(n, generator=one)[:most] for one in seeds])
+            uniforms = torch.stack([torch.rand(limit, generator=seed)[:tokens]
+                                    for seed in seeds])
             with use_lora(model, self.lora, merge=True):
-                ids = generate(model, [prompts[key] for key in keys], most, temperature,
+                ids = generate(model, [prompts[key] for key in keys], tokens, temperature,
                                eos_ids(tokenizer, model), uniforms=uniforms)
             for key, y in zip(keys, ids):
                 yield key, tokenizer.decode(y, skip_special_tokens=True).strip()
 
+    def _file_answers(self, rows: list[dict]) -> list[str]:
+        """The answer to each row in the file of answers, found by id."""
+        file_rows = name_rows(read_rows(self.source))
+        answers = {row["id"]: next((row[key] for key in ANSWERS if key in row), None)
+                   for row in file_rows}
+        if len(answers) < len(file_rows):
+            raise InputError(f"{self.source}: two rows have the same id; remove one of them")
+        for row in rows:
+            if not isinstance(answers.get(row["id"]), str):
+                raise InputError(f"{self.source}: no answer to {row['id']}; add one, an empty "
+                                 f"'response' counts as wrong")
+        return [answers[row["id"]] for row in rows]
+
     def answer(self, rows: list[dict]) -> list[dict]:
-        """The rows {id, prompt}, each with its `response`: written, or of the file, by id."""
+        """The rows {id, prompt} with a `response` each: generated, or read from the file."""
         if self.lora or not self.source:
-            talks = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-            texts = self.write(talks, self.config.temperature)
+            conversations = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+            texts = self.write(conversations, self.config.temperature)
         else:
-            theirs = name_rows(read_rows(self.source))
-            found = {row["id"]: next((row[key] for key in ANSWERS if key in row), None)
-                     for row in theirs}
-            texts = [found.get(row["id"]) for row in rows]
-            if len(found) < len(theirs):
-                raise InputError(f"{self.source}: two rows have one id; leave one of them out")
-            for row, text in zip(rows, texts):
-                if not isinstance(text, str):
-                    raise InputError(f"{self.source}: no answer to {row['id']}; an empty "
-                                     f"'response' counts as wrong")
+            texts = self._file_answers(rows)
         return [row | {"response": text} for row, text in zip(rows, texts)]
 
 
 def sides_of(config: EvalConfig) -> list[Side]:
-    """[before, after], or the one that there is; a file of answers, and an R_φ, is not
-    compared with a base that nobody named."""
+    """[before, after], or the only side. The bare base is a side only beside a policy's
+    adapter, or alone."""
     load = functools.cache(lambda: load_model(config.model, config.dtype))
     score = functools.cache(lambda prompts, texts: perplexity(*load(), prompts, texts))
     sources = {"before": config.before, "after": config.adapter}
     sides = [Side(name, source, config, load, score) for name, source in sources.items()]
-    there = [side for side in sides if side.source]
-    for side in there:
+    given_sides = [side for side in sides if side.source]
+    for side in given_sides:
         if not os.path.exists(side.source):
-            raise InputError(f"{side.source}: there is no adapter; text2grad.py and "
-                             f"reward_model.py make one, and --adapter none measures the base")
+            raise InputError(f"{side.source}: there is no adapter; train one with text2grad.py "
+                             f"or reward_model.py, or evaluate the base with --adapter none")
     if sides[1].lora and config.task != "reward_model":
         return sides
-    return there or [replace(sides[0], name="base")]
+    return given_sides or [replace(sides[0], name="base")]
 
 
-# ── Each benchmark: a side → its rows {id, prompt, response}, and the counts of every row
+# ── One function per benchmark: side → (its rows {id, prompt, response}, counts of each row)
 
 def column(rows: list[dict], name: str) -> list:
-    """One field of every row."""
+    """The values of one field, by row."""
     return [row[name] for row in rows]
 
 
 def columns(scored: list[dict]) -> dict[str, list]:
-    """Rows of scores, if there are any, as a column for each score."""
+    """Rows of scores as {score: column}, without ids; {} for no rows."""
     return {name: column(scored, name) for name in (scored or [{}])[0] if name != "id"}
 
 
 def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
-    """ROUGE, BLEU, BERTScore and perplexity against people's summaries; in a world whose truth
-    is known (the toy's facts) also by that. UltraFeedback's answers are for the judge alone."""
-    config, task = side.config, get_task(side.config.task)
+    """ROUGE, BLEU, BERTScore and perplexity against human summaries, and the task's `truth`
+    (the toy's facts). UltraFeedback's answers are only compared by the judge."""
+    config = side.config
+    task = get_task(config.task)
     if config.data:
         rows = name_rows(read_rows(config.data, task.needs))[: config.limit]
     else:
@@ -244,17 +264,18 @@ def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
     for number, reference in enumerate(references, 1):
         if not isinstance(reference, str) and config.task != "ultrafeedback":
             raise InputError(f"{config.data}, row {number}: its 'reference' or "
-                             f"'ideal_human_summary' is {reference!r}, and no text")
+                             f"'ideal_human_summary' is {reference!r}, not text; fix it or "
+                             f"drop the row")
     rows = side.answer([row | {"prompt": task.policy_prompt(row)} for row in rows])
     if config.task == "ultrafeedback":
         return rows, {}
     texts = column(rows, "response")
-    counts = {name: [*map(of, rows, texts)] for name, of in task.truth.items()}
+    counts = {name: [*map(truth, rows, texts)] for name, truth in task.truth.items()}
     counts |= columns([*map(rouge, texts, references)])
     counts["BLEU"] = [*map(bleu_counts, texts, references)]
     if config.encoder:
-        likeness = bert_score(texts, references, *load_encoder(config.encoder))
-        counts["BERTScore F1"] = column(likeness, "f1")
+        bert_scores = bert_score(texts, references, *load_encoder(config.encoder))
+        counts["BERTScore F1"] = column(bert_scores, "f1")
     prompts = tuple(column(rows, "prompt"))
     counts["perplexity"] = side.score(prompts, tuple(texts))
     counts["perplexity of references"] = side.score(prompts, tuple(references))
@@ -263,53 +284,58 @@ def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
 
 
 def held_out(side: Side) -> list[dict]:
-    """The rows of --data that no tested R_φ was trained on, as samples.jsonl beside its adapter
-    says; all of them, and a note, where that names none."""
+    """The rows of --data that no evaluated R_φ was trained on, by samples.jsonl beside its
+    adapter. If that file lists none of them, all rows stay and a note is printed."""
     rows = name_rows(read_rows(side.config.data, (("prompt",), ("response",))))
     for source in side.config.adapters:
         path = Path(source).parent / "samples.jsonl"
-        unseen = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
-        kept = [row for row in rows if (row["id"], row["response"]) in unseen]
-        said = f"{len(kept)} of {len(rows)} rows: those that {source} was not trained on"
-        if not kept:
-            said = f"{source} may have been trained on these rows: {path} names none of them"
-        side.say(said)
-        rows = kept or rows
+        samples = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
+        held_rows = [row for row in rows if (row["id"], row["response"]) in samples]
+        if held_rows:
+            side.say(f"{len(held_rows)} of {len(rows)} rows: those held out from {source}")
+        else:
+            side.say(f"{source} may have been trained on these rows: {path} lists none of them")
+        rows = held_rows or rows
     return rows[: side.config.limit]
 
 
 def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1, 6, 7, 16
-    """The spans of R_φ's critiques against those of --data, rows of annotate.py, by an
-    annotator or by people (agreement with these is Table 16). Whether a sign that nobody
-    marked is right, nobody knows: it has no figures."""
-    rows, tokens, found, counts = held_out(side), None, [], []
-    marked = [read_spans(row) for row in rows]
-    labels = {span.label for span in chain(*marked)}
+    """The spans of R_φ's critiques against those of --data. These are rows of annotate.py, by
+    an annotator or by people (agreement with people is Table 16). A sign that --data never
+    marks has no figures."""
+    rows = held_out(side)
+    gold_spans = [read_spans(row) for row in rows]
+    labels = {span.label for span in chain(*gold_spans)}
+    tokens = None                                        # text → offsets; None counts words
     if side.config.adapters:
         tokens = functools.partial(response_tokens, side.load()[1])
-    asked = [row | {"prompt": reward_prompt(row["prompt"], row["response"])} for row in rows]
-    for row, gold, answered in zip(rows, marked, side.answer(asked)):
-        response, reply = row["response"], answered["response"]
-        feedback = readable(reply, response)
-        counts.append(compare(response, (tokens or words)(response), gold, feedback))
-        said = feedback or Feedback(reply, [], [])
-        placed = ground(response, said)
-        placed = replace(placed, spans=[span for span in placed.spans if span.label in labels])
-        found.append({**feedback_row("", row, said, placed, side.name), "reply": reply,
-                      "gold_spans": row["spans"],
-                      "reason": None if feedback else "this critique cannot be read"})
+    prompts = [row | {"prompt": reward_prompt(row["prompt"], row["response"])} for row in rows]
+    scored = []
+    counts = []
+    for row, gold, answer in zip(rows, gold_spans, side.answer(prompts)):
+        response = row["response"]
+        reply = answer["response"]
+        parsed = readable(reply, response)
+        counts.append(compare(response, (tokens or words)(response), gold, parsed))
+        feedback = parsed or Feedback(reply, [], [])
+        grounding = ground(response, feedback)
+        spans = [span for span in grounding.spans if span.label in labels]
+        grounding = replace(grounding, spans=spans)
+        scored.append({**feedback_row("", row, feedback, grounding, side.name), "reply": reply,
+                       "gold_spans": row["spans"],
+                       "reason": None if parsed else "this critique cannot be read"})
     summed = total(counts)
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
-              *audit([row for row in found if not row["reason"]], tokens)[:2]]
+              *audit([row for row in scored if not row["reason"]], tokens)[:2]]
     side.say(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
-    known = [key for key, value in figures(summed).items() if value is not None]
-    return found, {FIGURES[key][0]: [parts(one)[key] for one in counts] for key in known}
+    defined = [key for key, value in figures(summed).items() if value is not None]
+    return scored, {FIGURES[key][0]: [parts(row)[key] for row in counts] for key in defined}
 
 
 def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
-    """HumanEval, MBPP and their + versions: generation first, execution only with
-    --allow_code_execution. The rows are in evalplus' form, too."""
+    """HumanEval, MBPP and their + versions. All programs are generated before any is run;
+    running needs --allow_code_execution. The rows also have evalplus' format."""
     config = side.config
     problems = benchmarks.read_problems(config.data)[: config.limit]
     rows = side.answer([{"id": problem.task_id, "prompt": benchmarks.code_prompt(problem)}
@@ -318,17 +344,17 @@ def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
         program = benchmarks.extract_code(row["response"], problem)
         row |= {"task_id": row["id"], "solution": program}
     if not config.allow_code_execution:
-        side.say("nothing was run: --allow_code_execution runs the samples")
+        side.say("nothing was run; --allow_code_execution runs the programs")
         return rows, {}
-    ran = benchmarks.execute(problems, column(rows, "solution"), os.cpu_count(),
-                             config.code_timeout, config.unsafe_sandbox)
-    scores = benchmarks.code_scores(ran)
-    return [row | result for row, result in zip(rows, ran)], columns(scores)
+    results = benchmarks.execute(problems, column(rows, "solution"), os.cpu_count(),
+                                 config.code_timeout, config.unsafe_sandbox)
+    scores = benchmarks.code_scores(results)
+    return [row | result for row, result in zip(rows, results)], columns(scores)
 
 
 def arc(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """ARC-Challenge by the log-likelihood of each choice, plain and by its length; nothing is
-    generated."""
+    """ARC-Challenge by the log-likelihood of each choice, with and without length
+    normalisation; no text is generated."""
     rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
     logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora, side.config.batch_size)
     return [], columns(benchmarks.arc_scores(rows, logprobs))
@@ -338,17 +364,17 @@ def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     """Both turns of every question, rated by the judge."""
     questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
     answers = judges.mt_bench_answers(questions, side.write)
-    asked = judges.mt_bench_questions(questions, answers, side.config)
-    scores = judges.mt_bench_scores(ask_judge(side, asked))
+    judge_questions = judges.mt_bench_questions(questions, answers, side.config)
+    scores = judges.mt_bench_scores(ask_judge(side, judge_questions))
     return [q | {"response": answers[q["question_id"]]} for q in questions], columns(scores)
 
 
 def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """Win rate against the reference outputs of --data; outputs also in alpaca_eval's form."""
+    """Win rate against the reference outputs of --data; writes alpaca_eval's format, too."""
     config = side.config
     rows = judges.read_alpaca(config.data)[: config.limit]
-    found = side.answer(rows)
-    texts = column(found, "response")
+    answered_rows = side.answer(rows)
+    texts = column(answered_rows, "response")
     judges.write_alpaca(Path(config.output_dir, f"{side.name}_outputs.json"), rows, texts,
                         side.source or config.model)
     wins = ask_wins(side, rows, texts, column(rows, "response"))
@@ -356,33 +382,34 @@ def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
         gamed = judges.read_difficulty(config.difficulty)
         rate = judges.length_controlled(rows, texts, wins, gamed)
         side.say(f"length-controlled, %\n{report.table([*rate], [[*rate.values()]])}")
-    return found, {"win rate": column(wins, "win")}
+    return answered_rows, {"win rate": column(wins, "win")}
 
 
 # ── The judge (Figure 3, Appendix E)
 
 def ask_judge(side: Side, questions: list) -> list[dict]:
-    """The verdicts; none where no judge was named, or where --dry_run says what they cost."""
-    config, journal = side.config, Path(side.config.output_dir, "judge.journal")
+    """The judge's verdicts; [] without a judge, or with --dry_run, which prints their cost."""
+    config = side.config
+    journal = Path(config.output_dir, "judge.journal")
     if config.judge_model is None:
-        side.say("nothing was judged: --judge_model names a judge")
-    elif config.dry_run:
+        side.say("nothing was judged; name a judge with --judge_model")
+        return []
+    if config.dry_run:
         side.say(judges.forecast(questions, config, journal))
-    else:
-        verdicts = judges.ask_judge(questions, config, journal)
-        if lost := [one for one in verdicts if one["reason"]]:
-            side.say(f"{len(lost)} of {len(verdicts)} questions have no verdict, "
-                     f"first {lost[0]['id']}: {lost[0]['reason']}; the same command asks for "
-                     f"them again")
-        return verdicts
-    return []
+        return []
+    verdicts = judges.ask_judge(questions, config, journal)
+    failed = [verdict for verdict in verdicts if verdict["reason"]]
+    if failed:
+        side.say(f"{len(failed)} of {len(verdicts)} questions have no verdict, first "
+                 f"{failed[0]['id']}: {failed[0]['reason']}; the same command asks them again")
+    return verdicts
 
 
-def ask_wins(side: Side, rows: list[dict], texts: list[str], others: list[str],
-             of: str = "response") -> list[dict]:  # Figure 3
-    """Who wins each row, this side's text or the other, and a table of how many."""
-    asked = judges.pairwise_questions(rows, texts, others, side.config, of)
-    wins = judges.pairwise_scores(ask_judge(side, asked))
+def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[str],
+             field: str = "response") -> list[dict]:  # Figure 3
+    """The winner of each row, this side's text or the other; prints a table of the counts."""
+    questions = judges.pairwise_questions(rows, texts, other_texts, side.config, field)
+    wins = judges.pairwise_scores(ask_judge(side, questions))
     if wins:
         sums = judges.win_tie_loss(wins)
         side.say(f"Figure 3, by the judge\n{report.table([*sums], [[*sums.values()]])}")
@@ -396,31 +423,33 @@ UNITS = {"BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_
          "rating": ("1–10 ↑", ratio),
          **{FIGURES[key][0]: ("0–1 ↓", share)
             for key in ("unparseable", "unmatched", "ambiguous")}}
-INTERVALS = "↑ more is better, ↓ less is; in brackets 95 %, by bootstrap over rows"
+INTERVALS = "↑ higher is better, ↓ lower; in brackets 95 % intervals by bootstrap over rows"
 
 
 def table_lines(counts: dict[str, dict[str, list]]) -> list[dict]:
     """{measure, unit, rows, before: [value, low, high], after: …, difference: …} of each
-    measure; None where there is nothing to divide by. counts: by side and measure."""
-    lines, unknown = [], (None, None)
+    measure; None where the denominator is 0. counts: side → measure → counts of each row."""
+    lines = []
+    undefined = (None, None)
     for key in dict.fromkeys(chain(*counts.values())):
         unit, figure = UNITS.get(key.partition(",")[0], ("0–1 ↑", share))
-        sides = {name: own[key] for name, own in counts.items() if own.get(key)}
+        sides = {name: by_key[key] for name, by_key in counts.items() if by_key.get(key)}
         rows = [row for row in zip(*sides.values()) if None not in row]   # judged on all sides
         line = {"measure": key, "unit": unit, "rows": len(rows)}
-        for name, own in zip(sides, zip(*rows)):
-            line[name] = [corpus(own, figure), *(interval(own, figure) or unknown)]
+        for name, values in zip(sides, zip(*rows)):
+            line[name] = [corpus(values, figure), *(interval(values, figure) or undefined)]
         if {"before", "after"} <= line.keys():
-            old, new = line["before"][0], line["after"][0]
+            old = line["before"][0]
+            new = line["after"][0]
             change = None if None in (old, new) else new - old
-            ends = paired_bootstrap(*zip(*rows), figure) or unknown
+            ends = paired_bootstrap(*zip(*rows), figure) or undefined
             line["difference"] = [change, *ends]
         lines.append(line)
     return lines
 
 
 def cells(lines: list[dict]) -> tuple[list[str], list[list]]:
-    """Header and rows of the table."""
+    """Header and rows of the printed table."""
     def cell(value):
         if not isinstance(value, list):
             return value
@@ -439,14 +468,16 @@ TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": summaries,
 
 
 def check(config: EvalConfig):
-    """Raises InputError for flags that do not go together, and for files of the user's that
-    are no such, before anything is written or paid for."""
+    """Check the flags and the files they name before anything is written or paid for.
+
+    Raises InputError where flags contradict each other or a file has another format.
+    """
     task = config.task
     if task != "toy" and config.data is None:
-        raise InputError(f"--task {task} needs --data, the rows of the benchmark")
+        raise InputError(f"--task {task} needs --data, a file with its rows")
     for path in (config.before, config.adapter):
         if task in ("arc", "mt_bench") and os.path.isfile(path or ""):
-            raise InputError(f"--task {task} asks a model itself, and {path} is none")
+            raise InputError(f"--task {task} needs a model; {path} is a file of answers")
     if task == "reward_model" and config.adapter is None:
         raise InputError("--task reward_model needs --adapter, R_φ or a file of its critiques")
     judges.check(config)
@@ -455,20 +486,22 @@ def check(config: EvalConfig):
 
 
 def main():
-    """Measure, print the table, and say where everything is."""
+    """Evaluate each side, print the table and write the results."""
     config = parse_flags(EvalConfig, sys.argv[1:], __doc__, lambda task: {
         "output_dir": f"runs/{task}/eval", **PRESETS.get(task, {})})
     check(config)
-    sides, out = sides_of(config), Path(config.output_dir)
-    _lock = lock_directory(out)                                         # held until the end
-    rows, counts = {}, {}
+    sides = sides_of(config)
+    out = Path(config.output_dir)
+    _lock = lock_directory(out)                                         # until main returns
+    rows = {}
+    counts = {}
     for side in sides:
         side.say(f"{side.source or 'no adapter'}, the base {config.model}")
         rows[side.name], counts[side.name] = TASKS[config.task](side)
     if len(sides) == 2 and config.judge_model and config.task in PAIRED:
-        of = "reply" if config.task == "reward_model" else "response"
-        old, new = (column(rows[side.name], of) for side in sides)
-        wins = ask_wins(sides[1], rows["after"], new, old, of)    # Figure 3, Table 1's win rate
+        field = "reply" if config.task == "reward_model" else "response"
+        old, new = (column(rows[side.name], field) for side in sides)
+        wins = ask_wins(sides[1], rows["after"], new, old, field)      # Figure 3, Table 1
         counts["after"]["win rate"] = column(wins, "win")
     for side in sides:
         write_rows(out / f"{side.name}.jsonl", rows[side.name])
@@ -476,7 +509,7 @@ def main():
     lines = table_lines(counts)
     write_rows(out / "result.json", [{"config": asdict(config), "figures": lines}])
     print(report.table(*cells(lines)) if lines else "no figures")
-    print(f"{INTERVALS}\n{out}/: result.json, and what each side wrote")
+    print(f"{INTERVALS}\n{out}/: result.json, and the rows and counts of each side")
 
 
 if __name__ == "__main__":

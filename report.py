@@ -1,10 +1,10 @@
-"""What people look at: coloured tokens, tables, curves, the page of a run.
+"""Output for people: coloured tokens, tables, curves and the page of a run.
 
     print(colour_tokens(["The ", "cat ", "flew"], [1, 0, -1]))       # good green, poor red
-    python report.py runs/toy                # report.html; of a run that goes on as well
+    python report.py runs/toy                # report.html, also during the run
 
-A page is one file without script or network, for light and dark screens and for paper. In logs,
-and where NO_COLOR is set, good tokens stand in [+ +] and poor ones in [- -].
+A page is one file without scripts or network access, for light and dark screens and for print.
+In logs, or if NO_COLOR is set, good tokens are written in [+ +] and poor ones in [- -].
 
 Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 """
@@ -29,25 +29,29 @@ _PLAIN = {1: ("[+", "+]"), -1: ("[-", "-]")}
 
 
 def split_text(text: str, offsets) -> list[str]:
-    """The text of each token, by its characters [start, end); a shared one is the first's."""
-    pieces, at = [], 0
+    """The text of each token, by its characters [start, end). A character that two tokens
+    share belongs to the first."""
+    pieces = []
+    last_end = 0
     for start, end in offsets:
-        pieces.append(text[max(at, start) : end])
-        at = max(at, end)
+        pieces.append(text[max(last_end, start) : end])
+        last_end = max(last_end, end)
     return pieces
 
 
 def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
-    """The response, good tokens green and poor ones red, runs marked once (Figure 1)."""
+    """The response with good tokens in green and poor ones in red; a run of tokens of the same
+    sign is marked once (Figure 1). colour: None for colours only on a terminal."""
     if colour is None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    signs, out = [(value > 0) - (value < 0) for value in delta], ""
+    signs = [(value > 0) - (value < 0) for value in delta]
+    text = ""
     for sign, run in groupby(zip(signs, tokens), key=lambda pair: pair[0]):
         piece = "".join(token for _, token in run)
         word = piece.lstrip()
         before, after = (_ANSI if colour else _PLAIN).get(sign if word else 0, ("", ""))
-        out += piece[: len(piece) - len(word)] + before + word + after
-    return out
+        text += piece[: len(piece) - len(word)] + before + word + after
+    return text
 
 
 def _cell(value, digits: int) -> str:
@@ -57,15 +61,15 @@ def _cell(value, digits: int) -> str:
 
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
-    """An aligned table: numbers to the right with `digits` decimals, None as a dash."""
+    """An aligned table: numbers with `digits` decimals at the right, None as a dash."""
     cells = [header] + [[_cell(value, digits) for value in row] for row in rows]
-    first, *others = [max(map(len, column)) for column in zip(*cells)]
-    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    first, *widths = [max(map(len, column)) for column in zip(*cells)]
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths)])
     head, *body = [line.format(*row).rstrip() for row in cells]
     return "\n".join([head, "─" * len(line.format(*[""] * len(header))), *body])
 
 
-# ── Pages: the browser's own colours, light or dark, and greys that suit both
+# ── Pages: the browser's light or dark colours, and greys for both
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.6 system-ui; } p { margin: .3rem 0; }
@@ -84,7 +88,7 @@ th:first-child, td:first-child, .wide td { text-align: left; } .code { font-fami
 
 
 def page(title: str, body: str) -> str:
-    """An HTML page of a plain title and a body of HTML; the browser is to load nothing."""
+    """An HTML page from a plain title and an HTML body. The page loads no other file."""
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="
@@ -95,12 +99,12 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 
 def write_page(path, text: str):
-    """Write a page; half of a surrogate pair, which no file can hold, becomes a mark."""
+    """Write a page. A lone surrogate, which UTF-8 cannot encode, becomes an XML reference."""
     Path(path).write_bytes(text.encode("utf-8", "xmlcharrefreplace"))
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str = "") -> str:
-    """`table` for a page; of kind "wide", where the cells are texts."""
+    """`table` as HTML; kind "wide" is for cells of text."""
     lines = []
     for tag, row in [("th", header), *(("td", row) for row in rows)]:
         cells = [f"<{tag}>{escape(_cell(value, digits))}</{tag}>" for value in row]
@@ -109,161 +113,171 @@ def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str =
 
 
 def text_block(text: str, html: str = "") -> str:
-    """Text (or its HTML) with its white space; monospaced where it is indented as code is."""
+    """Text, or its HTML, with white space kept; monospaced if it is indented like code."""
     kind = "text code" if re.search(r"\n(  |\t|──)", text) else "text"
     return f'<div class="{kind}" dir="auto">{html or escape(text)}</div>'
 
 
 def card(heading: str, prompt: str, columns: dict[str, str], badges=()) -> str:
-    """A prompt above columns {title: HTML}; the badges say what is wrong."""
-    said = [f'<span class="badge">{escape(badge)}</span>' for badge in badges]
+    """A prompt above columns {title: HTML}. Badges name problems."""
+    labels = [f'<span class="badge">{escape(badge)}</span>' for badge in badges]
     sides = [f"<section><h3>{escape(k)}</h3>{html}</section>" for k, html in columns.items()]
-    return (f'<article class="card"><b>{escape(heading)}</b> {" ".join(said)}'
+    return (f'<article class="card"><b>{escape(heading)}</b> {" ".join(labels)}'
             f'<div class="prompt">{text_block(prompt)}</div>'
             f'<div class="columns">{"".join(sides)}</div></article>')
 
 
 # ── Token heatmaps and curves
 
-# Told apart by every kind of eye, on white and on near-black; the first two are good and poor.
+# Colours that colour-blind readers distinguish, on white and on black: good, poor and others.
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2")
 
 
 def heatmap(tokens: list[str], values: list[float], limit: float | None = None) -> str:
-    """Tokens as HTML, green above 0 and vermillion below, deepest from ±limit on: δ_t, A_t.
+    """Tokens as HTML for δ_t or A_t: green above 0, vermillion below, deepest from ±limit on.
 
-    limit: else the largest value. ↵ and ⇥ are white space, ▯ is a token without text.
+    limit: by default the largest magnitude. ↵ and ⇥ are white space, ▯ a token without text.
     """
     limit = limit or max((abs(v) for v in values if math.isfinite(v)), default=0) or 1
-    out = ""
+    html = ""
     for token, value in zip(tokens, values, strict=True):
-        colour, line = _COLOURS[value < 0], "underline wavy" if value < 0 else "underline"
+        colour = _COLOURS[value < 0]
+        line = "underline wavy" if value < 0 else "underline"
         level = min(1, abs(value) / limit) if math.isfinite(value) else 0
-        shown = escape(token).replace("\n", "↵\n").replace("\t", "⇥\t") or "▯"
-        ground, ink = (f"{colour}{round(most * level):02x}" for most in (128, 255))
+        text = escape(token).replace("\n", "↵\n").replace("\t", "⇥\t") or "▯"
+        ground, ink = (f"{colour}{round(opacity * level):02x}" for opacity in (128, 255))
         style = f"background:{ground};text-decoration:{line} {ink}"
-        out += f'<span title="{value:+.4g}" style="{style}">{shown}</span>'
+        html += f'<span title="{value:+.4g}" style="{style}">{text}</span>'
     return ('<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;'
-            f'text-underline-offset:.22em;print-color-adjust:exact">{out}</div>')
+            f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most` + 1 numbers around [low, high], a step of 1, 2 or 5 · 10^k apart.
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """At most `count` + 1 numbers around [low, high], with a step of 1, 2 or 5 · 10^k.
 
-    1.0000001 counts as 1: some processors round so, and the axis is to be the same on all.
+    Rounding differs between processors. So 1.0000001 counts as 1, and all get the same axis.
     """
-    if high - low <= 1e-6 * max(abs(low), abs(high)):                 # one value alone
+    if high - low <= 1e-6 * max(abs(low), abs(high)):                   # a single value
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    rough = (high - low) / (most - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-6))
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
+    rough_step = (high - low) / (count - 1)
+    power = 10.0 ** math.floor(math.log10(rough_step))
+    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough_step * (1 - 1e-6))
+    first = math.floor(low / step + 1e-6)
+    last = math.ceil(high / step - 1e-6)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
-    """Up to four named series over `unit`s as SVG; None or not finite breaks a line. The legend
-    has their last values, where there is room for them: of up to three."""
+    """Up to four named series over x, in `unit`s, as SVG. None or a value that is not finite
+    breaks a line. With up to three series, the legend also has their last values."""
     series = {name: [v if v is not None and math.isfinite(v) else None for v in values]
               for name, values in series.items()}
-    known = [v for values in series.values() for v in values if v is not None] or [0.0]
-    marks = ticks(min(known), max(known))
-    left, right, out = 16 + 6.4 * max(len(f"{v:g}") for v in marks), 326, ""
+    finite = [v for values in series.values() for v in values if v is not None] or [0.0]
+    marks = ticks(min(finite), max(finite))
+    left = 16 + 6.4 * max(len(f"{v:g}") for v in marks)
+    right = 326
+    svg = ""
 
-    def up(value):
+    def height(value):
         return 156 - 110 * (value - marks[0]) / (marks[-1] - marks[0])
 
-    def text(x, y, said, more=""):
-        return f'<text x="{x:.2f}" y="{y:.2f}" {more}>{escape(said)}</text>'
+    def text(x, y, label, attributes=""):
+        return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(label)}</text>'
 
     for mark in marks:
-        out += f'<path d="M{left:.2f} {up(mark):.2f}H{right}" stroke="#8885"/>'
-        out += text(left - 6, up(mark) + 4, f"{mark:g}", 'class="y" text-anchor="end"')
-    out += text(left, 172, f"{x[0]:g}", 'class="x"')
-    out += text((left + right) / 2, 172, unit, 'text-anchor="middle"')
-    out += text(right, 172, f"{x[-1]:g}", 'class="x" text-anchor="end"')
+        svg += f'<path d="M{left:.2f} {height(mark):.2f}H{right}" stroke="#8885"/>'
+        svg += text(left - 6, height(mark) + 4, f"{mark:g}", 'class="y" text-anchor="end"')
+    svg += text(left, 172, f"{x[0]:g}", 'class="x"')
+    svg += text((left + right) / 2, 172, unit, 'text-anchor="middle"')
+    svg += text(right, 172, f"{x[-1]:g}", 'class="x" text-anchor="end"')
     for i, (name, values) in enumerate(series.items()):
         pen = f'fill="none" stroke="{_COLOURS[i]}" stroke-width="1.8" stroke-linecap="round"'
-        at = 4 + 336 * i / len(series)                                          # the legend
+        legend_x = 4 + 336 * i / len(series)
         last = next((f" {v:.4g}" for v in reversed(values) if v is not None), " –")
-        said = name + last * (len(series) < 4)
-        out += f'<path d="M{at:.1f} 28h13" {pen}/>' + text(at + 17, 32, said)
-        line, step = "", "M"
-        for place, value in zip(x, values):
-            if value is not None:                       # h0: so that a point alone is seen
-                across = left + (right - left) * (place - x[0]) / (x[-1] - x[0] or 1)
-                line += f"{step}{across:.2f} {up(value):.2f}h0"
-            step = "M" if value is None else "L"
-        out += f'<path class="curve" d="{line}" {pen}/>'
+        label = name + last if len(series) < 4 else name
+        svg += f'<path d="M{legend_x:.1f} 28h13" {pen}/>' + text(legend_x + 17, 32, label)
+        line = ""
+        command = "M"
+        for position, value in zip(x, values):
+            if value is not None:                  # h0 makes a single point visible
+                across = left + (right - left) * (position - x[0]) / (x[-1] - x[0] or 1)
+                line += f"{command}{across:.2f} {height(value):.2f}h0"
+            command = "M" if value is None else "L"
+        svg += f'<path class="curve" d="{line}" {pen}/>'
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 340 180" width="100%" '
             f'role="img" style="max-width:460px;font:11px system-ui" fill="currentColor">'
-            f"<title>{escape(title)}</title>{text(4, 13, title)}{out}</svg>")
+            f"<title>{escape(title)}</title>{text(4, 13, title)}{svg}</svg>")
 
 
-# Of each metric of an iteration: its unit, and what is healthy.
+# Metric of an iteration → its unit and its healthy course.
 NOTES = {
-    "delta": "δ_t per token, −1 to 1, as R_φ sees it; rises, and the truth beside it too",
-    "true_delta": "δ_t per token, as the annotator sees it; rises with R_φ's",
-    **{f"{sign}_{figure}": f"{sign} tokens by R_φ, beside the annotator's; falls where the "
-                           "policy leaves what R_φ was trained on"
+    "delta": "mean δ_t per token by R_φ, −1 to 1; rises together with the truth",
+    "true_delta": "mean δ_t per token by the annotator; rises together with R_φ's",
+    **{f"{sign}_{figure}": f"{figure} of R_φ's {sign} tokens against the annotator's; falls "
+                           "when the policy leaves R_φ's training distribution"
        for sign in ("poor", "good") for figure in ("recall", "precision")},
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
-    "entropy": "nats per token; falls slowly; near 0 every rollout is the same",
-    "kl": "nats per response from the reference; rises to kl_target and stays",
-    "kl_coef": "β; rises while kl is over kl_target, falls while it is under",
-    "response_tokens": "steady",
+    "entropy": "nats per token; falls slowly; near 0 all rollouts are the same",
+    "kl": "nats per response from the reference; rises to kl_target and stays there",
+    "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
+    "response_tokens": "tokens per response; steady",
     "truncated": "share of responses cut off at --max_new_tokens; V after them is 0, as after "
                  "an EOS (Algorithm 4)",
-    "explained_variance": "towards 1; below 0 the value head misleads",
-    "unparseable": "share of critiques by R_φ that cannot be read; under .05",
+    "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
+    "unparseable": "share of R_φ's critiques that cannot be parsed; under .05",
     "unmatched": "share of quotes that are not in the response; under .05",
-    "ambiguous": "share of quotes that stand there more than once; under .05",
-    "conflicting": "tokens in spans of both signs, so δ_t = 0; near 0",
-    "half_inside": "tokens half in a span, so δ_t = 0; few",
-    "policy_loss": "about 0, as A_t is whitened; shows no trend",
+    "ambiguous": "share of quotes that occur more often than they are quoted; under .05",
+    "conflicting": "tokens in spans of both signs, where δ_t = 0; near 0",
+    "half_inside": "tokens partly inside a span, where δ_t = 0; few",
+    "policy_loss": "about 0, because A_t is whitened; no trend",
     "value_loss": "squared units of the return; falls at first, then noise",
     "ratio": "mean ρ_t; about 1",
-    "policy_kl": "nats per token from π_old to π; under .05, or else the steps are too long",
-    "clip_fraction": "share of tokens; under .2",
-    "grad_norm": "before clipping; steady; a peak is a batch to look at",
-    "skipped_steps": "optimizer steps not taken: a gradient or ρ_t was beyond bounds; 0",
-    **{f"seconds_{part}": "steady" for part in ("rollout", "critique", "score", "update")},
+    "policy_kl": "nats per token from π_old to π; under .05, otherwise the steps are too long",
+    "clip_fraction": "share of clipped tokens; under .2",
+    "grad_norm": "norm before clipping; steady; look at the batches of its peaks",
+    "skipped_steps": "skipped optimizer steps (gradient or ρ_t out of bounds); 0",
+    **{f"seconds_{part}": "seconds; steady"
+       for part in ("rollout", "critique", "score", "update")},
 }
 
 
 def batch_metrics(rollouts, task) -> dict[str, float]:
-    """Of a batch of text2grad.Rollouts: what NOTES tells of it, and the truths of the task."""
-    at, judged = rollouts.mask.bool(), rollouts.feedback
+    """Metrics of a text2grad.Rollouts batch: those of NOTES, and the task's `truth`."""
+    is_token = rollouts.mask.bool()
+    judgements = rollouts.feedback
     names = ("delta", "returns", "values", "entropy", "logprobs_old", "logprobs_ref")
     delta, returns, values, entropy, old, reference = (
-        getattr(rollouts, name)[at].double() for name in names)
-    variance, left = returns.var(correction=0), (returns - values).var(correction=0)
-    quotes = max(1, sum(found.quotes for found in judged))
+        getattr(rollouts, name)[is_token].double() for name in names)
+    variance = returns.var(correction=0)
+    unexplained = (returns - values).var(correction=0)
+    count = len(judgements)                                                       # B
+    quotes = max(1, sum(judgement.quotes for judgement in judgements))
     metrics = {
         "delta": delta.mean(), "good": (delta > 0).double().mean(),
         "poor": (delta < 0).double().mean(), "entropy": entropy.mean(),
-        "kl": (old - reference).sum() / len(judged),             # nats of a response
-        "response_tokens": len(delta) / len(judged),
-        "explained_variance": 1 - left / variance.clamp(min=1e-12),
-        "truncated": sum(rollouts.truncated) / len(judged),
-        "unparseable": sum(bool(found.reason) for found in judged) / len(judged),
-        "unmatched": sum(found.unmatched for found in judged) / quotes,
-        "ambiguous": sum(found.ambiguous for found in judged) / quotes,
-        "conflicting": sum(found.conflicts for found in judged),
-        "half_inside": sum(found.half_inside for found in judged),
+        "kl": (old - reference).sum() / count,                    # nats per response
+        "response_tokens": len(delta) / count,
+        "explained_variance": 1 - unexplained / variance.clamp(min=1e-12),
+        "truncated": sum(rollouts.truncated) / count,
+        "unparseable": sum(bool(judgement.reason) for judgement in judgements) / count,
+        "unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
+        "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes,
+        "conflicting": sum(judgement.conflicts for judgement in judgements),
+        "half_inside": sum(judgement.half_inside for judgement in judgements),
     }
     for name, truth in task.truth.items():
-        metrics[name] = sum(map(truth, rollouts.rows, rollouts.texts)) / len(judged)
+        metrics[name] = sum(map(truth, rollouts.rows, rollouts.texts)) / count
     return {name: float(value) for name, value in metrics.items()}
 
 
 def sample_row(rollouts, row: int) -> dict:
-    """One rollout to look at: every token with its δ_t and, once it is known, its A_t."""
-    found, offsets = rollouts.feedback[row], rollouts.offsets[row]
+    """One rollout for the report: every token with its δ_t and, if computed, its A_t."""
+    judgement = rollouts.feedback[row]
+    offsets = rollouts.offsets[row]
     sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
-              "critique": found.critique, "unreadable": found.reason,
-              "tokens": split_text(rollouts.texts[row], offsets), "delta": found.delta}
+              "critique": judgement.critique, "unreadable": judgement.reason,
+              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
     if rollouts.advantages is not None:
         sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
     return sample
@@ -272,20 +286,20 @@ def sample_row(rollouts, row: int) -> dict:
 # ── The page of a run
 
 
-def _columns(row: dict, when: str = "") -> dict[str, str]:
-    """A sample's tokens coloured by δ_t and, where it is known, by A_t; what R_φ wrote."""
+def _columns(row: dict, prefix: str = "") -> dict[str, str]:
+    """A sample's tokens coloured by δ_t and, if present, by A_t; and R_φ's critique."""
     mean = sum(row["delta"]) / max(1, len(row["delta"]))
-    columns = {f"{when}δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
+    columns = {f"{prefix}δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
     if "advantage" in row:
         columns["A_t, whitened; deepest from ±2"] = heatmap(row["tokens"], row["advantage"], 2)
-    why = f"no reward: {row['unreadable']}\n" if row["unreadable"] else ""
-    return columns | {f"{when}critique by R_φ": text_block(why + row["critique"])}
+    note = f"no reward: {row['unreadable']}\n" if row["unreadable"] else ""
+    return columns | {f"{prefix}critique by R_φ": text_block(note + row["critique"])}
 
 
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
-    """At most 8 held-out prompts, with the response before and, once there is one, after."""
+    """At most 8 held-out prompts with the responses before and, if present, after training."""
     html = ""
-    for i in range(0, len(before), math.ceil(len(before) / 8)):       # not by their scores
+    for i in range(0, len(before), math.ceil(len(before) / 8)):       # evenly, not by score
         columns = _columns(before[i], "Before: ")
         columns |= _columns(after[i], "After: ") if after else {}
         html += card(f"held-out {before[i]['id'] or ''}", before[i]["prompt"], columns)
@@ -293,30 +307,30 @@ def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
 
 
 def _samples(rows: list[dict]) -> str:
-    """At most 12 training samples, evenly up to the last."""
+    """At most 12 training samples, evenly spaced, with the last."""
     return "".join(card(f"iteration {row['iteration']}", row["prompt"], _columns(row))
                    for row in rows[:: -math.ceil(len(rows) / 12)][::-1])
 
 
 def curves(rows: list[dict]) -> str:  # Figure 3
-    """Every metric of metrics.jsonl's rows, a small chart above its note; the task's first."""
+    """A chart and a note for each metric of metrics.jsonl, the task's own metrics first."""
     html = ""
-    keys = set().union(*rows)                         # some are measured now and then
-    own = sorted(keys - {"iteration", *NOTES})
-    for key in own + [key for key in NOTES if key in keys]:
-        known = [row for row in rows if key in row]
-        lines = {"last": [row[key] for row in known]}
+    keys = set().union(*rows)                         # some rows lack some metrics
+    task_keys = sorted(keys - {"iteration", *NOTES})
+    for key in task_keys + [key for key in NOTES if key in keys]:
+        key_rows = [row for row in rows if key in row]
+        lines = {"last": [row[key] for row in key_rows]}
         if key == "true_delta":
-            lines = {"annotator": lines["last"], "R_φ": [row["delta"] for row in known]}
-        x = [row["iteration"] for row in known]
+            lines = {"annotator": lines["last"], "R_φ": [row["delta"] for row in key_rows]}
+        x = [row["iteration"] for row in key_rows]
         chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"
     return f'<div class="curves">{html}</div>'
 
 
 def _compared(rows: list[dict]) -> str:
-    before, after = rows[0]["before"], rows[0]["after"]
-    lines = [[key, old, after[key], after[key] - old] for key, old in before.items()]
+    after = rows[0]["after"]
+    lines = [[key, old, after[key], after[key] - old] for key, old in rows[0]["before"].items()]
     return html_table(["held-out mean", "before", "after", "change"], lines, 3)
 
 
@@ -326,32 +340,38 @@ def _pairs(rows: list[dict]) -> str:
     return html_table(["", ""], lines, kind="wide")
 
 
+# (title, function from the rows of each file to HTML, files)
+_SECTIONS = [
+    ("Held-out examples", _examples, "before_samples.jsonl", "after_samples.jsonl"),
+    ("Training samples", _samples, "samples.jsonl"),
+    ("Before and after", _compared, "result.json"),
+    ("Curves", curves, "metrics.jsonl"),
+    ("Reward model", _pairs, "reward/metrics.json"),
+    ("Phases", _pairs, "phases.jsonl"), ("Settings", _pairs, "config.json")]
+
+
 def run_report(directory) -> Path:
-    """Write report.html of a run of text2grad.py, finished or not, from its files alone."""
-    out, body = Path(directory), ""
+    """Write report.html of a text2grad.py run, finished or not, from the run's files."""
+    out = Path(directory)
     if not (out / "metrics.jsonl").exists():
         raise InputError(f"{out}: no metrics.jsonl; text2grad.py has not begun phase 3 there")
-    for name, show, *files in (
-            ("Held-out examples", _examples, "before_samples.jsonl", "after_samples.jsonl"),
-            ("Training samples", _samples, "samples.jsonl"),
-            ("Before and after", _compared, "result.json"),
-            ("Curves", curves, "metrics.jsonl"),
-            ("Reward model", _pairs, "reward/metrics.json"),
-            ("Phases", _pairs, "phases.jsonl"), ("Settings", _pairs, "config.json")):
-        rows, body = [], f"{body}<h2>{name}</h2>"
+    body = ""
+    for title, section_html, *files in _SECTIONS:
+        body += f"<h2>{title}</h2>"
+        rows = []
         for path in (out / file for file in files):
-            written = path.exists() and path.stat().st_size
-            rows.append(read_rows(path) if written else [])
-            body += "" if written else f'<p class="muted">{path.name} is not there (yet).</p>'
-        body += show(*rows) if rows[0] else ""
+            has_rows = path.exists() and path.stat().st_size
+            rows.append(read_rows(path) if has_rows else [])
+            body += "" if has_rows else f'<p class="muted">{path.name} is not there (yet).</p>'
+        body += section_html(*rows) if rows[0] else ""
     write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
     return out / "report.html"
 
 
 def main():
-    """Write the pages of the runs that are named on the command line."""
+    """Write the report of each run that the command line names."""
     parser = argparse.ArgumentParser(description="Write RUN/report.html, the page of a run.")
-    parser.add_argument("run", nargs="+", help="a directory of text2grad.py, finished or not")
+    parser.add_argument("run", nargs="+", help="directory of a text2grad.py run")
     for directory in parser.parse_args().run:
         print(run_report(directory))
 

@@ -1,15 +1,15 @@
 """Phase 2: R_φ learns to write z = [critique ; span JSON] of a response (§3.4, Algorithm 3).
 
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL
-    torchrun --nproc_per_node 8 reward_model.py …       # the same, by eight
+    torchrun --nproc_per_node 8 reward_model.py …       # the same on eight ranks
 
-R_φ is a LoRA adapter on the base that the policy shares, trained by teacher forcing:
-L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained. It is judged on rows it never saw:
-by its loss, and by its spans against the annotator's, token by token (§4.2, Table 1). `judge`
-and `write_critiques` are what phase 3 asks of it (Alg. 4 l.12–13).
+R_φ is a LoRA adapter on the base that the policy shares. It is trained by teacher forcing:
+L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained. It is evaluated on held-out rows:
+by its loss, and by its spans against the annotator's, token by token (§4.2, Table 1). Phase 3
+calls `write_critiques` and `judge` (Alg. 4 l.12–13).
 
-Departures: quotes that are not in the response are taken out of z before training (Appendix L
-does this with the annotation), and a critique that does not parse has found nothing.
+Departures: quotes that are not in the response are removed from z before training (Appendix L
+removes them from the annotation). A critique that does not parse counts as one without spans.
 B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
@@ -42,36 +42,36 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 
 @dataclass
 class RewardConfig:
-    """Defaults are the toy world's; --task sets the release's for the others (Table 9)."""
+    """Settings of phase 2: the toy world's defaults; --task sets the release's (Table 9)."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
-    model: str = flag("toy/base", "base: a directory or hub id (paper: Llama-3.1-8B-Instruct)")
-    data: str = flag("feedback.jsonl", "annotated rows, from annotate.py")
-    output_dir: str = flag("runs/reward", "where the adapter, metrics and samples go")
-    seed: int = flag(0, "of the split, the order and the adapter's first values", most=10**9)
+    model: str = flag("toy/base", "base: directory or hub id (paper: Llama-3.1-8B-Instruct)")
+    data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
+    output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
+    seed: int = flag(0, "random seed of the split, the order and the adapter", most=10**9)
     epochs: int = flag(3, "passes over the rows (release: 3)", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float = flag(3e-3, "peak, AdamW (release: 1e-5, KodCode 2e-5)", most=10)
-    weight_decay: float = flag(0.0, "of the adapter (release: 3e-7, KodCode .01)", most=10)
+    learning_rate: float = flag(3e-3, "peak of AdamW (release: 1e-5, KodCode 2e-5)", most=10)
+    weight_decay: float = flag(0.0, "AdamW's decay (release: 3e-7, KodCode .01)", most=10)
     lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(64, "the update is scaled by alpha / r (release: 32)")
-    lora_dropout: float = flag(0.0, "on the adapter's input (release: .05, .1)", most=0.99)
+    lora_alpha: float = flag(64, "LoRA α; the update is scaled by α / r (release: 32)")
+    lora_dropout: float = flag(0.0, "dropout of the adapter (release: .05, .1)", most=0.99)
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-                             "layers that get it (release: q_proj,v_proj)")
-    max_tokens: int = flag(512, "of x, y, z; longer rows are left out and counted", least=1)
-    max_critique_tokens: int = flag(96, "longest z it may write (release: 500, 768)", least=1)
-    held_out: int = flag(200, "prompts kept for judging, at most a tenth of all")
-    dtype: str | None = flag(None, "of the base; none: bfloat16 on CUDA, float32 on a CPU",
+                             "layers with an adapter (release: q_proj,v_proj)")
+    max_tokens: int = flag(512, "longest x, y and z in tokens; drops longer rows", least=1)
+    max_critique_tokens: int = flag(96, "longest z in tokens (release: 500, 768)", least=1)
+    held_out: int = flag(200, "prompts held out for evaluation, at most a tenth of all")
+    dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",
                              DTYPES)
-    micro_batch_size: int = flag(16, "rows per forward pass; moves dropout's masks", least=1)
-    activation_checkpointing: bool = flag(False, "less memory, more time")
-    shard: bool = flag(False, "spread the frozen base over the ranks (FSDP2)")
+    micro_batch_size: int = flag(16, "rows per forward pass; affects dropout masks", least=1)
+    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
+    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
 
     GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
 MAX_GRAD_NORM = 1.0                                       # as in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-# What a fit that goes on may change: its weights depend on it by dropout's masks at most.
+# Settings that may change when a fit resumes; at most they change its dropout masks.
 FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
              lora_dropout=0.1, lora_targets="q_proj,v_proj", learning_rate=1e-5,
@@ -87,20 +87,23 @@ PRESETS = {  # Table 9
 
 
 def reward_preset(task: str) -> dict:
-    """The defaults of a task: its own, on top of the paper's common ones."""
+    """The defaults of a task: the paper's common values, replaced by the task's own."""
     return PRESETS[task] if task in PRESETS else {**PAPER, **get_task(task).reward}
 
 
 # ── Rows as token sequences [x ; y ; z]
 
 def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
-    """[x ; y ; z] (§3.4): the rows of at most max_tokens; (ids of x and y, ids of z) of each.
+    """(kept rows, (ids of x and y, ids of z) of each) from rows as [x ; y ; z] (§3.4).
 
-    Quotes that `ground` did not find are left out of z: R_φ never learns to invent one.
+    Rows of more than max_tokens tokens are dropped. Quotes that `ground` does not find in the
+    response are removed from z, so that R_φ does not learn to invent quotes.
     """
-    kept, pairs = [], []
+    kept_rows = []
+    pairs = []
     for row in rows:
-        good, poor = list(row["good_spans"]), list(row["poor_spans"])
+        good = list(row["good_spans"])
+        poor = list(row["poor_spans"])
         for quotes in (good, poor):
             for quote in ground(row["response"], Feedback("", quotes, [])).unmatched:
                 quotes.remove(quote)
@@ -109,26 +112,28 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
         x_ids = encode_prompt(tokenizer, reward_prompt(row["prompt"], row["response"]))
         z_ids = encode_answer(tokenizer, z.text())
         if len(x_ids) + len(z_ids) <= max_tokens:
-            kept.append(row)
+            kept_rows.append(row)
             pairs.append((x_ids, z_ids))
-    return kept, pairs
+    return kept_rows, pairs
 
 
 def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=itemgetter("prompt"),
                least: int = 0) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows) (§4.1). All rows of one prompt fall on the same side.
+    """(training rows, held-out rows) (§4.1). All rows of a prompt are in the same part.
 
     held_out: number of held-out prompts, at most a tenth of all, but never fewer than `least`.
-    prompt_of(row) is the prompt of a row. Both parts keep the order of `rows`.
+    prompt_of(row): the prompt of a row. Both parts keep the order of `rows`.
     """
     prompts = [str(prompt_of(row)) for row in rows]
     order = sorted(set(prompts))
     random.Random(seed).shuffle(order)
     count = max(least, min(held_out, len(order) // 10))
     held_out_prompts = set(order[:count])
-    training, evaluation = [], []
+    training = []
+    evaluation = []
     for row, prompt in zip(rows, prompts):
-        (evaluation if prompt in held_out_prompts else training).append(row)
+        part = evaluation if prompt in held_out_prompts else training
+        part.append(row)
     return training, evaluation
 
 
@@ -136,83 +141,108 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=itemgetter(
 
 def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """−Σ_j log p_φ(z_j | z_<j, x, y) over z (§3.4, Algorithm 3): a scalar, in nats."""
-    prompts, z_ids = [x for x, _ in pairs], [z for _, z in pairs]
+    prompts = [x for x, _ in pairs]
+    z_ids = [z for _, z in pairs]
     *inputs, mask = pad_batch(prompts, z_ids, model.device)
-    at = mask.flatten().nonzero().squeeze(1)                  # of tokens in a flat [B · T], [N]
-    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[at]                   # [N, H]
+    indices = mask.flatten().nonzero().squeeze(1)           # of z in a flat batch [B · T], [N]
+    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[indices]              # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
-    targets = inputs[2].flatten()[at]
+    targets = inputs[2].flatten()[indices]                                                # [N]
     return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
 
 
 def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[list[tuple]]:
-    """Shuffled batches of like lengths: sorted within pools of 16 batches."""
-    pools = chunks(rng.sample(pairs, len(pairs)), 16 * size)
-    order = [pair for pool in pools for pair in sorted(pool, key=lambda p: sum(map(len, p)))]
+    """Shuffled batches of pairs with similar lengths: sorted within pools of 16 batches."""
+    order = []
+    for pool in chunks(rng.sample(pairs, len(pairs)), 16 * size):
+        order += sorted(pool, key=lambda pair: sum(map(len, pair)))
     batches = chunks(order, size)
     return rng.sample(batches, len(batches))
 
 
+def _resume(out, optimizer, fingerprint, name) -> tuple[int, list]:
+    """(steps taken, their losses) of the newest checkpoint in `out`, if it is of this fit."""
+    if not out:
+        return 0, []
+    path, tensors, state = newest_checkpoint(out)
+    if state.get("made_of") != fingerprint:
+        return 0, []
+    print_rank0(f"fit {name}: resumed from {path}")
+    restore_optimizer(optimizer, tensors)
+    return state["iteration"], state["losses"]
+
+
+def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
+    """Add this rank's gradients of a batch; return its mean loss over all ranks, in nats."""
+    terms = sum(map(count_of, batch))
+    mean_loss = 0.0
+    for part in chunks(batch, config.micro_batch_size * WORLD_SIZE):
+        rank_pairs = part[RANK::WORLD_SIZE]
+        # FSDP needs every rank in every forward pass; idle ranks run one with weight 0.
+        weight = 1 if rank_pairs else 0
+        loss = loss_of(model, rank_pairs or part[:1]) / terms * weight
+        loss.backward()
+        mean_loss += loss.item()
+    return sum(gather_rows([mean_loss]))
+
+
+def _optimizer_step(optimizer, parameters, mean_loss) -> bool:
+    """Step with the clipped gradient of all ranks; False: skipped, because it is not finite."""
+    for p in parameters:
+        all_sum(p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
+    is_finite = math.isfinite(mean_loss) and math.isfinite(norm)
+    if is_finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return is_finite
+
+
 def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                 loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None):
-    """Minimise a mean loss by one adapter, new unless it is loaded (Algorithm 3).
+    """Minimise the mean loss of an adapter, which is created unless it exists (Algorithm 3).
 
-    loss_of(model, pairs) is a sum, in nats; count_of(pair): its terms, the tokens of z.
-    The ranks share each batch. out: where checkpoints lie, from the newest of which it goes on.
-    Returns the mean loss of each step. A step whose loss or gradient is not finite is skipped,
-    and has None in that list. Raises InputError where all steps are.
+    loss_of(model, pairs): summed loss in nats; count_of(pair): number of its terms, by default
+    the tokens of z. The ranks share each batch. out: directory of checkpoints; the fit resumes
+    from the newest.
+    Returns the mean loss of each step. A step whose loss or gradient is not finite is skipped
+    and has None in that list. Raises InputError where all steps are skipped.
     """
     torch.manual_seed(config.seed)
-    shape = config.lora_r, config.lora_alpha, config.lora_dropout
     parameters = lora_parameters(model, name) or add_lora(                              # l.4
-        model, name, *shape, config.lora_targets.split(","))
+        model, name, config.lora_r, config.lora_alpha, config.lora_dropout,
+        config.lora_targets.split(","))
     optimizer = torch.optim.AdamW(parameters, config.learning_rate,
                                   weight_decay=config.weight_decay, fused=True)
-    rng, losses, steps = random.Random(config.seed), [], []
+    rng = random.Random(config.seed)
+    batches = []
     for _ in range(config.epochs):
-        steps += shuffle_batches(pairs, config.batch_size, rng)
-    warm_up, start = max(1, len(steps) // 20), 0
-    given = {key: x for key, x in asdict(config).items() if key not in FREE}
-    made_of = checksum(state=[given, pairs])
-    path, tensors, state = newest_checkpoint(out) if out else (None, {}, {})
-    if state.get("made_of") == made_of:
-        print_rank0(f"fit {name}: resumed from {path}")
-        restore_optimizer(optimizer, tensors)
-        start, losses = state["iteration"], state["losses"]
+        batches += shuffle_batches(pairs, config.batch_size, rng)
+    settings = {key: value for key, value in asdict(config).items() if key not in FREE}
+    fingerprint = checksum(state=[settings, pairs])
+    start, losses = _resume(out, optimizer, fingerprint, name)
+    warm_up = max(1, len(batches) // 20)                                              # steps
     model.train()
-    bar = tqdm(range(start, len(steps)), f"fit {name}", len(steps), initial=start,
+    bar = tqdm(range(start, len(batches)), f"fit {name}", len(batches), initial=start,
                disable=RANK > 0)
     with use_lora(model, name):
         for step in bar:
-            # The dropout masks of this step and rank.
+            # Each step and rank has its own dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
-            rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(steps))
+            rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(batches))
             optimizer.param_groups[0]["lr"] = rate
-            total, mean = sum(map(count_of, steps[step])), 0.0
-            for part in chunks(steps[step], config.micro_batch_size * WORLD_SIZE):
-                # All ranks gather a sharded base: one without a row runs a pass of weight 0.
-                mine = part[RANK::WORLD_SIZE]
-                loss = loss_of(model, mine or part[:1]) / total * bool(mine)
-                loss.backward()
-                mean += loss.item()
-            mean = sum(gather_rows([mean]))
-            for p in parameters:
-                all_sum(p.grad)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
-            finite = math.isfinite(mean) and math.isfinite(norm)
-            losses.append(mean if finite else None)
-            if finite:
-                optimizer.step()                                                         # l.7
-            optimizer.zero_grad()
-            bar.set_postfix(loss=f"{mean:.3f}")
+            mean_loss = _accumulate_gradients(model, batches[step], config, loss_of, count_of)
+            is_finite = _optimizer_step(optimizer, parameters, mean_loss)                # l.7
+            losses.append(mean_loss if is_finite else None)
+            bar.set_postfix(loss=f"{mean_loss:.3f}")
             if out:
-                state = {"iteration": step + 1, "losses": losses, "made_of": made_of}
-                keep_checkpoint(out, optimizer, state, SAVE_EVERY, start, len(steps))
+                state = {"iteration": step + 1, "losses": losses, "made_of": fingerprint}
+                keep_checkpoint(out, optimizer, state, SAVE_EVERY, start, len(batches))
     model.eval()
     if skipped := losses.count(None):
-        problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped, for "
-                   f"their loss or gradient was not finite; lower --learning_rate or try "
-                   f"--dtype float32")
+        problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped "
+                   f"because their loss or gradient was not finite; lower --learning_rate or "
+                   f"try --dtype float32")
         if skipped == len(losses):
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
@@ -223,20 +253,20 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
 
 @dataclass
 class Judgement:
-    """What one critique did to one response (Alg. 4 l.13)."""
+    """A critique of one response, and the token rewards it gives (Alg. 4 l.13)."""
     critique: str
     delta: list[float]                    # δ'_t of every token of the response
-    reason: str = ""                      # why δ' is zero throughout; "" where it was read
+    reason: str = ""                      # why the critique is unreadable and δ' zero, or ""
     quotes: int = 0
-    unmatched: int = 0
-    ambiguous: int = 0
+    unmatched: int = 0                    # quotes that are not in the response
+    ambiguous: int = 0                    # quotes that occur more often than they are quoted
     conflicts: int = 0                    # tokens in a good and in a poor span
-    half_inside: int = 0                  # tokens half in a span
+    half_inside: int = 0                  # tokens partly inside a span
     spans: list[Span] = field(default_factory=list)
 
 
 def judge(critique: str, text: str, offsets) -> Judgement:
-    """Parse A'(y) from a critique and map it to δ' (Alg. 4 l.13); unreadable ones give zeros.
+    """Parse A'(y) from a critique and map it to δ' (Alg. 4 l.13); zeros if it is unreadable.
 
     offsets: the characters [start, end) of each token of the text.
     """
@@ -250,108 +280,119 @@ def judge(critique: str, text: str, offsets) -> Judgement:
     return reward_tokens(critique, text, offsets, feedback, ground(text, feedback))
 
 
-def reward_tokens(critique: str, text: str, offsets, feedback, found) -> Judgement:
-    """δ' of feedback whose quotes are found (Alg. 4 l.13), and what could not be used."""
-    delta = token_rewards(text, offsets, found.spans)                                  # l.13
+def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:
+    """δ' of grounded feedback (Alg. 4 l.13), and counts of what gives no reward."""
+    spans = grounding.spans
+    delta = token_rewards(text, offsets, spans)                                        # l.13
     assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
-    lost = (conflicting_tokens(text, offsets, found.spans),
-            half_inside_tokens(text, offsets, found.spans))
-    quotes = len(feedback.good_spans + feedback.poor_spans)
-    return Judgement(critique, delta, "", quotes, len(found.unmatched), found.ambiguous,
-                     *lost, found.spans)
+    return Judgement(critique, delta, "", len(feedback.good_spans + feedback.poor_spans),
+                     len(grounding.unmatched), grounding.ambiguous,
+                     conflicting_tokens(text, offsets, spans),
+                     half_inside_tokens(text, offsets, spans), spans)
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
                     max_new_tokens: int, temperature=0.0, uniforms=None) -> list[str]:
     """One critique per response from the adapter "reward" (Alg. 4 l.12).
 
-    Greedy by default, where l.12 samples z': no policy should be rewarded by the luck of a
-    draw; with a temperature, uniforms [B, max_new_tokens] in [0, 1) decide. A response that is
-    empty, or too long for the context, gets "".
+    Decoding is greedy by default, so that rewards do not depend on chance; l.12 samples z'.
+    With a temperature, uniforms [B, max_new_tokens] in [0, 1) decide the tokens. A response
+    that is empty, or too long for the context, gets "".
     """
-    asked = {i: encode_prompt(tokenizer, reward_prompt(x, y))
-             for i, (x, y) in enumerate(zip(prompts, responses)) if y.strip()}
-    room = context_length(model) - max_new_tokens
-    asked = {i: ids for i, ids in asked.items() if len(ids) <= room}
-    u = None if uniforms is None else uniforms[list(asked)]
+    max_prompt_tokens = context_length(model) - max_new_tokens
+    prompt_ids = {}                                                  # by index of the response
+    for i, (x, y) in enumerate(zip(prompts, responses)):
+        ids = encode_prompt(tokenizer, reward_prompt(x, y)) if y.strip() else []
+        if ids and len(ids) <= max_prompt_tokens:
+            prompt_ids[i] = ids
+    u = None if uniforms is None else uniforms[list(prompt_ids)]
     with use_lora(model, "reward", merge=True):
-        written = generate(model, list(asked.values()), max_new_tokens, temperature,
-                           eos_ids(tokenizer, model), uniforms=u)
-    assert len(written) == len(asked), "Alg. 4 l.12: one z' for each y"
-    out = [""] * len(responses)
-    for i, z in zip(asked, written):
-        out[i] = tokenizer.decode(z, skip_special_tokens=True)
-    return out
+        critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, temperature,
+                                eos_ids(tokenizer, model), uniforms=u)
+    assert len(critique_ids) == len(prompt_ids), "Alg. 4 l.12: one z' for each y"
+    critiques = [""] * len(responses)
+    for i, ids in zip(prompt_ids, critique_ids):
+        critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
+    return critiques
 
 
 # ── Judging R_φ on held-out rows (§4.2, Table 1)
 
-def count_tokens(truth: list[float], said: list[float]) -> Counter:
-    """Tokens of one response marked, predicted and hit, of both signs (Table 1). [T], [T]"""
+def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
+    """Marked, predicted and correctly predicted tokens of a response (Table 1). [T], [T]
+
+    Only the signs of δ are compared, so that graded values such as .75 count as well.
+    """
+    true_signs, predicted_signs = ([(x > 0) - (x < 0) for x in delta]
+                                   for delta in (truth, predicted))
+    sign_pairs = list(zip(true_signs, predicted_signs))
     counts = Counter()
     for name, sign in (("good", 1), ("poor", -1)):
-        counts[f"{name} marked"] = sum(t == sign for t in truth)
-        counts[f"{name} predicted"] = sum(s == sign for s in said)
-        counts[f"{name} hit"] = sum(t == s == sign for t, s in zip(truth, said))
+        counts[f"{name} marked"] = true_signs.count(sign)
+        counts[f"{name} predicted"] = predicted_signs.count(sign)
+        counts[f"{name} hit"] = sign_pairs.count((sign, sign))
     return counts
 
 
 def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     """R_φ's critiques of annotated rows against the annotator's (Table 1): (figures, samples).
 
-    The ranks share the rows. None where there is nothing to divide by; unparseable: the share
-    that cannot be read.
+    The ranks share the rows. A figure is None where its denominator is 0. unparseable: share
+    of critiques that cannot be parsed.
     """
-    counts, samples = Counter(), []
-    mine = chunks(rows[RANK::WORLD_SIZE], 64)
-    for part in tqdm(mine, "judge the reward model", disable=RANK > 0):
+    counts = Counter()
+    samples = []
+    for part in tqdm(chunks(rows[RANK::WORLD_SIZE], 64), "judge the reward model",
+                     disable=RANK > 0):
         prompts, responses = ([row[key] for row in part] for key in ("prompt", "response"))
         critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
         for row, z in zip(part, critiques):
             ids = tokenizer(row["response"], add_special_tokens=False).input_ids
             text, offsets = token_offsets(tokenizer, ids)
-            marked = ground(text, Feedback("", row["good_spans"], row["poor_spans"])).spans
-            found = judge(z, text, offsets)
-            counts += count_tokens(token_rewards(text, offsets, marked), found.delta)
-            counts["unparseable"] += bool(found.reason)
+            annotation = Feedback("", row["good_spans"], row["poor_spans"])
+            truth = token_rewards(text, offsets, ground(text, annotation).spans)
+            judgement = judge(z, text, offsets)
+            counts += count_tokens(truth, judgement.delta)
+            counts["unparseable"] += bool(judgement.reason)
             samples.append({"id": row["id"], "response": row["response"],
                             "annotator": row["critique"], "reward_model": z,
-                            "unreadable": found.reason})
-    counts, samples = sum(gather_rows([counts]), Counter()), gather_rows(samples)
+                            "unreadable": judgement.reason})
+    counts = sum(gather_rows([counts]), Counter())
     unparseable = counts["unparseable"] / max(1, len(rows))
-    return {"unparseable": unparseable, **token_figures(counts)}, samples
+    return {"unparseable": unparseable, **token_figures(counts)}, gather_rows(samples)
 
 
 def token_figures(counts: Counter) -> dict[str, float | None]:
-    """Precision and recall of summed `count_tokens`; None where there is nothing to find."""
+    """Precision and recall from summed `count_tokens`; None where the denominator is 0."""
     figures = {}
     for name in ("good", "poor"):
-        for figure, of in (("precision", "predicted"), ("recall", "marked")):
-            hit, whole = counts[f"{name} hit"], counts[f"{name} {of}"]
-            figures[f"{name}_{figure}"] = hit / whole if whole else None
+        for figure, denominator in (("precision", "predicted"), ("recall", "marked")):
+            total = counts[f"{name} {denominator}"]
+            figures[f"{name}_{figure}"] = counts[f"{name} hit"] / total if total else None
     return figures
 
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
-    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): read rows, train, judge, write → the metrics."""
+    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): read rows, train R_φ, evaluate it → metrics."""
     rows = read_rows(config.data, (("prompt",), ("response",), ("critique",)))
     limit = min(config.max_tokens, context_length(model))
     out = Path(config.output_dir)
-    _lock = lock_directory(out)                                        # held until the end
-    parts = split_rows(rows, config.held_out, config.seed)
-    (_, pairs), (held_out, held_pairs) = (encode_rows(part, tokenizer, limit) for part in parts)
+    _lock = lock_directory(out)                                      # until the function ends
+    training, evaluation = split_rows(rows, config.held_out, config.seed)
+    _, pairs = encode_rows(training, tokenizer, limit)
+    held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
     if not pairs:
-        raise InputError(f"{config.data}: every row has over {limit} tokens (--max_tokens or "
-                         f"the model's context)")
+        raise InputError(f"{config.data}: every training row has more than {limit} tokens; "
+                         f"raise --max_tokens, or use a model with a longer context")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),
                "final_loss": next(x for x in reversed(losses) if x is not None)}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
-        mine = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
+        parts = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
         with use_lora(model, "reward"):                                          # L_R(φ)
-            losses = [z_loss(model, part).item() for part in mine]
+            losses = [z_loss(model, part).item() for part in parts]
     if held_out:
         loss = sum(gather_rows([sum(losses)])) / sum(len(z) for _, z in held_pairs)
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
@@ -359,27 +400,28 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
         save_lora(model, "reward", out / "adapter")                                      # l.8
         write_rows(out / "samples.jsonl", samples)
         write_rows(out / "config.json", [asdict(config)])
-        # Last: its presence says that the phase is done.
+        # This file is written last: it marks the phase as finished.
         write_rows(out / "metrics.json", [metrics])
     return metrics
 
 
 def summary(metrics: dict) -> str:
-    """One line on R_φ: its held-out loss and how well it finds the annotator's tokens."""
+    """One line about R_φ: its held-out loss, and precision and recall of its tokens."""
     if "held_out_loss" not in metrics:
-        return "trained; too few rows to hold any out"
-    shown = {k: "–" if x is None else f"{x:.3f}" for k, x in metrics.items()}
+        return "trained; too few rows for a held-out set"
+    texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
     return (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
-            f"{shown['poor_precision']}, recall {shown['poor_recall']}; good tokens "
-            f"{shown['good_precision']}, {shown['good_recall']}; unparseable "
+            f"{texts['poor_precision']}, recall {texts['poor_recall']}; good tokens "
+            f"{texts['good_precision']}, {texts['good_recall']}; unparseable "
             f"{metrics['unparseable']:.1%}")
 
 
 def main():
-    """Train and judge a reward model from the command line."""
+    """Train and evaluate a reward model from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
     if config.shard and WORLD_SIZE == 1:
-        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
+        raise InputError("--shard needs several ranks, but there is one; start the script with "
+                         "torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
     if config.activation_checkpointing:

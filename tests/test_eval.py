@@ -195,7 +195,7 @@ def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
     samples[0] |= {"response": "another response to it, which was trained on"}
     write_rows(mine.parent / "samples.jsonl", samples[:5])
     result, printed = run(capsys, *flags, "--limit", "3")
-    assert "4 of 12 rows: those that" in printed and "may have been" not in printed
+    assert "4 of 12 rows: those held out" in printed and "may have been" not in printed
     assert not (tmp_path / "out" / "before.jsonl").exists()     # a base is no critic
     assert [row["id"] for row in read_rows(tmp_path / "out" / "after.jsonl")] == \
         [row["id"] for row in rows[1:4]]
@@ -345,7 +345,7 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, capsys):
     file.write_text(json.dumps(answers))
     result, _ = run(capsys, *flags, "--adapter", file)
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
-    for rows, message in (([*answers, answers[0]], "two rows have one id"),
+    for rows, message in (([*answers, answers[0]], "two rows have the same id"),
                           (answers[:1], "no answer to toy-eval-0-1; ")):
         file.write_text(json.dumps(rows))
         assert message in error_message("eval.py", *flags, "--adapter", file)
@@ -383,7 +383,7 @@ def test_damaged_weights_are_named_and_not_scored(tmp_path):
     (("--max_usd", "1"), "--price_in"),
     (("--judge_prompts", "nowhere"), "nowhere: no such file"),
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
-    (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py is none"),
+    (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py is a file"),
     (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
     (("--task", "poetry"), "--task: invalid choice: 'poetry'")])
 def test_a_flag_that_cannot_be_used_is_refused_before_anything_is_done(flags, said, monkeypatch,
@@ -405,7 +405,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
             ([short, long], ("--adapter", "none"),
              "no room for an answer to 'Summarise the post"),
             ([short, short | {"reference": 7}], ("--adapter", "none"),
-             "rows.jsonl, row 2: its 'reference'.* is 7, and no text")):
+             "rows.jsonl, row 2: its 'reference'.* is 7, not text")):
         write_rows(data, rows)
         assert re.search(message, error_message("eval.py", *flags, "--data", data, *out))
 

@@ -130,7 +130,7 @@ def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name,
 
 @pytest.mark.parametrize("name, said", [
     ("cots", "must be one of cot, no_cot, align.*'cots'"), ("dense", "experiments.modes:DENSE"),
-    ("experiments.modes:NONE", "cannot import"), ("experiments.modes:LABELS", "a dict, not")])
+    ("experiments.modes:NONE", "cannot import"), ("experiments.modes:LABELS", "found a dict")])
 def test_a_mode_that_there_is_not_is_refused(name, said):
     with pytest.raises(InputError, match=f"--mode.*{said}"):
         get_mode(name)

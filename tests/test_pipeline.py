@@ -269,7 +269,7 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")
     told = refused("--task", "my_task:critic", "--data", data)
-    assert "not a Task" in told
+    assert "expected a Task" in told
 
 
 # ── Bad input

@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, name)
     (out / name).write_bytes(b"\0" * 99)
     message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
                             "--output_dir", out)
-    assert re.search(f"{name}, line 1: not JSON.*mend it, or remove", message)
+    assert re.search(f"{name}, line 1: not JSON.*fix it or remove", message)
 
 
 def fitted(out, stops_after=None, seed=0):

@@ -15,7 +15,8 @@ import reward_model
 from data import InputError, reward_prompt
 from helpers import randomise, read_jsonl
 from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
-from reward_model import RewardConfig, encode_rows, fit, fit_adapter, write_critiques, z_loss
+from reward_model import (RewardConfig, count_tokens, encode_rows, fit, fit_adapter,
+                          token_figures, write_critiques, z_loss)
 
 CONFIG = RewardConfig(batch_size=4, micro_batch_size=4, epochs=2, lora_r=2, lora_alpha=4,
                       learning_rate=1e-2, lora_targets="q_proj")
@@ -172,6 +173,17 @@ def test_the_held_out_loss_is_of_r_phi_per_token_of_z(finished_run, toy_model, t
     assert metrics["held_out_rows"] == 4
     assert metrics["held_out_loss"] == pytest.approx(loss["saved"], rel=1e-4)
     assert loss["saved"] < 0.63 * loss[None]
+
+
+def test_tokens_of_graded_delta_count_by_their_sign():
+    """Graded critics give ±.25 to ±1: good 2 marked, 3 predicted, 2 hit; poor 3, 2 and 1."""
+    truth = [1, 0.5, -1, -0.25, 0, -0.75]
+    predicted = [0.75, 1, 0.25, 0, -0.5, -1]
+    counts = count_tokens(truth, predicted)
+    assert counts == {"good marked": 2, "good predicted": 3, "good hit": 2,
+                      "poor marked": 3, "poor predicted": 2, "poor hit": 1}
+    assert token_figures(counts) == {"good_precision": 2 / 3, "good_recall": 1,
+                                     "poor_precision": 1 / 2, "poor_recall": 1 / 3}
 
 
 # ── What phase 3 asks of R_φ (Alg. 4 l.12)
