@@ -115,6 +115,8 @@ _KODCODE_EXAMPLE = {
     "reasoning": "The sum is right. For an empty list the last line divides by zero.",
     "textual_feedback": "The total is computed well; the empty list is not looked at.",
     "good_spans": ["total = sum(xs)"], "poor_spans": ["return total / len(xs)"]}
+# policy and reward: the release's settings that differ between its tasks (for Tables 9 and 10).
+# max_prompt_tokens: R_φ of the release saw no longer prompts, because y stands behind them.
 TASKS = {
     "slf5k": Task(
         "slf5k", _slf5k_prompt, (("summary_prompt", "post"),),
@@ -123,13 +125,17 @@ TASKS = {
         "whether the summary keeps what matters in the post, invents nothing, and is clear "
         "and short",
         "Quote at most two good and at most two poor spans, each a few words long.",
-        example=_SLF5K_EXAMPLE),
+        example=_SLF5K_EXAMPLE,
+        policy={"batch_size": 12, "minibatch_size": 12, "schedule": "linear", "kl_coef": 0.2,
+                "kl_target": 6.0, "max_new_tokens": 89, "max_critique_tokens": 500,
+                "annotated_rows": 5000, "max_prompt_tokens": 811},
+        reward={"lora_dropout": 0.05, "max_tokens": 1400, "max_critique_tokens": 500}),
     "ultrafeedback": Task(
         "ultrafeedback", lambda row: row["prompt"], (("prompt",),), _ultrafeedback_responses,
         "You are a careful expert who reviews answers to people's questions.",
         "whether the answer is correct, helpful, complete, follows the instructions and is "
         "honest about doubt",
-        temperature=0.6, example=_ULTRAFEEDBACK_EXAMPLE),
+        temperature=0.6, example=_ULTRAFEEDBACK_EXAMPLE, policy={"max_prompt_tokens": 438}),
     "kodcode": Task(
         "kodcode", lambda row: f"{row['question'].strip()}\n\nAnswer with Python code only.",
         (("question",), ("test", "test_code")), _kodcode_responses,
@@ -138,6 +144,10 @@ TASKS = {
         "needlessly slow or unclear",
         "Quote lines or expressions: good spans are code that must stay, poor spans code that "
         "should change.", temperature=0.1, max_tokens=968, example=_KODCODE_EXAMPLE,
+        policy={"max_new_tokens": 256, "learning_rate": 5e-7, "kl_coef": 0.07,
+                "kl_target": 1.0, "max_prompt_tokens": 644},
+        reward={"learning_rate": 2e-5, "weight_decay": 0.01,
+                "lora_targets": "q_proj,k_proj,v_proj,o_proj"},
         tests=lambda row: row.get("test_code") or row["test"]),
 }
 

@@ -26,9 +26,9 @@ from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
 from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from reward_model import PRESETS as REWARD_PRESETS, RewardConfig, judge, write_critiques
+from reward_model import RewardConfig, judge, reward_preset, write_critiques
 from sampling import generate
-from text2grad import KL_HORIZON, PRESETS, Config, gae, respond, sample_rollouts, whiten
+from text2grad import KL_HORIZON, Config, gae, preset, respond, sample_rollouts, whiten
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
@@ -183,7 +183,7 @@ def test_presets_are_the_release_s_hyperparameters():
              "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768, 10000),     # §4.1 says 9K
              "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768, 10000)}
     for task, values in paper.items():
-        c = Config(**PRESETS[task])
+        c = Config(**preset(task))
         assert values == (c.learning_rate, c.schedule, c.batch_size, c.kl_coef, c.kl_target,
                           c.max_new_tokens, c.max_critique_tokens, c.annotated_rows)
         assert (c.ppo_epochs, c.value_coef, c.clip, c.value_clip, c.gamma, c.lam, c.lora_r,
@@ -193,7 +193,7 @@ def test_presets_are_the_release_s_hyperparameters():
                "ultrafeedback": (1e-5, 3e-7, "q_proj,v_proj", 0.1, 1250, 768),
                "kodcode": (2e-5, 0.01, "q_proj,k_proj,v_proj,o_proj", 0.1, 1250, 768)}
     for task, values in rewards.items():
-        c = RewardConfig(**REWARD_PRESETS[task])
+        c = RewardConfig(**reward_preset(task))
         assert values == (c.learning_rate, c.weight_decay, c.lora_targets, c.lora_dropout,
                           c.max_tokens, c.max_critique_tokens)
         assert (c.lora_r, c.lora_alpha, c.epochs) == (16, 32, 3)
@@ -323,7 +323,7 @@ def test_the_page_loads_nothing_and_is_small():
     ("alg-4-l-23", "gain = torch.minimum("),                                        # above
     ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
     ("alg-4-l-19", "for _ in range(config.ppo_epochs):"),                 # the head of a block
-    ("eq-3-6-a-b", "return changed(critic, lambda _, offsets, found:")])
+    ("eq-3-6-a-b", "[sum(judgement.delta)]")])
 def test_the_line_that_is_tagged_is_marked(slug, code):
     marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
     assert code in marked and marked.count("\n") < 10
