@@ -1,4 +1,4 @@
-"""Spans: R_φ's critiques against marked spans, tables of annotated rows, people's annotations.
+"""Measures of spans: R_φ's critiques, the tables of annotated rows, people's annotations.
 
     python -m measures.spans --audit feedback.jsonl --output page.html   # tables and a page
     python -m measures.spans --people marked.jsonl --output feedback.jsonl
@@ -434,8 +434,10 @@ def read_people(rows: list[dict]) -> list[dict]:
 
 
 def _finegrained(row: dict) -> dict:
-    """A row of FineGrainedRLHF in our form: each error is a poor span. The critique explains the
-    errors and names the missing information."""
+    """A row of FineGrainedRLHF in our form: each error is a poor span.
+
+    The critique explains the errors and names the missing information.
+    """
     response = row["prediction 1"]
     passages = row["passages"]
     errors = sorted(row["feedback"]["errors"], key=lambda error: error["start"])

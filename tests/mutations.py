@@ -343,7 +343,7 @@ MUTATIONS = [
              SPANS, "overlap relative to the shorter span"),
     Mutation("measures/spans.py", "/ (counts.total() - 1)", "/ counts.total()",
              SPANS, "Krippendorff's α of another estimator"),
-    Mutation("measures/judge.py", "win != 1 - lost", "win != lost",
+    Mutation("measures/judge.py", "win != 1 - loss", "win != loss",
              JUDGES, "consistent verdicts count as ties"),
     Mutation("measures/judge.py", "x[:, 0] = np.tanh(x[:, 0])", "pass",
              JUDGES, "length control without tanh"),
