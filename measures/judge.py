@@ -373,8 +373,8 @@ def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
     of the text; s: the standard deviation of Δ; γ_x: the difficulty of instruction x. The rate
     is the mean of P at Δ = 0. gamed: rows of `read_difficulty`, a verbose and a concise
     baseline with a total weight of 0.2, which regularise φ. An unjudged row is predicted, but
-    not fitted. Raises InputError where an instruction's difficulty is unknown, or fewer than five rows are
-    judged.
+    not fitted. Raises InputError where an instruction's difficulty is unknown, and where fewer
+    than five rows are judged.
     """
     difficulty = {row["index"]: row["instruction_difficulty"] for row in gamed}
     for row in rows:
