@@ -147,8 +147,8 @@ def overlaps(response: str, gold: list[Span],
 class _Counts:
     """Counts that are summed field by field."""
 
-    def __add__(self, other):
-        values = zip(vars(self).values(), vars(other).values())
+    def __add__(self, counts):
+        values = zip(vars(self).values(), vars(counts).values())
         return type(self)(*(a + b for a, b in values))
 
 
