@@ -1,18 +1,19 @@
 """HumanEval, MBPP and their + versions (Table 3) by execution, ARC-Challenge (Table 4) by
 log-likelihood.
 
-    problems = read_problems("HumanEvalPlus.jsonl.gz")       # the published files as they are
+    problems = read_problems("HumanEvalPlus.jsonl.gz")       # unchanged published files
     programs = [extract_code(write(code_prompt(problem)), problem) for problem in problems]
     code_scores(execute(problems, programs))   # {"id", "pass@1", "plus pass@1"} of each task
 
-Paper: §4.4 and §4.5, Tables 3 and 4; it says nothing of how answers are taken apart and run.
+Paper: §4.4 and §4.5, Tables 3 and 4; it does not say how code is extracted from answers and
+run.
 
-The + files of evalplus hold inputs and no outputs: once a program's function has given its
-output for an input, the reference solution is asked for its own, in the same sandbox. They are
-compared as evalplus 0.3 does, with its exceptions. Departures: one time limit for all inputs of
-a task, the reference's time included, not one for each; of HumanEval's prompt an answer need
-repeat no import and no helper. ARC is asked as lm-evaluation-harness asks, zero-shot and
-without a chat template, except that the tokenizer's BOS stands first.
+The + files of evalplus hold inputs and no outputs. For each input the sandbox runs the program
+first and then the reference solution, and compares their outputs as evalplus 0.3 does, with its
+exceptions. Departures: one time limit covers all inputs of a task and the reference's time,
+where evalplus has a limit for each input; an answer may omit the imports and helpers of
+HumanEval's prompt. ARC follows lm-evaluation-harness, zero-shot and without a chat template,
+except that the prompt begins with the tokenizer's BOS.
 """
 
 import ast
@@ -34,9 +35,12 @@ from sampling import context_length
 
 @dataclass(frozen=True)
 class Problem:
-    """A task (Table 3). prompt: what the model is told. head: the program's beginning, which an
-    answer may take for granted ("" in MBPP). solution: a right program. tests: statements, ""
-    where there are inputs (base, plus), whose outputs are compared, to atol."""
+    """A task (Table 3).
+
+    prompt: the task in the model's prompt. head: the program's beginning, which an answer may
+    omit ("" in MBPP). solution: the reference program. tests: statements, or "" if there are
+    inputs. inputs: (base, plus), for which outputs are compared with tolerance atol.
+    """
     task_id: str
     prompt: str
     entry_point: str
@@ -48,10 +52,11 @@ class Problem:
 
 
 def read_problems(path) -> list[Problem]:
-    """HumanEval, MBPP (all of it or sanitized) or a + file of evalplus, told by their fields.
-    HumanEvalPlus has its inputs in a `test` too, which is not used.
+    """Problems of HumanEval, MBPP (full or sanitized) or a + file of evalplus.
 
-    Raises InputError for a row of another form, for + tests in one of a form without.
+    The fields of a row identify the benchmark. The `test` of HumanEvalPlus repeats its inputs
+    and is not used. Raises InputError where a row has another form, or some rows have + tests
+    and some have none.
     """
     problems = []
     for number, row in enumerate(iter_rows(path, [("task_id",)]), 1):
@@ -61,39 +66,41 @@ def read_problems(path) -> list[Problem]:
                 raise ValueError("some rows have a 'plus_input', some have none")
         except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path}, row {number}: not a task of HumanEval, MBPP or evalplus "
-                             f"({error!r}); take their own files") from error
+                             f"({error!r}); use their published files") from error
     return problems
 
 
 def _humaneval(row: dict) -> Problem:
-    """A row of HumanEval or of evalplus; MBPP+'s prompt is a docstring, and no head."""
-    task, prompt, name = row["task_id"], row["prompt"], row["entry_point"]
-    head = prompt.rstrip() + "\n" if re.search(rf"^def {name}\b", prompt, re.M) else ""
-    asked = head or prompt.strip().strip('"').strip()
-    tests, inputs, atol = "", None, 0.0
-    if "plus_input" in row:                                     # where there are none it is {}
-        inputs = tuple([_restored(task, args) for args in row[key]]
-                       for key in ("base_input", "plus_input"))
-        atol = row["atol"]
-        if not inputs[0]:
-            raise ValueError("an empty 'base_input', which every program would pass")
-    else:
+    """A row of HumanEval or evalplus; MBPP+ has a docstring as prompt, and so no head."""
+    task = row["task_id"]
+    prompt = row["prompt"]
+    name = row["entry_point"]
+    has_head = re.search(rf"^def {name}\b", prompt, re.M)
+    head = prompt.rstrip() + "\n" if has_head else ""
+    description = head or prompt.strip().strip('"').strip()
+    solution = prompt + row["canonical_solution"]
+    if "plus_input" not in row:
         tests = f"{row['test']}\ncheck({name})\n"
-    return Problem(task, asked, name, head, prompt + row["canonical_solution"], tests, inputs,
-                   atol)
+        return Problem(task, description, name, head, solution, tests)
+    base = [_restored(task, args) for args in row["base_input"]]
+    plus = [_restored(task, args) for args in row["plus_input"]]       # {} if there are none
+    if not base:
+        raise ValueError("an empty 'base_input', which every program would pass")
+    return Problem(task, description, name, head, solution, "", (base, plus), row["atol"])
 
 
 def _mbpp(row: dict) -> Problem:
-    """A row of MBPP; its function is the first one in the code that the asserts name."""
+    """A row of MBPP; its entry point is the first function that the asserts name."""
     if row.keys() & {"plus_input", "test"}:
         raise ValueError("its + tests would not be run")
-    code, tests = row["code"], "\n".join(row["test_list"])
-    called = _names(ast.parse(tests))
+    code = row["code"]
+    tests = "\n".join(row["test_list"])
+    test_names = _names(ast.parse(tests))
     name = [node.name for node in ast.parse(code).body
-            if isinstance(node, ast.FunctionDef) and node.name in called][0]
-    before = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
+            if isinstance(node, ast.FunctionDef) and node.name in test_names][0]
+    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
     prompt = f"{row.get('text') or row['prompt']}\nIt must pass these tests:\n{tests}"
-    return Problem(f"Mbpp/{row['task_id']}", prompt, name, "", code, f"{before}\n{tests}")
+    return Problem(f"Mbpp/{row['task_id']}", prompt, name, "", code, f"{setup}\n{tests}")
 
 
 def _same(value):
@@ -108,7 +115,9 @@ def _deep_tuple(value):
     return tuple(map(_deep_tuple, value)) if isinstance(value, list) else value
 
 
-_RESTORE = [    # MBPP+ tasks with arguments that JSON lacks; how the first is made, the others
+# MBPP+ tasks with arguments that JSON lacks: (tasks, conversion of the first argument,
+# conversion of the other arguments).
+_RESTORE = [
     ("2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809",
      tuple, tuple),
     ("63 64 70 94 120 237 272 299 400 409 417 438 473 614 780", _tuples, _tuples),
@@ -121,17 +130,17 @@ _RESTORE = [    # MBPP+ tasks with arguments that JSON lacks; how the first is m
 
 def _restored(task: str, args: list) -> list:
     """The arguments of one call as Python values."""
-    for tasks, first, others in _RESTORE:
-        if task.removeprefix("Mbpp/") in tasks.split():            # HumanEval/… is in none
-            return [first(args[0]), *map(others, args[1:])]
+    for tasks, convert_first, convert_rest in _RESTORE:
+        if task.removeprefix("Mbpp/") in tasks.split():            # never HumanEval/…
+            return [convert_first(args[0]), *map(convert_rest, args[1:])]
     return args
 
 
 # ── Prompt and answer
 
 def code_prompt(problem: Problem) -> str:
-    """What a chat model is asked, in our own words: to complete HumanEval's function, to write
-    MBPP's."""
+    """The prompt of a chat model, in our own words: complete HumanEval's function, or write
+    MBPP's function."""
     task = (f"Complete this Python function.\n\n```python\n{problem.prompt}```" if problem.head
             else f"Write a Python function for this task.\n\n{problem.prompt}")
     return f"{task}\n\nAnswer with the whole program in one code block: imports, helpers and " \
@@ -139,16 +148,16 @@ def code_prompt(problem: Problem) -> str:
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Those of the longest beginning of a text that is Python."""
+    """The statements of the longest beginning of the text that is valid Python."""
     lines = text.split("\n")
     while lines:
         try:
             tree = ast.parse("\n".join(lines))
-            ast.unparse(tree)                                      # which may be too deep
+            ast.unparse(tree)                                # fails if the tree is too deep
             return tree.body
         except SyntaxError as error:
             del lines[min(error.lineno or 1, len(lines)) - 1:]
-        except NO_PYTHON:                                          # a null byte; absurdly deep
+        except NO_PYTHON:                                    # a null byte, or too deep
             break
     return []
 
@@ -158,44 +167,47 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def _binds(tree: ast.AST) -> set[str]:
-    """The names that a statement gives a value; `table` by `table[i] = 1` too."""
-    nodes = [tree] if hasattr(tree, "name") else list(ast.walk(tree))    # what is inside stays
-    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-    named = {getattr(node, "name", None) for node in nodes} - {None}
-    return named.union(*map(_names, stored))
+    """The names that a statement assigns or defines, such as `table` in `table[i] = 1`."""
+    is_definition = hasattr(tree, "name")                    # its local names do not count
+    nodes = [tree] if is_definition else list(ast.walk(tree))
+    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    names = {getattr(node, "name", None) for node in nodes} - {None}
+    return names.union(*map(_names, targets))
 
 
 def _program(nodes: list[ast.stmt], problem: Problem) -> str:
-    """The imports, what the function and the tests need, and what that needs in turn."""
+    """The imports, and all statements that the function and the tests depend on."""
     tests = ast.parse(problem.tests)
-    needed, size = {problem.entry_point} | _names(tests) - _binds(tests), 0
+    needed = {problem.entry_point} | _names(tests) - _binds(tests)
+    size = 0
     while len(needed) > size:
-        kept = [node for node in nodes
-                if isinstance(node, (ast.Import, ast.ImportFrom)) or _binds(node) & needed]
-        size, needed = len(needed), needed.union(*map(_names, kept))
-    kept.sort(key=lambda node: getattr(node, "module", None) != "__future__")
-    return ast.unparse(ast.Module(kept, [])) + "\n"
+        program = [node for node in nodes
+                   if isinstance(node, (ast.Import, ast.ImportFrom)) or _binds(node) & needed]
+        size = len(needed)
+        needed = needed.union(*map(_names, program))
+    program.sort(key=lambda node: getattr(node, "module", None) != "__future__")
+    return ast.unparse(ast.Module(program, [])) + "\n"
 
 
 def extract_code(response: str, problem: Problem) -> str:
-    """The program in a chat model's answer; "" where nothing there is the function, which is a
-    failed sample.
+    """The program in a chat model's answer; "" if the answer does not define the function, and
+    then the sample fails.
 
-    Looked for in turn: the first fenced block that defines the function; an answer without
-    fences, prose around it left out. As in evalplus imports and what the function needs are
-    kept, from other blocks and the prompt's head too; calls, prints, asserts are not. Nothing
-    is executed.
+    It is the first fenced block that defines the function. In an answer without fences it is
+    the code between prose. As in evalplus, imports and the definitions that the function needs
+    are kept, also from other blocks and from the prompt's head; calls, prints and asserts are
+    removed. No code is executed here.
     """
     text = response.rpartition("</think>")[2]
     blocks = code_blocks(text)
     starts = re.finditer(r"^(?:import|from|def|async|class|@|\w+ *=)", text, re.M)
-    for whole in blocks or [text[start.start():] for start in starts]:
-        main = _statements(whole)
+    for candidate in blocks or [text[start.start():] for start in starts]:
+        main = _statements(candidate)
         bound = set().union(*map(_binds, main))
         if problem.entry_point in bound:
-            others = sum(map(_statements, [problem.head + "    pass", *blocks]), [])
-            others = [node for node in others if not _binds(node) & bound]
-            return _program(others + main, problem)
+            helpers = sum(map(_statements, [problem.head + "    pass", *blocks]), [])
+            helpers = [node for node in helpers if not _binds(node) & bound]
+            return _program(helpers + main, problem)
     return ""
 
 
@@ -248,11 +260,12 @@ def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float
 
 
 def test_program(problem: Problem, plus: bool = False) -> str:
-    """Tests for `run_python`: the benchmark's own, or (plus) those that evalplus adds."""
+    """Tests for `run_python`: the benchmark's own, or with plus those that evalplus adds."""
     if problem.inputs is None:
         return problem.tests
-    name, values = problem.entry_point, marshal.dumps(problem.inputs[plus])
-    # Imported first, so that the program cannot put its own in place. marshal keeps tuples,
+    name = problem.entry_point
+    values = marshal.dumps(problem.inputs[plus])
+    # marshal is imported first, so that the program cannot replace it. marshal keeps tuples,
     # sets and infinities; repr does not.
     return f"""from marshal import loads
 import solution
@@ -267,23 +280,23 @@ def test_outputs():
 
 def execute(problems: list[Problem], programs: list[str], workers: int = 2,
             timeout: float = 10.0, unsafe: bool = False) -> list[dict]:
-    """Rows {id, base, plus, status, stderr} of one program for each of the problems, in which a
-    problem stands as often as it has programs.
+    """Rows {id, base, plus, status, stderr}, one for each pair of problem and program.
 
-    timeout: CPU seconds of a program for its base tests, and again for its + tests. base, plus:
-    passed or not; plus counts where base has passed too, and is None where a file has none.
+    A problem is repeated for each of its programs. timeout: CPU seconds of a program for its
+    base tests, and again for its + tests. base, plus: whether the tests passed. plus needs base
+    to pass too, and is None if the file has no + tests.
     """
     def run(problem: Problem, program: str) -> dict:
         def result(plus: bool):
             tests = test_program(problem, plus)
             return run_python(program, tests, timeout, unsafe=unsafe)
 
-        extended = problem.inputs is not None
+        has_plus = problem.inputs is not None
         base = last = result(False)
-        if base.passed and extended:
+        if base.passed and has_plus:
             last = result(True)
         return {"id": problem.task_id, "base": base.passed,
-                "plus": last.passed if extended else None,
+                "plus": last.passed if has_plus else None,
                 "status": last.status, "stderr": last.stderr[-1000:]}
 
     with ThreadPoolExecutor(workers) as pool:
@@ -291,13 +304,15 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
 
 
 def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
-    """{id, "pass@k", "plus pass@k"} of each task, from `execute`'s rows. Raises InputError for
-    fewer than k samples."""
+    """{id, "pass@k", "plus pass@k"} of each task, from `execute`'s rows.
+
+    Raises InputError where a task has fewer than k samples.
+    """
     scores = []
     for task in dict.fromkeys(row["id"] for row in rows):
         score = {"id": task}
-        for kind, name in (("base", "pass"), ("plus", "plus pass")):
-            passed = [row[kind] for row in rows if row["id"] == task]
+        for key, name in (("base", "pass"), ("plus", "plus pass")):
+            passed = [row[key] for row in rows if row["id"] == task]
             if None not in passed:
                 score |= {f"{name}@{k}": pass_at_k(len(passed), sum(passed), k) for k in ks}
         scores.append(score)
@@ -307,57 +322,67 @@ def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
 # ── ARC-Challenge
 
 def read_arc(path) -> list[dict]:
-    """Rows {id, question, choices: texts, answer: index} of AI2's files: any number of choices,
-    labels A–E or 1–5. Raises InputError with file and row."""
+    """Rows {id, question, choices: texts, answer: index} of AI2's files.
+
+    A question has any number of choices, with labels A–E or 1–5. Raises InputError where a row
+    has another form.
+    """
     rows = []
     for number, row in enumerate(iter_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
         try:
-            question, choices = row["question"]["stem"], row["question"]["choices"]
+            question = row["question"]["stem"]
+            choices = row["question"]["choices"]
             labels = [choice["label"] for choice in choices]
             texts = [choice["text"] for choice in choices]
             answer = labels.index(row["answerKey"])
             if not all(texts):
                 raise ValueError("a choice without a text")
         except (LookupError, TypeError, ValueError) as error:
-            raise InputError(f"{path}, row {number}: not a question of ARC ({error!r}); it has "
-                             f"a stem, choices with a label and a text, and an answerKey among "
-                             f"these labels") from error
+            raise InputError(f"{path}, row {number}: not a question of ARC ({error!r}); it "
+                             f"needs a stem, choices with a label and a text, and an answerKey "
+                             f"that is one of the labels") from error
         rows.append({"id": row["id"], "question": question, "choices": texts, "answer": answer})
     return rows
 
 
 def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = None,
                     batch_size: int = 16) -> list[list[float]]:
-    """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row. A question
-    that is too long for the model's context loses its beginning, as in the harness."""
+    """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row.
+
+    A question that is too long for the model's context loses its beginning, as in the harness.
+    """
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
     def encode(text):
         return bos + tokenizer(text, add_special_tokens=False).input_ids
 
-    bos, asked = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], []
+    pairs = []
     for row in rows:
         context = f"Question: {row['question']}\nAnswer:"
         start = len(encode(context))
         for choice in row["choices"]:
-            whole = encode(f"{context} {choice}")
-            x, y = whole[:start], whole[start:]                    # cut where the harness cuts
-            asked.append((x[-max(context_length(model) - len(y), 1):], y))
-    each = iter(answer_logprobs(model, asked, adapter, batch_size))
-    return [[sum(next(each)) for _ in row["choices"]] for row in rows]
+            ids = encode(f"{context} {choice}")
+            x = ids[:start]                                        # split as the harness splits
+            y = ids[start:]
+            pairs.append((x[-max(context_length(model) - len(y), 1):], y))
+    logprobs = iter(answer_logprobs(model, pairs, adapter, batch_size))
+    return [[sum(next(logprobs)) for _ in row["choices"]] for row in rows]
 
 
 def arc_scores(rows: list[dict], logprobs: list[list[float]]) -> list[dict]:  # Table 4
-    """{id, accuracy, accuracy_norm} of every row, from `choice_logprobs`: whether the likeliest
-    choice is right (1.0 or 0.0); the first of equals is taken.
+    """{id, accuracy, accuracy_norm} of every row, from `choice_logprobs`.
 
-    accuracy_norm divides each log-likelihood by the choice's length in characters, as the
-    harness' acc_norm does; its acc is accuracy. Raises InputError where one is not finite.
+    accuracy: whether the most likely choice is right (1.0 or 0.0), as acc in the harness; the
+    first choice wins a tie. accuracy_norm divides each log-likelihood by the choice's length in
+    characters, as acc_norm in the harness. Raises InputError where one is not finite.
     """
     scores = []
     for row, plain in zip(rows, logprobs):
         if not all(map(math.isfinite, plain)):
             raise InputError(f"ARC row {row['id']}: log-likelihoods {plain} are not finite; "
-                             f"the weights are damaged")
+                             f"check the model's weights")
         normed = [logprob / len(choice) for logprob, choice in zip(plain, row["choices"])]
-        right = [float(found.index(max(found)) == row["answer"]) for found in (plain, normed)]
-        scores.append({"id": row["id"], "accuracy": right[0], "accuracy_norm": right[1]})
+        scores.append({"id": row["id"],
+                       "accuracy": float(plain.index(max(plain)) == row["answer"]),
+                       "accuracy_norm": float(normed.index(max(normed)) == row["answer"])})
     return scores

@@ -1,17 +1,18 @@
-"""A language model as the judge: pairs of answers, MT-Bench, AlpacaEval.
+"""A language model as judge: pairs of answers, MT-Bench, AlpacaEval.
 
     config = JudgeConfig(judge_model="gpt-4o", price_in=2.5, price_out=10, max_usd=5)
     questions = pairwise_questions(rows, after, before, config)     # rows {id, prompt}, texts
-    print(forecast(questions, config, "judge.journal"))             # asks nothing
+    print(forecast(questions, config, "judge.journal"))             # sends no request
     scores = pairwise_scores(ask_judge(questions, config, "judge.journal"))
     print(win_tie_loss(scores))
 
 Paper: §4.2–4.5, Table 4, Figure 3, Appendix E. Shapes: n rows, k features.
 
-Departures: Appendix E shuffles the order of the two; here both orders are asked, and where they
-disagree it is a tie. A reply without a verdict, or with several that differ, leaves its row
-unjudged: it is counted, and asked again by the next run; FastChat takes the first. The prompt
-of AlpacaEval's leaderboard is its own: run alpaca_eval on what `write_alpaca` writes.
+Departures: Appendix E shuffles the order of the two answers; here the judge sees both orders,
+and two verdicts that disagree are a tie. A reply without a verdict, or with different verdicts,
+leaves its row unjudged: the row is counted, and the next run asks again. FastChat takes the
+first verdict. AlpacaEval's leaderboard has a prompt of its own: run alpaca_eval on the file of
+`write_alpaca`.
 """
 
 from __future__ import annotations
@@ -32,45 +33,53 @@ from ask import Journal, Question, Server, ask, check_asking, missing, question_
 from data import InputError, chunks, flag, read_rows
 
 
-TEMPERATURE = 0.0                                                             # of the judge
+TEMPERATURE = 0.0                                            # sampling temperature of the judge
 
 
 @dataclass
 class JudgeConfig:
-    """A judge behind an OpenAI-compatible server, and what it may cost."""
-    judge_model: str | None = flag(None, "model on a server that judges (paper: gpt-4o); "
-                                         "none: no judge is asked")
-    base_url: str | None = flag(None, "any OpenAI-compatible server; else OPENAI_BASE_URL")
-    judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; else our own")
-    judge_tokens: int = flag(2048, "longest reply of the judge, in tokens", least=1)
-    concurrency: int = flag(8, "requests under way at once", least=1)
-    price_in: float | None = flag(None, "USD per million prompt tokens", least=0)
-    price_out: float | None = flag(None, "USD per million reply tokens", least=0)
-    max_usd: float | None = flag(None, "what the judge may cost, all runs together", least=0)
-    dry_run: bool = flag(False, "write the answers, then say what the judge would cost")
+    """A judge on an OpenAI-compatible server, and its prices and budget."""
+    judge_model: str | None = flag(None, "name of the judge on its server (paper: gpt-4o); "
+                                         "None asks no judge")
+    base_url: str | None = flag(None, "URL of an OpenAI-compatible server; None uses "
+                                      "OPENAI_BASE_URL")
+    judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; None uses the "
+                                           "prompts of measures/judge.py")
+    judge_tokens: int = flag(2048, "maximum length of a judge's reply in tokens", least=1)
+    concurrency: int = flag(8, "number of simultaneous requests", least=1)
+    price_in: float | None = flag(None, "USD per million prompt tokens; None is unknown",
+                                  least=0)
+    price_out: float | None = flag(None, "USD per million reply tokens; None is unknown",
+                                   least=0)
+    max_usd: float | None = flag(None, "budget of the judge in USD, over all runs; None is no "
+                                       "limit", least=0)
+    dry_run: bool = flag(False, "write the answers and print the judge's cost, without asking")
 
     @property
     def prices(self) -> tuple:
-        """What a journal is told of money."""
+        """Prices and budget, as a Journal takes them."""
         return self.price_in, self.price_out, self.max_usd
 
     @cached_property
     def prompts(self) -> dict[str, dict]:
-        """By FastChat's name, {system_prompt, prompt_template}; ours are without the latter."""
+        """FastChat's name of a prompt → {system_prompt, prompt_template}.
+
+        Our own prompts have no template.
+        """
         if self.judge_prompts is None:
-            return {name: {"system_prompt": text} for name, text in OWN.items()}
+            return {name: {"system_prompt": text} for name, text in PROMPTS.items()}
         needs = ("name",), ("system_prompt",), ("prompt_template",)
         return {row["name"]: row for row in read_rows(self.judge_prompts, needs)}
 
 
 def check(config: JudgeConfig):
-    """Raise InputError for what would end the asking, before anything is spent."""
-    free = config.judge_model is None or config.dry_run
-    check_asking(*config.prices, config.base_url, free)
-    config.prompts                                                   # read now
+    """Raise InputError for settings that would make the requests fail, before any is sent."""
+    is_free = config.judge_model is None or config.dry_run
+    check_asking(*config.prices, config.base_url, is_free)
+    config.prompts                                   # reads the file, and so checks it
 
 
-# ── What the judge is told (Appendix E)
+# ── The judge's prompts (Appendix E)
 
 _WEIGH = ("Weigh how correct, helpful and complete an answer is, and whether it does what the "
           "question asks.")
@@ -80,7 +89,7 @@ _RATE = (f"{_WEIGH} A reference answer, where given, is correct. Explain, then e
          f"rating alone, from 1 (useless) to 10 (as good as can be), in this form: [[5]]")
 _FIRST = f"You rate an answer to a question. {_RATE}"
 _SECOND = f"You rate the second answer of a conversation, answer_2. {_RATE}"
-OWN = {
+PROMPTS = {
     "pair-v2": f"You compare answer_a and answer_b to a question. {_WEIGH} {_FAIR}",
     "feedback": "You compare feedback_a and feedback_b on an answer to a question. Weigh if "
                 "what they say is true and specific, if the parts that they quote as good and "
@@ -91,7 +100,11 @@ OWN = {
 
 
 def judge_messages(prompt: dict, values: dict[str, str]) -> list[dict]:
-    """The chat messages: material in a template's {fields}, or else between marked tags."""
+    """The chat messages of one question to the judge.
+
+    values fill the {fields} of the prompt's template; without a template they stand between
+    marked tags. Raises InputError where the template has other fields.
+    """
     system = prompt["system_prompt"]
     if template := prompt.get("prompt_template"):
         try:
@@ -100,56 +113,59 @@ def judge_messages(prompt: dict, values: dict[str, str]) -> list[dict]:
             raise InputError(f"judge prompt {prompt['name']!r}: cannot fill in {error}; its "
                              f"fields may be {', '.join(values)}") from error
     else:
-        told, user = fenced(values)
-        system += f"\n{told}"
+        instruction, user = fenced(values)
+        system += f"\n{instruction}"
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def _question(config: JudgeConfig, kind: str, values: dict, name) -> Question:
-    """kind: the name of the prompt, as FastChat has it; name: the row's id."""
+    """kind: FastChat's name of the prompt. name: the row's id."""
     if kind not in config.prompts:
-        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add it, "
-                         f"or leave --judge_prompts out")
+        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add the "
+                         f"prompt, or omit --judge_prompts")
     messages = judge_messages(config.prompts[kind], values)
     key = question_key("judge", config.judge_model, TEMPERATURE, messages)
     return Question(key, str(name), messages, about={"id": name, "kind": kind})
 
 
-# ── What the judge says
+# ── The judge's verdicts
 
 WINS = {"A": 1.0, "C": 0.5, "B": 0.0}
 RATING = r"\[(\d+\.?\d*)\]"
 
 
 def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
-    """(verdict, None), or (None, why there is none): it is never guessed. A verdict is a rating
-    from 1 to 10, or of a pair 1 (A is better), 0.5 (a tie) or 0."""
-    text = text.rpartition("</think>")[2]                 # some models reason aloud first
-    rates = kind.startswith("single")
-    if rates:         # FastChat too reads a bare [7] where there is no [[7]]
-        found = {*map(float, re.findall(rf"\[{RATING}\]", text) or re.findall(RATING, text))}
+    """(verdict, None), or (None, reason) if the reply has no single verdict.
+
+    A verdict is a rating from 1 to 10. For a pair it is 1 (A is better), 0.5 (a tie) or 0.
+    """
+    text = text.rpartition("</think>")[2]                 # without the model's reasoning
+    is_rating = kind.startswith("single")
+    if is_rating:     # like FastChat, accept [7] if there is no [[7]]
+        ratings = re.findall(rf"\[{RATING}\]", text) or re.findall(RATING, text)
+        verdicts = {float(rating) for rating in ratings}
     else:
-        found = {WINS[letter] for letter in re.findall(r"\[\[([ABC])\]\]", text)}
-    if len(found) != 1:
-        return None, "verdicts that differ" if found else "no verdict in the reply"
-    verdict, = found
-    if rates and not 1 <= verdict <= 10:
+        verdicts = {WINS[letter] for letter in re.findall(r"\[\[([ABC])\]\]", text)}
+    if len(verdicts) != 1:
+        return None, "verdicts that differ" if verdicts else "no verdict in the reply"
+    verdict, = verdicts
+    if is_rating and not 1 <= verdict <= 10:
         return None, f"{verdict:g} is no rating from 1 to 10"
     return verdict, None
 
 
 def forecast(questions: list[Question], config: JudgeConfig, path) -> str:
-    """What the journal at `path` leaves to ask, and what it will cost, in a line."""
+    """A line with the number of questions that the journal at `path` lacks, and their cost."""
     with Journal(path, *config.prices) as journal:
         todo = missing(questions, journal)
         return f"{len(questions)} questions, {annotate.forecast(todo, journal, 250)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict]:
-    """Ask what the journal at `path` does not hold → {id, verdict, reason} of each question.
+    """Ask the questions that the journal at `path` lacks → {id, verdict, reason} of each.
 
-    verdict: see `read_verdict`; the next run asks only for those that are None. Raises
-    InputError as `annotate.ask`.
+    verdict: see `read_verdict`; None if there is none, and the next run asks again. Raises
+    InputError where `ask.ask` does.
     """
     def review(question: Question, text: str) -> str | None:
         return read_verdict(question.about["kind"], text)[1]
@@ -160,58 +176,69 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
         records = ask(questions, journal, server, review, config.concurrency)
     verdicts = []
     for question in questions:
-        about, record = question.about, records[question.key]
-        said = None if record["reason"] else read_verdict(about["kind"], record["reply"])[0]
-        verdicts.append({**about, "verdict": said, "reason": record["reason"]})
+        record = records[question.key]
+        verdict = None
+        if not record["reason"]:
+            verdict, _ = read_verdict(question.about["kind"], record["reply"])
+        verdicts.append({**question.about, "verdict": verdict, "reason": record["reason"]})
     return verdicts
 
 
-# ── Pairs: who wins?
+# ── Win rates of pairs
 
-# The field that is compared → the name of its prompt, and of a side in it.
+# The compared field → the name of its prompt, and the name of each side in the prompt.
 PAIRS = {"response": ("pair-v2", "answer"), "reply": ("feedback", "feedback")}
 
 
 def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
-                       config: JudgeConfig, of: str = "response") -> list[Question]:
-    """Two questions for each row {id, prompt}: side a first, then side b first.
+                       config: JudgeConfig, field: str = "response") -> list[Question]:
+    """Two questions for each row {id, prompt}: text a first, then text b first.
 
-    of: "response" (Figure 3), or "reply": critiques of it (Table 1's win rate, Appendix E).
+    field: "response" compares responses (Figure 3); "reply" compares critiques of the row's
+    response (Table 1's win rate, Appendix E).
     """
-    (kind, side), questions = PAIRS[of], []
+    kind, side = PAIRS[field]
+    questions = []
     for row, a, b in zip(rows, texts_a, texts_b, strict=True):
-        about = {"answer": row["response"]} if of == "reply" else {}
+        answer = {"answer": row["response"]} if field == "reply" else {}
         for first, second in ((a, b), (b, a)):
-            values = {"question": row["prompt"], **about,
+            values = {"question": row["prompt"], **answer,
                       f"{side}_a": first, f"{side}_b": second}
             questions.append(_question(config, kind, values, row["id"]))
     return questions
 
 
 def pairwise_scores(verdicts: list[dict]) -> list[dict]:
-    """A row {id, win, inconsistent} for each pair: a has won (1) or lost (0) where both orders
-    say so; where they disagree it is a tie (0.5), and inconsistent; None: one is unjudged."""
+    """A row {id, win, inconsistent} for each pair, from the verdicts on both orders.
+
+    win: 1 if both orders prefer text a, 0 if both prefer b. It is 0.5 (a tie) if they disagree,
+    and then inconsistent is True. It is None if an order is unjudged.
+    """
     scores = []
-    for one, turned in chunks(verdicts, 2):
-        assert one["id"] == turned["id"], "both orders of a pair follow each other"
-        win, lost = one["verdict"], turned["verdict"]
-        odd = None not in (win, lost) and win != 1 - lost
-        win = 0.5 if odd else None if lost is None else win
-        scores.append({"id": one["id"], "win": win, "inconsistent": odd})
+    for verdict, swapped in chunks(verdicts, 2):
+        assert verdict["id"] == swapped["id"], "both orders of a pair follow each other"
+        win = verdict["verdict"]
+        loss = swapped["verdict"]                       # texts a and b have changed places
+        inconsistent = None not in (win, loss) and win != 1 - loss
+        if inconsistent:
+            win = 0.5
+        elif loss is None:
+            win = None
+        scores.append({"id": verdict["id"], "win": win, "inconsistent": inconsistent})
     return scores
 
 
 def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
-    """How many win, tie (of them inconsistent), loss and unjudged, and `win_rate` of these."""
+    """Numbers of wins, ties (of which inconsistent), losses and unjudged rows; `win_rate`."""
     wins = [row["win"] for row in scores if row["win"] is not None]
-    count = Counter(wins)
-    return {"win": count[1.0], "tie": count[0.5], "loss": count[0.0],
+    counts = Counter(wins)
+    return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
             "inconsistent": sum(row["inconsistent"] for row in scores),
             "unjudged": len(scores) - len(wins), **win_rate(wins)}
 
 
 def win_rate(wins) -> dict:
-    """The mean of wins [n] and its standard_error in per cent; None where there are too few."""
+    """Mean of wins [n] and its standard_error in per cent; None if n is too small."""
     n = len(wins)
     return {"win_rate": 100 * float(np.mean(wins)) if n else None,
             "standard_error": 100 * float(np.std(wins, ddof=1)) / n**0.5 if n > 1 else None}
@@ -219,101 +246,122 @@ def win_rate(wins) -> dict:
 
 # ── MT-Bench (Zheng et al., 2023)
 
-NEED_REFERENCE = "math", "reasoning", "coding"   # judged beside a reference, where there is one
+NEED_REFERENCE = "math", "reasoning", "coding"   # the judge sees a reference if there is one
 ANSWER_TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
-                      "stem": 0.1, "humanities": 0.1}     # FastChat's; of other categories 0.7
+                      "stem": 0.1, "humanities": 0.1}     # FastChat's; 0.7 in other categories
 
 
 def read_mt_bench(path) -> list[dict]:
-    """Its questions {question_id, category, turns}, and perhaps a `reference` of two texts."""
+    """Questions {question_id, category, turns}, some with a `reference` of two texts.
+
+    Raises InputError where a row has another form.
+    """
     rows = read_rows(path, (("question_id",), ("category",), ("turns",)))
     for number, row in enumerate(rows, 1):
         for name in {"turns", "reference"} & row.keys():
             if not isinstance(row[name], list) or [*map(type, row[name])] != [str, str]:
                 raise InputError(f"{path}, row {number}: {name!r} must be a list of two texts, "
-                                 f"for two turns")
+                                 f"one for each turn")
     return rows
 
 
 def mt_bench_answers(questions: list[dict], write) -> dict:
-    """question_id → both answers, at FastChat's temperature for its category; the second sees
-    the first. write(conversations, temperature=…) → the next turn of each."""
-    talks = {q["question_id"]: [] for q in questions}
-    heats = [ANSWER_TEMPERATURE.get(q["category"], 0.7) for q in questions]
-    for temperature in dict.fromkeys(heats):
-        some = [q for q, heat in zip(questions, heats) if heat == temperature]
-        own = [talks[q["question_id"]] for q in some]
+    """question_id → the answers to both turns; the second turn continues the conversation.
+
+    The temperature is FastChat's for the question's category. write(conversations,
+    temperature=…) → the next turn of each conversation.
+    """
+    conversations = {q["question_id"]: [] for q in questions}
+    by_temperature = {}
+    for q in questions:
+        temperature = ANSWER_TEMPERATURE.get(q["category"], 0.7)
+        by_temperature.setdefault(temperature, []).append(q)
+    for temperature, group in by_temperature.items():
+        batch = [conversations[q["question_id"]] for q in group]
         for turn in (0, 1):
-            for talk, q in zip(own, some):
-                talk.append({"role": "user", "content": q["turns"][turn]})
-            for talk, text in zip(own, write(own, temperature=temperature), strict=True):
-                talk.append({"role": "assistant", "content": text})
-    return {name: [said["content"] for said in talk[1::2]] for name, talk in talks.items()}
+            for messages, q in zip(batch, group):
+                messages.append({"role": "user", "content": q["turns"][turn]})
+            texts = write(batch, temperature=temperature)
+            for messages, text in zip(batch, texts, strict=True):
+                messages.append({"role": "assistant", "content": text})
+    return {name: [answer["content"] for answer in messages[1::2]]
+            for name, messages in conversations.items()}
 
 
-# By turn: which prompt, and the parts of the conversation in it.
+# For each turn: the version of the prompt, and the parts of the conversation in it.
 TURNS = (("v1", ("question", "answer")),
          ("v1-multi-turn", ("question_1", "answer_1", "question_2", "answer_2")))
 
 
 def mt_bench_questions(questions: list[dict], answers: dict,
                        config: JudgeConfig) -> list[Question]:
-    """Two for each of MT-Bench's: rate the first answer, and the second in its conversation.
+    """Two judge questions for each of MT-Bench's: rate the first answer, and the second answer
+    in its conversation.
 
-    answers: question_id → both texts. Math, reasoning and coding are judged beside the
-    question's reference, where the turn has one.
+    answers: question_id → both texts. In math, reasoning and coding the judge also sees the
+    question's reference, if the turn has one.
     """
-    asked = []
+    judge_questions = []
     for q in questions:
-        name, known = q["question_id"], q.get("reference", ["", ""])
-        talk = [text for pair in zip(q["turns"], answers[name]) for text in pair]
+        name = q["question_id"]
+        references = q.get("reference", ["", ""])
+        texts = [text for pair in zip(q["turns"], answers[name]) for text in pair]
         for turn, (version, parts) in enumerate(TURNS, 1):
-            values, kind = dict(zip(parts, talk)), "single"
-            if q["category"] in NEED_REFERENCE and all(known[:turn]):
-                values |= dict(zip(("ref_answer_1", "ref_answer_2"), known[:turn]))
+            values = dict(zip(parts, texts))
+            kind = "single"
+            if q["category"] in NEED_REFERENCE and all(references[:turn]):
+                values |= dict(zip(("ref_answer_1", "ref_answer_2"), references[:turn]))
                 kind = "single-math"
-            asked.append(_question(config, f"{kind}-{version}", values, name))
-    return asked
+            judge_questions.append(_question(config, f"{kind}-{version}", values, name))
+    return judge_questions
 
 
 def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
-    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question, 1–10; rating:
-    the mean of both turns, or None where one has no verdict."""
+    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question, 1–10.
+
+    rating: the mean of both turns, or None if a turn has no verdict.
+    """
     rows = []
-    for one, two in chunks(verdicts, 2):
-        turns = one["verdict"], two["verdict"]
-        rating = None if None in turns else sum(turns) / 2
-        rows.append({"id": one["id"], "rating": rating, "rating, turn 1": turns[0],
-                     "rating, turn 2": turns[1]})
+    for first, second in chunks(verdicts, 2):
+        ratings = [first["verdict"], second["verdict"]]
+        rating = None if None in ratings else sum(ratings) / 2
+        rows.append({"id": first["id"], "rating": rating, "rating, turn 1": ratings[0],
+                     "rating, turn 2": ratings[1]})
     return rows
 
 
 # ── AlpacaEval (Dubois et al., 2024)
 
 def read_alpaca(path) -> list[dict]:
-    """Instructions with a reference's outputs → rows {id, prompt, response}; id: from 0."""
+    """Rows {id, prompt, response} from instructions and a reference's outputs; ids count from
+    0."""
     rows = read_rows(path, (("instruction",), ("output",)))
     return [{"id": str(number), "prompt": row["instruction"], "response": row["output"]}
             for number, row in enumerate(rows)]
 
 
 def write_alpaca(path, rows: list[dict], texts: list[str], generator: str):
-    """A policy's outputs as one JSON array, for alpaca_eval's --model_outputs."""
+    """Write a policy's outputs as one JSON array, for alpaca_eval's --model_outputs."""
     outputs = [{"instruction": row["prompt"], "output": text, "generator": generator}
                for row, text in zip(rows, texts, strict=True)]
     Path(path).write_text(json.dumps(outputs, indent=1))
 
 
 def read_difficulty(path) -> list[dict]:
-    """Rows of AlpacaEval's df_gamed.csv: two baselines, and how hard each instruction is."""
-    names, rows = ("std_delta_len", "instruction_difficulty", "preference"), []
+    """Rows of AlpacaEval's df_gamed.csv: two baselines on instructions of known difficulty.
+
+    Raises InputError where the file has another form.
+    """
+    names = "std_delta_len", "instruction_difficulty", "preference"
+    rows = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 numbers = {name: float(row[name] or "nan") for name in names}
                 rows.append({"index": row["index"], **numbers})
     except (LookupError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: it is not df_gamed.csv of AlpacaEval ({error!r})") from error
+        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); name "
+                         f"that file") from error
     return rows
 
 
@@ -321,52 +369,65 @@ def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
                       gamed: list[dict]) -> dict:  # Table 4
     """AlpacaEval 2's length-controlled win rate in per cent, as alpaca_eval 0.6.6 fits it.
 
-    P(texts win) = σ(φ tanh(Δ/s) + ψ γ_x + θ): Δ is by how many characters the reference is
-    longer, s its standard deviation, γ_x how hard the instruction is; the rate is the mean of P
-    at Δ = 0. gamed: of `read_difficulty`, a verbose and a concise baseline that hold φ, of
-    weight 0.2 together. A row that is unjudged is predicted, not fitted.
+    P(texts win) = σ(φ tanh(Δ/s) + ψ γ_x + θ). Δ: characters of the reference minus characters
+    of the text; s: the standard deviation of Δ; γ_x: the difficulty of instruction x. The rate
+    is the mean of P at Δ = 0. gamed: rows of `read_difficulty`, a verbose and a concise
+    baseline with a total weight of 0.2, which regularise φ. An unjudged row is predicted, but
+    not fitted. Raises InputError where an instruction's difficulty is unknown, and where fewer
+    than five rows are judged.
     """
-    hard = {row["index"]: row["instruction_difficulty"] for row in gamed}
-    if lost := [row["id"] for row in rows if row["id"] not in hard]:
-        raise InputError(f"no instruction_difficulty is known of index {lost[0]}")
-    if (judged := sum(score["win"] is not None for score in scores)) < 5:
-        raise InputError(f"{judged} rows are judged; a length-controlled rate needs five")
-    longer = np.array([len(row["response"]) - len(text)
-                       for row, text in zip(rows, texts, strict=True)])
-    even = np.array([[0, hard[row["id"]], 1] for row in rows])                  # Δ = 0
-    own = even + np.outer(longer / (longer.std(ddof=1) or 1), [1, 0, 0])
+    difficulty = {row["index"]: row["instruction_difficulty"] for row in gamed}
+    for row in rows:
+        if row["id"] not in difficulty:
+            raise InputError(f"no instruction_difficulty is known of index {row['id']}; use "
+                             f"AlpacaEval's own instructions")
+    n_judged = sum(score["win"] is not None for score in scores)
+    if n_judged < 5:
+        raise InputError(f"{n_judged} rows are judged; a length-controlled rate needs five: "
+                         f"judge more rows")
+    length_gap = np.array([len(row["response"]) - len(text)
+                           for row, text in zip(rows, texts, strict=True)])     # Δ, [n]
+    even = np.array([[0, difficulty[row["id"]], 1] for row in rows])            # Δ = 0
+    policy = even + np.outer(length_gap / (length_gap.std(ddof=1) or 1), [1, 0, 0])
     x = np.array([[row["std_delta_len"], row["instruction_difficulty"], 0] for row in gamed]
-                 + own.tolist())
+                 + policy.tolist())
     x[:, 0] = np.tanh(x[:, 0])                                                  # [n, k]
-    liked = [row["preference"] for row in gamed] + [score["win"] for score in scores]
-    y = np.array(liked, dtype=float)                                            # None: nan
-    weight, known = np.where(x[:, 2] == 1, 1.0, 0.2 / 2), ~np.isnan(y)
-    w = fit_cross_validated(x[known], y[known], weight[known])
+    wins = [row["preference"] for row in gamed] + [score["win"] for score in scores]
+    y = np.array(wins, dtype=float)                                             # None: nan
+    weight = np.where(x[:, 2] == 1, 1.0, 0.2 / 2)
+    is_judged = ~np.isnan(y)
+    w = fit_cross_validated(x[is_judged], y[is_judged], weight[is_judged])
     return win_rate(1 / (1 + np.exp(-even @ w)))
 
 
 def fit_cross_validated(x, y, weight) -> np.ndarray:
-    """Coefficients [k] under that penalty whose held-out loss is least; scikit-learn's grid."""
-    fold = (len(x) - 1 - np.arange(len(x))) % 5                  # scikit-learn's GroupKFold
+    """Coefficients [k] with the least held-out loss over scikit-learn's grid of penalties."""
+    fold = (len(x) - 1 - np.arange(len(x))) % 5                # as scikit-learn's GroupKFold
 
     def held_out(strength: float) -> float:
         losses = []
         for k in range(5):
-            kept, left = fold != k, fold == k
-            z = x[left] @ fit_logistic(x[kept], y[kept], weight[kept], strength)
-            losses.append(np.mean(weight[left] * (np.logaddexp(0, z) - y[left] * z)))
+            train = fold != k
+            test = fold == k
+            z = x[test] @ fit_logistic(x[train], y[train], weight[train], strength)
+            losses.append(np.mean(weight[test] * (np.logaddexp(0, z) - y[test] * z)))
         return np.mean(losses)
     return fit_logistic(x, y, weight, min(np.logspace(-4, 4, 10), key=held_out))
 
 
 def fit_logistic(x, y, weight, strength: float) -> np.ndarray:
-    """argmin_w [k] ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)), by proximal gradient steps."""
-    rate = 4 / strength / np.linalg.norm((x.T * weight) @ x, 2)      # one over the curvature
-    w, last = np.zeros(x.shape[1]), np.inf
+    """argmin_w [k] ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)), by proximal gradient descent.
+
+    strength: C, the inverse strength of the penalty, as in scikit-learn.
+    """
+    rate = 4 / strength / np.linalg.norm((x.T * weight) @ x, 2)      # 1 / largest curvature
+    w = np.zeros(x.shape[1])
+    previous = np.inf
     for _ in range(2000):
-        if np.abs(w - last).max() < 1e-8:
+        if np.abs(w - previous).max() < 1e-8:
             break
-        slope = strength * x.T @ (weight * (1 / (1 + np.exp(-x @ w)) - y))
-        step = w - rate * slope
-        w, last = np.sign(step) * np.maximum(np.abs(step) - rate, 0), w
+        previous = w
+        gradient = strength * x.T @ (weight * (1 / (1 + np.exp(-x @ w)) - y))
+        step = w - rate * gradient
+        w = np.sign(step) * np.maximum(np.abs(step) - rate, 0)
     return w

@@ -312,7 +312,7 @@ def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(m
     place.write_text(place.read_text().replace('_call("unshare", ', '_call("setns", '))
     monkeypatch.setattr(sandbox, "__file__", str(place))
     with pytest.raises(SandboxError,
-                       match="no sandbox can be put up here.*setns.*--unsafe_sandbox$"):
+                       match="no sandbox is available here.*setns.*--unsafe_sandbox$"):
         run_python("x = 1", "assert x == 1")
     assert run_python("x = 1", "assert x == 1", unsafe=True).passed
     code = "import os\nos.kill(os.getppid(), 9)"
@@ -332,7 +332,7 @@ CHILD = "import sys, time; sys.path.insert(0, {{!r}}); import cell; {}; cell.mai
 def test_a_layer_that_fails_is_no_error_of_the_program(fault, reason, monkeypatch):
     """Also the layers that come last, and the process that watches."""
     monkeypatch.setattr(sandbox, "CHILD", CHILD.format(fault))
-    with pytest.raises(SandboxError, match=f"^no sandbox can be put up here .*{reason}"):
+    with pytest.raises(SandboxError, match=f"^no sandbox is available here .*{reason}"):
         run_python("import time\ntime.sleep(1)", "assert True")
 
 

@@ -132,7 +132,7 @@ def test_bert_score_is_that_of_the_package(encoders, pairs, name, monkeypatch):
 def test_the_layer_is_known_or_given(encoders):
     encoder, tokenizer, layer = load_encoder(f"{encoders / 'bert'}:2")
     assert layer == 2
-    with pytest.raises(InputError, match="bert:x: what follows the colon is no layer"):
+    with pytest.raises(InputError, match="bert:x: .x. after the colon is no layer"):
         load_encoder(f"{encoders / 'bert'}:x")
     for layer, said in ((None, "layer None"), (4, "layer 4.*to 3"), (-1, "layer -1")):
         with pytest.raises(InputError, match=said):

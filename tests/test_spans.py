@@ -106,9 +106,9 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
         placed = ground(TEXT, Feedback("c", good, poor)).spans
         for name, sign in SIGNS.items():
             gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, placed)
-            assert counts[f"{name} marked"] == len(gold_tokens)
-            assert counts[f"{name} predicted"] == len(predicted)
-            assert counts[f"{name} hit"] == len(gold_tokens & predicted)
+            assert getattr(counts, name).marked_tokens == len(gold_tokens)
+            assert getattr(counts, name).predicted_tokens == len(predicted)
+            assert getattr(counts, name).hit_tokens == len(gold_tokens & predicted)
 
 
 # ── The spans of a row
@@ -288,7 +288,7 @@ def test_rows_with_lost_quotes_come_first_and_the_page_has_an_end(
     assert [text.split()[0] for _, text in found.all("b")] == ["b", "fine", "fine", "fine"]
     badges = [text for _, text in found.all("span", **{"class": "badge"})]
     assert badges[0] == "unmatched: <i>gone</i>" and len(badges) == 2
-    assert found.all("p")[0][1] == "4 of 5 responses, those with lost quotes first"
+    assert found.all("p")[0][1] == "4 of 5 responses, those with unmatched quotes first"
     assert {tag for tag, *_ in found.tags} == {tag for tag, *_ in Page(texts[1]).tags}
 
 
@@ -374,7 +374,7 @@ ERROR = {"start": 0, "end": 17, "error type": "Wrong-Grounding", "explanation": 
     finegrained_row(feedback=None), finegrained_row(passages=[[]]),
     finegrained_row(question="\ud800")])
 def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(bad):
-    with pytest.raises(InputError, match="^row 2 cannot be read: .*; mend it or drop it$"):
+    with pytest.raises(InputError, match="^row 2 cannot be read: .*; correct it or remove it$"):
         read_people([people_row(), bad])
 
 
@@ -501,7 +501,7 @@ def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(tmp_pat
         "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
         "spans": [span(4, 8, 1)], "unmatched": [], "ambiguous": 0}.items()
     assert f"Krippendorff's alpha {alpha:.3}" in printed
-    assert "1 responses, 0 of them without a critique" in printed
+    assert "1 responses, 0 of them without the critique" in printed
 
 
 @pytest.mark.parametrize("text, flags, message", [

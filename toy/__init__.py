@@ -1,13 +1,13 @@
-"""The embedded world: posts full of facts, summaries that err as a rule, a critic that knows.
+"""The toy task: posts full of facts, summaries with systematic errors, a critic with the truth.
 
-It plays SLF5K (§4.3) in miniature, so that all of Text2Grad runs on a laptop in minutes. The
-base model (toy/base, rebuilt by `python -m toy.build`) learnt to summarise from somebody with
-fixed misconceptions: half of the facts it tells wrong more often than right, so no temperature
-helps it. `critique` is the annotator: plain English first, fact by fact, then the quotes
-(Algorithm 2, chain of thought). Other annotators of the same truth: experiments/designs.py.
+It is a miniature of SLF5K (§4.3), so that all of Text2Grad runs on a laptop in minutes. The
+base model (toy/base, rebuilt by `python -m toy.build`) was trained on summaries with fixed
+misconceptions: it gets half of the facts wrong more often than right, at every temperature.
+`critique` is the annotator: it reasons in English, fact by fact, and then quotes (Algorithm 2,
+chain of thought). experiments/designs.py has other annotators of the same truth.
 
-Simplified: every fact comes from a short list of phrases, so the critic finds each exactly. It
-replies in text, as an LLM would, and only `annotate` reads it.
+Simplification: every fact comes from a short list of phrases, so the critic finds each one
+exactly. The critic replies in text, as an LLM would, and `annotate` parses the reply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from data import InputError, Task
 
 BASE = Path(__file__).parent / "base"          # the committed checkpoint
 
-# A slot's phrases, the facts. Neighbours share words, or are what somebody takes for the other.
+# The phrases (facts) of each slot. Two neighbours share words or are easily confused.
 SLOTS = {
     "person": ["sister", "older sister", "cousin", "second cousin", "boss", "former boss",
                "landlord", "tenant"],
@@ -49,9 +49,10 @@ SLOTS = {
     "donor": ["father", "late father", "uncle", "rich uncle", "client", "choir", "fan",
               "bank"],
 }
-PER_SENTENCE, LENGTHS = 3, range(1, 5)         # facts; sentences of a summary
-LENGTH = 1                                     # unless somebody says otherwise
-FAULT_RATE = 0.2                               # of the sentences that the base learnt from
+PER_SENTENCE = 3                               # facts in each sentence
+LENGTHS = range(1, 5)                          # possible numbers of sentences in a summary
+LENGTH = 1                                     # default number of sentences
+FAULT_RATE = 0.2                               # share of faulty sentences in the base's data
 CONFUSED = "city", "person", "month", "plan", "friend", "place"
 
 _POST = [
@@ -69,7 +70,7 @@ _POST = [
      "Once I got it from my {donor}. Until then it was in the {place}. It is worth {price}."]]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
            "Thanks for reading.", "We used to get along."]
-# In brackets what may be said twice; {the} may become "my".
+# A clause in brackets may be repeated as a fault; {the} may become "my".
 _SUMMARY = [
     ['It was {the} {person} who [opened it in {month}], with the words "{reply}"',
      'All this [happened in {month}], when {the} {person} just said "{reply}"',
@@ -84,66 +85,78 @@ _SUMMARY = [
      "A gift of {the} {donor}, it [was kept in the {place}] and had cost {price}.",
      "It came from {the} {donor}, had cost {price} and [was in the {place}] until then."]]
 
-SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}     # of 16
+# Hashes modulo 16 of the facts in each split.
+SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}
 
 
 def write_post(facts: dict[str, str], rng: random.Random) -> str:
     """A first-person post that states every fact once, in varying words."""
-    sentences = [rng.choice(ways) for ways in _POST[: len(facts) // PER_SENTENCE]]
+    sentences = [rng.choice(forms) for forms in _POST[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
         sentences.insert(rng.randrange(1, len(sentences) + 1), rng.choice(_FILLER))
     return " ".join(sentences).format(**facts)
 
 
 def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0) -> str:
-    """A sentence for every three facts; with probability `fault_rate` each either says a clause
-    twice or speaks in the first person. Raises InputError for a rate that is none."""
+    """A sentence for every three facts.
+
+    With probability `fault_rate` a sentence either repeats a clause or speaks in the first
+    person. Raises InputError where the rate is not in [0, 1].
+    """
     if not 0 <= fault_rate <= 1:
-        raise InputError(f"toy: a fault rate of {fault_rate} is no probability")
+        raise InputError(f"toy: a fault rate of {fault_rate} is no probability; choose a rate "
+                         f"from 0 to 1")
     sentences = []
-    for ways in _SUMMARY[: len(facts) // PER_SENTENCE]:
+    for forms in _SUMMARY[: len(facts) // PER_SENTENCE]:
         fault = rng.choice(("twice", "my")) if rng.random() < fault_rate else ""
-        told = re.sub(r"\[(.+?)\]", r"\1, \1" if fault == "twice" else r"\1", rng.choice(ways))
-        sentences.append(told.format(the="my" if fault == "my" else "the", **facts))
+        clause = r"\1, \1" if fault == "twice" else r"\1"
+        sentence = re.sub(r"\[(.+?)\]", clause, rng.choice(forms))
+        sentences.append(sentence.format(the="my" if fault == "my" else "the", **facts))
     return " ".join(sentences)
 
 
 def confuse(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """The facts as the base was taught them: a slot in CONFUSED is told as its neighbour in 6
-    of 10 cases, another as any phrase of its slot in 2 of 10."""
-    said = dict(facts)
+    """The facts with the errors of the base's training data.
+
+    A fact of a slot in CONFUSED becomes its neighbour with probability 0.6. Any other fact
+    becomes a random phrase of its slot with probability 0.2.
+    """
+    confused = dict(facts)
     for slot, fact in facts.items():
         values = SLOTS[slot]
         if slot in CONFUSED and rng.random() < 0.6:
-            said[slot] = values[values.index(fact) ^ 1]
+            confused[slot] = values[values.index(fact) ^ 1]
         elif slot not in CONFUSED and rng.random() < 0.2:
-            said[slot] = rng.choice(values)
-    return said
+            confused[slot] = rng.choice(values)
+    return confused
 
 
 def write_draft(facts: dict[str, str], rng: random.Random) -> str:
-    """A summary as the base was taught to write it."""
+    """A summary as in the base's training data, with its errors and faults."""
     return write_summary(confuse(facts, rng), rng, FAULT_RATE)
 
 
 def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
-    length: sentences of a summary, about 20 tokens each. The same arguments give the same rows
-    everywhere. Raises KeyError for an unknown split, InputError for a length that is none.
+    length: number of sentences in a summary, about 20 tokens each. The same arguments give the
+    same rows on every machine. Raises KeyError for an unknown split, and InputError for a
+    length outside LENGTHS.
     """
     if split not in SPLITS:
-        raise KeyError(f"toy: no split {split!r}; there are {', '.join(SPLITS)}")
+        raise KeyError(f"toy: no split {split!r}; choose one of {', '.join(SPLITS)}")
     if length not in LENGTHS:
-        raise InputError(f"toy: no summary has {length!r} sentences; it has 1 to 4")
-    rng, out = random.Random(f"{split}-{seed}-{length}"), []
+        raise InputError(f"toy: no summary has {length!r} sentences; choose 1 to 4")
+    rng = random.Random(f"{split}-{seed}-{length}")
     slots = [*SLOTS][: PER_SENTENCE * length]
-    while len(out) < n:
+    examples = []
+    while len(examples) < n:
         facts = {slot: rng.choice(SLOTS[slot]) for slot in slots}
         if zlib.crc32("|".join(facts.values()).encode()) % 16 in SPLITS[split]:
-            out.append({"id": f"toy-{split}-{seed}-{len(out)}", "post": write_post(facts, rng),
-                        "facts": facts, "reference": write_summary(facts, rng)})
-    return out
+            examples.append({"id": f"toy-{split}-{seed}-{len(examples)}",
+                             "post": write_post(facts, rng), "facts": facts,
+                             "reference": write_summary(facts, rng)})
+    return examples
 
 
 SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
@@ -152,33 +165,36 @@ _FACT = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, SLOT_OF), key=len, 
 
 
 def said_facts(response: str) -> list[tuple[int, str, str]]:
-    """Every known fact phrase in a summary, in reading order: (position, slot, phrase). Of
-    phrases in one another the longest."""
-    return [(found.start(), SLOT_OF[found[0]], found[0]) for found in _FACT.finditer(response)]
+    """(position, slot, phrase) of every fact phrase in a summary, in reading order.
+
+    The longest phrase counts where phrases are nested.
+    """
+    return [(match.start(), SLOT_OF[match[0]], match[0]) for match in _FACT.finditer(response)]
 
 
 def fact_accuracy(row: dict, response: str) -> float:
-    """Share of the facts that the summary states once and without a contradiction."""
-    said = said_facts(response)
-    right = ([value for _, own, value in said if own == slot] == [fact]
-             for slot, fact in row["facts"].items())
-    return sum(right) / len(row["facts"])
+    """Share of the facts that the summary states exactly once, without a contradiction."""
+    phrases = {}
+    for _, slot, phrase in said_facts(response):
+        phrases.setdefault(slot, []).append(phrase)
+    facts = row["facts"]
+    return sum(phrases.get(slot) == [fact] for slot, fact in facts.items()) / len(facts)
 
 
 def said_twice(response: str) -> list[tuple[str, str]]:
-    """(what the critic says, what it quotes) of a clause that follows itself: ", opened it"."""
-    twice = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
-    return [(f"It says {found[1]} twice.", f", {found[1]}") for found in twice]
+    """(critic's sentence, quote) of each clause repeated at once, such as ", opened it"."""
+    repeats = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
+    return [(f"It says {match[1]} twice.", f", {match[1]}") for match in repeats]
 
 
 def faults(response: str) -> list[tuple[str, str]]:
-    """The same, and of the first person: "my sister"."""
-    own = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
+    """The repeats of `said_twice` and each use of the first person, such as "my sister"."""
+    first_person = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
     return said_twice(response) + [
-        (f"It speaks of {found[0]} as the writer.", found[0]) for found in own]
+        (f"It speaks of {match[0]} as the writer.", match[0]) for match in first_person]
 
 
-# ── What a real model makes up
+# ── Content that a real model makes up
 
 FUNCTION_WORDS = """
     i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
@@ -197,12 +213,12 @@ FUNCTION_WORDS = """
     even still already how why however therefore
 """.split()
 _FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
-# With which anybody may tell a post, and not only the world's own summaries.
+# Words that any summary of a post may use, besides those of _SUMMARY.
 _TELLING = "author post tell says ask reply respond claim mention describe complain hear find"
 
 
 def content_words(text: str) -> list[re.Match]:
-    """Every word of English, but those of a closed list: articles, pronouns, auxiliaries, …"""
+    """Every word except FUNCTION_WORDS: articles, pronouns, auxiliaries, …"""
     words = re.finditer(r"\w[\w'’]*", text)
     return [word for word in words if not _FUNCTION.fullmatch(word[0])]
 
@@ -211,25 +227,30 @@ def _stems(text: str) -> set[str]:
     return {word[0][:4].lower() for word in content_words(text)}
 
 
-_TOLD = _stems(" ".join([_TELLING, *sum(_SUMMARY, [])]))
+_SUMMARY_STEMS = _stems(" ".join([_TELLING, *sum(_SUMMARY, [])]))
 
 
 def unsupported(row: dict, text: str) -> list[re.Match]:
-    """The content words of a text that the post does not have: no word of the post, nor of
-    those with which posts are told, begins with the same four letters."""
-    known = _TOLD | _stems(row["post"])
-    return [word for word in content_words(text) if word[0][:4].lower() not in known]
+    """The content words of a text that the post does not support.
+
+    A word is supported if a word of the post or of our summaries begins with the same four
+    letters.
+    """
+    stems = _SUMMARY_STEMS | _stems(row["post"])
+    return [word for word in content_words(text) if word[0][:4].lower() not in stems]
 
 
 def supported_words(row: dict, response: str) -> float:
-    """Share of the content words that are not `unsupported`; 1 where there are none."""
+    """Share of the content words that are not `unsupported`; 1 without content words."""
     return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
 
 
 def invented(row: dict, response: str) -> list[str]:
-    """Runs of `unsupported` words beside the facts, of which the critic speaks on their own, as
-    they stand there; each once."""
-    facts = [range(at, at + len(value)) for at, _, value in said_facts(response)]
+    """Runs of `unsupported` words outside the facts, without duplicates.
+
+    The critic judges the facts separately.
+    """
+    facts = [range(start, start + len(phrase)) for start, _, phrase in said_facts(response)]
     runs = []
     for word in unsupported(row, response):
         if not any(word.start() in fact for fact in facts):
@@ -243,57 +264,62 @@ def invented(row: dict, response: str) -> list[str]:
 # ── The annotator
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
-    """(position, slot, phrase, what the critic says of it, whether it is right) of each phrase
-    that is said for the first time, in reading order. A second phrase for a slot is wrong.
+    """(position, slot, phrase, critic's sentence, whether it is right) of each new phrase.
 
-    Raises ValueError for an empty response.
+    The phrases are in reading order. A second, different phrase for a slot is wrong. Raises
+    ValueError where the response is empty.
     """
     if not response.strip():
         raise ValueError("toy critic: the response is empty, there is nothing to judge")
-    found, told = [], {}
-    for at, slot, value in said_facts(response):
-        if value == told.setdefault(slot, value) and any(value == one[2] for one in found):
-            continue                                               # of which `faults` tells
+    judgements = []
+    first_phrase = {}                                              # of each slot
+    for start, slot, phrase in said_facts(response):
+        is_repeated = any(phrase == judgement[2] for judgement in judgements)
+        if phrase == first_phrase.setdefault(slot, phrase) and is_repeated:
+            continue                                               # `faults` reports repeats
         fact = row["facts"].get(slot, "nothing")
-        right = value == fact and value == told[slot]
-        found.append((at, slot, value, verdict(slot, value, fact), right))
-    return found
+        right = phrase == fact and phrase == first_phrase[slot]
+        judgements.append((start, slot, phrase, verdict(slot, phrase, fact), right))
+    return judgements
 
 
-def critique(row: dict, response: str, found=None) -> str:
+def critique(row: dict, response: str, remarks=None) -> str:
     """The annotator's reply to a summary: reasoning in English, then the span JSON.
 
-    What is said twice is quoted once, as people do, which is ambiguous: it gets 0.
-    found: what it says and quotes beside the facts; None is the summary's `faults`.
+    A repeated phrase is quoted once, as people do; this is ambiguous, so it gets 0. remarks:
+    (sentence, quote) pairs besides the facts; None uses the summary's `faults`.
     """
-    judged = judged_facts(row, response)
-    found = faults(response) if found is None else found
-    told = {slot for _, slot, _, _, _ in judged}
-    sentences = [said for _, _, _, said, _ in judged]
+    judgements = judged_facts(row, response)
+    remarks = faults(response) if remarks is None else remarks
+    slots = {slot for _, slot, _, _, _ in judgements}
+    sentences = [sentence for _, _, _, sentence, _ in judgements]
     sentences += [f"The {slot} {plain(fact)} is missing."
-                  for slot, fact in row["facts"].items() if slot not in told]
-    sentences += [said for said, _ in found]
-    good = [value for _, _, value, _, right in judged if right]
-    poor = [value for _, _, value, _, right in judged if not right]
-    poor += [quote for _, quote in found]
+                  for slot, fact in row["facts"].items() if slot not in slots]
+    sentences += [sentence for sentence, _ in remarks]
+    good = [phrase for _, _, phrase, _, right in judgements if right]
+    poor = [phrase for _, _, phrase, _, right in judgements if not right]
+    poor += [quote for _, quote in remarks]
     spans = {"good_spans": good, "poor_spans": poor}
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
 def critique_prose(row: dict, response: str) -> str:
-    """The same of a model that writes English: what it makes up beside the facts is poor. It
-    may speak as the writer, which summaries of such posts do."""
-    made_up = [(f"The post has no {words}.", words) for words in invented(row, response)]
-    return critique(row, response, made_up + said_twice(response))
+    """The annotator's reply to a summary by a real language model.
+
+    Words that it makes up besides the facts are poor. The first person is not a fault, because
+    real summaries of such posts use it.
+    """
+    inventions = [(f"The post has no {words}.", words) for words in invented(row, response)]
+    return critique(row, response, inventions + said_twice(response))
 
 
 def plain(value: str) -> str:
-    """A phrase inside a sentence of the critic's own."""
+    """A phrase as the critic writes it inside a sentence, without a full stop."""
     return value.rstrip(".")
 
 
 def verdict(slot: str, value: str, fact: str) -> str:
-    """What the summary says, what the post says, and only then the judgement: one thought."""
+    """A sentence with the summary's phrase, the post's fact, and then the judgement."""
     return (f"The {slot} {plain(value)} was {plain(fact)}, "
             f"{'right' if value == fact else 'wrong'}.")
 
@@ -302,7 +328,7 @@ NUMBERS = "no", "one", "two", "three", "four"
 
 
 def prompt(row: dict) -> str:
-    """What the policy is asked."""
+    """The policy's prompt."""
     sentences = len(row["facts"]) // PER_SENTENCE
     return (f"Summarise the post in {NUMBERS[sentences]} sentence{'s' * (sentences > 1)}.\n\n"
             f"Post: {row['post']}")
@@ -312,9 +338,10 @@ TASK = Task(
     "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
     truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows)
-# For a real language model that follows instructions, such as SmolLM2: `--task toy:PROSE`.
-# Rates are ten times a full fine-tune's: where a step of Adam at η moves W by η √(in · out), it
-# moves (α/r) B A, with B zero and A drawn, by η (α/r) √(r · out / 3): a fifth of that at 576².
+# Settings for a real instruction-following model such as SmolLM2: `--task toy:PROSE`. The
+# learning rates are ten times those of full fine-tuning. A step of Adam at rate η moves W by
+# η √(in · out), but moves (α/r) B A, with B = 0 and random A, by only η (α/r) √(r · out / 3).
+# At 576² this is a fifth.
 PROSE = replace(
     TASK, name="prose",
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",

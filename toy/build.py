@@ -2,12 +2,13 @@
 
     python -m toy.build              # writes toy/base; seed 0, see toy/README.md for the time
 
-A byte-level BPE tokenizer and a Llama of 0.68 million parameters, trained with cross-entropy on
-answers to four instructions, in equal parts: summarise a post, with errors of which some are
-likelier than the truth; and three reading exercises, always right, in the place of what the
-paper's Llama-3.1-8B-Instruct knows: quote named facts as JSON, check named facts of a response
-against the post, compare pairs of facts. It never sees a whole critique, nor spans that follow
-from a judgement: that is R_φ's to learn.
+A byte-level BPE tokenizer and a Llama of 0.68 million parameters. Cross-entropy trains the
+model on answers to four instructions in equal parts. One is to summarise a post, with errors,
+some of which are more likely than the truth. The other three are reading exercises with correct
+answers: quote named facts as JSON, check named facts of a response against the post, and
+compare pairs of facts. They replace the knowledge of the paper's Llama-3.1-8B-Instruct. The
+training data holds no whole critique, and no spans that follow from a judgement: R_φ must learn
+these.
 """
 
 from __future__ import annotations
@@ -31,71 +32,79 @@ from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
-COMPARE_FIRST = 300          # steps of the easiest exercise alone: the others are learnt sooner
+COMPARE_FIRST = 300     # first steps, on the easiest exercise only, which speeds up the others
 
 
 def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
-    """One (prompt, answer) of one of the kinds, made from a row of the base split."""
+    """(prompt, answer) of an exercise of a random kind, from a row of the base split."""
     kind = rng.choice(kinds)
     length = rng.choice((1, 2, 2, 3, 4) if kind == "summarise" else (1, 2, 2))
     row = toy.rows("base", 1, rng.getrandbits(64), length)[0]
     facts = row["facts"]
     if kind == "summarise":
         return toy.prompt(row), toy.write_draft(facts, rng)
-    said = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
-    response = toy.write_summary(said, rng, 0.5)
+    stated = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
+    response = toy.write_summary(stated, rng, 0.5)
     if kind == "quote":
-        style = [quote for _, quote in toy.faults(response)]
-        texts = [(f"Post: {row['post']}", facts, []), (f"Response: {response}", said, style)]
+        faults = [quote for _, quote in toy.faults(response)]
+        texts = [(f"Post: {row['post']}", facts, []),
+                 (f"Response: {response}", stated, faults)]
         return quotation(*rng.choice(texts), rng)
     slots = rng.sample(list(facts), rng.randint(min(3, len(facts)), len(facts)))
     if kind == "compare":
         facts = {slot: rng.choice(values) for slot, values in toy.SLOTS.items()}
-        said = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
+        stated = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
         slots = rng.sample(list(facts), 7)
-    answer = [toy.verdict(slot, said[slot], facts[slot]) for slot in slots]
+    answer = [toy.verdict(slot, stated[slot], facts[slot]) for slot in slots]
     if kind == "check":
-        style = rng.random() < 0.75
-        answer += [fault for fault, _ in toy.faults(response)] if style else []
+        if rng.random() < 0.75:
+            slots.append("style")
+            answer += [sentence for sentence, _ in toy.faults(response)]
         return (f"{toy.prompt(row)}\n\nResponse: {response}\n\n"
-                f"Check the {', the '.join(slots + ['style'] * style)}.", " ".join(answer))
-    pairs = "; ".join(f"{slot} {toy.plain(said[slot])}, {toy.plain(facts[slot])}"
+                f"Check the {', the '.join(slots)}.", " ".join(answer))
+    pairs = "; ".join(f"{slot} {toy.plain(stated[slot])}, {toy.plain(facts[slot])}"
                       for slot in slots)
     return f"Compare: {pairs}.", " ".join(answer)
 
 
 def other_fact(slot: str, fact: str, rng: random.Random) -> str:
-    """The fact itself in half of the cases, else its neighbour or any other."""
+    """The fact with probability 0.5, its neighbour with 0.25, else any fact of the slot."""
     values = toy.SLOTS[slot]
     chance = rng.random()
-    return fact if chance < 0.5 else values[values.index(fact) ^ 1] if chance < 0.75 \
-        else rng.choice(values)
+    if chance < 0.5:
+        return fact
+    return values[values.index(fact) ^ 1] if chance < 0.75 else rng.choice(values)
 
 
-def quotation(text: str, known: dict[str, str], style: list[str],
+def quotation(text: str, facts: dict[str, str], faults: list[str],
               rng: random.Random) -> tuple[str, str]:
-    """(prompt, answer): some of the known facts of a text, in two lists, in its order; in half
-    of the cases its faults of style stand behind the poor ones."""
-    wanted = {slot: rng.choice(("good", "poor", "no")) for slot in known}
-    named, lists = {}, {}
-    for kind in ("good", "poor"):
-        slots = [slot for slot in known if wanted[slot] == kind]
-        named[kind] = ", ".join(slots) or "nothing"
-        lists[f"{kind}_spans"] = sorted((known[slot] for slot in slots), key=text.find)
-    if style and rng.random() < 0.5:
-        named["poor"] += ", style"
-        lists["poor_spans"] += style
-    return (f"{text}\n\nQuote in good_spans: {named['good']}. "
-            f"Quote in poor_spans: {named['poor']}.", json.dumps(lists))
+    """(prompt, answer): some facts of a text in two lists, in the order of the text.
+
+    With probability 0.5 the faults of style follow the poor facts.
+    """
+    labels = {slot: rng.choice(("good", "poor", "no")) for slot in facts}
+    names = {}
+    lists = {}
+    for label in ("good", "poor"):
+        slots = [slot for slot in facts if labels[slot] == label]
+        names[label] = ", ".join(slots) or "nothing"
+        lists[f"{label}_spans"] = sorted((facts[slot] for slot in slots), key=text.find)
+    if faults and rng.random() < 0.5:
+        names["poor"] += ", style"
+        lists["poor_spans"] += faults
+    return (f"{text}\n\nQuote in good_spans: {names['good']}. "
+            f"Quote in poor_spans: {names['poor']}.", json.dumps(lists))
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over posts, summaries and critiques: every phrase here is few tokens."""
-    rng, texts = random.Random(seed), []
-    for row in [row for n in toy.LENGTHS for row in toy.rows("base", 1500, seed, n)]:
-        summary = toy.write_draft(row["facts"], rng)
-        texts += exercise(rng)
-        texts += [reward_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
+    """Byte-level BPE trained on posts, summaries and critiques, so their phrases are short."""
+    rng = random.Random(seed)
+    texts = []
+    for length in toy.LENGTHS:
+        for row in toy.rows("base", 1500, seed, length):
+            summary = toy.write_draft(row["facts"], rng)
+            texts += exercise(rng)
+            texts += [reward_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,20 +118,23 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def learning_share(step: int, steps: int) -> float:
-    """Of the learning rate: warm-up, constant while it compares, then a cosine to 0."""
+    """Factor of the learning rate: warm-up, constant until COMPARE_FIRST, then cosine to 0."""
     decayed = max(0, step - COMPARE_FIRST) / (steps - COMPARE_FIRST)
     return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
 def main():
-    """Train tokenizer and model; write them in Hugging Face format."""
+    """Train the tokenizer and the model, and write them in Hugging Face format."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output_dir", type=Path, default=toy.BASE, help="of the checkpoint")
-    parser.add_argument("--steps", type=int, default=1100, help="of 64 exercises each")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=toy.BASE,
+                        help="directory of the checkpoint")
+    parser.add_argument("--steps", type=int, default=1100,
+                        help="number of steps on 64 exercises each")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    started, rng = time.time(), random.Random(args.seed)
+    rng = random.Random(args.seed)
+    start = time.time()
     tokenizer = train_tokenizer(args.seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=3,
@@ -139,22 +151,23 @@ def main():
         pairs = [exercise(rng, kinds) for _ in range(64)]
         pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
         pairs.sort(key=lambda pair: sum(map(len, pair)))
-        count, total = sum(len(answer) for _, answer in pairs), 0.0
-        for part in chunks(pairs, 16):             # of like length, so that little is padding
+        n_tokens = sum(len(answer) for _, answer in pairs)
+        total_loss = 0.0
+        for part in chunks(pairs, 16):             # similar lengths need less padding
             batch = pad_batch(*zip(*part))
-            at = batch[3].bool()
-            logits = response_hidden(model, *batch)[at] @ head_weight(model).T
-            loss = F.cross_entropy(logits, batch[2][at], reduction="sum") / count
+            mask = batch[3].bool()                                                  # [B, T]
+            logits = response_hidden(model, *batch)[mask] @ head_weight(model).T
+            loss = F.cross_entropy(logits, batch[2][mask], reduction="sum") / n_tokens
             loss.backward()
-            total += loss.item()
+            total_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        bar.set_postfix(loss=f"{total:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{total_loss:.3f}", refresh=False)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    print(f"{args.output_dir}: loss {total:.3f}, {time.time() - started:.0f} s")
+    print(f"{args.output_dir}: loss {total_loss:.3f}, {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":
