@@ -87,18 +87,7 @@ class Journal:
             self.file.close()
             raise InputError(f"{self.path}: another process is writing to this file; wait for "
                              f"it to end, or choose another output") from error
-        self.file.seek(0)
-        line = b"\n"
-        for number, line in enumerate(self.file, 1):
-            try:
-                self._note(json.loads(line))
-            except (ValueError, LookupError, TypeError):
-                print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
-        if not line.endswith(b"\n"):                         # a killed process left half a line
-            self.file.write(b"\n")
-        # Requests without a reply when a process was killed may have been billed.
-        self.spent += sum(self.due.values())
-        self.due.clear()
+        self._replay()
         return self
 
     def __exit__(self, *exception):
@@ -129,20 +118,41 @@ class Journal:
     def _write(self, record: dict):
         self.file.write(json.dumps(record).encode() + b"\n")
         self.file.flush()
-        self._note(record)
+        self._account(record)
 
-    def _note(self, record: dict):
-        key = record["key"]
+    def _replay(self):
+        """Read the records of earlier runs."""
+        self.file.seek(0)
+        line = b"\n"
+        for number, line in enumerate(self.file, 1):
+            try:
+                self._account(json.loads(line))
+            except (ValueError, LookupError, TypeError):
+                print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
+        if not line.endswith(b"\n"):                         # a killed process left half a line
+            self.file.write(b"\n")
+        # Requests without a reply when a process was killed may have been billed.
+        self.spent += sum(self.due.values())
+        self.due.clear()
+
+    def _checked_usd(self, record: dict) -> float | None:
+        """The cost in a record in USD. Raises ValueError where it is no possible cost."""
         usage = record.get("due") or record["usage"]
         usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
         if not 0 <= (usd or 0.0) < math.inf:
             raise ValueError("the cost is not a finite number ≥ 0")
+        return usd
+
+    def _account(self, record: dict):
+        """Update records, due and spent with a request or a reply."""
+        key = record["key"]
+        usd = self._checked_usd(record)
         if "due" in record:
             self.spent += self.due.pop(key, 0.0)             # a killed run had sent it too
             self.due[key] = usd or 0.0
         else:
             self.records[key] = {"reply": record["reply"], "reason": record["reason"],
-                                 "usage": usage, "usd": usd}
+                                 "usage": record["usage"], "usd": usd}
             self.due.pop(key, None)
             self.spent += usd or 0.0
 
