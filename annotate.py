@@ -31,7 +31,8 @@ from typing import Callable, Iterator
 
 from tqdm import tqdm
 
-from ask import Journal, Question, Server, ask, check_asking, forecast, missing, question_key
+from ask import (Journal, LocalFunction, Question, Server, ask, check_asking, forecast, missing,
+                 question_key)
 from data import (InputError, Task, examples, flag, get_task, iter_rows, load_object,
                   parse_flags, run_script, write_rows)
 
@@ -526,7 +527,7 @@ class AnnotateConfig:
         return self.annotator_function or self.annotator_model + mode
 
 
-def load_annotator(config: AnnotateConfig) -> Server | Callable[[Question], str]:
+def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:
     """The server of --annotator_model, or the function of --annotator_function."""
     task = get_task(config.task)
     mode = get_mode(config.mode)
@@ -544,7 +545,7 @@ def load_annotator(config: AnnotateConfig) -> Server | Callable[[Question], str]
             raise InputError(f"--annotator_function {config.annotator_function}, row "
                              f"{question.id}: {type(error).__name__}: {error}") from error
         return text
-    return call
+    return LocalFunction(call)
 
 
 def check_annotator(config: AnnotateConfig):

@@ -24,6 +24,7 @@ import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Callable, Iterator
 
 from tqdm import tqdm
 
@@ -176,14 +177,14 @@ def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
             f"(4 bytes per token, {reply_tokens} tokens per reply), {cost}")
 
 
-def ask(questions: list[Question], journal: Journal, answer, review,
+def ask(questions: list[Question], journal: Journal, model: Server | LocalFunction, review,
         concurrency: int = 8) -> dict[str, dict]:
     """Request every reply that is missing → {key: record {reply, reason, usage, usd}}.
 
-    answer: a Server, or a function (question) → text. review(question, text) returns why a
-    reply is unusable, or None. Raises InputError where the budget is reached, after 25 unusable
-    replies in a row, or where the server never answers. The first Ctrl-C sends no new request
-    and waits for open requests, which are billed. A second Ctrl-C stops at once.
+    review(question, text) returns why a reply is unusable, or None. Raises InputError where the
+    budget is reached, after 25 unusable replies in a row, or where the server never answers.
+    The first Ctrl-C sends no new request and waits for open requests, which are billed. A
+    second Ctrl-C stops at once.
     """
     for question in questions:
         if journal.usable(question.key):
@@ -193,7 +194,7 @@ def ask(questions: list[Question], journal: Journal, answer, review,
                 print(f"{journal.path}: the reply to {question.id} was changed "
                       f"({record['reason']}); requesting it again", file=sys.stderr)
     todo = missing(questions, journal)
-    if todo and asyncio.run(_ask_all(todo, journal, answer, review, concurrency)):
+    if todo and asyncio.run(_ask_all(todo, journal, model, review, concurrency)):
         raise InputError(f"--max_usd {journal.max_usd:g} reached at ${journal.spent:.4f}, with "
                          f"{len(missing(todo, journal))} requests left; raise --max_usd to "
                          f"continue. Every reply is in {journal.path}")
@@ -204,82 +205,115 @@ MOST_FAILURES_IN_A_ROW = 25           # limit; more failures would only cost mon
 PAUSE = 1.5                           # seconds before the first retry; then 3, 6, …
 
 
-async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> bool:
+@dataclass
+class _Run:
+    """The state that the workers of one `_ask_all` share."""
+    questions: Iterator[Question]                            # each worker takes the next
+    journal: Journal
+    model: Server | LocalFunction
+    review: Callable[[Question, str], str | None]
+    old_keys: set[str]                                       # requests with a reply before
+    bar: tqdm
+    stop: asyncio.Event = field(default_factory=asyncio.Event)     # set: send no new request
+    failures: int = 0
+    failures_in_a_row: int = 0
+
+
+async def _ask_all(todo, journal: Journal, model, review, concurrency: int) -> bool:
     """Whether the budget ended the run."""
-    server = answer if isinstance(answer, Server) else None
-    old_keys = set(journal.records)
-    failures = 0
-    failures_in_a_row = 0
-    questions = iter(todo)                                   # each worker takes the next
-    stop = asyncio.Event()
     bar = tqdm(total=len(todo), desc="ask", delay=1)
-
-    async def wait_for_budget(usage: dict) -> bool:
-        """Wait until open requests are billed, then say whether this one may be sent."""
-        while not (stop.is_set() or journal.affords(usage)):
-            if journal.due:
-                await asyncio.sleep(0.1)
-            else:
-                stop.set()
-        return not stop.is_set()
-
-    async def request(question: Question) -> bool:
-        """Send a request, with retries; False if the run stopped before."""
-        max_usage = server.most(question) if server else FREE
-        for trial in range(server.retries + 1 if server else 1):
-            if trial:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), PAUSE * 2 ** (trial - 1))
-            if not await wait_for_budget(max_usage):
-                return False
-            journal.begin(question, max_usage)
-            if server:
-                reply = await server.ask(question)
-            else:
-                reply = Reply(await asyncio.to_thread(answer, question))
-            reason = reply.reason or review(question, reply.text)
-            journal.append(question, reply, reason)
-            if not reply.needs_retry:
-                break
-            bar.set_postfix_str(reason[:60])
-        return True
-
-    async def worker():
-        nonlocal failures_in_a_row, failures
-        for question in questions:
-            if not await request(question):
-                return
-            reason = journal.records[question.key]["reason"]
-            if reason and server and not server.has_answered:
-                raise InputError(f"{server.client.base_url} with model {server.model!r}: "
-                                 f"{reason}; check OPENAI_API_KEY, the URL and the name of "
-                                 f"the model, and run the same command again")
-            bar.update()
-            failures += bool(reason)
-            bar.set_postfix(failed=failures, refresh=failures > 0)
-            if not reason:
-                failures_in_a_row = 0
-            elif question.key not in old_keys:               # an old failure may be permanent
-                failures_in_a_row += 1
-            if failures_in_a_row == MOST_FAILURES_IN_A_ROW:
-                stop.set()
-                raise InputError(f"{failures_in_a_row} replies in a row are unusable, the last "
-                                 f"for {question.id}: {reason}; read them in {journal.path}")
-
-    async with server.connect() if server else nullcontext():
-        workers = [asyncio.create_task(worker()) for _ in range(min(concurrency, len(todo)))]
+    run = _Run(iter(todo), journal, model, review, set(journal.records), bar)
+    async with model.connect():
+        workers = [asyncio.create_task(_work(run)) for _ in range(min(concurrency, len(todo)))]
         try:
             await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            is_over_budget = stop.is_set()
+            is_over_budget = run.stop.is_set()
         finally:            # after an error or the first Ctrl-C: open requests are billed
-            stop.set()
-            if not all(task.done() for task in workers):
+            run.stop.set()
+            if not all(worker.done() for worker in workers):
                 bar.set_description("waiting for open requests")
             errors = await asyncio.gather(*workers, return_exceptions=True)
             bar.close()
     for error in filter(None, errors):
         raise error
     return is_over_budget
+
+
+async def _work(run: _Run):
+    """Request one reply after another, until no question is left or the run stops."""
+    for question in run.questions:
+        if not await _request(run, question):
+            return
+        reason = run.journal.records[question.key]["reason"]
+        if reason:
+            run.model.check_answered(reason)
+        _count(run, question, reason)
+
+
+async def _request(run: _Run, question: Question) -> bool:
+    """Send a request, with retries, and record its replies; False if the run stopped before."""
+    max_usage = run.model.most(question)
+    for trial in range(run.model.retries + 1):
+        if trial:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(run.stop.wait(), PAUSE * 2 ** (trial - 1))
+        if not await _wait_for_budget(run, max_usage):
+            return False
+        run.journal.begin(question, max_usage)
+        reply = await run.model.ask(question)
+        reason = reply.reason or run.review(question, reply.text)
+        run.journal.append(question, reply, reason)
+        if not reply.needs_retry:
+            break
+        run.bar.set_postfix_str(reason[:60])
+    return True
+
+
+async def _wait_for_budget(run: _Run, usage: dict) -> bool:
+    """Wait until the budget covers a request; False if the run stopped or it never will."""
+    while not (run.stop.is_set() or run.journal.affords(usage)):
+        if run.journal.due:
+            await asyncio.sleep(0.1)                         # open requests may cost less
+        else:
+            run.stop.set()
+    return not run.stop.is_set()
+
+
+def _count(run: _Run, question: Question, reason: str | None):
+    """Count a reply. Raises InputError after MOST_FAILURES_IN_A_ROW unusable ones."""
+    run.bar.update()
+    run.failures += bool(reason)
+    run.bar.set_postfix(failed=run.failures, refresh=run.failures > 0)
+    if not reason:
+        run.failures_in_a_row = 0
+    elif question.key not in run.old_keys:                   # an old failure may be permanent
+        run.failures_in_a_row += 1
+    if run.failures_in_a_row == MOST_FAILURES_IN_A_ROW:
+        run.stop.set()
+        raise InputError(f"{run.failures_in_a_row} replies in a row are unusable, the last for "
+                         f"{question.id}: {reason}; read them in {run.journal.path}")
+
+
+@dataclass
+class LocalFunction:
+    """A Python function (question) → reply text, with the interface of `Server`. It is free."""
+    function: Callable[[Question], str]
+    retries: int = 0
+
+    def connect(self) -> nullcontext:
+        """A context manager without a client."""
+        return nullcontext()
+
+    def most(self, _question) -> dict:
+        """The maximum number of billed tokens: none."""
+        return FREE
+
+    async def ask(self, question: Question) -> Reply:
+        """Call the function in a thread."""
+        return Reply(await asyncio.to_thread(self.function, question))
+
+    def check_answered(self, _reason):
+        """A function always answers."""
 
 
 @dataclass
@@ -306,6 +340,13 @@ class Server:
     def most(self, question: Question) -> dict:
         """The maximum number of billed tokens, used where the server reports no usage."""
         return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
+
+    def check_answered(self, reason: str):
+        """Raise InputError where the server has never answered. reason: its last failure."""
+        if not self.has_answered:
+            raise InputError(f"{self.client.base_url} with model {self.model!r}: {reason}; "
+                             f"check OPENAI_API_KEY, the URL and the name of the model, and "
+                             f"run the same command again")
 
     async def ask(self, question: Question) -> Reply:
         """Send a request once; resend it where the model rejects `max_tokens`."""
