@@ -26,7 +26,7 @@ import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Callable, Iterator
 
 from tqdm import tqdm
@@ -81,48 +81,74 @@ def parse_feedback(text: str, critique: str | None = None, response: str = "") -
     return Feedback(critique, good, poor)
 
 
-def find_object(text: str, wanted: tuple[str, ...], response: str = "") -> tuple[dict, str]:
-    """The one JSON object with wanted keys, and the prose before it; else FeedbackError.
+def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[dict, str]:
+    """The one JSON object with any of the keys, and the prose before it.
 
-    Neither what is thought aloud (<think>) nor what only repeats the response is meant. An
-    object that is a part of something, or whose keys stand outside of it too, is no answer: the
-    rest was broken or cut off, and may have taken it back.
+    `<think>` text and objects copied from the response are ignored. Raises FeedbackError where
+    there is no such object or where two differ. Also raises it where the object is a part of
+    something larger, or one of its keys occurs outside of it: the rest of that JSON was broken
+    or cut off, and may have contradicted the object.
     """
     answer = text.rpartition("</think>")[2]
+    objects, syntax_error = _json_objects(answer)
+    candidates = []
+    outside = [""]                               # text before, between and after the candidates
+    previous_end = 0
+    for value, start, end in objects:
+        outside[-1] += answer[previous_end:start]
+        previous_end = end
+        if value.keys() & keys and answer[start:end] not in response:
+            candidates.append((value, start, end))
+            outside.append("")
+    outside[-1] += answer[previous_end:]
+    if any("<think>" in piece for piece in outside):
+        raise FeedbackError("the reply ends inside <think>")
+    if not candidates:
+        raise FeedbackError(syntax_error or f"no JSON object with {' or '.join(keys)}")
+    value, start, end = candidates[0]
+    if any(candidate[0] != value for candidate in candidates):
+        raise FeedbackError(f"the reply has {len(candidates)} span objects that differ, "
+                            f"instead of one")
+    if any(_encloses(*pair) for pair in pairwise(outside)) or _has_key(outside, keys):
+        raise FeedbackError("the span object is a part of a larger text that is not valid JSON")
+    prose = answer[:start]
+    if re.match(r"\s*```", answer[end:]):                  # the closing fence of the object
+        prose = re.sub(r"```\w*\s*$", "", prose)
+    return value, prose
+
+
+def _json_objects(text: str) -> tuple[list[tuple[dict, int, int]], str]:
+    """The outermost JSON objects as (value, start, end), and the first syntax error or ""."""
     decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
-    found, outside, end, broken = [], "", 0, ""
-    for mark in re.finditer(r'\{\s*"', answer):
-        start = mark.start()
-        if start < end:                                    # inside the object before
+    objects = []
+    syntax_error = ""
+    end = 0
+    for match in re.finditer(r'\{\s*"', text):
+        start = match.start()
+        if start < end:                                    # inside the previous object
             continue
         try:
-            value, closed = decoder.raw_decode(answer, start)
+            value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
-            broken = broken or f"the JSON is broken or cut off ({error.msg})"
+            syntax_error = syntax_error or f"the JSON is broken or cut off ({error.msg})"
             continue
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
-        outside += answer[end:start]
-        end = closed
-        if value.keys() & wanted and answer[start:end] not in response:
-            found.append((start, end, value))
-            outside += "\0"                                # here it stands
-    outside += answer[end:]
-    if "<think>" in outside:                               # a quote may hold the word
-        raise FeedbackError("the reply stops inside <think>")
-    if not found:
-        raise FeedbackError(broken or f"no JSON object with {' or '.join(wanted)}")
-    start, closed, value = found[0]
-    if any(other != value for _, _, other in found):
-        raise FeedbackError(f"{len(found)} span objects that differ; which one is meant?")
-    keys = "|".join(("reasoning", *CRITIQUE_KEYS, *wanted)).replace("_", "[^a-z]+")
-    around = r"""(["']\s*:|[\[{])\s*\0|\0[\s`]*[]},]"""
-    if re.search(f'"({keys})"\\s*:|{around}', outside, re.IGNORECASE):
-        raise FeedbackError("the span object is a part of something that is no JSON")
-    prose = answer[:start]
-    if re.match(r"\s*```", answer[closed:]):               # the fence of the object itself
-        prose = re.sub(r"```\w*\s*$", "", prose)
-    return value, prose
+        objects.append((value, start, end))
+    return objects, syntax_error
+
+
+def _encloses(before: str, after: str) -> bool:
+    """Whether an object between these texts is a value or an item of something larger."""
+    has_opening = re.search(r"""(["']\s*:|[\[{])\s*\Z""", before)
+    has_closing = re.match(r"[\s`]*[]},]", after)
+    return bool(has_opening or has_closing)
+
+
+def _has_key(outside: list[str], keys: tuple[str, ...]) -> bool:
+    """Whether a key of a reply occurs outside of the candidates."""
+    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys)).replace("_", "[^a-z]+")
+    return bool(re.search(f'"({names})"\\s*:', "{}".join(outside), re.IGNORECASE))
 
 
 def _plain_keys(pairs: list[tuple]) -> dict:
