@@ -303,40 +303,53 @@ def _origin(text: str) -> list[tuple[int, int]]:
 
 # ── Algorithm 2: from spans to δ
 
-MARK = "\ufffd"                              # which stands where bytes are no character
+MARK = "\ufffd"                              # decodes bytes that are not a whole character
 
 
 def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The decoded text, and for every id the characters [start, end) it wrote (Appendix L).
+    """The decoded text, and the characters [start, end) of each token in it (Appendix L).
 
-    Decodes run by run and encodes nothing: right for byte-level BPE and for SentencePiece
-    with byte fallback. Ids that share one character all get it; special tokens get nothing.
+    Nothing is encoded again. Ids are decoded in runs that end at the end of a character, for
+    byte-level BPE and for SentencePiece with byte fallback. Tokens that share a character all
+    get it; special tokens get an empty interval. Example: three byte-level tokens write "a",
+    the first byte of "é" and its second byte. The text is "aé". The pending run of the second
+    token decodes to MARK, so its token ends inside the next character, "é". The third token
+    completes the run. The offsets are [(0, 1), (1, 2), (1, 2)].
     """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)   # faster without the wrapper
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)   # faster than the wrapper
     decode = partial(backend.decode, skip_special_tokens=True)
-    special, text = set(tokenizer.all_special_ids), decode(token_ids)
-    offsets, end = [], 0
-    at, run, before, known = 0, [], [], 0    # `before` goes first: a run keeps its first space
-    for t, index in enumerate(token_ids, 1):
-        run.append(index)
-        written = decode(before + run)[known:]               # by the run up to here
+    special_ids = set(tokenizer.all_special_ids)
+    text = decode(token_ids)
+    offsets = []
+    end = 0                                   # of the characters that all tokens so far wrote
+    committed = 0                             # characters of the runs before the pending one
+    context: list[int] = []                   # ids before the pending run: keep its first space
+    context_length = 0                        # characters of the decoded context
+    pending: list[int] = []                   # ids of the run that is not complete yet
+    for t, token_id in enumerate(token_ids, 1):
+        pending.append(token_id)
+        piece = decode(context + pending)[context_length:]
+        piece_end = committed + len(piece)
+        matching = os.path.commonprefix([piece, text[committed:piece_end]])
         start = end
-        agreed = os.path.commonprefix([written, text[at : at + len(written)]])
-        end = max(end, at + len(agreed))
-        if index in special:
+        end = max(end, committed + len(matching))
+        if token_id in special_ids:
             offsets.append((start, start))
         else:
-            # What stops inside a character ends in a mark that the text does not have.
-            inside = end < min(at + len(written), len(text))
-            # One more byte of what is shown as a single mark.
-            again = end + inside == start and text[at:start].endswith(MARK)
-            offsets.append((start - again, end + inside))
-        whole = written == agreed and not written.endswith(MARK)
-        if whole or t == len(token_ids):
-            at += len(written)
-            before = run if written else before + run
-            known, run = len(decode(before)), []
-    assert at == len(text), "Appendix L: the runs are the text, one offset per sampled token"
+            # Inside a character the piece ends in a MARK that the text does not have.
+            shared_next = int(end < min(piece_end, len(text)))
+            # Several bytes may have a single MARK in the text, which the last token got too.
+            is_same_mark = end + shared_next == start and text[committed:start].endswith(MARK)
+            shared_previous = int(is_same_mark)
+            offsets.append((start - shared_previous, end + shared_next))
+        is_complete = piece == matching and not piece.endswith(MARK)
+        if is_complete or t == len(token_ids):
+            committed = piece_end
+            context = pending if piece else context + pending
+            context_length = len(decode(context))
+            pending = []
+    assert committed == len(text), (
+        "Appendix L: the runs are the text, one offset per sampled token")
     return text, offsets
 
 
