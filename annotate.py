@@ -140,9 +140,8 @@ def _json_objects(text: str) -> tuple[list[tuple[dict, int, int]], str]:
 
 def _encloses(before: str, after: str) -> bool:
     """Whether an object between these texts is a value or an item of something larger."""
-    has_opening = re.search(r"""(["']\s*:|[\[{])\s*\Z""", before)
-    has_closing = re.match(r"[\s`]*[]},]", after)
-    return bool(has_opening or has_closing)
+    follows_opening = re.search(r"""(["']\s*:|[\[{])\s*\Z""", before)
+    return bool(follows_opening or re.match(r"[\s`]*[]},]", after))
 
 
 def _has_key(outside: list[str], keys: tuple[str, ...]) -> bool:
@@ -536,20 +535,17 @@ class AnnotateConfig:
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
     limit: int | None = flag(None, "maximum number of responses; None: all", least=1)
     annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
-    base_url: str | None = flag(None, "URL of an OpenAI-compatible server; None: "
-                                      "OPENAI_BASE_URL")
-    annotator_function: str | None = flag(None, "module:function (row, response) → reply, used "
-                                                "instead of a server; None: a server")
+    base_url: str | None = flag(None, "OpenAI-compatible server; None: OPENAI_BASE_URL")
+    annotator_function: str | None = flag(None, "module:function (row, response) → reply; "
+                                                "None: a server")
     concurrency: int = flag(8, "number of parallel requests", least=1)
     retries: int = flag(6, "retries per failed request", least=0)
     timeout: float = flag(120.0, "time limit per reply in seconds", least=0.01)
     price_in: float | None = flag(None, "USD per million prompt tokens; None: unknown", least=0)
     price_out: float | None = flag(None, "USD per million reply tokens; None: unknown", least=0)
-    max_usd: float | None = flag(None, "budget in USD over all runs with one OUTPUT; None: no "
-                                       "limit", least=0)
-    dry_run: bool = flag(False, "only a forecast of tokens and USD, without any request")
-    skip_failed: bool = flag(False, "OUTPUT without the responses that have no feedback, "
-                                    "instead of an error")
+    max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit", least=0)
+    dry_run: bool = flag(False, "forecast of tokens and USD only, without requests")
+    skip_failed: bool = flag(False, "OUTPUT without the failed responses, not an error")
 
     GROUPS = {"task": "data and mode", "annotator_model": "annotator", "price_in": "budget",
               "skip_failed": "other"}
