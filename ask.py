@@ -1,13 +1,14 @@
-"""Requests to a chat model or to a function: each is paid once, kept, and never asked again.
+"""Requests to a chat model, with a budget and a journal: no reply is paid for twice.
 
     with Journal("feedback.jsonl.journal", price_in, price_out, max_usd) as journal:
         records = ask(questions, journal, Server("gpt-4o"), review)
 
-`annotate.py` asks the annotator and `measures/judge.py` the judge, both by `ask`. The journal
-is a file of JSON lines beside the output. A request is written to it before it is sent, and a
-reply when it arrives, so a killed run loses nothing and pays for nothing twice.
+`annotate.py` calls the annotator and `measures/judge.py` calls the judge; both use `ask`. The
+journal is a file of JSON lines beside the output. Each request is written to it before it is
+sent, and each reply when it arrives. A killed run therefore keeps all replies that arrived, and
+the next run does not request them again.
 
-Paper: §3.3 and Appendix B say what the annotator is asked, not how requests are made.
+Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Callable, Iterator
 
 from tqdm import tqdm
 
@@ -31,7 +33,7 @@ from data import InputError
 
 @dataclass(frozen=True)
 class Question:
-    """A request. key: its `question_key`; id: its row's name; about: what its asker reads."""
+    """One request. key: its `question_key`; id: the id of its row; about: the caller's data."""
     key: str
     id: str
     messages: list[dict]
@@ -39,12 +41,12 @@ class Question:
 
     @property
     def size(self) -> int:
-        """Its bytes: no tokenizer makes more tokens of it."""
+        """Length in bytes, an upper bound on the number of tokens."""
         return len(json.dumps(self.messages))
 
 
 def question_key(*parts) -> str:
-    """The hash that names a request in the journal: equal parts, equal key, in any process."""
+    """The hash of a request's parts, which identifies it in the journal of every run."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -53,25 +55,29 @@ FREE = {"prompt_tokens": 0, "completion_tokens": 0}
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back. reason: why it cannot be used; usage: the tokens that are billed for;
-    again: whether to ask once more, since the question is not at fault."""
+    """One reply. reason: why it is unusable, or None; usage: number of billed tokens;
+    needs_retry: whether the server failed, so that the same request may succeed later."""
     text: str
     reason: str | None = None
     usage: dict = field(default_factory=FREE.copy)
-    again: bool = False
+    needs_retry: bool = False
 
 
 class Journal:
-    """Every request, before it is sent, and every reply as a JSON line; and what they cost.
+    """A file with one JSON line per request and one per reply, and their total cost.
 
-    Prices are in USD per million tokens, max_usd in USD, of all runs together. records: key →
-    the last reply; one that can be used is never asked for again. due: key → the most that a
-    request may cost that is under way, or that was so when a process was killed.
+    Prices are in USD per million tokens. max_usd is the budget in USD over all runs. records:
+    key → last reply; a usable reply is never requested again. due: key → maximum cost in USD of
+    a request without a reply yet. spent: cost in USD of all other requests.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
-        self.path, self.prices, self.max_usd = Path(path), (price_in, price_out), max_usd
-        self.records, self.due, self.spent = {}, {}, 0.0
+        self.path = Path(path)
+        self.prices = price_in, price_out
+        self.max_usd = max_usd
+        self.records = {}
+        self.due = {}
+        self.spent = 0.0
 
     def __enter__(self) -> Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,273 +86,335 @@ class Journal:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.file.close()
-            raise InputError(f"{self.path}: another process is writing to it; wait for it, or "
-                             f"choose another output") from error
-        self.file.seek(0)
-        line = b"\n"
-        for number, line in enumerate(self.file, 1):
-            try:
-                self._note(json.loads(line))
-            except (ValueError, LookupError, TypeError):
-                print(f"{self.path}, line {number}: damaged, and passed over", file=sys.stderr)
-        if not line.endswith(b"\n"):                         # torn when a process was killed
-            self.file.write(b"\n")
-        # What was asked and not answered when a process was killed may have been billed.
-        self.spent += sum(self.due.values())
-        self.due.clear()
+            raise InputError(f"{self.path}: another process is writing to this file; wait for "
+                             f"it to end, or choose another output") from error
+        self._replay()
         return self
 
     def __exit__(self, *exception):
-        if not self.file.seek(0, os.SEEK_END):               # a dry run leaves nothing behind
-            self.path.unlink()                               # while nobody else can open it
+        if not self.file.seek(0, os.SEEK_END):               # a dry run leaves no empty file
+            self.path.unlink()                               # the lock is still held
         self.file.close()
 
     def usd(self, prompt_tokens: float, completion_tokens: float) -> float | None:
-        """What so many tokens cost, or None without prices."""
+        """The cost of the tokens in USD, or None without prices."""
         if None in self.prices:
             return None
         return (prompt_tokens * self.prices[0] + completion_tokens * self.prices[1]) / 1e6
 
     def affords(self, usage: dict) -> bool:
-        """Whether a request that may cost this much leaves all within max_usd."""
-        booked = self.spent + sum(self.due.values()) + (self.usd(**usage) or 0.0)
-        return self.max_usd is None or booked <= self.max_usd
+        """Whether the budget covers one more request of at most this usage."""
+        total = self.spent + sum(self.due.values()) + (self.usd(**usage) or 0.0)
+        return self.max_usd is None or total <= self.max_usd
 
     def begin(self, question: Question, usage: dict):
-        """Book the most that a request may cost, before it is sent."""
+        """Record the maximum usage of a request, before it is sent."""
         self._write({"key": question.key, "due": usage, "usd": self.usd(**usage)})
 
     def append(self, question: Question, reply: Reply, reason: str | None):
-        """Keep a reply with its bill, and with the reason why it cannot be used."""
+        """Record a reply with its cost. reason: why it is unusable, or None."""
         self._write({"key": question.key, "id": question.id, "reply": reply.text,
                      "reason": reason, "usage": reply.usage, "usd": self.usd(**reply.usage)})
 
     def _write(self, record: dict):
         self.file.write(json.dumps(record).encode() + b"\n")
         self.file.flush()
-        self._note(record)
+        self._account(record)
 
-    def _note(self, record: dict):
-        key, usage = record["key"], record.get("due") or record["usage"]
-        usd = record["usd"] or self.usd(**usage)                     # of a run without prices
+    def _replay(self):
+        """Read the records of earlier runs."""
+        self.file.seek(0)
+        line = b"\n"
+        for number, line in enumerate(self.file, 1):
+            try:
+                self._account(json.loads(line))
+            except (ValueError, LookupError, TypeError):
+                print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
+        if not line.endswith(b"\n"):                         # a killed process left half a line
+            self.file.write(b"\n")
+        # Requests without a reply when a process was killed may have been billed.
+        self.spent += sum(self.due.values())
+        self.due.clear()
+
+    def _checked_usd(self, record: dict) -> float | None:
+        """The cost in a record in USD. Raises ValueError where it is no possible cost."""
+        usage = record.get("due") or record["usage"]
+        usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
         if not 0 <= (usd or 0.0) < math.inf:
-            raise ValueError("no bill")
+            raise ValueError("the cost is not a finite number ≥ 0")
+        return usd
+
+    def _account(self, record: dict):
+        """Update records, due and spent with a request or a reply."""
+        key = record["key"]
+        usd = self._checked_usd(record)
         if "due" in record:
-            self.spent += self.due.pop(key, 0.0)             # under way when a run was killed
+            self.spent += self.due.pop(key, 0.0)             # a killed run had sent it too
             self.due[key] = usd or 0.0
         else:
             self.records[key] = {"reply": record["reply"], "reason": record["reason"],
-                                 "usage": usage, "usd": usd}
+                                 "usage": record["usage"], "usd": usd}
             self.due.pop(key, None)
             self.spent += usd or 0.0
 
     def usable(self, key: str) -> bool:
-        """Whether there is a reply that need not be asked for again."""
+        """Whether the journal has a usable reply to this request."""
         return key in self.records and self.records[key]["reason"] is None
 
 
 def missing(questions: list[Question], journal: Journal) -> list[Question]:
-    """Those without a usable reply, each once."""
+    """The questions without a usable reply, without duplicates."""
     return list({q.key: q for q in questions if not journal.usable(q.key)}.values())
 
 
 def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
-    """What asking will cost, at 4 bytes a token and so many tokens a reply, in a line."""
-    prompt, reply = sum(q.size for q in todo) // 4, len(todo) * reply_tokens
+    """One line with the expected cost, at 4 bytes per token and reply_tokens per reply."""
+    prompt = sum(question.size for question in todo) // 4
+    reply = len(todo) * reply_tokens
     usd = journal.usd(prompt, reply)
     cost = "USD unknown: set --price_in and --price_out" if usd is None else f"${usd:,.4f}"
-    return (f"{len(todo)} to ask: about {prompt:,} prompt + {reply:,} reply tokens (4 bytes a "
-            f"token, {reply_tokens} tokens a reply), {cost}")
+    return (f"{len(todo)} requests to send: about {prompt:,} prompt + {reply:,} reply tokens "
+            f"(4 bytes per token, {reply_tokens} tokens per reply), {cost}")
 
 
-def ask(questions: list[Question], journal: Journal, answer, review,
+def ask(questions: list[Question], journal: Journal, model: Server | LocalFunction, review,
         concurrency: int = 8) -> dict[str, dict]:
-    """Ask what the journal has no usable reply to → key → record {reply, reason, usage, usd}.
+    """Request every reply that is missing → {key: record {reply, reason, usage, usd}}.
 
-    answer: a Server, or a function (question) → text. review(question, text): why it cannot be
-    used, or None. Raises InputError where the budget is reached, after 25 unusable replies in a
-    row, or where the server is gone. The first Ctrl-C asks nothing new and waits for what is
-    under way, which is paid for; the second does not wait.
+    review(question, text) returns why a reply is unusable, or None. Raises InputError where the
+    budget is reached, after 25 unusable replies in a row, or where the server never answers.
+    The first Ctrl-C sends no new request and waits for open requests, which are billed. A
+    second Ctrl-C stops at once.
     """
     for question in questions:
         if journal.usable(question.key):
             record = journal.records[question.key]
             record["reason"] = review(question, record["reply"])
-            if record["reason"]:                             # it was when it came
+            if record["reason"]:                     # the reply was usable when it was written
                 print(f"{journal.path}: the reply to {question.id} was changed "
-                      f"({record['reason']}) and is asked for again", file=sys.stderr)
+                      f"({record['reason']}); requesting it again", file=sys.stderr)
     todo = missing(questions, journal)
-    if todo and asyncio.run(_ask_all(todo, journal, answer, review, concurrency)):
+    if todo and asyncio.run(_ask_all(todo, journal, model, review, concurrency)):
         raise InputError(f"--max_usd {journal.max_usd:g} reached at ${journal.spent:.4f}, with "
-                         f"{len(missing(todo, journal))} questions left; raise it to go on. "
-                         f"Every reply is in {journal.path}")
+                         f"{len(missing(todo, journal))} requests left; raise --max_usd to "
+                         f"continue. Every reply is in {journal.path}")
     return journal.records
 
 
-MOST_FAILURES_IN_A_ROW = 25           # then something is wrong, and money is being burnt
+MOST_FAILURES_IN_A_ROW = 25           # limit; more failures would only cost money
+PAUSE = 1.5                           # seconds before the first retry; then 3, 6, …
 
 
-PAUSE = 1.5                           # seconds before a question is asked again; then 3, 6, …
+@dataclass
+class _Run:
+    """The state that the workers of one `_ask_all` share."""
+    questions: Iterator[Question]                            # each worker takes the next
+    journal: Journal
+    model: Server | LocalFunction
+    review: Callable[[Question, str], str | None]
+    old_keys: set[str]                                       # requests with a reply before
+    bar: tqdm
+    stop: asyncio.Event = field(default_factory=asyncio.Event)     # set: send no new request
+    failures: int = 0
+    failures_in_a_row: int = 0
 
 
-async def _ask_all(todo, journal: Journal, answer, review, concurrency: int) -> bool:
-    """Whether the budget ended it."""
-    server = answer if isinstance(answer, Server) else None
-    before, in_a_row, failed = set(journal.records), 0, 0
-    waiting, stop = iter(todo), asyncio.Event()
+async def _ask_all(todo, journal: Journal, model, review, concurrency: int) -> bool:
+    """Whether the budget ended the run."""
     bar = tqdm(total=len(todo), desc="ask", delay=1)
-
-    async def room(most: dict) -> bool:
-        """Whether to send what may cost this much, once it is known what the others cost."""
-        while not (stop.is_set() or journal.affords(most)):
-            if journal.due:
-                await asyncio.sleep(0.1)
-            else:
-                stop.set()
-        return not stop.is_set()
-
-    async def attempt(question: Question) -> bool:
-        """Ask until there is an answer, which the journal then has; False: stopped before."""
-        most = server.most(question) if server else FREE
-        for n in range(server.retries + 1 if server else 1):
-            if n:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), PAUSE * 2 ** (n - 1))
-            if not await room(most):
-                return False
-            journal.begin(question, most)
-            if server:
-                reply = await server.ask(question)
-            else:
-                reply = Reply(await asyncio.to_thread(answer, question))
-            reason = reply.reason or review(question, reply.text)
-            journal.append(question, reply, reason)
-            if not reply.again:
-                break
-            bar.set_postfix_str(reason[:60])                 # it is asked again
-        return True
-
-    async def worker():
-        nonlocal in_a_row, failed
-        for question in waiting:
-            if not await attempt(question):
-                return
-            reason = journal.records[question.key]["reason"]
-            if reason and server and not server.answered:
-                raise InputError(f"{server.client.base_url} with model {server.model!r}: "
-                                 f"{reason}; check OPENAI_API_KEY, the URL and the name of "
-                                 f"the model, and run the same command again")
-            bar.update()
-            failed += bool(reason)
-            bar.set_postfix(failed=failed, refresh=failed > 0)
-            # What has failed in an earlier run may never succeed.
-            in_a_row = in_a_row + (question.key not in before) if reason else 0
-            if in_a_row == MOST_FAILURES_IN_A_ROW:
-                stop.set()
-                raise InputError(f"{in_a_row} replies in a row cannot be used, last "
-                                 f"{question.id}: {reason}; they are kept in {journal.path}")
-
-    async with server.connect() if server else nullcontext():
-        workers = [asyncio.create_task(worker()) for _ in range(min(concurrency, len(todo)))]
+    run = _Run(iter(todo), journal, model, review, set(journal.records), bar)
+    async with model.connect():
+        workers = [asyncio.create_task(_work(run)) for _ in range(min(concurrency, len(todo)))]
         try:
             await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            too_dear = stop.is_set()
-        finally:       # it is paid for, whatever has ended the run: an error, the first Ctrl-C
-            stop.set()
-            if not all(task.done() for task in workers):
-                bar.set_description("waiting for what is under way")
-            ends = await asyncio.gather(*workers, return_exceptions=True)
+            is_over_budget = run.stop.is_set()
+        finally:            # after an error or the first Ctrl-C: open requests are billed
+            run.stop.set()
+            if not all(worker.done() for worker in workers):
+                bar.set_description("waiting for open requests")
+            errors = await asyncio.gather(*workers, return_exceptions=True)
             bar.close()
-    for error in filter(None, ends):
+    for error in filter(None, errors):
         raise error
-    return too_dear
+    return is_over_budget
+
+
+async def _work(run: _Run):
+    """Request one reply after another, until no question is left or the run stops."""
+    for question in run.questions:
+        if not await _request(run, question):
+            return
+        reason = run.journal.records[question.key]["reason"]
+        if reason:
+            run.model.check_answered(reason)
+        _count(run, question, reason)
+
+
+async def _request(run: _Run, question: Question) -> bool:
+    """Send a request, with retries, and record its replies; False if the run stopped before."""
+    max_usage = run.model.most(question)
+    for trial in range(run.model.retries + 1):
+        if trial:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(run.stop.wait(), PAUSE * 2 ** (trial - 1))
+        if not await _wait_for_budget(run, max_usage):
+            return False
+        run.journal.begin(question, max_usage)
+        reply = await run.model.ask(question)
+        reason = reply.reason or run.review(question, reply.text)
+        run.journal.append(question, reply, reason)
+        if not reply.needs_retry:
+            break
+        run.bar.set_postfix_str(reason[:60])
+    return True
+
+
+async def _wait_for_budget(run: _Run, usage: dict) -> bool:
+    """Wait until the budget covers a request; False if the run stopped or it never will."""
+    while not (run.stop.is_set() or run.journal.affords(usage)):
+        if run.journal.due:
+            await asyncio.sleep(0.1)                         # open requests may cost less
+        else:
+            run.stop.set()
+    return not run.stop.is_set()
+
+
+def _count(run: _Run, question: Question, reason: str | None):
+    """Count a reply. Raises InputError after MOST_FAILURES_IN_A_ROW unusable ones."""
+    run.bar.update()
+    run.failures += bool(reason)
+    run.bar.set_postfix(failed=run.failures, refresh=run.failures > 0)
+    if not reason:
+        run.failures_in_a_row = 0
+    elif question.key not in run.old_keys:                   # an old failure may be permanent
+        run.failures_in_a_row += 1
+    if run.failures_in_a_row == MOST_FAILURES_IN_A_ROW:
+        run.stop.set()
+        raise InputError(f"{run.failures_in_a_row} replies in a row are unusable, the last for "
+                         f"{question.id}: {reason}; read them in {run.journal.path}")
+
+
+@dataclass
+class LocalFunction:
+    """A Python function (question) → reply text, with the interface of `Server`. It is free."""
+    function: Callable[[Question], str]
+    retries: int = 0
+
+    def connect(self) -> nullcontext:
+        """A context manager without a client."""
+        return nullcontext()
+
+    def most(self, _question) -> dict:
+        """The maximum number of billed tokens: none."""
+        return FREE
+
+    async def ask(self, question: Question) -> Reply:
+        """Call the function in a thread."""
+        return Reply(await asyncio.to_thread(self.function, question))
+
+    def check_answered(self, _reason):
+        """A function always answers."""
 
 
 @dataclass
 class Server:
-    """A model behind an OpenAI-compatible server; its client reads the key."""
+    """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY."""
     model: str
     base_url: str | None = None
-    temperature: float | None = 0.3                      # None: the model takes none
-    max_tokens: int = 1200                               # of a reply
-    retries: int = 6
-    timeout: float = 120.0                               # seconds for a whole reply
-    answered: bool = False                # ever; before, a failure ends the run at once
+    temperature: float | None = 0.3                      # None: the model accepts none
+    max_tokens: int = 1200                               # per reply
+    retries: int = 6                                     # per request
+    timeout: float = 120.0                               # seconds per reply
+    has_answered: bool = False            # until it has, a failure ends the run at once
 
     def connect(self):
-        """The client, to be closed behind the last question."""
-        import openai                                    # half a second, for those who need it
+        """Open the client, an asynchronous context manager."""
+        import openai                                    # slow: half a second
         try:
             self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=0,
                                              timeout=None)
-        except Exception as error:                       # its transport has errors of its own
+        except Exception as error:                       # httpx has its own error classes
             raise InputError(f"--base_url {self.base_url}: {error}") from error
         return self.client
 
     def most(self, question: Question) -> dict:
-        """The most tokens that a reply can be billed for, where the server does not count."""
+        """The maximum number of billed tokens, used where the server reports no usage."""
         return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
 
+    def check_answered(self, reason: str):
+        """Raise InputError where the server has never answered. reason: its last failure."""
+        if not self.has_answered:
+            raise InputError(f"{self.client.base_url} with model {self.model!r}: {reason}; "
+                             f"check OPENAI_API_KEY, the URL and the name of the model, and "
+                             f"run the same command again")
+
     async def ask(self, question: Question) -> Reply:
-        """Send a question once, or again in the form that today's hosted models want."""
+        """Send a request once; resend it where the model rejects `max_tokens`."""
         import openai
-        most, how = self.most(question), {"max_completion_tokens": self.max_tokens}
+        max_usage = self.most(question)
+        options = {"max_completion_tokens": self.max_tokens}
         if self.temperature is not None:
-            how = {"max_tokens": self.max_tokens, "temperature": self.temperature,
-                   "top_p": 0.95}
+            options = {"max_tokens": self.max_tokens, "temperature": self.temperature,
+                       "top_p": 0.95}
         try:
-            async with asyncio.timeout(self.timeout):    # of all of it, however it trickles in
+            async with asyncio.timeout(self.timeout):    # also ends a reply that trickles in
                 reply = await self.client.chat.completions.with_raw_response.create(
-                    model=self.model, messages=question.messages, **how)
-            self.answered = True
-            return read_completion(reply.text, most)
-        except TimeoutError:                             # it may have been billed
-            return Reply("", f"no answer in {self.timeout:g} s", most, True)
-        except openai.APIConnectionError as error:       # so may this, once it was sent
-            unsent = type(error.__cause__).__name__ == "ConnectError"
-            return Reply("", f"{error} {error.__cause__!r}", FREE if unsent else most, True)
+                    model=self.model, messages=question.messages, **options)
+            self.has_answered = True
+            return read_completion(reply.text, max_usage)
+        except TimeoutError:                             # the server may have billed it
+            return Reply("", f"no answer in {self.timeout:g} s", max_usage, True)
+        except openai.APIConnectionError as error:       # billed, unless it was never sent
+            is_unsent = type(error.__cause__).__name__ == "ConnectError"
+            usage = FREE if is_unsent else max_usage
+            return Reply("", f"{error} {error.__cause__!r}", usage, True)
         except UnicodeEncodeError as error:              # half of a surrogate pair
-            self.answered = True
-            return Reply("", f"it cannot be sent: {error}")
-        except openai.APIStatusError as error:           # refused, and so not billed
-            status, said = error.status_code, str(error)[:500]
-            if "max_tokens" in how and "max_completion_tokens' instead" in said:
+            self.has_answered = True
+            return Reply("", f"the request cannot be sent: {error}")
+        except openai.APIStatusError as error:           # refused, so not billed
+            status = error.status_code
+            message = str(error)[:500]
+            if "max_tokens" in options and "max_completion_tokens' instead" in message:
                 if self.temperature is not None:
-                    print(f"{self.model} takes no temperature; it is asked without",
+                    print(f"{self.model} takes no temperature; sending requests without it",
                           file=sys.stderr)
                 self.temperature = None
                 return await self.ask(question)
-            self.answered |= status in (400, 413, 422)   # of this one question
-            return Reply("", said, again=status in (408, 409, 429) or status >= 500)
+            self.has_answered |= status in (400, 413, 422)   # the request is wrong, not the run
+            needs_retry = status in (408, 409, 429) or status >= 500
+            return Reply("", message, needs_retry=needs_retry)
 
 
-def read_completion(text: str, most: dict) -> Reply:
-    """A chat completion's JSON → Reply, billed by the server's own count, or else at most."""
-    usage = most
+def read_completion(text: str, max_usage: dict) -> Reply:
+    """The Reply in a chat completion's JSON. Without the server's token counts it bills
+    max_usage."""
+    usage = max_usage
     try:
         body = json.loads(text)
         counts = body.get("usage") or {}
-        if all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in most):
-            usage = {name: counts[name] for name in most}
+        if all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in max_usage):
+            usage = {name: counts[name] for name in max_usage}
         choice = body["choices"][0]
-        content, finish = choice["message"].get("content") or "", choice.get("finish_reason")
-        empty = not content.strip()
+        content = choice["message"].get("content") or ""
+        finish_reason = choice.get("finish_reason")
+        is_empty = not content.strip()
     except (ValueError, LookupError, TypeError, AttributeError):
         return Reply(text, f"the server's answer is no chat completion: {text[:300]}", usage)
-    if finish == "length":
-        return Reply(content, f"cut off after {most['completion_tokens']} tokens", usage)
-    return Reply(content, f"the reply is empty: {finish}" if empty else None, usage)
+    if finish_reason == "length":
+        return Reply(content, f"cut off after {max_usage['completion_tokens']} tokens", usage)
+    return Reply(content, f"the reply is empty: {finish_reason}" if is_empty else None, usage)
 
 
-def check_asking(price_in, price_out, max_usd, base_url=None, free=False):
-    """Raise InputError where nothing could be asked, before anything is read or spent."""
+def check_asking(price_in, price_out, max_usd, base_url=None, is_free=False):
+    """Raise InputError for wrong settings, before any request. is_free: no server is used."""
     if max_usd is not None and None in (price_in, price_out):
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
-    if free:
+    if is_free:
         return
     if not re.fullmatch("[!-~]+", os.environ.get("OPENAI_API_KEY", "")):
-        raise InputError("OPENAI_API_KEY is not set, or no key; export it (any word does for a "
-                         "local server without keys)")
+        raise InputError("OPENAI_API_KEY is missing or contains characters that a key cannot "
+                         "have; export a key (any word works for a local server without keys)")
     url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://"
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"--base_url {url}: a URL begins as http://localhost:8000/v1 does")
+        raise InputError(f"--base_url {url}: the URL must begin with http:// or https://, for "
+                         f"example http://localhost:8000/v1")

@@ -235,7 +235,7 @@ def test_a_torn_last_line_costs_its_row_alone_and_the_lines_behind_it_are_whole(
         before = work.calls()
         work.run()
         assert (work.calls() - before, work.output.read_bytes()) == (asked, final)
-        assert (f"line {number}: damaged" in capsys.readouterr().err) == bool(asked)
+        assert (f"line {number}: skipping" in capsys.readouterr().err) == bool(asked)
         work.run()
         assert work.calls() - before == asked and capsys.readouterr()
 
@@ -252,7 +252,7 @@ def test_after_a_line_without_its_end_a_request_has_a_line_of_its_own(tmp_path):
         assert journal.spent == 10
 
 
-DAMAGED = "f.jsonl.journal, line 2: damaged"
+DAMAGED = "f.jsonl.journal, line 2: skipping corrupt line"
 
 
 @pytest.mark.parametrize("pattern, text, message", [
@@ -538,14 +538,14 @@ def test_a_forecast_asks_nothing_and_counts_what_is_left(work, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "any")
     work.run(limit=50, **PRICES)
     said = work.run(dry_run=True, **PRICES)
-    assert work.calls() == 50 and said.startswith("300 responses, 250 to ask")
-    assert "87,500 reply tokens (4 bytes a token, 350 tokens a reply)" in said
+    assert work.calls() == 50 and said.startswith("300 responses, 250 requests to send")
+    assert "87,500 reply tokens (4 bytes per token, 350 tokens per reply)" in said
     work.run(price_in=2.5, price_out=0.0)
     due = sum(record["usage"]["prompt_tokens"] for record in work.kept()[50:])
     prompt = int(re.search(r"about ([\d,]+) prompt", said)[1].replace(",", ""))
     assert prompt == pytest.approx(due, rel=0.35)
     aligned = [row | {"critique": "c"} for row in rows]
-    assert "80 tokens a reply" in work.run(aligned, dry_run=True, mode="align")
+    assert "80 tokens per reply" in work.run(aligned, dry_run=True, mode="align")
 
 
 # ── A function instead of a server

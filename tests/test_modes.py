@@ -292,6 +292,6 @@ def test_what_the_tests_said_stands_in_the_prompt_and_must_be_there(tmp_path):
     with loopback(responder=answer) as server:
         with pytest.raises(InputError, match="row k: .*'outcome'.*python -m measures.sandbox"):
             run(CODE, base_url=server.url)
-        assert "1 to ask" in run(CODE, dry_run=True) and not asked
+        assert "1 requests to send" in run(CODE, dry_run=True) and not asked
         run(CODE | {"outcome": "3 of 4 tests passed."}, base_url=server.url)
         assert "3 of 4 tests passed.\n</tests-" in asked[0]
