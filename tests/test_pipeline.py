@@ -543,7 +543,7 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
         annotate(annotator(config(1e6), tmp_path))
         calls, spent = asked_and_billed()
         assert calls == 2 and spent > 0
-        with pytest.raises(InputError, match="--max_usd .* reached .* 1 questions left"):
+        with pytest.raises(InputError, match="--max_usd .* reached .* 1 requests left"):
             probe(batch, config(spent * 1.01), tmp_path)
         assert asked_and_billed() == (2, spent)
         figures = probe(batch, config(1e6), tmp_path)
@@ -558,5 +558,5 @@ def test_a_key_that_probes_will_need_is_missed_before_anything_is_done(tmp_path,
     monkeypatch.delenv("OPENAI_API_KEY")
     flags = ["--task", "slf5k", "--data", tmp_path / "none", "--output_dir", tmp_path / "run",
              "--reward_model", tmp_path / "r"]
-    assert "OPENAI_API_KEY is not set" in refused(*flags, "--probe_rows", 4)
+    assert "OPENAI_API_KEY is missing" in refused(*flags, "--probe_rows", 4)
     assert "no such file" in refused(*flags)
