@@ -365,7 +365,7 @@ def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
     answers = judges.mt_bench_answers(questions, side.write)
     judge_questions = judges.mt_bench_questions(questions, answers, side.config)
-    scores = judges.mt_bench_scores(ask_judge(side, judge_questions))
+    scores = judges.mt_bench_scores(request_verdicts(side, judge_questions))
     return [q | {"response": answers[q["question_id"]]} for q in questions], columns(scores)
 
 
@@ -387,7 +387,7 @@ def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
 
 # ── The judge (Figure 3, Appendix E)
 
-def ask_judge(side: Side, questions: list) -> list[dict]:
+def request_verdicts(side: Side, questions: list) -> list[dict]:
     """The judge's verdicts; [] without a judge, or with --dry_run, which prints their cost."""
     config = side.config
     journal = Path(config.output_dir, "judge.journal")
@@ -395,7 +395,7 @@ def ask_judge(side: Side, questions: list) -> list[dict]:
         side.say("nothing was judged; name a judge with --judge_model")
         return []
     if config.dry_run:
-        side.say(judges.forecast(questions, config, journal))
+        side.say(judges.forecast_cost(questions, config, journal))
         return []
     verdicts = judges.ask_judge(questions, config, journal)
     failed = [verdict for verdict in verdicts if verdict["reason"]]
@@ -409,7 +409,7 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
              field: str = "response") -> list[dict]:  # Figure 3
     """The winner of each row, this side's text or the other; prints a table of the counts."""
     questions = judges.pairwise_questions(rows, texts, other_texts, side.config, field)
-    wins = judges.pairwise_scores(ask_judge(side, questions))
+    wins = judges.pairwise_scores(request_verdicts(side, questions))
     if wins:
         sums = judges.win_tie_loss(wins)
         side.say(f"Figure 3, by the judge\n{report.table([*sums], [[*sums.values()]])}")
@@ -467,7 +467,7 @@ TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": summaries,
          "alpaca_eval": alpaca_eval}
 
 
-def check(config: EvalConfig):
+def check_flags(config: EvalConfig):
     """Check the flags and the files they name before anything is written or paid for.
 
     Raises InputError where flags contradict each other or a file has another format.
@@ -480,7 +480,7 @@ def check(config: EvalConfig):
             raise InputError(f"--task {task} needs a model; {path} is a file of answers")
     if task == "reward_model" and config.adapter is None:
         raise InputError("--task reward_model needs --adapter, R_φ or a file of its critiques")
-    judges.check(config)
+    judges.check_judge(config)
     if config.difficulty:
         judges.read_difficulty(config.difficulty)
 
@@ -489,7 +489,7 @@ def main():
     """Evaluate each side, print the table and write the results."""
     config = parse_flags(EvalConfig, sys.argv[1:], __doc__, lambda task: {
         "output_dir": f"runs/{task}/eval", **PRESETS.get(task, {})})
-    check(config)
+    check_flags(config)
     sides = sides_of(config)
     out = Path(config.output_dir)
     _lock = lock_directory(out)                                         # until main returns

@@ -634,7 +634,7 @@ def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
 
 # ── Algorithm 1: annotate, train R_φ, optimise the policy
 
-def check(config: Config, out: Path, needs_reward_model: bool):
+def check_config(config: Config, out: Path, needs_reward_model: bool):
     """Check flags, annotator, key and directory before anything is sampled or paid."""
     task = get_task(config.task)
     if config.batch_size % WORLD_SIZE or config.minibatch_size % WORLD_SIZE:
@@ -837,7 +837,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
     config = parse_flags(Config, argv, __doc__, preset)
     out = Path(config.output_dir)
     started = time.time()
-    check(config, out, needs_reward_model)
+    check_config(config, out, needs_reward_model)
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)

@@ -53,8 +53,8 @@ from model import (encode_answer, encode_prompt, load_lora, load_model, lora_par
 from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, check, decay,
-                       fitting, forward, load_rows, preset, respond, reward_model_critic,
+from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, check_config,
+                       decay, fitting, forward, load_rows, preset, respond, reward_model_critic,
                        reward_settings, sample_rollouts, start_policy, train)
 
 
@@ -453,7 +453,7 @@ def main(argv=None):
     if WORLD_SIZE > 1:
         raise InputError(f"{name} runs in one process only: start it without torchrun")
     out = Path(config.output_dir)
-    check(config, out, name != "sft")
+    check_config(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
     rows = fitting(load_rows(config)[0], model, tokenizer, config)

@@ -45,7 +45,7 @@ from sampling import head_weight, pad_batch
 from text2grad import reward_model_critic
 
 
-def share(rollouts) -> range:
+def row_share(rollouts) -> range:
     """Indices of the rows that this rank judges."""
     return range(RANK, len(rollouts.rows), WORLD_SIZE)
 
@@ -57,7 +57,7 @@ def changed(critic, change):
     def changed_critic(rollouts, model, tokenizer, config):
         judgements = critic(rollouts, model, tokenizer, config)
         results = []
-        for i, judgement in zip(share(rollouts), judgements):
+        for i, judgement in zip(row_share(rollouts), judgements):
             delta = change(rollouts.texts[i], rollouts.offsets[i], judgement)
             results.append(replace(judgement, delta=delta))
         return results
@@ -133,7 +133,7 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     critic = load_object("--annotator_function", config.annotator_function)
     read = get_mode(config.mode).read
     judgements = []
-    for i in share(rollouts):
+    for i in row_share(rollouts):
         text = rollouts.texts[i]
         offsets = rollouts.offsets[i]
         reply = critic(rollouts.rows[i], text) if text.strip() else ""
@@ -156,7 +156,7 @@ def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
     unreadable critique counts as zeros. The other fields of a Judgement are those of the first
     critique.
     """
-    indices = [i for i in share(rollouts) for _ in range(DRAWS)]
+    indices = [i for i in row_share(rollouts) for _ in range(DRAWS)]
     prompts = [rollouts.prompts[i] for i in indices]
     texts = [rollouts.texts[i] for i in indices]
     uniforms = torch.zeros(len(indices), config.max_critique_tokens)
@@ -211,7 +211,7 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
     """
     judgements = []
     with use_lora(model, "reward"):
-        for part in chunks(share(rollouts), config.micro_batch_size):
+        for part in chunks(row_share(rollouts), config.micro_batch_size):
             pairs = [(encode_prompt(tokenizer, rollouts.prompts[i]),
                       rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()) for i in part]
             scores, _ = token_scores(model, tokenizer, pairs)

@@ -247,10 +247,10 @@ def fit_judge(run: Run, cache: Path) -> dict:
     annotated(model, tokenizer, rows, config, out)
     fit(model, tokenizer, replace(reward_settings(config, out), **dict(run.judge)))
     rollouts = answers(model, tokenizer, run, config, None)
-    return probe(rollouts, model, tokenizer, config, reward_model_critic)
+    return probe_reward_model(rollouts, model, tokenizer, config, reward_model_critic)
 
 
-def probe(rollouts, model, tokenizer, config: Config, critic) -> dict:
+def probe_reward_model(rollouts, model, tokenizer, config: Config, critic) -> dict:
     """Precision and recall of a critic's tokens against the careful annotator (Table 1).
 
     A token with |δ| ≥ 0.5 has the sign of δ as its label, and any other token has the label 0.
@@ -299,7 +299,7 @@ def train_policy(run: Run, cache: Path) -> dict:
         rollouts = answers(model, tokenizer, run, eval_config, "policy")
         record[name] = mean(map(toy.fact_accuracy, rollouts.rows, rollouts.texts))
     if run.method in PROBED:                           # on the responses at temperature 1
-        record |= probe(rollouts, model, tokenizer, config, PROBED[run.method])
+        record |= probe_reward_model(rollouts, model, tokenizer, config, PROBED[run.method])
     return record
 
 
@@ -465,7 +465,7 @@ def noise_scale(dots: Tensor) -> tuple[float, float, float]:
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def interval(values):
+def seed_interval(values):
     """(mean, half width of the 95 % interval by Student's t) of 2 to 10 values or curves."""
     half = _T[len(values) - 2] * np.std(values, 0, ddof=1) / math.sqrt(len(values))
     return np.mean(values, 0), half
@@ -475,7 +475,7 @@ def plus_minus(values: list[float], digits=3, sign="") -> str | None:
     """Text "mean ± half width of the 95 % interval", or a single value; None without values."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}" if len(values) else None
-    centre, half = interval(values)
+    centre, half = seed_interval(values)
     return f"{centre:{sign}.{digits}f} ± {half:.{digits}f}"
 
 
@@ -553,7 +553,7 @@ def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
     for arm in arms:
         curves = [smooth(curve) for curve in arm.of("curve")]
         if curves:
-            means, halves = interval(curves)
+            means, halves = seed_interval(curves)
             baseline = baselines.setdefault(arm.run.length, means)
             lines = {"mean": means, "least": means - halves, "most": means + halves,
                      "the first": baseline}
@@ -610,7 +610,7 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
-def write_page(path: Path, study: Study, arms: list[Arm], look_records: list[dict],
+def write_study_page(path: Path, study: Study, arms: list[Arm], look_records: list[dict],
                flags: str):
     """Write the page of a study. The section "What was found" of an old page is kept."""
     page = path.read_text() if path.exists() else ""
@@ -699,7 +699,7 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     path = Path(config.output_dir) / f"{number}_{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".svg").write_text(sheet(charts))
-    write_page(path, study, arms, look_records, " --quick" if config.quick else "")
+    write_study_page(path, study, arms, look_records, " --quick" if config.quick else "")
     return path
 
 

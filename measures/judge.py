@@ -2,7 +2,7 @@
 
     config = JudgeConfig(judge_model="gpt-4o", price_in=2.5, price_out=10, max_usd=5)
     questions = pairwise_questions(rows, after, before, config)     # rows {id, prompt}, texts
-    print(forecast(questions, config, "judge.journal"))             # sends no request
+    print(forecast_cost(questions, config, "judge.journal"))             # sends no request
     scores = pairwise_scores(ask_judge(questions, config, "judge.journal"))
     print(win_tie_loss(scores))
 
@@ -72,7 +72,7 @@ class JudgeConfig:
         return {row["name"]: row for row in read_rows(self.judge_prompts, needs)}
 
 
-def check(config: JudgeConfig):
+def check_judge(config: JudgeConfig):
     """Raise InputError for settings that would make the requests fail, before any is sent."""
     is_free = config.judge_model is None or config.dry_run
     check_asking(*config.prices, config.base_url, is_free)
@@ -154,7 +154,7 @@ def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
     return verdict, None
 
 
-def forecast(questions: list[Question], config: JudgeConfig, path) -> str:
+def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
     """A line with the number of questions that the journal at `path` lacks, and their cost."""
     with Journal(path, *config.prices) as journal:
         todo = missing(questions, journal)
@@ -170,7 +170,7 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     def review(question: Question, text: str) -> str | None:
         return read_verdict(question.about["kind"], text)[1]
 
-    check(config)
+    check_judge(config)
     server = Server(config.judge_model, config.base_url, TEMPERATURE, config.judge_tokens)
     with Journal(path, *config.prices) as journal:
         records = ask(questions, journal, server, review, config.concurrency)

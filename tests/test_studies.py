@@ -20,8 +20,8 @@ from data import InputError, load_object, read_rows
 from experiments import designs, studies
 from experiments.baselines import METHODS
 from experiments.studies import (STUDIES, Arm, Run, Study, StudyConfig, arm_figure, do_study,
-                                 interval, judge_of, key, noise_scale, ordered_pairs, probe,
-                                 renewed, settle, sheet, smooth)
+                                 judge_of, key, noise_scale, ordered_pairs, probe_reward_model,
+                                 renewed, seed_interval, settle, sheet, smooth)
 from helpers import ROOT
 from model import add_lora, response_hidden, use_lora
 from reward_model import Judgement
@@ -38,7 +38,7 @@ def test_the_interval_holds_95_percent_of_students_t():
     """The half width of [−1, 1, …] gives the quantile back; the density is integrated anew."""
     for degrees in range(1, 10):
         values = [random.Random(i).random() for i in range(degrees + 1)]
-        centre, half = interval(values)
+        centre, half = seed_interval(values)
         quantile = half / (np.std(values, ddof=1) / math.sqrt(len(values)))
         x = np.linspace(0, quantile, 200_001)
         density = (1 + x ** 2 / degrees) ** (-(degrees + 1) / 2)
@@ -106,7 +106,8 @@ def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
         return [Judgement("", delta) for delta in deltas]
 
     monkeypatch.setattr(studies, "true_critic", partial(critic, truth))
-    found = probe("y", None, None, Config(annotator_function="no:thing"), partial(critic, said))
+    config = Config(annotator_function="no:thing")
+    found = probe_reward_model("y", None, None, config, partial(critic, said))
     assert found["poor_recall"] == 2 / 3 and found["poor_precision"] == 2 / 3
     assert found["good_recall"] == 0 and found["good_precision"] == 0
 
@@ -253,7 +254,7 @@ def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts()
         texts = chart.findall("{*}text")
         ys = [(float(t.get("y")) - 4, float(t.text)) for t in texts if t.get("class") == "y"]
         xs = [(float(t.get("x")), float(t.text)) for t in texts if t.get("class") == "x"]
-        found = [interval(values) for values in zip(*map(smooth, curves[arm.name]))]
+        found = [seed_interval(values) for values in zip(*map(smooth, curves[arm.name]))]
         wanted = [[m for m, _ in found], [m - h for m, h in found], [m + h for m, h in found],
                   first[: len(found)]]
         for path, want in zip(chart.findall("{*}path[@class='curve']"), wanted, strict=True):
