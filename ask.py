@@ -301,7 +301,7 @@ class LocalFunction:
     retries: int = 0
 
     def connect(self) -> nullcontext:
-        """A context manager without a client."""
+        """A context manager that does nothing: a function needs no client."""
         return nullcontext()
 
     def most(self, _question) -> dict:

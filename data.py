@@ -46,7 +46,7 @@ class Task:
     """A data set: its prompts, fields and annotator texts; the first two have no default."""
     name: str
     policy_prompt: Callable[[dict], str]                     # row → x
-    needs: tuple[tuple[str, ...], ...] = ()                  # a row has a field of each group
+    needs: tuple[tuple[str, ...], ...] = ()            # a row needs one field of each group
     responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
     # For the annotator: its role, its criteria and the number of spans to quote.
     judge: str = "You are a careful expert who reviews answers."

@@ -12,7 +12,7 @@
 
 --adapter is compared with the bare base, or with --before. Both may also be a file of answers
 by another model: rows with `id` and `response`. Every figure has a 95 % interval by bootstrap
-over rows. The difference has one too; it resamples the same rows on both sides. Answers and
+over rows. So has the difference, which resamples the same rows of both models. Answers and
 judgements are saved one by one: the same command resumes an interrupted run.
 
 Paper: §4 and Tables 1 to 8 and 16, Table 5 with another --model.

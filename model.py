@@ -428,7 +428,7 @@ def shard(model, device):
     """Shard the frozen base over all ranks with FSDP2 and return the model, now on `device`.
 
     A model from `load_model(…, to_shard=True)` is read one unit at a time, so a device never
-    holds more than its shard and two units. For sampling, `gathered` holds the whole base.
+    holds more than its shard and two units. While sampling, `gathered` holds all weights.
 
     The FSDP units are the embeddings, every block, the head, and the rest of the base. The
     adapters are not sharded, whether they are loaded before or after. Every rank holds them in

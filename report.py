@@ -29,7 +29,7 @@ _PLAIN = {1: ("[+", "+]"), -1: ("[-", "-]")}
 
 
 def split_text(text: str, offsets) -> list[str]:
-    """The text of each token, by its characters [start, end). A character that two tokens
+    """The text of each token, cut out by its character offsets. A character that two tokens
     share belongs to the first."""
     pieces = []
     last_end = 0
@@ -153,7 +153,7 @@ def heatmap(tokens: list[str], values: list[float], limit: float | None = None) 
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most `count` + 1 numbers around [low, high], with a step of 1, 2 or 5 · 10^k.
+    """At most `count` + 1 axis ticks that cover [low, high], in steps of 1, 2 or 5 · 10^k.
 
     Rounding differs between processors. So 1.0000001 counts as 1, and all get the same axis.
     """

@@ -880,7 +880,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
 
 
 def print_result(config: Config, out: Path, prompts: int, seconds: float):
-    """The table before and after, warnings, the files of the run and the next commands."""
+    """Print the metrics before and after training, warnings, files and next commands."""
     result = read_rows(out / "result.json")[0]
     lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
     print(table([f"{prompts} held-out prompts", "before", "after"], lines))

@@ -23,7 +23,8 @@ __builtins__ = dict(vars(builtins))           # the program may patch the shared
 
 REASON = 4000                                 # characters that a result keeps
 MEBIBYTE = 1 << 20
-FOLDER_MB, FOLDER_FILES = 64, 4096            # of the program's directory, which is in memory
+FOLDER_MB = 64                                # size of the program's directory, in memory
+FOLDER_FILES = 4096                           # number of files in it
 SLACK = 2                                     # seconds for the start and the tests' imports
 SOCKET_KB = 416                               # of kernel memory that a Unix socket may hold
 ROOT = "/proc"                                # exists everywhere; the program's root covers it
@@ -84,7 +85,8 @@ def _write(path: str, text: str):
 def _enter_namespaces() -> int:
     """New mounts, IPC, processes and network, and new users where need be: the user inside."""
     _call("prctl", 1, 9)                      # SIGKILL when the caller ends
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     with open("/proc/self/uid_map") as file:
         is_root = user == 0 and file.read().split()[2] != "1"
     _call("unshare", 0x68020000 if is_root else 0x78020000)
@@ -163,16 +165,20 @@ def _watch(first: int, order: dict, verdict: int):
     Time is the CPU time of all processes, and the time in which none of them could run: not
     that in which they waited for a processor.
     """
-    ended = os.pidfd_open(first)
-    idle, last, before = 0, 0, time.monotonic()
-    while not select.select([ended], [], [], 0.01)[0]:
+    handle = os.pidfd_open(first)
+    idle = 0.0                                # seconds
+    last_ticks = 0                            # 1/100 s of CPU time
+    last_time = time.monotonic()
+    while not select.select([handle], [], [], 0.01)[0]:
         if not os.path.exists(ROOT + "/proc/1"):           # the root is still being built
             continue
         usage = map(_usage, filter(str.isdigit, os.listdir(ROOT + "/proc")))
         ticks, runnable, memory = map(sum, zip(*usage))
-        now = time.monotonic()
-        idle += (now - before) * (ticks == last and not runnable)
-        last, before = ticks, now
+        time_now = time.monotonic()
+        if ticks == last_ticks and not runnable:
+            idle += time_now - last_time
+        last_ticks = ticks
+        last_time = time_now
         # A quarter more than one process may have: a fork counts the pages it shares.
         if memory > 1280 * order["memory_mb"]:
             os.write(verdict, b"\0memory")
@@ -203,9 +209,12 @@ def _usage(process: str) -> tuple[int, bool, int]:
 def _judge(order: dict) -> bytes:
     """Run the program and its tests: a line with the status, then the reason."""
     getpid = os.getpid
-    worker, reached, is_loaded = getpid(), [], False
+    worker = getpid()
+    reached = []                              # one item per assertion and test function
+    is_loaded = False
     solution = type(sys)("solution")
-    program, names = vars(solution), Names({" reached": reached.append, "__name__": "tests"})
+    program = vars(solution)
+    names = Names({" reached": reached.append, "__name__": "tests"})
     names.program = program
     names["__builtins__"] = program["__builtins__"] = vars(builtins)          # not this file's
     program["__file__"] = f"{order['home']}/solution.py"
@@ -231,7 +240,8 @@ def _judge(order: dict) -> bytes:
             raise SystemExit("no test ran: no assertion was reached, and no function test*")
         if not all(vars(owner)[name] is value for owner, name, value in functions):
             raise SystemExit("the program replaces a function that its tests use")
-        status, reason = "passed", ""
+        status = "passed"
+        reason = ""
     # Whatever is raised is a verdict, SystemExit too.
     except BaseException as error:
         import linecache

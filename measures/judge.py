@@ -64,7 +64,7 @@ class JudgeConfig:
     def prompts(self) -> dict[str, dict]:
         """FastChat's name of a prompt → {system_prompt, prompt_template}.
 
-        Our own prompts have no template.
+        The prompts written for this project have no template.
         """
         if self.judge_prompts is None:
             return {name: {"system_prompt": text} for name, text in PROMPTS.items()}
@@ -288,7 +288,7 @@ def mt_bench_answers(questions: list[dict], write) -> dict:
             for name, messages in conversations.items()}
 
 
-# For each turn: the version of the prompt, and the parts of the conversation in it.
+# For each turn: the prompt version, and the parts of the conversation that it contains.
 TURNS = (("v1", ("question", "answer")),
          ("v1-multi-turn", ("question_1", "answer_1", "question_2", "answer_2")))
 
@@ -360,8 +360,8 @@ def read_difficulty(path) -> list[dict]:
                 numbers = {name: float(row[name] or "nan") for name in names}
                 rows.append({"index": row["index"], **numbers})
     except (LookupError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); name "
-                         f"that file") from error
+        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); pass "
+                         f"the path of that file") from error
     return rows
 
 

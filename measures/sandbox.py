@@ -209,7 +209,7 @@ def code_of(text: str) -> str:
 
 
 def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
-    """The rows; each with a `response` and no `outcome` gets one from its tests (Appendix N).
+    """The rows, with the test outcome of each `response` that had no `outcome` (Appendix N).
 
     Raises InputError where a response is no text or no sandbox is available.
     """

@@ -68,9 +68,9 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
                 spans.append(Span(start, end, LABELS[str(label).lower()]))
             case _:
                 raise InputError(
-                    f"row {row.get('id')}: {value} is no span of the response; a span needs "
-                    f"0 ≤ start < end ≤ {len(response)}, one of the labels "
-                    f"{', '.join(LABELS)}, and, if it has a 'text', the text at its offsets")
+                    f"row {row.get('id')}: {value} is no valid span; a span needs 0 ≤ start < "
+                    f"end ≤ {len(response)} and a label of {', '.join(LABELS)}; its 'text', if "
+                    f"given, must be the response at these offsets")
     return spans
 
 

@@ -43,7 +43,7 @@ def test_a_length_that_cannot_be_is_one_line(length):
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
 def test_a_fault_rate_that_cannot_be_is_one_line(rate):
-    with pytest.raises(InputError, match="no probability"):
+    with pytest.raises(InputError, match="not a probability"):
         toy.write_summary(toy.rows("train", 1)[0]["facts"], random.Random(0), rate)
 
 

@@ -104,8 +104,8 @@ def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float =
     person. Raises InputError where the rate is not in [0, 1].
     """
     if not 0 <= fault_rate <= 1:
-        raise InputError(f"toy: a fault rate of {fault_rate} is no probability; choose a rate "
-                         f"from 0 to 1")
+        raise InputError(f"toy: the fault rate {fault_rate} is not a probability; choose a "
+                         f"value from 0 to 1")
     sentences = []
     for forms in _SUMMARY[: len(facts) // PER_SENTENCE]:
         fault = rng.choice(("twice", "my")) if rng.random() < fault_rate else ""
@@ -266,7 +266,7 @@ def invented(row: dict, response: str) -> list[str]:
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
     """(position, slot, phrase, critic's sentence, whether it is right) of each new phrase.
 
-    The phrases are in reading order. A second, different phrase for a slot is wrong. Raises
+    The phrases are in reading order. If a slot gets two phrases, the second is wrong. Raises
     ValueError where the response is empty.
     """
     if not response.strip():
