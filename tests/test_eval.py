@@ -401,7 +401,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
     short, long = ({"post": "word " * n, "facts": {"who": "me"}, "reference": "r"}
                    for n in (9, 999))
     for rows, flags, message in (
-            ([marked], ("--task", "reward_model", "--adapter", data), "row 1: .* is no valid span"),
+            ([marked], ("--task", "reward_model", "--adapter", data), "row 1.*no valid span"),
             ([marked], ("--task", "code"), "rows.jsonl, line 1: field"),
             ([short, long], ("--adapter", "none"),
              "no room for an answer to 'Summarise the post"),
