@@ -584,7 +584,7 @@ def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:
 
 
 def check_annotator(config: AnnotateConfig):
-    """Raise InputError for wrong settings of phase 1, before anything is sampled or paid."""
+    """Raise InputError for invalid settings of phase 1, before anything is paid."""
     load_annotator(config)
     if not config.data:
         raise InputError("--data is missing; name a JSON lines file of rows with responses")

@@ -200,7 +200,7 @@ class Side:
                 yield key, tokenizer.decode(y, skip_special_tokens=True).strip()
 
     def _file_answers(self, rows: list[dict]) -> list[str]:
-        """The answer to each row in the file of answers, found by id."""
+        """The saved answer of each row, looked up by id in the answers file."""
         file_rows = name_rows(read_rows(self.source))
         answers = {row["id"]: next((row[key] for key in ANSWERS if key in row), None)
                    for row in file_rows}

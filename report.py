@@ -61,7 +61,7 @@ def _cell(value, digits: int) -> str:
 
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
-    """An aligned table: numbers with `digits` decimals at the right, None as a dash."""
+    """An aligned table: numbers right-aligned with `digits` decimals, None as a dash."""
     cells = [header] + [[_cell(value, digits) for value in row] for row in rows]
     first, *widths = [max(map(len, column)) for column in zip(*cells)]
     line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths)])

@@ -308,8 +308,8 @@ class Decoder:
         positions = positions_of(attention)
         B, P = prompts.shape
         size = max(1, PREFILL_TOKENS // B)
-        if size > 64:                    # GPU kernels copy masks of other widths to pad them
-            size -= size % 64
+        if size > 64:
+            size -= size % 64            # GPU kernels copy masks of any other width
         columns = torch.arange(P, device=prompts.device)
         for start in range(0, P, size):
             cache.width = min(start + size, P)

@@ -865,7 +865,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
                       lambda: on_rank0(annotate, annotator(config, out)))             # l.7–11
             run_phase("phase 2, reward model", "reward/metrics.json", out,
                       lambda: fit_reward(model, tokenizer, config, out))             # l.13–14
-            if not lora_parameters(model, "reward"):            # trained by an earlier start
+            if not lora_parameters(model, "reward"):            # trained in an earlier run
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
                   lambda: optimise(model, tokenizer, rows, held_out, config, out,
