@@ -347,6 +347,12 @@ SETTINGS_READ = {
 }
 
 
+# Names of settings in run directories of the second version → their names now.
+EARLIER_NAMES = {"critic": "annotator_function"} | {
+    f"what lies behind --{name}": f"sha256 of --{name}"
+    for name in ("data", "reward_model", "adapter")}
+
+
 def result_exists(path: Path) -> bool:
     """Whether a phase has written this file. A power cut may leave an empty file: no result."""
     return path.exists() and path.stat().st_size > 0
@@ -380,7 +386,10 @@ def save_settings(config, directory: Path):
     """Write config.json. Raises InputError where existing results have other settings."""
     path = directory / "config.json"
     settings = run_settings(config)
-    saved = settings | (read_rows(path)[0] if path.exists() else {})
+    saved = dict(settings)
+    if path.exists():
+        for name, value in read_rows(path)[0].items():
+            saved[EARLIER_NAMES.get(name, name)] = value
     bound = bound_settings(directory, settings.keys())
     changes = [f"{name} was {saved[name]}, is {value}" for name, value in settings.items()
                if name in bound and saved[name] != value]

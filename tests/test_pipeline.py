@@ -134,6 +134,11 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 2
+    settings = (out / "config.json").read_text()                # the second version's names
+    (out / "config.json").write_text(
+        settings.replace('"annotator_function": "toy:critique"', '"critic": "a:b"'))
+    assert "annotator_function was a:b" in refused(*SMALL, "--output_dir", out)
+    (out / "config.json").write_text(settings)
     (out / "feedback.jsonl").unlink()
     told = refused(*SMALL, "--annotator_function", "toy:none", "--output_dir", out)
     assert "cannot import" in told, "who annotates is free again, once it is to be done"
@@ -151,6 +156,9 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     assert "secret" not in (out / "config.json").read_text()
     run_main(*flags)
     write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
+    assert "sha256 of --data was" in refused(*flags)
+    settings = (out / "config.json").read_text()                # the second version's names
+    (out / "config.json").write_text(settings.replace("sha256 of", "what lies behind"))
     assert "sha256 of --data was" in refused(*flags)
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     tensors = adapter / "adapter_model.safetensors"
