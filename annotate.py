@@ -573,7 +573,7 @@ def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:
 
     def call(question: Question) -> str:
         try:
-            text = function(question.about["row"], question.about["response"])
+            text = function(question.context["row"], question.context["response"])
             if not isinstance(text, str):
                 raise TypeError(f"returned a {type(text).__name__}, not a string")
         except Exception as error:                 # user code may raise anything
@@ -624,7 +624,7 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
 
     def review(question: Question, text: str) -> str | None:
         try:
-            feedback[question.key] = read_reply(question.about, text, config.mode)
+            feedback[question.key] = read_reply(question.context, text, config.mode)
         except FeedbackError as error:
             return str(error)
         return None
@@ -659,7 +659,7 @@ def annotate(config: AnnotateConfig) -> str:
             if feedback is None:
                 failures.append(f"{question.id}: {record['reason'][:150]}")
                 continue
-            row = feedback_row(config.task, question.about, *feedback, config.annotator)
+            row = feedback_row(config.task, question.context, *feedback, config.annotator)
             rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
         if failures and not (config.skip_failed and rows):
             raise InputError(

@@ -33,11 +33,11 @@ from data import InputError
 
 @dataclass(frozen=True)
 class Question:
-    """One request. key: its `question_key`; id: the id of its row; about: the caller's data."""
+    """One request. key: its `question_key`; id: of its row; context: the caller's data."""
     key: str
     id: str
     messages: list[dict]
-    about: dict = field(default_factory=dict)
+    context: dict = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -67,8 +67,8 @@ class Journal:
     """A file with one JSON line per request and one per reply, and their total cost.
 
     Prices are in USD per million tokens. max_usd is the budget in USD over all runs. records:
-    key → last reply; a usable reply is never requested again. due: key → maximum cost in USD of
-    a request without a reply yet. spent: cost in USD of all other requests.
+    key → last reply; a usable reply is never requested again. open_costs: key → maximum cost of
+    a request without a reply yet, in USD. spent: cost of all other requests, in USD.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
@@ -76,7 +76,7 @@ class Journal:
         self.prices = price_in, price_out
         self.max_usd = max_usd
         self.records = {}
-        self.due = {}
+        self.open_costs = {}
         self.spent = 0.0
 
     def __enter__(self) -> Journal:
@@ -102,9 +102,9 @@ class Journal:
             return None
         return (prompt_tokens * self.prices[0] + completion_tokens * self.prices[1]) / 1e6
 
-    def affords(self, usage: dict) -> bool:
+    def can_afford(self, usage: dict) -> bool:
         """Whether the budget covers one more request of at most this usage."""
-        total = self.spent + sum(self.due.values()) + (self.usd(**usage) or 0.0)
+        total = self.spent + sum(self.open_costs.values()) + (self.usd(**usage) or 0.0)
         return self.max_usd is None or total <= self.max_usd
 
     def begin(self, question: Question, usage: dict):
@@ -133,8 +133,8 @@ class Journal:
         if not line.endswith(b"\n"):                         # a killed process left half a line
             self.file.write(b"\n")
         # Requests without a reply when a process was killed may have been billed.
-        self.spent += sum(self.due.values())
-        self.due.clear()
+        self.spent += sum(self.open_costs.values())
+        self.open_costs.clear()
 
     def _checked_usd(self, record: dict) -> float | None:
         """The cost in a record in USD. Raises ValueError where it is no possible cost."""
@@ -149,22 +149,22 @@ class Journal:
         key = record["key"]
         usd = self._checked_usd(record)
         if "due" in record:
-            self.spent += self.due.pop(key, 0.0)             # a killed run had sent it too
-            self.due[key] = usd or 0.0
+            self.spent += self.open_costs.pop(key, 0.0)      # a killed run had sent it too
+            self.open_costs[key] = usd or 0.0
         else:
             self.records[key] = {"reply": record["reply"], "reason": record["reason"],
                                  "usage": record["usage"], "usd": usd}
-            self.due.pop(key, None)
+            self.open_costs.pop(key, None)
             self.spent += usd or 0.0
 
-    def usable(self, key: str) -> bool:
+    def has_reply(self, key: str) -> bool:
         """Whether the journal has a usable reply to this request."""
         return key in self.records and self.records[key]["reason"] is None
 
 
 def missing(questions: list[Question], journal: Journal) -> list[Question]:
     """The questions without a usable reply, without duplicates."""
-    return list({q.key: q for q in questions if not journal.usable(q.key)}.values())
+    return list({q.key: q for q in questions if not journal.has_reply(q.key)}.values())
 
 
 def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
@@ -187,7 +187,7 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
     second Ctrl-C stops at once.
     """
     for question in questions:
-        if journal.usable(question.key):
+        if journal.has_reply(question.key):
             record = journal.records[question.key]
             record["reason"] = review(question, record["reply"])
             if record["reason"]:                     # the reply was usable when it was written
@@ -252,7 +252,7 @@ async def _work(run: _Run):
 
 async def _request(run: _Run, question: Question) -> bool:
     """Send a request, with retries, and record its replies; False if the run stopped before."""
-    max_usage = run.model.most(question)
+    max_usage = run.model.max_usage(question)
     for trial in range(run.model.retries + 1):
         if trial:
             with suppress(TimeoutError):
@@ -271,8 +271,8 @@ async def _request(run: _Run, question: Question) -> bool:
 
 async def _wait_for_budget(run: _Run, usage: dict) -> bool:
     """Wait until the budget covers a request; False if the run stopped or it never will."""
-    while not (run.stop.is_set() or run.journal.affords(usage)):
-        if run.journal.due:
+    while not (run.stop.is_set() or run.journal.can_afford(usage)):
+        if run.journal.open_costs:
             await asyncio.sleep(0.1)                         # open requests may cost less
         else:
             run.stop.set()
@@ -304,7 +304,7 @@ class LocalFunction:
         """A context manager that does nothing: a function needs no client."""
         return nullcontext()
 
-    def most(self, _question) -> dict:
+    def max_usage(self, _question) -> dict:
         """The maximum number of billed tokens: none."""
         return FREE
 
@@ -337,7 +337,7 @@ class Server:
             raise InputError(f"--base_url {self.base_url}: {error}") from error
         return self.client
 
-    def most(self, question: Question) -> dict:
+    def max_usage(self, question: Question) -> dict:
         """The maximum number of billed tokens, used where the server reports no usage."""
         return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
 
@@ -351,7 +351,7 @@ class Server:
     async def ask(self, question: Question) -> Reply:
         """Send a request once; resend it where the model rejects `max_tokens`."""
         import openai
-        max_usage = self.most(question)
+        max_usage = self.max_usage(question)
         options = {"max_completion_tokens": self.max_tokens}
         if self.temperature is not None:
             options = {"max_tokens": self.max_tokens, "temperature": self.temperature,

@@ -127,7 +127,7 @@ class Side:
         """The adapter's name for use_lora; None without an adapter."""
         return self.name if os.path.isdir(self.source or "") else None
 
-    def say(self, text: str):
+    def print(self, text: str):
         """Print a line about this side."""
         print(f"{self.name}: {text}")
 
@@ -292,9 +292,10 @@ def held_out(side: Side) -> list[dict]:
         samples = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
         held_rows = [row for row in rows if (row["id"], row["response"]) in samples]
         if held_rows:
-            side.say(f"{len(held_rows)} of {len(rows)} rows: those held out from {source}")
+            side.print(f"{len(held_rows)} of {len(rows)} rows: those held out from {source}")
         else:
-            side.say(f"{source} may have been trained on these rows: {path} lists none of them")
+            side.print(f"{source} may have been trained on these rows: {path} lists none of "
+                       f"them")
         rows = held_rows or rows
     return rows[: side.config.limit]
 
@@ -328,7 +329,7 @@ def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1,
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
               *audit([row for row in scored if not row["reason"]], tokens)[:2]]
-    side.say(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
+    side.print(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
     defined = [key for key, value in figures(summed).items() if value is not None]
     return scored, {FIGURES[key][0]: [parts(row)[key] for row in counts] for key in defined}
 
@@ -344,7 +345,7 @@ def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
         program = benchmarks.extract_code(row["response"], problem)
         row |= {"task_id": row["id"], "solution": program}
     if not config.allow_code_execution:
-        side.say("nothing was run; --allow_code_execution runs the programs")
+        side.print("nothing was run; --allow_code_execution runs the programs")
         return rows, {}
     results = benchmarks.execute(problems, column(rows, "solution"), os.cpu_count(),
                                  config.code_timeout, config.unsafe_sandbox)
@@ -381,7 +382,7 @@ def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     if wins and config.difficulty:
         gamed = judges.read_difficulty(config.difficulty)
         rate = judges.length_controlled(rows, texts, wins, gamed)
-        side.say(f"length-controlled, %\n{report.table([*rate], [[*rate.values()]])}")
+        side.print(f"length-controlled, %\n{report.table([*rate], [[*rate.values()]])}")
     return answered_rows, {"win rate": column(wins, "win")}
 
 
@@ -392,15 +393,15 @@ def request_verdicts(side: Side, questions: list) -> list[dict]:
     config = side.config
     journal = Path(config.output_dir, "judge.journal")
     if config.judge_model is None:
-        side.say("nothing was judged; name a judge with --judge_model")
+        side.print("nothing was judged; name a judge with --judge_model")
         return []
     if config.dry_run:
-        side.say(judges.forecast_cost(questions, config, journal))
+        side.print(judges.forecast_cost(questions, config, journal))
         return []
     verdicts = judges.ask_judge(questions, config, journal)
     failed = [verdict for verdict in verdicts if verdict["reason"]]
     if failed:
-        side.say(f"{len(failed)} of {len(verdicts)} questions have no verdict, first "
+        side.print(f"{len(failed)} of {len(verdicts)} questions have no verdict, first "
                  f"{failed[0]['id']}: {failed[0]['reason']}; the same command asks them again")
     return verdicts
 
@@ -412,7 +413,7 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
     wins = judges.pairwise_scores(request_verdicts(side, questions))
     if wins:
         sums = judges.win_tie_loss(wins)
-        side.say(f"Figure 3, by the judge\n{report.table([*sums], [[*sums.values()]])}")
+        side.print(f"Figure 3, by the judge\n{report.table([*sums], [[*sums.values()]])}")
     return wins
 
 
@@ -496,7 +497,7 @@ def main():
     rows = {}
     counts = {}
     for side in sides:
-        side.say(f"{side.source or 'no adapter'}, the base {config.model}")
+        side.print(f"{side.source or 'no adapter'}, the base {config.model}")
         rows[side.name], counts[side.name] = TASKS[config.task](side)
     if len(sides) == 2 and config.judge_model and config.task in PAIRED:
         field = "reply" if config.task == "reward_model" else "response"

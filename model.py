@@ -36,9 +36,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import ModelError
-from runtime import atomic_directory, checksum, find_device, find_files, read_json, read_tensors
-from sampling import head_weight, positions_of
+from data import InputError, ModelError, get_task, reward_prompt
+from runtime import (atomic_directory, checksum, find_device, find_files, print_rank0,
+                     read_json, read_tensors)
+from sampling import context_length, head_weight, positions_of
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
 DATE = date(2024, 7, 26)
@@ -144,6 +145,26 @@ def eos_ids(tokenizer, model=None) -> list[int]:
         raise ModelError("the tokenizer has no EOS token, so answers would never end; set "
                          "eos_token in tokenizer_config.json")
     return ids
+
+
+def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
+    """The rows whose prompt, response and critique fit the context; prints how many do not."""
+    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
+    limit = (context_length(model) - instruction - config.max_new_tokens
+             - config.max_critique_tokens)
+    limit = min(limit, config.max_prompt_tokens or limit)
+    prompt = get_task(config.task).policy_prompt
+    fitting_rows = [row for row in rows
+                    if len(encode_prompt(tokenizer, prompt(row))) <= limit]
+    source = config.data or config.task
+    too_long = len(rows) - len(fitting_rows)
+    if too_long:
+        print_rank0(f"{source}: left out {too_long} of {len(rows)} rows, whose prompts have "
+                    f"over {limit} tokens")
+    if not fitting_rows:
+        raise InputError(f"{source}: no row is left to train or evaluate on; lower "
+                         f"--max_new_tokens or raise --max_prompt_tokens")
+    return fitting_rows
 
 
 # ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x

@@ -20,7 +20,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from data import InputError, public, read_rows, run_script
+from data import InputError, get_task, public, read_rows, run_script
 
 # ── The terminal
 
@@ -271,6 +271,17 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def score_response(judgement, is_truncated: bool) -> dict[str, float]:
+    """What the table before and after shows of one response."""
+    tokens = len(judgement.delta)
+    n = max(1, tokens)
+    return {"mean δ per token": sum(judgement.delta) / n,
+            "tokens in good spans": sum(d > 0 for d in judgement.delta) / n,
+            "tokens in poor spans": sum(d < 0 for d in judgement.delta) / n,
+            "unparseable critiques": float(bool(judgement.reason)),
+            "truncated responses": float(is_truncated), "response tokens": float(tokens)}
+
+
 def sample_row(rollouts, row: int) -> dict:
     """One rollout for the report: every token with its δ_t and, if computed, its A_t."""
     judgement = rollouts.feedback[row]
@@ -366,6 +377,26 @@ def run_report(directory) -> Path:
         body += section_html(*rows) if rows[0] else ""
     write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
     return out / "report.html"
+
+
+def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
+    """Print the metrics before and after training, warnings, files and next commands.
+
+    config: text2grad.Config; prompts: number of held-out prompts; hint: a flag for another run.
+    """
+    result = read_rows(out / "result.json")[0]
+    lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
+    print(table([f"{prompts} held-out prompts", "before", "after"], lines))
+    goals = "mean δ per token", *get_task(config.task).truth
+    for name, before, after in lines:
+        if name in goals and after < before - 0.1 * abs(before):
+            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; look at kl and "
+                  f"entropy in the report, and lower --learning_rate or raise --kl_coef")
+    benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
+    print(f"\n{seconds:.0f} s in all. Look at {run_report(out)}. In {out}/: policy/ (PEFT "
+          f"format), metrics.jsonl, samples.jsonl.\n"
+          f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; or "
+          f"phase 3 with other settings: another --output_dir{hint}")
 
 
 def main():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -432,3 +433,31 @@ def run_phase(name: str, result: str, directory: Path, function):
                "summary": summary}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
+
+
+# ── Metrics of a run
+
+class Timer:
+    """Seconds of the parts of an iteration (Table 13)."""
+
+    def __init__(self):
+        self.start = time.time()
+        self.seconds = {}
+
+    def lap(self, name: str):
+        """The part that has just ended."""
+        end = time.time()
+        self.seconds[f"seconds_{name}"] = end - self.start
+        self.start = end
+
+
+def write_metrics(metrics: dict, sample: dict, config, out: Path):
+    """One line in metrics.jsonl and one in samples.jsonl; the metrics also go to wandb."""
+    iteration = metrics["iteration"]
+    append_row(out / "metrics.jsonl", metrics)
+    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
+    if config.wandb:
+        wandb = importlib.import_module("wandb")
+        if wandb.run is None:
+            wandb.init(project=config.wandb, name=out.name, config=run_settings(config))
+        wandb.log(metrics, step=iteration)

@@ -25,7 +25,6 @@ does not promise that.
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 import sys
@@ -43,20 +42,19 @@ from tqdm import tqdm
 from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
                       check_annotator, token_offsets, token_rewards)
 from ask import Journal
-from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task, load_object,
-                  parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
-from model import (ValueHead, add_lora, checkpoint_activations, encode_prompt, eos_ids,
-                   gathered, load_lora, load_model, lora_parameters, response_hidden, save_lora,
-                   shard, target_layers, use_lora)
-from report import batch_metrics, colour_tokens, run_report, sample_row, table
+from data import (DTYPES, InputError, chunks, examples, flag, get_task, load_object,
+                  parse_flags, read_rows, run_script, whole_rows, write_rows)
+from model import (ValueHead, add_lora, checkpoint_activations, drop_long_rows, encode_prompt,
+                   eos_ids, gathered, load_lora, load_model, lora_parameters, response_hidden,
+                   save_lora, shard, target_layers, use_lora)
+from report import batch_metrics, colour_tokens, print_result, sample_row, score_response
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
                           split_rows, summary, token_figures, write_critiques)
-from runtime import (RANK, WORLD_SIZE, all_sum, gather_rows, keep_checkpoint, lock_directory,
-                     newest_checkpoint, on_rank0, optimizer_parameters, print_rank0,
-                     restore_optimizer, result_exists, reward_model_hint, run_collective,
-                     run_phase, run_settings, save_settings, start_ranks)
-from sampling import (context_length, generate, head_weight, pad_batch, token_entropy,
-                      token_logprobs)
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, gather_rows, keep_checkpoint,
+                     lock_directory, newest_checkpoint, on_rank0, optimizer_parameters,
+                     print_rank0, restore_optimizer, result_exists, reward_model_hint,
+                     run_collective, run_phase, save_settings, start_ranks, write_metrics)
+from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
 
 @dataclass
@@ -516,20 +514,6 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
         save_file(value_head.state_dict(), out / "value_head.safetensors")
 
 
-class Timer:
-    """Seconds of the parts of an iteration (Table 13)."""
-
-    def __init__(self):
-        self.start = time.time()
-        self.seconds = {}
-
-    def lap(self, name: str):
-        """The part that has just ended."""
-        end = time.time()
-        self.seconds[f"seconds_{name}"] = end - self.start
-        self.start = end
-
-
 def set_learning_rates(optimizer, config: Config, iteration: int):
     """The decayed rates of θ and ψ (Appendix D.2)."""
     policy_rate = config.learning_rate
@@ -550,7 +534,7 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
     the policy exploits R_φ. Journal, budget and prices are those of phase 1.
     """
     task = get_task(config.task)
-    annotation = annotator(config, out)
+    annotation = annotation_settings(config, out)
     count = min(config.probe_rows, len(batch.rows))
     indices = [i for i in range(count) if batch.texts[i].strip()]
     rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in indices]
@@ -605,18 +589,6 @@ def log_iteration(metrics: dict, batch: Rollouts, bar, config: Config, out: Path
         print_rank0(f"{iteration:4d}  {tokens}")
 
 
-def write_metrics(metrics: dict, sample: dict, config: Config, out: Path):
-    """One line in metrics.jsonl and one in samples.jsonl; the metrics also go to wandb."""
-    iteration = metrics["iteration"]
-    append_row(out / "metrics.jsonl", metrics)
-    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
-    if config.wandb:
-        wandb = importlib.import_module("wandb")
-        if wandb.run is None:
-            wandb.init(project=config.wandb, name=out.name, config=run_settings(config))
-        wandb.log(metrics, step=iteration)
-
-
 def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
     """Load the newest checkpoint, drop later lines of the logs → the iterations done."""
     path, tensors, state = newest_checkpoint(out)
@@ -654,7 +626,7 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
                          "set --allow_code_execution, or --probe_rows 0")
     has_feedback = config.reward_model or result_exists(out / "feedback.jsonl")
     if config.probe_rows or (needs_reward_model and not has_feedback):
-        check_annotator(annotator(config, out))
+        check_annotator(annotation_settings(config, out))
 
 
 def check_phases(model, rows: list[dict], config: Config, out: Path):
@@ -697,27 +669,7 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     return training, list(one_per_prompt.values())
 
 
-def fitting(rows: list[dict], model, tokenizer, config: Config) -> list[dict]:
-    """The rows whose prompt, response and critique fit the context; prints how many do not."""
-    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
-    limit = (context_length(model) - instruction - config.max_new_tokens
-             - config.max_critique_tokens)
-    limit = min(limit, config.max_prompt_tokens or limit)
-    prompt = get_task(config.task).policy_prompt
-    fitting_rows = [row for row in rows
-                    if len(encode_prompt(tokenizer, prompt(row))) <= limit]
-    source = config.data or config.task
-    too_long = len(rows) - len(fitting_rows)
-    if too_long:
-        print_rank0(f"{source}: left out {too_long} of {len(rows)} rows, whose prompts have "
-                    f"over {limit} tokens")
-    if not fitting_rows:
-        raise InputError(f"{source}: no row is left to train or evaluate on; lower "
-                         f"--max_new_tokens or raise --max_prompt_tokens")
-    return fitting_rows
-
-
-def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
+def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path):
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     if gather_rows([result_exists(out / "responses.jsonl")])[0]:
         return
@@ -746,7 +698,7 @@ def respond(model, tokenizer, rows: list[dict], config: Config, out: Path):
         write_rows(out / "responses.jsonl", with_response)
 
 
-def annotator(config: Config, out: Path) -> AnnotateConfig:
+def annotation_settings(config: Config, out: Path) -> AnnotateConfig:
     """Settings of phase 1 (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
     names = ("task", "annotator_function", "annotator_model", "base_url", "mode", "price_in",
              "price_out", "max_usd")
@@ -786,21 +738,10 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     return means, samples
 
 
-def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
-    """What the table before and after shows of one response."""
-    tokens = len(judgement.delta)
-    n = max(1, tokens)
-    return {"mean δ per token": sum(judgement.delta) / n,
-            "tokens in good spans": sum(d > 0 for d in judgement.delta) / n,
-            "tokens in poor spans": sum(d < 0 for d in judgement.delta) / n,
-            "unparseable critiques": float(bool(judgement.reason)),
-            "truncated responses": float(is_truncated), "response tokens": float(tokens)}
-
-
 MOST_UNREADABLE = 0.2                     # share of critiques; a warning above it
 
 
-def optimise(model, tokenizer, rows, held_out, config: Config, out: Path,
+def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
              critic=reward_model_critic) -> str:
     """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
@@ -842,8 +783,8 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
-    rows = fitting(rows, model, tokenizer, config)
-    held_out = fitting(held_out, model, tokenizer, config)
+    rows = drop_long_rows(rows, model, tokenizer, config)
+    held_out = drop_long_rows(held_out, model, tokenizer, config)
     annotation_rows = rows[: config.annotated_rows]
     trains_reward_model = needs_reward_model and config.reward_model is None
     if config.reward_model:
@@ -860,40 +801,24 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
         shard(model, device)
     try:
         if trains_reward_model:
-            respond(model, tokenizer, annotation_rows, config, out)                   # l.4–6
+            write_responses(model, tokenizer, annotation_rows, config, out)            # l.4–6
             run_phase("phase 1, annotate", "feedback.jsonl", out,
-                      lambda: on_rank0(annotate, annotator(config, out)))             # l.7–11
+                      lambda: on_rank0(annotate, annotation_settings(config, out)))  # l.7–11
             run_phase("phase 2, reward model", "reward/metrics.json", out,
                       lambda: fit_reward(model, tokenizer, config, out))             # l.13–14
             if not lora_parameters(model, "reward"):            # trained in an earlier run
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
-                  lambda: optimise(model, tokenizer, rows, held_out, config, out,
+                  lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
                                    critic))                                          # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "
                          f"--shard; the same command continues") from error
     if RANK == 0:
-        print_result(config, out, len(held_out), time.time() - started)
+        hint = reward_model_hint(config, out)
+        print_result(config, out, len(held_out), time.time() - started, hint)
     run_collective(dist.destroy_process_group)
-
-
-def print_result(config: Config, out: Path, prompts: int, seconds: float):
-    """Print the metrics before and after training, warnings, files and next commands."""
-    result = read_rows(out / "result.json")[0]
-    lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
-    print(table([f"{prompts} held-out prompts", "before", "after"], lines))
-    goals = "mean δ per token", *get_task(config.task).truth
-    for name, before, after in lines:
-        if name in goals and after < before - 0.1 * abs(before):
-            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; look at kl and "
-                  f"entropy in the report, and lower --learning_rate or raise --kl_coef")
-    benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
-    print(f"\n{seconds:.0f} s in all. Look at {run_report(out)}. In {out}/: policy/ (PEFT "
-          f"format), metrics.jsonl, samples.jsonl.\n"
-          f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; or "
-          f"phase 3 with other settings: another --output_dir{reward_model_hint(config, out)}")
 
 
 if __name__ == "__main__":

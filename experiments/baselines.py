@@ -48,14 +48,14 @@ from data import (InputError, Task, append_row, chunks, get_task, parse_flags, r
                   run_script)
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
-from model import (encode_answer, encode_prompt, load_lora, load_model, lora_parameters,
-                   response_hidden, save_lora, use_lora)
+from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
+                   lora_parameters, response_hidden, save_lora, use_lora)
 from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotator, batch_rows, check_config,
-                       decay, fitting, forward, load_rows, preset, respond, reward_model_critic,
-                       reward_settings, sample_rollouts, start_policy, train)
+from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotation_settings, batch_rows,
+                       check_config, decay, forward, load_rows, preset, reward_model_critic,
+                       reward_settings, sample_rollouts, start_policy, train, write_responses)
 
 
 # ── The losses
@@ -155,9 +155,9 @@ def budget(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
 
 def annotated(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
     """Rows of feedback.jsonl: phase 1 of text2grad.py samples responses and gets critiques."""
-    respond(model, tokenizer, rows, config, out)
+    write_responses(model, tokenizer, rows, config, out)
     if not result_exists(out / "feedback.jsonl"):
-        annotate(annotator(config, out))
+        annotate(annotation_settings(config, out))
     return read_rows(out / "feedback.jsonl")
 
 
@@ -456,7 +456,7 @@ def main(argv=None):
     check_config(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
-    rows = fitting(load_rows(config)[0], model, tokenizer, config)
+    rows = drop_long_rows(load_rows(config)[0], model, tokenizer, config)
     save_settings(config, out)
     start_policy(model, config)
     if config.reward_model:

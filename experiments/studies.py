@@ -85,7 +85,7 @@ class Study:
     arms: dict[str, Run]
     cannot: str                     # what the study cannot show
     tuned: int | None = None        # tune this many arms, the rest use the first; None: all
-    looks: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
+    trajectories: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
 
 
@@ -161,7 +161,7 @@ STUDIES = {
     8: Study(
         "Discriminative power", "What does Appendix A come to on real trajectories?", {},
         "The gradients are of the base, before any update, with V = 0 and without clipping.",
-        looks=LOOKS),
+        trajectories=LOOKS),
     9: Study(
         "Placement and length",
         "The same δ per token, or as a sum at the end: how does the gain of placing it grow "
@@ -169,7 +169,7 @@ STUDIES = {
         {f"{name}, {20 * n} tokens": replace(run, length=n)
          for n in (1, 2, 4) for name, run in (("placed", TRUE), ("at the end", END))},
         "80 tokens are no essay; the critic is the true one, which never errs; facts "
-        "are as dense in long responses as in short ones.", looks=LOOKS),
+        "are as dense in long responses as in short ones.", trajectories=LOOKS),
 }
 
 
@@ -493,7 +493,7 @@ class Arm:
     run: Run
     records: list[dict]
 
-    def of(self, figure: str) -> list:
+    def values(self, figure: str) -> list:
         """The values of one key of the records, without missing and empty ones."""
         values = [record.get(figure) for record in self.records]
         return [value for value in values if value not in (None, [])]
@@ -504,7 +504,7 @@ class Arm:
         goal: fact accuracy. Values between two points are interpolated linearly. The text also
         counts the seeds that never reach the goal.
         """
-        bests = [np.maximum.accumulate(smooth(curve)) for curve in self.of("curve")]
+        bests = [np.maximum.accumulate(smooth(curve)) for curve in self.values("curve")]
         rollouts = [self.run.batch * np.interp(goal, best, range(len(best)), right=math.inf)
                     for best in bests]
         finite = [value for value in rollouts if value < math.inf]
@@ -520,16 +520,18 @@ def arm_table(arms: list[Arm]) -> str:
     rows = []
     for arm in arms:
         baseline = next(first for first in arms if first.run.length == arm.run.length)
-        differences = np.subtract(arm.of("accuracy"), baseline.of("accuracy"))
-        ends = [(curve[0], mean(curve[-3:])) for curve in baseline.of("curve")]
+        differences = np.subtract(arm.values("accuracy"), baseline.values("accuracy"))
+        ends = [(curve[0], mean(curve[-3:])) for curve in baseline.values("curve")]
         start, end = np.mean(ends, 0)
         rows.append([arm.name, f"{arm.run.rate:g}",
-                     plus_minus([curve[0] for curve in arm.of("curve")]),
-                     plus_minus(arm.of("accuracy")), plus_minus(arm.of("greedy")),
+                     plus_minus([curve[0] for curve in arm.values("curve")]),
+                     plus_minus(arm.values("accuracy")), plus_minus(arm.values("greedy")),
                      plus_minus(differences, sign="+"),
                      arm.rollouts_to(start + 0.9 * (end - start)),
-                     plus_minus(arm.of("before")[:1]), plus_minus(arm.of("poor_recall")),
-                     plus_minus(arm.of("poor_precision")), f"{mean(arm.of('seconds')):.0f}"])
+                     plus_minus(arm.values("before")[:1]),
+                     plus_minus(arm.values("poor_recall")),
+                     plus_minus(arm.values("poor_precision")),
+                     f"{mean(arm.values('seconds')):.0f}"])
     return f"""
 ```
 {table(header, rows)}
@@ -551,7 +553,7 @@ def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
     charts = []
     baselines = {}                                     # length → mean curve of the first arm
     for arm in arms:
-        curves = [smooth(curve) for curve in arm.of("curve")]
+        curves = [smooth(curve) for curve in arm.values("curve")]
         if curves:
             means, halves = seed_interval(curves)
             baseline = baselines.setdefault(arm.run.length, means)
@@ -615,7 +617,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm], look_records: li
     """Write the page of a study. The section "What was found" of an old page is kept."""
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
-    run = [*study.arms.values(), *study.looks][0]
+    run = [*study.arms.values(), *study.trajectories][0]
     rates = {0: "not tuned", 1: "tuned for the first arm, whose rate all have",
              None: "tuned for every arm"}[study.tuned]
     records = sum((arm.records for arm in arms), look_records)
@@ -681,8 +683,8 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     """
     if config.quick:
         quick_arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
-        quick_looks = [replace(run, **QUICK) for run in study.looks]
-        study = replace(study, arms=quick_arms, looks=quick_looks, tuned=0, seeds=2)
+        quick_looks = [replace(run, **QUICK) for run in study.trajectories]
+        study = replace(study, arms=quick_arms, trajectories=quick_looks, tuned=0, seeds=2)
     runs = [*study.arms.values()]
     get_records([*filter(None, map(judge_of, runs))])              # trains the reward models
     tuned = tune(runs[: study.tuned], get_records)
@@ -691,7 +693,7 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     records = get_records([replace(run, seed=seed) for run in runs
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
-    look_records = get_records(study.looks)
+    look_records = get_records(study.trajectories)
     charts = arm_figure(arms)
     if look_records:
         charts.append(look_figure(look_records))

@@ -125,7 +125,7 @@ def _question(config: JudgeConfig, kind: str, values: dict, name) -> Question:
                          f"prompt, or omit --judge_prompts")
     messages = judge_messages(config.prompts[kind], values)
     key = question_key("judge", config.judge_model, TEMPERATURE, messages)
-    return Question(key, str(name), messages, about={"id": name, "kind": kind})
+    return Question(key, str(name), messages, context={"id": name, "kind": kind})
 
 
 # ── The judge's verdicts
@@ -168,7 +168,7 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     InputError where `ask.ask` does.
     """
     def review(question: Question, text: str) -> str | None:
-        return read_verdict(question.about["kind"], text)[1]
+        return read_verdict(question.context["kind"], text)[1]
 
     check_judge(config)
     server = Server(config.judge_model, config.base_url, TEMPERATURE, config.judge_tokens)
@@ -179,8 +179,8 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
         record = records[question.key]
         verdict = None
         if not record["reason"]:
-            verdict, _ = read_verdict(question.about["kind"], record["reply"])
-        verdicts.append({**question.about, "verdict": verdict, "reason": record["reason"]})
+            verdict, _ = read_verdict(question.context["kind"], record["reply"])
+        verdicts.append({**question.context, "verdict": verdict, "reason": record["reason"]})
     return verdicts
 
 

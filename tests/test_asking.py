@@ -478,7 +478,7 @@ AT_ONCE = [1, 8, 64] if SLOW else [1, 64]
 def worst_usd(work) -> float:
     """The most that one row may cost."""
     question = next(annotation_questions(work.config()))
-    return usd(Server("tiny").most(question))
+    return usd(Server("tiny").max_usage(question))
 
 
 @pytest.fixture()

@@ -290,7 +290,7 @@ def test_the_published_files_are_read(shared, config):
     answers = {q["question_id"]: ["{one}", "two }"] for q in bench}
     questions = judges.mt_bench_questions(bench, answers, config)
     assert len(questions) == 160
-    assert sum("math" in q.about["kind"] for q in questions) == 29 + 26
+    assert sum("math" in q.context["kind"] for q in questions) == 29 + 26
     rows = judges.read_alpaca(data / "alpaca_eval_100.jsonl")
     texts = [row["response"] for row in rows]
     assert len(pairwise_questions(rows, texts, texts[::-1], config)) == 200

@@ -28,7 +28,7 @@ from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import RewardConfig, judge, reward_preset, write_critiques
 from sampling import generate
-from text2grad import KL_HORIZON, Config, gae, preset, respond, sample_rollouts, whiten
+from text2grad import KL_HORIZON, Config, gae, preset, sample_rollouts, whiten, write_responses
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
@@ -239,7 +239,7 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
         torch.nn.init.normal_(p, std=0.1)
     config, rows = Config(temperature=0.7, seed=3), toy.rows("train", 4)
     rows[1]["response"] = "My own."
-    respond(model, tokenizer, rows, config, tmp_path)
+    write_responses(model, tokenizer, rows, config, tmp_path)
     mine, *others = read_rows(tmp_path / "responses.jsonl")
     assert mine == rows[1]
     assert [row["id"] for row in others] == [rows[i]["id"] for i in (0, 2, 3)]

@@ -28,7 +28,7 @@ from model import add_lora
 from report import NOTES
 from reward_model import Judgement, judge, token_figures
 from runtime import lock_directory, newest_checkpoint
-from text2grad import Config, Rollouts, annotator, probe, train
+from text2grad import Config, Rollouts, annotation_settings, probe, train
 
 
 def refused(*flags) -> str:
@@ -88,7 +88,7 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
     rows = get_task("toy").rows("eval", 6, 0)
     config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
                     max_new_tokens=3, probe_rows=0)
-    text2grad.optimise(model, tokenizer, rows, rows, config, tmp_path, critic)
+    text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
     told = capsys.readouterr().out
     assert ("33% of the critiques cannot be read and give no reward (one: no JSON); stop"
             in told) == said
@@ -174,7 +174,8 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
     that would fail."""
     monkeypatch.setattr(SourceFileLoader, "get_code", lambda self, name: compile(
         self.get_data(self.path), self.path, "exec", optimize=1))
-    for name in ("annotate", "data", "model", "reward_model", "sampling", "text2grad", "toy"):
+    for name in ("annotate", "ask", "data", "model", "report", "reward_model", "runtime",
+                 "sampling", "text2grad", "toy"):
         monkeypatch.delitem(sys.modules, name)
     module, x = importlib.import_module("text2grad"), torch.ones(1, 2)
     module.nl_gradient_loss(x, x[0], x)
@@ -352,7 +353,7 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
     for allowed, outcome in ((False, None), (True, "kodcode")):
         config, out = (Config(task="kodcode", allow_code_execution=allowed),
                        tmp_path / str(allowed))
-        text2grad.respond(*toy_model, rows, config, out)
+        text2grad.write_responses(*toy_model, rows, config, out)
         assert read_jsonl(out / "responses.jsonl")[0].get("outcome") == outcome
 
 
@@ -383,9 +384,9 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
     assert "no row is left" in told and "--max_new_tokens" in told
     capsys.readouterr()
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
-    from model import load_model
+    from model import drop_long_rows, load_model
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
-    kept = text2grad.fitting(read_jsonl(data), model, tokenizer, config)
+    kept = drop_long_rows(read_jsonl(data), model, tokenizer, config)
     assert [row["id"] for row in kept] == ["r0", "r1", "r2", "r4", "r5"]
     assert "left out 1 of 6 rows" in capsys.readouterr().out
 
@@ -548,7 +549,7 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
             stats = server.stats()
             return stats["calls"], (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e3
 
-        annotate(annotator(config(1e6), tmp_path))
+        annotate(annotation_settings(config(1e6), tmp_path))
         calls, spent = asked_and_billed()
         assert calls == 2 and spent > 0
         with pytest.raises(InputError, match="--max_usd .* reached .* 1 requests left"):

@@ -50,15 +50,15 @@ def test_the_interval_holds_95_percent_of_students_t():
 
 def test_rollouts_to_a_goal_by_hand():
     """Of the smoothed curve's best so far, on a line between two points; or never."""
-    def of(*curves):
+    def values(*curves):
         return Arm("a", Run(batch=100), [{"curve": [*curve]} for curve in curves]).rollouts_to
 
     assert smooth([0.0, 3.0, 6.0, 3.0]) == pytest.approx([0.0, 3.0, 4.0, 3.0])
-    rising = of((.6, .7, .8, .9))
+    rising = values((.6, .7, .8, .9))
     assert rising(.87) == "270" and rising(.6) == "0" and rising(1.05) == "– (1 of 1 never)"
-    assert of((.5, .5, .5, .8, .5, .5, .5, .8))(.59) == "190"            # the first time
-    assert of((.5, .9, .9, .5, .5, .5, .5, .5))(.7) == "75"              # and then it falls
-    both = of((.6, .7, .8, .9), (.5, .5, .5, .5))
+    assert values((.5, .5, .5, .8, .5, .5, .5, .8))(.59) == "190"            # the first time
+    assert values((.5, .9, .9, .5, .5, .5, .5, .5))(.7) == "75"              # and then it falls
+    both = values((.6, .7, .8, .9), (.5, .5, .5, .5))
     assert both(.87) == "270 (1 of 2 never)" and both(1.2) == "– (2 of 2 never)"
     assert Arm("b", Run(), [{"curve": []}]).rollouts_to(.9) == "–"
 
@@ -71,7 +71,7 @@ def test_runs_have_the_reward_models_that_they_name():
     assert judge_of(Run("sdpo", seed=4, rate=1.0)) == judge_of(Run("graded"))
     assert judge_of(Run("two_rounds")).rows == Run().rows // 2
     for study in STUDIES.values():
-        for run in [*study.arms.values(), *study.looks]:
+        for run in [*study.arms.values(), *study.trajectories]:
             config = studies.settings(run, "")
             function = load_object("--annotator_function", config.annotator_function)
             assert get_mode(config.mode) and callable(function)
@@ -203,7 +203,7 @@ def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_
 def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "QUICK", {"updates": 2, "batch": 8, "posts": 4, "rate": 1e-3})
     arms = {"true": studies.TRUE, "dpo": Run("dpo"), "long": replace(studies.TRUE, length=2)}
-    study = Study("Tiny", "Does it work?", arms, "Nothing much.", looks=(Run("look"),))
+    study = Study("Tiny", "Does it work?", arms, "Nothing much.", trajectories=(Run("look"),))
     config = StudyConfig(output_dir=str(tmp_path), quick=True)
     do = partial(settle, tmp_path, HERE)
     path = do_study(2, study, config, do)

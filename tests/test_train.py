@@ -16,8 +16,8 @@ from helpers import error_message, length_critic, randomise, read_jsonl, run_mai
 from model import ValueHead, add_lora, eos_ids, lora_parameters
 from reward_model import Judgement, split_rows
 from sampling import generate
-from text2grad import (Config, batch_rows, evaluate, load_rows, optimise, ppo_update, respond,
-                       sample_rollouts, train)
+from text2grad import (Config, batch_rows, evaluate, load_rows, ppo_update, sample_rollouts,
+                       train, train_and_evaluate, write_responses)
 
 CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
                 value_learning_rate=0.0, max_new_tokens=12, probe_rows=0, kl_target=0.0, seed=3)
@@ -215,10 +215,10 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
     reference = texts_of(model, tokenizer, rows, "reference")
     assert reference != texts_of(model, tokenizer, rows, None)
     assert reference != texts_of(model, tokenizer, rows, "policy")
-    respond(model, tokenizer, rows, config, tmp_path)
+    write_responses(model, tokenizer, rows, config, tmp_path)
     responses = [row["response"] for row in read_jsonl(tmp_path / "responses.jsonl")]
     assert responses == [text for text in reference if text.strip()]
-    optimise(model, tokenizer, rows, rows, config, tmp_path, length_critic)
+    train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, length_critic)
     result = json.loads((tmp_path / "result.json").read_text())
     for name, adapter in (("before", "reference"), ("after", "policy")):
         samples = read_jsonl(tmp_path / f"{name}_samples.jsonl")
@@ -232,7 +232,7 @@ def test_equal_policies_have_equal_results_before_and_after(toy_model, rows, tmp
     """The same adapter twice gives equal rows and means: both evaluations have one seed."""
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)                                      # B = 0: no change
-    optimise(model, tokenizer, rows, rows, CONFIG, tmp_path, length_critic)
+    train_and_evaluate(model, tokenizer, rows, rows, CONFIG, tmp_path, length_critic)
     before, after = (read_jsonl(tmp_path / f"{name}_samples.jsonl")
                      for name in ("before", "after"))
     result = json.loads((tmp_path / "result.json").read_text())
