@@ -132,12 +132,12 @@ class Journal:
                 print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
         if not line.endswith(b"\n"):                         # a killed process left half a line
             self.file.write(b"\n")
-        # Requests without a reply when a process was killed may have been billed.
+        # A killed process may have been billed for requests without a reply.
         self.spent += sum(self.open_costs.values())
         self.open_costs.clear()
 
     def _checked_usd(self, record: dict) -> float | None:
-        """The cost in a record in USD. Raises ValueError where it is no possible cost."""
+        """The cost in a record in USD. Raises ValueError unless it is finite and ≥ 0."""
         usage = record.get("due") or record["usage"]
         usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
         if not 0 <= (usd or 0.0) < math.inf:
@@ -149,7 +149,7 @@ class Journal:
         key = record["key"]
         usd = self._checked_usd(record)
         if "due" in record:
-            self.spent += self.open_costs.pop(key, 0.0)      # a killed run had sent it too
+            self.spent += self.open_costs.pop(key, 0.0)      # a killed run sent it, too
             self.open_costs[key] = usd or 0.0
         else:
             self.records[key] = {"reply": record["reply"], "reason": record["reason"],
@@ -201,7 +201,7 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
     return journal.records
 
 
-MOST_FAILURES_IN_A_ROW = 25           # limit; more failures would only cost money
+MOST_FAILURES_IN_A_ROW = 25           # more requests would waste money
 PAUSE = 1.5                           # seconds before the first retry; then 3, 6, …
 
 
@@ -228,7 +228,7 @@ async def _ask_all(todo, journal: Journal, model, review, concurrency: int) -> b
         try:
             await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
             is_over_budget = run.stop.is_set()
-        finally:            # after an error or the first Ctrl-C: open requests are billed
+        finally:            # open requests are billed: wait for them
             run.stop.set()
             if not all(worker.done() for worker in workers):
                 bar.set_description("waiting for open requests")
@@ -251,7 +251,7 @@ async def _work(run: _Run):
 
 
 async def _request(run: _Run, question: Question) -> bool:
-    """Send a request, with retries, and record its replies; False if the run stopped before."""
+    """Send a request, with retries, and record its replies; False if the run was stopped."""
     max_usage = run.model.max_usage(question)
     for trial in range(run.model.retries + 1):
         if trial:
@@ -286,7 +286,7 @@ def _count(run: _Run, question: Question, reason: str | None):
     run.bar.set_postfix(failed=run.failures, refresh=run.failures > 0)
     if not reason:
         run.failures_in_a_row = 0
-    elif question.key not in run.old_keys:                   # an old failure may be permanent
+    elif question.key not in run.old_keys:                  # an earlier failure may recur
         run.failures_in_a_row += 1
     if run.failures_in_a_row == MOST_FAILURES_IN_A_ROW:
         run.stop.set()
@@ -305,7 +305,7 @@ class LocalFunction:
         return nullcontext()
 
     def max_usage(self, _question) -> dict:
-        """The maximum number of billed tokens: none."""
+        """A function bills no tokens."""
         return FREE
 
     async def ask(self, question: Question) -> Reply:
@@ -321,11 +321,11 @@ class Server:
     """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY."""
     model: str
     base_url: str | None = None
-    temperature: float | None = 0.3                      # None: the model accepts none
+    temperature: float | None = 0.3                      # None: not sent
     max_tokens: int = 1200                               # per reply
     retries: int = 6                                     # per request
     timeout: float = 120.0                               # seconds per reply
-    has_answered: bool = False            # until it has, a failure ends the run at once
+    has_answered: bool = False            # if not, any failure ends the run
 
     def connect(self):
         """Open the client, an asynchronous context manager."""
@@ -357,7 +357,7 @@ class Server:
             options = {"max_tokens": self.max_tokens, "temperature": self.temperature,
                        "top_p": 0.95}
         try:
-            async with asyncio.timeout(self.timeout):    # also ends a reply that trickles in
+            async with asyncio.timeout(self.timeout):    # also limits a slow stream
                 reply = await self.client.chat.completions.with_raw_response.create(
                     model=self.model, messages=question.messages, **options)
             self.has_answered = True

@@ -199,14 +199,15 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
 # ── Rows: JSON lines or a JSON array, plain or gzipped
 
 def iter_rows(path, needs=()) -> Iterator[dict]:
-    """The rows of a file, one at a time. Each must have one field of every group in `needs`.
+    """The rows of a file, one at a time. Each must have at least one field of each group in
+    `needs`.
 
     Raises InputError with file, line and field.
     """
     path = Path(path)
     number = 0
     if not path.is_file():
-        raise InputError(f"{path}: no such file; rows are read from JSON lines")
+        raise InputError(f"{path}: no such file; check the path")
     for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
@@ -244,7 +245,8 @@ def _objects(path: Path) -> Iterator[tuple[str, object]]:
                     place = f"{path}, line {number}"
                     yield place, _parse_json(line, place)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: the gzip file is corrupt ({error}); get it again") from error
+        raise InputError(f"{path}: the gzip file is corrupt ({error}); download it "
+                         f"again") from error
 
 
 def read_rows(path, needs=()) -> list[dict]:

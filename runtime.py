@@ -1,15 +1,14 @@
-"""Runs on one or many GPUs, with files that stay complete when a run is killed.
+"""Ranks, files that survive a kill, checkpoints, and the phases of a run.
 
     device = start_ranks(minutes=30)             # torchrun starts one process, a rank, per GPU
     rows = gather_rows([work(row) for row in rows[RANK::WORLD_SIZE]])
     save_checkpoint("run/checkpoint-20", tensors, {"iteration": 20})
 
-This file has the ranks, files that are written completely or not at all, checkpoints, and the
-settings and phases of a run directory. Each phase of Algorithm 1 runs once. Under torchrun each
-process is one rank; without it, the only process is rank 0 of 1. Loading a file never runs code
-from it.
+Under torchrun each process is one rank, with its own GPU. Without torchrun, the only process is
+rank 0 of 1. Files are written completely or not at all, and loading one never runs code from
+it. Each phase of Algorithm 1 runs once per run directory.
 
-Paper: it does not describe any of this.
+The paper does not describe any of this.
 """
 
 from __future__ import annotations
@@ -91,7 +90,10 @@ def run_collective(collective, *args, **options):
 
 
 def gather_rows(share: list) -> list:
-    """One list from the lists of all ranks, in the order before rows[RANK::WORLD_SIZE]."""
+    """The lists of all ranks as one list, in the order of the rows before the split.
+
+    Each rank's list belongs to rows[RANK::WORLD_SIZE].
+    """
     if WORLD_SIZE == 1:
         return share
     shares = [share] * WORLD_SIZE
@@ -236,8 +238,8 @@ def checkpoints(run: Path) -> list[Path]:
 def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: int, end: int):
     """Write checkpoint-N after iteration N, if N is a multiple of save_every or the end.
 
-    Then delete all other checkpoints, damaged ones too, except the one before. This process
-    has either written that one, or resumed from it at iteration `start`.
+    Then delete all other checkpoints, even damaged ones, except the previous one, which this
+    process has written, or resumed from at iteration `start`.
     Raises ModelError where the checkpoint cannot be written to the disk.
     """
     n = state["iteration"]
@@ -263,7 +265,7 @@ def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: i
 def newest_checkpoint(run: Path) -> tuple[Path | None, dict[str, Tensor], dict]:
     """The newest undamaged checkpoint as (path, tensors of any shape, state).
 
-    Without one, it is (None, {}, {}). Prints a warning for each damaged checkpoint.
+    (None, {}, {}) if there is none. Prints a warning for each damaged checkpoint.
     """
     checkpoint = None, {}, {}
     for path in reversed(checkpoints(run)):
@@ -337,8 +339,8 @@ SAMPLING = {"task", "model", "adapter", "data", "seed", "temperature", "dtype", 
             "annotated_rows", "max_prompt_tokens", "max_new_tokens", "max_critique_tokens",
             "sha256 of --data", "sha256 of --adapter"}
 ANNOTATION = {"annotator_model", "annotator_function", "mode"}
-# The results of a phase → the settings that the phase reads. None means all settings except
-# the changeable ones and those of the annotator.
+# Result of a phase → the settings that the phase reads. None: all settings, except changeable
+# ones and those of the annotator.
 SETTINGS_READ = {
     "responses.jsonl": SAMPLING,
     "feedback.jsonl": SAMPLING | ANNOTATION,
@@ -355,12 +357,12 @@ EARLIER_NAMES = {"critic": "annotator_function"} | {
 
 
 def result_exists(path: Path) -> bool:
-    """Whether a phase has written this file. A power cut may leave an empty file: no result."""
+    """Whether a phase has written this file. A file that a power cut left empty is none."""
     return path.exists() and path.stat().st_size > 0
 
 
 def run_settings(config) -> dict:
-    """The settings for config.json: flags without passwords, and hashes of their files."""
+    """The settings for config.json: flags without passwords, and hashes of named files."""
     settings = asdict(config)
     if config.base_url:
         settings["base_url"] = public(config.base_url)
@@ -404,7 +406,7 @@ def save_settings(config, directory: Path):
 
 
 def reward_model_hint(config, directory: Path) -> str:
-    """The flag with which another run can use the R_φ of this run, if this run has one."""
+    """The flag that reuses the R_φ of this run in another run; "" without an R_φ."""
     adapter = Path(config.reward_model or directory / "reward" / "adapter")
     return f", with --reward_model {adapter}" if adapter.exists() else ""
 
@@ -438,14 +440,14 @@ def run_phase(name: str, result: str, directory: Path, function):
 # ── Metrics of a run
 
 class Timer:
-    """Seconds of the parts of an iteration (Table 13)."""
+    """Seconds that each part of an iteration takes (Table 13)."""
 
     def __init__(self):
         self.start = time.time()
         self.seconds = {}
 
     def lap(self, name: str):
-        """The part that has just ended."""
+        """Store the seconds since the last lap under a name."""
         end = time.time()
         self.seconds[f"seconds_{name}"] = end - self.start
         self.start = end

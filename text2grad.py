@@ -9,18 +9,18 @@
 Read `train` first: it is Algorithm 4, line by line. The functions above it are its steps.
 `main` is Algorithm 1. The same command continues a run that was stopped.
 
-Departures. Errors of the paper, read by their evident meaning: the loss is −L_CLIP − β H. GAE
-sums to T − t with V = 0 after the last token. δ_t is `delta`, and the other δ_t is `td_error`.
-From the release, not from the paper: A_t is whitened over the batch, the value loss is halved
-and clipped, and θ and ψ share one gradient clip. Our own: R_φ writes z' greedily. A step that
-would do harm is skipped and counted. r_t^KL is of the sampled token: the exact KL_t of the
-release is a baseline when it is used as a reward, and penalises nothing.
+Departures. Corrected errors of the paper: the loss is −L_CLIP − β H. The sum of GAE ends at
+T − t, and V is 0 after the last token. The paper has two δ_t; here they are `delta` and
+`td_error`. Taken from the release: A_t is whitened over the batch, the value loss is halved and
+clipped, and θ and ψ share one gradient clip. Our own: R_φ writes z' greedily. A harmful
+optimizer step is skipped and counted. r_t^KL is the log-ratio of the sampled token. The release
+uses the exact KL_t, which as a reward acts like a baseline and penalises nothing.
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
-flat batch, H hidden size. Ranks share the work, not the batch. Each samples, judges and trains
-on rows [RANK::WORLD_SIZE], and all hold the whole batch. Every draw depends on (seed,
-iteration, row). On a CPU a run that was stopped and continues ends with the same bits. A GPU
-does not promise that.
+flat batch, H hidden size. Each rank samples, judges and trains on rows [RANK::WORLD_SIZE], and
+every rank holds the full batch. Every random draw depends only on (seed, iteration, row). On a
+CPU, an interrupted run that continues ends with bit-identical weights. A GPU does not guarantee
+this.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ from sampling import generate, head_weight, pad_batch, token_entropy, token_logp
 
 @dataclass
 class Config:
-    """Defaults are the toy world's; --task sets the release's values (for Table 10)."""
+    """Defaults suit the toy task; --task sets the values of the release (Table 10)."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
     model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str | None = flag(None, "training rows as JSON lines; None: the toy world makes them")
     output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
-    annotator_model: str = flag("gpt-4o", "annotator on an OpenAI-compatible server")
+    annotator_model: str = flag("gpt-4o", "annotator model on an OpenAI-compatible server")
     annotator_function: str | None = flag(
-        "toy:critique", "annotator as module:function; None: a server")
+        "toy:critique", "local annotator as module:function; None: a server")
     reward_model: str | None = flag(None, "adapter of R_φ; None: phases 1 and 2 train it")
     iterations: int = flag(25, "iterations of Algorithm 4", least=1)
     learning_rate: float = flag(1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
     seed: int = flag(0, "random seed", most=10**9)
-    adapter: str | None = flag(None, "SFT adapter: start of the policy, and the reference")
+    adapter: str | None = flag(
+        None, "SFT adapter: initial policy and reference; None: the bare base")
     base_url: str | None = flag(None, "URL of the annotator's server; None: OPENAI_BASE_URL")
     mode: str = flag("cot", "annotation mode: cot (paper), no_cot, align, or module:NAME")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
@@ -81,37 +82,39 @@ class Config:
     allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
     batch_size: int = flag(64, "rollouts per iteration, all ranks (release: 12, 64)", least=1)
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
-    max_prompt_tokens: int | None = flag(None, "longest prompt; others are left out", least=1)
-    max_new_tokens: int = flag(32, "longest response (release: 89, 256, 512)", least=1)
-    max_critique_tokens: int = flag(96, "longest critique of R_φ (release: 500, 768)", least=1)
+    max_prompt_tokens: int | None = flag(
+        None, "longest prompt in tokens; longer ones are dropped", least=1)
+    max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
+    max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(6.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
+    kl_target: float = flag(6.0, "target KL per response in nats (release: 6, 1, 3); 0: fixed β")
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
     minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
-    schedule: str = flag("linear", "decay of the rates (release: both)", ("linear", "cosine"))
+    schedule: str = flag("linear", "learning rate decay (release: both)", ("linear", "cosine"))
     clip: float = flag(0.2, "PPO clip range ε (release: .2)")
     value_learning_rate: float | None = flag(
         7e-3, "peak rate of the value head; None: the policy's (release)", most=10)
     value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
     value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
-    value_target: str = flag("gae", "gae: A + V; return: Alg. 4 l.24", ("gae", "return"))
+    value_target: str = flag(
+        "gae", "target of V: gae is A + V, return is Alg. 4 l.24", ("gae", "return"))
     entropy_coef: float = flag(0.0, "weight β of the entropy bonus (release: 0)")
     lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
     lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
-    lora_targets: str = flag("q_proj,v_proj", "layers with an adapter")
+    lora_targets: str = flag("q_proj,v_proj", "layers with an adapter, comma-separated")
     eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
     dtype: str | None = flag(
         None, "data type of the base; None: bfloat16 on CUDA, float32 on a CPU", DTYPES)
     micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
     rollout_batch_size: int = flag(256, "texts that a rank decodes together", least=1)
-    activation_checkpointing: bool = flag(False, "less memory, more time in the update")
-    rank_timeout: float = flag(30.0, "minutes that ranks wait for one another", least=0.01)
+    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
+    rank_timeout: float = flag(30.0, "timeout of collective operations in minutes", least=0.01)
     shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
     save_every: int = flag(20, "iterations between checkpoints", least=1)
     probe_rows: int = flag(64, "rollouts also scored by the annotator, ten times per run")
-    wandb: str | None = flag(None, "Weights & Biases project that also gets the metrics")
+    wandb: str | None = flag(None, "Weights & Biases project for the metrics; None: no upload")
 
     GROUPS = {"task": "start here", "adapter": "phases 1 and 2", "dtype": "the machine",
               "batch_size": "rollouts and rewards", "ppo_epochs": "the update"}
@@ -141,9 +144,10 @@ def preset(task: str) -> dict:
 # ── The equations
 
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
-    """Its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t), the batch's mean.
+    """Surrogate loss; its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t).
 
-    Definition 1 (§3.1), §3.5. [B, T] each → scalar. Algorithm 4 has A_t in the place of δ_t.
+    Definition 1 (§3.1), §3.5; mean over the batch. [B, T] each → scalar. Algorithm 4 uses A_t
+    instead of δ_t.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
     return -(delta * logprobs * mask).sum() / len(logprobs)
@@ -167,7 +171,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0, variance 1 over the mask, 0 in padding: [B, T] → [B, T]. As the release does."""
+    """Scale to mean 0 and variance 1 over the mask, as the release does. [B, T] → [B, T]"""
     wide = x.double()                 # float32 would leave rounding error over a tiny spread
     count = mask.sum()
     mean = (wide * mask).sum() / count
@@ -205,13 +209,13 @@ KL_HORIZON = 10_000                       # rollouts over which β adapts (Table
 
 @dataclass
 class AdaptiveKL:
-    """β of the KL penalty, steered to `target` nats per response (Ziegler et al. 2019, 2.2)."""
+    """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2)."""
     beta: float
-    target: float                         # 0: β stays
+    target: float                         # nats per response; 0: β is fixed
     horizon: int = KL_HORIZON
 
     def update(self, kl: float, n: int):
-        """kl: mean nats per response in the last batch; n: its rollouts."""
+        """kl: mean KL per response of the last batch, in nats; n: number of its rollouts."""
         if self.target and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.beta *= 1 + error * n / self.horizon
@@ -264,7 +268,7 @@ class Rollouts:
 
 
 def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) -> Rollouts:
-    """y ~ π(·|x) for every row (Alg. 4 l.8–11). Training uses the ids, the critic the texts."""
+    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads the texts only."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
@@ -289,7 +293,7 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
 def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Judgement]:
     """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
 
-    `train` and `evaluate` take any function like this one. experiments/designs.py has others.
+    `train` and `evaluate` accept any such function; experiments/designs.py has others.
     """
     judgements = []
     for part in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.rollout_batch_size):
@@ -303,7 +307,7 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
 
 
 def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
-    """δ' of all ranks' judgements as one tensor (Alg. 4 l.13)."""
+    """Gather the judgements of all ranks, and their δ' as one tensor (Alg. 4 l.13)."""
     rollouts.feedback = gather_rows(judgements)
     rollouts.delta = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
     assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
@@ -317,7 +321,7 @@ def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: Config):
-    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), by training's forward pass."""
+    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), from the training forward pass."""
     weight = head_weight(model)
     scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
     order = rollouts.by_length(range(len(rollouts.rows)))
@@ -374,13 +378,13 @@ def add_advantages(rollouts: Rollouts, beta: float, config: Config):
 
 
 def assert_one_per_token(rollouts: Rollouts):
-    """Every advantage function fills r_t, A_t and R_t, [B, T] each (Alg. 4 l.14–17)."""
+    """Assert that r_t, A_t and R_t are filled, [B, T] each (Alg. 4 l.14–17)."""
     for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
         assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
 
 
 def assert_equal_at(index: Tensor, x: Tensor, y: Tensor, equation: str):
-    """x = y in the columns `index`, [B, 1], of two tensors [B, T] (§3.5)."""
+    """Assert x = y in column index[b] of each row b; x and y are [B, T], index is [B, 1]."""
     pair = x.gather(1, index), y.gather(1, index)
     assert torch.allclose(*pair, atol=1e-5, equal_nan=True), equation
 
@@ -395,7 +399,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
     """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
 
     Losses are divided by the token count of the whole minibatch, so neither micro-batches nor
-    ranks change the update. A harmful step is skipped and counted; InputError if all are.
+    ranks change the update. A harmful step is skipped and counted. Raises InputError if all
+    steps are harmful.
     """
     parameters = optimizer_parameters(optimizer)
     steps = []
@@ -416,18 +421,19 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: Config,
                 skipped += 1
             optimizer.zero_grad()
     if not steps:
-        raise InputError(f"no optimizer step of an iteration was finite with a mean ratio of "
-                         f"{MAX_RATIO}: {stats}; lower --learning_rate")
+        raise InputError(f"all optimizer steps of an iteration were skipped, because they were "
+                         f"not finite or their mean ratio exceeded {MAX_RATIO} (the last: "
+                         f"{stats}); lower --learning_rate")
     if skipped > len(steps):
         print_rank0(f"warning: {skipped} of {skipped + len(steps)} optimizer steps were "
-                    f"skipped as harmful; stop, and lower --learning_rate")
+                    f"harmful and skipped; stop the run and lower --learning_rate")
     means = {key: sum(step[key] for step in steps) / len(steps) for key in stats}
     return means | {"skipped_steps": skipped}
 
 
 def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, parameters,
                   config: Config) -> dict[str, float]:
-    """The gradients of one minibatch over all ranks (Alg. 4 l.21–28), and what to log of it."""
+    """Accumulate the gradients of a minibatch over all ranks (Alg. 4 l.21–28) → metrics."""
     minibatch = rollouts.by_length(minibatch)
     count = rollouts.mask[minibatch].sum()
     totals = []
@@ -441,7 +447,7 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
 
 
 def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, count):
-    """−L_CLIP − β H + c L_VF (Alg. 4 l.21–28): (scalar, what to log), sums / count."""
+    """(loss, metrics), scalars: −L_CLIP − β H + c L_VF, Σ / count (Alg. 4 l.21–28)."""
     hidden, targets = forward(model, part, "policy")
     weight = head_weight(model)
     logprobs = token_logprobs(hidden, weight, targets, config.temperature)
@@ -531,7 +537,7 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
     """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
 
     R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
-    the policy exploits R_φ. Journal, budget and prices are those of phase 1.
+    the policy exploits R_φ. Requests use the journal, budget and prices of phase 1.
     """
     task = get_task(config.task)
     annotation = annotation_settings(config, out)
@@ -547,7 +553,7 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
     with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
         replies = ask_annotator(questions, journal, annotation)
         for i, (_, _, parsed) in zip(indices, replies):
-            if parsed:                     # without a reply, nothing takes its place
+            if parsed:                     # a missing reply gets no default
                 _, grounding = parsed
                 truth = token_rewards(batch.texts[i], batch.offsets[i], grounding.spans)
                 counts += count_tokens(truth, batch.feedback[i].delta)
@@ -557,7 +563,7 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
 
 
 def batch_rows(rows: list, config: Config, iteration: int) -> list:
-    """The rows of one iteration. All rows are passed in shuffled order, again and again."""
+    """The rows of an iteration. Each epoch visits all rows once, in a new random order."""
     n = len(rows)
     start = iteration * config.batch_size
     end = start + config.batch_size
@@ -618,8 +624,8 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     if config.wandb:
         load_object("--wandb", "wandb:init")
     if config.probe_rows and config.mode == "align":
-        raise InputError("--mode align needs what people wrote about a response, and nobody "
-                         "wrote about the policy's own: set --probe_rows 0")
+        raise InputError("--mode align needs feedback that people wrote, and there is none for "
+                         "the policy's new responses: set --probe_rows 0")
     has_outcomes = config.annotator_function or config.allow_code_execution
     if config.probe_rows and task.tests and not has_outcomes:
         raise InputError("--probe_rows: the annotator needs the test outcome of each response: "
@@ -630,7 +636,7 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
 
 
 def check_phases(model, rows: list[dict], config: Config, out: Path):
-    """Check what needs the base and the rows: R_φ's layers, and the sandbox for tests."""
+    """Check what needs the base and the rows: the layers for R_φ, and the sandbox."""
     target_layers(model, reward_settings(config, out).lora_targets.split(","))
     task = get_task(config.task)
     needs_outcomes = task.tests and not config.annotator_function
@@ -651,8 +657,8 @@ def check_phases(model, rows: list[dict], config: Config, out: Path):
 def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     """(training rows, held-out rows) (§4.1). No held-out prompt is trained on or annotated.
 
-    Training rows are shuffled by the seed. Of each held-out prompt one row remains. Raises
-    InputError where all rows have the same prompt.
+    The seed shuffles the training rows. One row is kept per held-out prompt. Raises InputError
+    where all rows have the same prompt.
     """
     task = get_task(config.task)
     if config.data is None:
@@ -690,7 +696,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     if len(with_response) < len(rows):
         print_rank0(f"left out {len(rows) - len(with_response)} empty responses")
     if not with_response:
-        raise InputError("every response is empty: this model does not answer the prompts")
+        raise InputError(f"{config.model}: every response is empty; choose another --model")
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         with_response = gather_rows(add_outcomes(with_response[RANK::WORLD_SIZE], task))
@@ -743,7 +749,7 @@ MOST_UNREADABLE = 0.2                     # share of critiques; a warning above 
 
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
              critic=reward_model_critic) -> str:
-    """Phase 3 (Alg. 1 l.16–19) between two evaluations → policy/ and result.json."""
+    """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
@@ -773,7 +779,7 @@ def start_policy(model, config: Config):
 
 
 def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
-    """Algorithm 1. needs_reward_model: whether the critic asks R_φ, which phases 1–2 train."""
+    """Algorithm 1. needs_reward_model: whether the critic uses R_φ (phases 1 and 2)."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse_flags(Config, argv, __doc__, preset)
     out = Path(config.output_dir)
@@ -814,7 +820,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "
-                         f"--shard; the same command continues") from error
+                         f"--shard, and run the same command to continue") from error
     if RANK == 0:
         hint = reward_model_hint(config, out)
         print_result(config, out, len(held_out), time.time() - started, hint)
