@@ -117,7 +117,8 @@ class Journal:
                      "reason": reason, "usage": reply.usage, "usd": self.usd(**reply.usage)})
 
     def _write(self, record: dict):
-        self.file.write(json.dumps(record).encode() + b"\n")
+        sealed = {**record, "sha256": question_key(record)}
+        self.file.write(json.dumps(sealed).encode() + b"\n")
         self.file.flush()
         self._account(record)
 
@@ -127,8 +128,12 @@ class Journal:
         line = b"\n"
         for number, line in enumerate(self.file, 1):
             try:
-                self._account(json.loads(line))
-            except (ValueError, LookupError, TypeError):
+                record = json.loads(line)
+                # Journals of the second version have no hashes.
+                if record.pop("sha256", None) not in (None, question_key(record)):
+                    raise ValueError("a bit of the line has changed")
+                self._account(record)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
         if not line.endswith(b"\n"):                         # a killed process left half a line
             self.file.write(b"\n")
@@ -368,9 +373,6 @@ class Server:
             is_unsent = type(error.__cause__).__name__ == "ConnectError"
             usage = FREE if is_unsent else max_usage
             return Reply("", f"{error} {error.__cause__!r}", usage, True)
-        except UnicodeEncodeError as error:              # half of a surrogate pair
-            self.has_answered = True
-            return Reply("", f"the request cannot be sent: {error}")
         except openai.APIStatusError as error:           # refused, so not billed
             status = error.status_code
             message = str(error)[:500]
@@ -385,20 +387,34 @@ class Server:
             return Reply("", message, needs_retry=needs_retry)
 
 
+def read_usage(counts, max_usage: dict) -> dict:
+    """The token counts that a server reports, or max_usage if they are missing or implausible.
+
+    Plausible counts are two integers, at most twice the maximum, with a prompt of ≥ 1 token.
+    """
+    if not isinstance(counts, dict):
+        return max_usage
+    usage = {name: counts.get(name) for name in max_usage}
+    for name, count in usage.items():
+        if type(count) is not int or not 0 <= count <= 2 * max_usage[name]:
+            return max_usage
+    return usage if usage["prompt_tokens"] else max_usage
+
+
 def read_completion(text: str, max_usage: dict) -> Reply:
-    """The Reply in a chat completion's JSON. Without the server's token counts it bills
-    max_usage."""
+    """The Reply in the JSON of a chat completion."""
     usage = max_usage
     try:
-        body = json.loads(text)
-        counts = body.get("usage") or {}
-        if all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in max_usage):
-            usage = {name: counts[name] for name in max_usage}
+        # Python refuses to read an int of over 4,300 digits. Thirty are already implausible.
+        body = json.loads(text, parse_int=lambda digits: int(digits[:30]))
+        usage = read_usage(body.get("usage"), max_usage)
         choice = body["choices"][0]
         content = choice["message"].get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content if part["type"] == "text")
         finish_reason = choice.get("finish_reason")
         is_empty = not content.strip()
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Reply(text, f"the server's answer is no chat completion: {text[:300]}", usage)
     if finish_reason == "length":
         return Reply(content, f"cut off after {max_usage['completion_tokens']} tokens", usage)

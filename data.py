@@ -39,6 +39,15 @@ def public(text: str) -> str:
     return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
 
 
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode a text; it cannot encode half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 # ── Tasks: how a row becomes a prompt
 
 @dataclass(frozen=True)
@@ -65,6 +74,22 @@ class Task:
     tests: Callable[[dict], str] | None = None
     # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
+
+    def all_responses(self, row: dict) -> list[dict]:
+        """Its field `response`, which takes precedence, or the responses stored in the row."""
+        return [{"response": row["response"]}] if "response" in row else self.responses(row)
+
+    def check(self, row: dict, place: str):
+        """Raise InputError where a row does not fit the task. place: its file and line."""
+        try:
+            if not is_prompt(self.policy_prompt(row)):
+                raise TypeError("the prompt is not a text or a list of chat messages")
+            for response in self.all_responses(row):
+                if not response["response"].strip():
+                    raise ValueError("the response is empty")
+        except Exception as error:                  # functions of a task may raise anything
+            raise InputError(f"{place}: the row does not fit the task {self.name} "
+                             f"({type(error).__name__}: {error}); fix or drop it") from error
 
 
 def _slf5k_prompt(row: dict) -> str:
@@ -170,39 +195,67 @@ def reward_prompt(prompt: str, response: str) -> str:
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     """{id, prompt, response, row, …} for every response of the rows.
 
-    A row's own field `response` takes precedence over `task.responses`. Optional fields:
-    outcome (of the tests), critique (by a person), reference (a good response). Raises
-    InputError where a row does not fit the task or a response is empty.
+    Optional fields: outcome (of the tests), critique (by a person), reference (a good
+    response). The rows must fit the task, see `Task.check`.
     """
     for number, row in enumerate(rows, 1):
         row_id = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
-        try:
-            is_answered = "response" in row
-            responses = [{"response": row["response"]}] if is_answered else task.responses(row)
-            prompt = task.policy_prompt(row)
-        except (AttributeError, LookupError, TypeError) as error:
-            raise InputError(f"row {number} ({row_id}): it does not fit the task {task.name} "
-                             f"({type(error).__name__}: {error}); fix or drop it") from error
+        responses = task.all_responses(row)
         keys = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
                 "reference": ("reference", "ideal_human_summary", "solution")}
         texts = {key: next(filter(None, map(row.get, names)), None)
                  for key, names in keys.items()}
         texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}
         for k, response in enumerate(responses):
-            text = response["response"]
-            if not isinstance(text, str) or not text.strip():
-                raise InputError(f"row {number} ({row_id}): the response is empty; drop it")
-            yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}", "prompt": prompt,
-                   **texts, **response, "row": row}
+            yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}",
+                   "prompt": task.policy_prompt(row), **texts, **response, "row": row}
 
 
 # ── Rows: JSON lines or a JSON array, plain or gzipped
 
-def iter_rows(path, needs=()) -> Iterator[dict]:
-    """The rows of a file, one at a time. Each must have at least one field of each group in
-    `needs`.
+def is_text(value) -> bool:
+    """Whether a value of a row is a text that can be written to a file."""
+    return isinstance(value, str) and is_encodable(value)
 
-    Raises InputError with file, line and field.
+
+def is_texts(value) -> bool:
+    """Whether a value of a row is a list of texts."""
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def is_prompt(value) -> bool:
+    """Whether a value is a prompt: a text, or chat messages with `role` and `content`."""
+    if not isinstance(value, list):
+        return is_text(value)
+    return bool(value) and all(isinstance(message, dict) and is_text(message.get("role"))
+                               and is_text(message.get("content")) for message in value)
+
+
+EMPTY = (None, "", [], {})
+# Field → the test that its value must pass, and what it must be.
+FIELDS = {"prompt": (is_prompt, "a text or a list of chat messages"),
+          **dict.fromkeys(("good_spans", "poor_spans"), (is_texts, "a list of texts")),
+          **dict.fromkeys(("response", "critique", "title", "post", "summary_prompt",
+                           SLF5K_RESPONSE), (is_text, "a text"))}
+
+
+def check_fields(row: dict, place: str):
+    """Raise InputError where a field has the wrong type, or a text cannot be encoded."""
+    for name, value in row.items():
+        if not is_encodable(json.dumps({name: value}, ensure_ascii=False)):
+            raise InputError(f"{place}: field {name!r} contains half of a surrogate pair; "
+                             f"remove it")
+        is_valid, expected = FIELDS.get(name, (None, ""))
+        if is_valid and value is not None and not is_valid(value):
+            raise InputError(f"{place}: field {name!r} must be {expected}, not "
+                             f"{json.dumps(value)[:40]}")
+
+
+def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
+    """The rows of a file, one at a time, with valid fields that fit the task.
+
+    needs: groups of names, of which each row needs at least one that is not empty; of a name
+    that stands alone, the field may be empty. Raises InputError with file, line and field.
     """
     path = Path(path)
     number = 0
@@ -211,10 +264,14 @@ def iter_rows(path, needs=()) -> Iterator[dict]:
     for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
-        for group in needs:
-            if all(row.get(name) in (None, "", [], {}) for name in group):
-                names = " or ".join(map(repr, group))
-                raise InputError(f"{place}: field {names} is missing or empty")
+        for group in (*needs, *(task.needs if task else ())):
+            names, empty = (group, EMPTY) if isinstance(group, tuple) else ([group], [None])
+            if all(row.get(name) in empty for name in names):
+                fields_text = " or ".join(map(repr, names))
+                raise InputError(f"{place}: field {fields_text} is missing or empty")
+        check_fields(row, place)
+        if task:
+            task.check(row, place)
         yield row
     if number == 0:
         raise InputError(f"{path}: the file has no rows; restore it or remove it")
@@ -249,9 +306,9 @@ def _objects(path: Path) -> Iterator[tuple[str, object]]:
                          f"again") from error
 
 
-def read_rows(path, needs=()) -> list[dict]:
+def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
     """All rows of a file as a list; see `iter_rows`."""
-    return list(iter_rows(path, needs))
+    return list(iter_rows(path, needs, task))
 
 
 def write_rows(path, rows: Iterable[dict]):
@@ -318,6 +375,8 @@ def _reader(value_type: type, least, most, is_optional: bool) -> Callable[[str],
         if is_optional and text.lower() == "none":
             return None
         value = value_type(text)
+        if value_type is str and not text.strip():
+            raise argparse.ArgumentTypeError("the value is empty")
         if value_type is not str and not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text} must be at least {least:g} and at "
                                              f"most {most:g}")

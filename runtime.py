@@ -257,8 +257,7 @@ def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: i
         raise ModelError(f"{path} could not be written ({error}); free {megabytes:.1f} MB and "
                          f"run the same command to continue from iteration {previous}"
                          ) from error
-    incomplete = run.glob(".checkpoint-*")             # from killed runs
-    for old in {*checkpoints(run), *incomplete} - {path, previous_path}:
+    for old in {*checkpoints(run)} - {path, previous_path}:
         shutil.rmtree(old)
 
 
@@ -315,7 +314,8 @@ def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
 def lock_directory(directory: Path):
     """Create a directory and lock it, so that it has one writer; the lock file is returned.
 
-    The lock lasts until that file is closed. Raises InputError where another process has it.
+    The lock lasts until that file is closed. Temporary files of killed writers are removed.
+    Raises InputError where another process has the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / ".lock", "a")
@@ -325,6 +325,11 @@ def lock_directory(directory: Path):
     except BlockingIOError as error:
         raise InputError(f"{directory}: another process is writing to it; wait for it, or "
                          f"choose another directory") from error
+    for path in directory.iterdir() if RANK == 0 else ():
+        if re.fullmatch(r"\..+\.(new|old)-\d+", path.name):     # of `atomic_directory`
+            shutil.rmtree(path)
+        elif re.fullmatch(r"\..+\.(json|jsonl|html)\.\d+", path.name):     # of `write_rows`
+            path.unlink()
     return file
 
 
@@ -385,6 +390,21 @@ def bound_settings(directory: Path, names: set[str]) -> set[str]:
     return bound
 
 
+def policy_settings(config) -> dict:
+    """The settings that the weights of phase 3 depend on, for its checkpoints."""
+    return {name: value for name, value in run_settings(config).items()
+            if name not in CHANGEABLE | ANNOTATION}
+
+
+def check_settings(settings: dict, saved: dict, bound: set[str], place: Path, remedy: str):
+    """Raise InputError where a bound setting is not the one that `place` was made with."""
+    changes = [f"{name} was {saved[name]}, is {value}" for name, value in settings.items()
+               if name in bound and saved.get(name, value) != value]
+    if changes:
+        raise InputError(f"{place} was made with other settings ({'; '.join(changes)}); "
+                         f"{remedy}")
+
+
 def save_settings(config, directory: Path):
     """Write config.json. Raises InputError where existing results have other settings."""
     path = directory / "config.json"
@@ -393,12 +413,8 @@ def save_settings(config, directory: Path):
     if path.exists():
         for name, value in read_rows(path)[0].items():
             saved[EARLIER_NAMES.get(name, name)] = value
-    bound = bound_settings(directory, settings.keys())
-    changes = [f"{name} was {saved[name]}, is {value}" for name, value in settings.items()
-               if name in bound and saved[name] != value]
-    if changes:
-        raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
-                         f"choose another --output_dir{reward_model_hint(config, directory)}")
+    check_settings(settings, saved, bound_settings(directory, settings.keys()), directory,
+                   f"choose another --output_dir{reward_model_hint(config, directory)}")
     if RANK == 0:
         write_rows(path, [settings])
         # This removes an incomplete last line, which a killed run may have left.
@@ -419,20 +435,57 @@ def on_rank0(function, *args):
     return result
 
 
-def run_phase(name: str, result: str, directory: Path, function):
-    """Run a phase, unless its result exists.
+# Result of a phase → the files that the phase writes, whose hashes phases.jsonl stores.
+FILES_WRITTEN = {
+    "responses.jsonl": ["responses.jsonl"],
+    "feedback.jsonl": ["feedback.jsonl"],
+    "reward/metrics.json": ["reward/*.json*", "reward/adapter/*"],
+    "result.json": ["result.json", "*samples.jsonl", "metrics.jsonl", "value_head.safetensors",
+                    "policy/*"],
+}
 
-    function() returns a summary. phases.jsonl stores it with the seconds and the peak memory.
+
+def hash_files(directory: Path, result: str) -> dict[str, str]:
+    """{file: sha256} of the files that a phase has written."""
+    return {str(path.relative_to(directory)): checksum(path)
+            for pattern in FILES_WRITTEN[result] for path in sorted(directory.glob(pattern))}
+
+
+def changed_files(directory: Path, result: str) -> list[str]:
+    """The files of a finished phase that are missing or have changed since it ended."""
+    saved = {}
+    for row in whole_rows(directory / "phases.jsonl"):
+        if row.get("result") == result:
+            saved = row.get("sha256", {})
+    hashes = hash_files(directory, result)
+    return [file for file, digest in saved.items() if hashes.get(file) != digest]
+
+
+def run_phase(name: str, result: str, directory: Path, function, checkpoint_directory=None):
+    """Run a phase, unless its result exists and its files are unchanged.
+
+    function() returns a summary. phases.jsonl stores it with the hashes of the files that the
+    phase wrote. If files are missing or damaged and a checkpoint exists, the phase runs again
+    from it. Raises InputError where there is none.
     """
     path = directory / result
-    if gather_rows([result_exists(path)])[0]:
+    changed = None                                    # the result does not exist
+    if RANK == 0 and result_exists(path):
+        changed = changed_files(directory, result)
+    changed = gather_rows([changed])[0]
+    if changed == []:
         print_rank0(f"{name}: reused {path}")
         return
+    if changed:
+        problem = f"{directory / changed[0]} is missing or has changed since {name} ended"
+        if not (checkpoint_directory and checkpoints(checkpoint_directory)):
+            raise InputError(f"{problem}; restore it, or remove {path} to repeat the phase")
+        print_rank0(f"warning: {problem}; repeating the end of the phase")
     start = time.time()
     summary = function()
     if RANK == 0:
         row = {"phase": name, "seconds": time.time() - start, "GB": peak_memory(),
-               "summary": summary}
+               "summary": summary, "result": result, "sha256": hash_files(directory, result)}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
 

@@ -50,10 +50,11 @@ from model import (ValueHead, add_lora, checkpoint_activations, drop_long_rows, 
 from report import batch_metrics, colour_tokens, print_result, sample_row, score_response
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
                           split_rows, summary, token_figures, write_critiques)
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, gather_rows, keep_checkpoint,
-                     lock_directory, newest_checkpoint, on_rank0, optimizer_parameters,
-                     print_rank0, restore_optimizer, result_exists, reward_model_hint,
-                     run_collective, run_phase, save_settings, start_ranks, write_metrics)
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, check_settings, gather_rows,
+                     keep_checkpoint, lock_directory, newest_checkpoint, on_rank0,
+                     optimizer_parameters, policy_settings, print_rank0, restore_optimizer,
+                     result_exists, reward_model_hint, run_collective, run_phase, save_settings,
+                     start_ranks, write_metrics)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
 
@@ -87,7 +88,7 @@ class Config:
     max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
     max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(6.0, "target KL per response in nats (release: 6, 1, 3); 0: fixed β")
+    kl_target: float = flag(6.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
@@ -487,7 +488,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     kl = AdaptiveKL(config.kl_coef, config.kl_target)
-    start = resume(optimizer, kl, out)
+    settings = policy_settings(config)
+    start = resume(optimizer, kl, settings, out)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
                total=config.iterations, disable=RANK > 0)
     for iteration in bar:                                                              # l.6
@@ -513,7 +515,7 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
         kl.update(metrics["kl"], config.batch_size)
         if RANK == 0:
             log_iteration(metrics, batch, bar, config, out)
-        state = {"iteration": iteration + 1, "kl_coef": kl.beta}
+        state = {"iteration": iteration + 1, "kl_coef": kl.beta, "settings": settings}
         keep_checkpoint(out, optimizer, state, config.save_every, start, config.iterations)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33
@@ -595,9 +597,14 @@ def log_iteration(metrics: dict, batch: Rollouts, bar, config: Config, out: Path
         print_rank0(f"{iteration:4d}  {tokens}")
 
 
-def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
-    """Load the newest checkpoint, drop later lines of the logs → the iterations done."""
+def resume(optimizer, kl: AdaptiveKL, settings: dict, out: Path) -> int:
+    """Load the newest checkpoint, drop later lines of the logs → the iterations done.
+
+    Raises InputError where the checkpoint was made with other settings.
+    """
     path, tensors, state = newest_checkpoint(out)
+    check_settings(settings, state.get("settings", {}), settings.keys(), path,
+                   "choose another --output_dir")
     start = state.get("iteration", 0)
     kl.beta = state.get("kl_coef", kl.beta)
     restore_optimizer(optimizer, tensors)
@@ -605,8 +612,11 @@ def resume(optimizer, kl: AdaptiveKL, out: Path) -> int:
         print_rank0(f"phase 3: resumed after iteration {start} from {path}")
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
         if RANK == 0:
-            rows = whole_rows(file)
-            write_rows(file, [row for row in rows if row.get("iteration", math.inf) <= start])
+            rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= start]
+            if len(rows) < start:
+                print_rank0(f"warning: {file} has lost {start - len(rows)} of the lines before "
+                            f"the checkpoint; the report shows the others")
+            write_rows(file, rows)
     return start
 
 
@@ -664,7 +674,7 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     if config.data is None:
         rows = task.rows("train", config.annotated_rows, config.seed)
         return rows, task.rows("eval", config.eval_rows, 0)
-    rows = read_rows(config.data, task.needs)
+    rows = read_rows(config.data, task=task)
     shuffled = random.Random(config.seed).sample(rows, len(rows))
     training, evaluation = split_rows(shuffled, config.eval_rows, config.seed,
                                       task.policy_prompt, least=1)
@@ -675,10 +685,8 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     return training, list(one_per_prompt.values())
 
 
-def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path):
+def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
-    if gather_rows([result_exists(out / "responses.jsonl")])[0]:
-        return
     task = get_task(config.task)
     generator = torch.Generator().manual_seed(config.seed)
     with_response = []
@@ -702,6 +710,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
         with_response = gather_rows(add_outcomes(with_response[RANK::WORLD_SIZE], task))
     if RANK == 0:
         write_rows(out / "responses.jsonl", with_response)
+    return f"{len(with_response)} responses, {len(without_response)} of them sampled"
 
 
 def annotation_settings(config: Config, out: Path) -> AnnotateConfig:
@@ -807,16 +816,19 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
         shard(model, device)
     try:
         if trains_reward_model:
-            write_responses(model, tokenizer, annotation_rows, config, out)            # l.4–6
+            run_phase("phase 1, respond", "responses.jsonl", out,
+                      lambda: write_responses(model, tokenizer, annotation_rows, config,
+                                              out))                                    # l.4–6
             run_phase("phase 1, annotate", "feedback.jsonl", out,
                       lambda: on_rank0(annotate, annotation_settings(config, out)))  # l.7–11
             run_phase("phase 2, reward model", "reward/metrics.json", out,
-                      lambda: fit_reward(model, tokenizer, config, out))             # l.13–14
+                      lambda: fit_reward(model, tokenizer, config, out),             # l.13–14
+                      out / "reward")
             if not lora_parameters(model, "reward"):            # trained in an earlier run
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
                   lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
-                                   critic))                                          # l.16–19
+                                             critic), out)                           # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "
