@@ -544,9 +544,10 @@ def arm_table(arms: list[Arm]) -> str:
 Rate: learning rate. Start: fact accuracy of the first rollouts, before any update. Accuracy: \
 fact accuracy on held-out posts at temperature 1; greedy: the same with greedy decoding. Minus \
 first arm: accuracy minus that of the first arm with the same length. Rollouts to 90 %: \
-rollouts until the curve has 90 % of that arm's gain; the gain ends at the mean of the last \
-three points of its curve. Recall and precision: of R_φ's poor tokens against the careful \
-annotator's, on responses of the final policy. Base recall: the same on responses of the base.
+rollouts until an arm reaches 90 % of the first arm's gain, which is measured from the first \
+point of its curve to the mean of the last three. Recall and precision: of R_φ's poor tokens \
+against the careful annotator's, on responses of the final policy. Base recall: the same on \
+responses of the base.
 """
 
 
@@ -619,8 +620,8 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
-def write_study_page(path: Path, study: Study, arms: list[Arm], trajectory_records: list[dict],
-               flags: str):
+def write_study_page(path: Path, study: Study, arms: list[Arm],
+                     trajectory_records: list[dict], flags: str):
     """Write the page of a study. The section "What was found" of an old page is kept."""
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
@@ -648,11 +649,12 @@ took {seconds:.0f} CPU seconds; other studies share some of them. Seeds: 0 to \
 {study.seeds - 1}. A seed determines the training posts, the initial adapter and all samples. \
 Intervals are 95 % intervals by Student's t, and differences are paired by seed. Learning \
 rate: {rates}. Tuning takes the smallest of {RATES} whose accuracy is within 0.01 of the best, \
-with seed {TUNING} and other held-out posts. A run has {run.updates * run.batch} rollouts in batches of {run.batch}, \
-and each batch is used for 4 optimizer steps. Methods that train on fixed rows use as many \
-responses and optimizer steps. β starts at {BETA}. There are {run.posts} held-out posts. Each \
-reward model is trained once, on {run.rows} responses of the base, and all seeds share it, so \
-the intervals do not include the variation between reward models.
+with seed {TUNING} and other held-out posts. A run has {run.updates * run.batch} rollouts in \
+batches of {run.batch}, and each batch is used for 4 optimizer steps. Methods that train on \
+fixed rows use as many responses and optimizer steps. β starts at {BETA}. There are \
+{run.posts} held-out posts. Each reward model is trained once, on {run.rows} responses of the \
+base, and all seeds share it, so the intervals do not include the variation between reward \
+models.
 
 ## What it cannot show
 
