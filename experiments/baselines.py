@@ -113,7 +113,7 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
 
 
 def split_pairs(pairs: list[tuple]) -> list[tuple]:
-    """[(x, y_w, y_l)] → all (x, y_w), followed by all (x, y_l)."""
+    """Turn B pairs (x, y_w, y_l) into 2B sequences: all (x, y_w), followed by all (x, y_l)."""
     chosen = [(x, y_w) for x, y_w, _ in pairs]
     rejected = [(x, y_l) for x, _, y_l in pairs]
     return chosen + rejected
@@ -155,7 +155,7 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 # ── Rows: refinements, preference pairs, step labels
 
 def limit_rows(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
-    """The first rows, as many as give the number of responses that Algorithm 4 samples.
+    """Keep only as many rows as are needed for the number of responses in Algorithm 4.
 
     samples: responses per row.
     """
@@ -196,14 +196,14 @@ def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -
 
 
 def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
-    """(x, y, labels) of an annotated row; ±1 labels the last token of a step, 0 all others."""
+    """Encode a row → (x, y, labels); a label is ±1 at the last token of a step, else 0."""
     ((x, y),) = encode_texts(tokenizer, [(row["prompt"], row["response"])])
     steps = [Span(**span) for span in row["spans"]]
     return x, y, mark_ends(*token_offsets(tokenizer, y), steps)
 
 
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
-    """Prompt to rewrite a response as its critique asks, without the JSON of the spans."""
+    """The prompt that asks for a better response. It omits the JSON of the critique."""
     prose = critique.rpartition("\n{")[0].strip() or critique.strip()
     return (f"{prompt}\n\nResponse: {response}\n\nCritique: {prose}\n\n"
             f"Write the response anew, mended as the critique asks.")
@@ -227,25 +227,24 @@ REWRITING = Task("rewriting", str)                      # each row of this task 
 
 
 def rewrite(model, tokenizer, prompts: list[str], config: Config, adapter, generator):
-    """Sample texts y' ~ π'(· | x, y, c) for prompts that `rewrite_prompt` has made."""
+    """Sample rewritten texts y' ~ π'(· | x, y, c). The prompts come from `rewrite_prompt`."""
     config = replace(config, task="experiments.baselines:REWRITING")
     return sample_rollouts(model, tokenizer, prompts, config, adapter, generator).texts
 
 
 def refinements(model, tokenizer, rows, config: Config, out: Path,
                 with_critique=False) -> list[tuple]:
-    """Pairs (x, y⁺) of texts: y⁺ is a response y of phase 1, rewritten with its critique z.
+    """Pairs (x, y⁺) of texts, where y⁺ is a response y of phase 1 rewritten as z asks.
 
     In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. Empty y⁺ are
     left out. with_critique: return `rewrite_prompt` of x, y and z in place of x.
     """
     rows = annotate_rows(model, tokenizer, limit_rows(rows, config), config, out)
     prompts = [row["prompt"] for row in rows]
-    responses = [row["response"] for row in rows]
-    critiques = [row["critique"] for row in rows]
-    rewrite_prompts = [*map(rewrite_prompt, prompts, responses, critiques)]
+    rewrite_prompts = [rewrite_prompt(row["prompt"], row["response"], row["critique"])
+                       for row in rows]
     if config.task == "toy":
-        texts = map(mend, responses, critiques)
+        texts = [mend(row["response"], row["critique"]) for row in rows]
     else:
         generator = torch.Generator().manual_seed(config.seed)
         texts = rewrite(model, tokenizer, rewrite_prompts, config, config.reference, generator)
@@ -278,7 +277,7 @@ def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, 
 
 
 def sft(model, tokenizer, rows, config: Config, out: Path):
-    """−E log π(y*|x), where y* is the field `reference` of a row.
+    """Supervised fine-tuning: −E log π(y*|x), where y* is the field `reference` of a row.
 
     Raises InputError if a row has no such field.
     """
@@ -439,7 +438,7 @@ METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": 
 # ── Reflection at test time, and the command line
 
 def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> list[str]:
-    """Texts y' ~ π'(· | x, y, z') that rewrite the rollouts y, with critiques z' ~ R_φ."""
+    """Rewrite the responses y: sample texts y' ~ π'(· | x, y, z') with critiques z' of R_φ."""
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
     prompts = [*map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)]

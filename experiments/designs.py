@@ -53,7 +53,7 @@ def row_share(rollouts) -> range:
 # ── Critics that change the rewards of another critic
 
 def replace_delta(critic, change):
-    """A critic that replaces the δ of another critic by change(text, offsets, judgement)."""
+    """A critic that works like another, but with δ = change(text, offsets, judgement)."""
     def new_critic(rollouts, model, tokenizer, config):
         judgements = critic(rollouts, model, tokenizer, config)
         results = []
@@ -131,7 +131,7 @@ def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> li
 def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     """Judge rollouts with the function of --annotator_function.
 
-    Empty responses get δ = 0 without a call of the function.
+    The function is not called for empty responses, which get δ = 0.
     """
     critic = load_object("--annotator_function", config.annotator_function)
     read = get_mode(config.mode).read
@@ -304,8 +304,8 @@ def marks(row: dict, response: str) -> list[Mark]:
 def critique_no_cot(row: dict, response: str, damages=()) -> str:
     """Reply in mode no_cot: a verdict on each fact, without the facts of the post (Table 1).
 
-    damages: [(kind, fraction)] for `damaged`. The same post and response always get the same
-    reply.
+    damages: [(kind, fraction)], applied to the spans one after another with `damaged`. The same
+    post and response always get the same reply.
     """
     rng = random.Random(f"{row['post']}|{response}")
     spans = marks(row, response)

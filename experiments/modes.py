@@ -68,9 +68,9 @@ DENSE = Mode(
 def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """Read spans from a reply that quotes and judges every step, in order (Appendix N).
 
-    Each step is searched after the end of the last matched step, and the first match is used.
-    A step without a match is unmatched. After an unmatched step, the place of the next one is
-    uncertain: it is ambiguous if it has several matches. Unmatched and ambiguous steps give no
+    The search for a step begins at the end of the last matched step, and the first match is
+    used. A step without a match is unmatched. The place of the step after it is uncertain, so
+    that step is ambiguous if it has several matches. Unmatched and ambiguous steps give no
     span. Raises FeedbackError if the list of steps is empty.
     """
     response = example["response"]

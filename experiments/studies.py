@@ -271,8 +271,7 @@ def probe_reward_model(rollouts, model, tokenizer, config: Config, critic) -> di
 
 
 # Methods whose δ can be compared with spans. Other designs move rewards between tokens.
-PROBED = {"critique": reward_model_critic, "two_rounds": reward_model_critic,
-          "graded": DESIGNS["graded"]}
+PROBED = ("critique", "two_rounds", "graded")
 
 
 def train_policy(run: Run, cache: Path) -> dict:
@@ -302,7 +301,8 @@ def train_policy(run: Run, cache: Path) -> dict:
         rollouts = sample_answers(model, tokenizer, run, eval_config, "policy")
         record[name] = mean(map(toy.fact_accuracy, rollouts.rows, rollouts.texts))
     if run.method in PROBED:                           # on the responses at temperature 1
-        record |= probe_reward_model(rollouts, model, tokenizer, config, PROBED[run.method])
+        probed_critic = DESIGNS.get(run.method, reward_model_critic)
+        record |= probe_reward_model(rollouts, model, tokenizer, config, probed_critic)
     return record
 
 
@@ -378,7 +378,7 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
 
 
 def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
-    """A_t in each of SETTINGS, with V = 0, [B, T] each. In setting B, r_T = Σ_t δ_t."""
+    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B."""
     zeros = torch.zeros_like(delta)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
     end_rewards = zeros.scatter(1, last, delta.sum(1, keepdim=True))
@@ -476,7 +476,7 @@ def seed_interval(values):
 
 
 def plus_minus(values: list[float], digits=3, sign="") -> str | None:
-    """Text "mean ± half width of the 95 % interval"; one value has no interval; none → None."""
+    """Format as "mean ± half width of the 95 % interval"; a single value alone; [] → None."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}" if len(values) else None
     centre, half = seed_interval(values)
@@ -518,7 +518,7 @@ class Arm:
 
 
 def arm_table(arms: list[Arm]) -> str:
-    """A table with one row per arm, compared with the first arm of its length, and a legend."""
+    """Table and legend; each row compares an arm with the first arm of the same length."""
     header = ["", "rate", "start", "accuracy", "greedy", "minus first arm",
               "rollouts to 90 %", "base recall", "recall", "precision", "seconds"]
     rows = []
