@@ -1,4 +1,4 @@
-"""Reward designs, baselines and studies: what the paper compares with.
+"""Reward designs, baselines and studies that the paper compares Text2Grad with.
 
-Nothing imports this room.
+None of the scripts imports this package.
 """

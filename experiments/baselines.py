@@ -5,7 +5,7 @@
     python -m experiments.baselines end                  # a reward design: see designs.py
 
     sft           SFT on references: −E log π(y*|x)
-    ilf           SFT on refinements: a critique of y is used to rewrite y
+    ilf           SFT on refinements: responses that were rewritten with the help of a critique
     reflection    SFT; at test time y ~ π, z' ~ R_φ(x, y), and the answer is y' ~ π'(x, y, z')
     dpo           −log σ(β(Δ_w − Δ_l)), Δ = log π(y|x) − log π_ref(y|x), on preference pairs
     ppo           Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)
@@ -14,16 +14,18 @@
                   critique in its prompt, the student is the policy without it
 
 The flags after the name are those of text2grad.py. SFT needs the field `reference` in each row.
-Critiques, step labels and preferences come from phase 1. Of two responses to a prompt, the one
-with the larger sum of labels is preferred.
+Critiques, step labels and preferences come from phase 1. In a preference pair, the chosen
+response is the one with the larger sum of labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
-follow an instruction that was not in its training data. There a function computes refinements
-from the critique alone, without the post. In reflection and SDPO the rewriting adapter is
-trained on these refinements. Other models are prompted to rewrite.
+follow instructions outside its training data. In the toy world, the function `mend` therefore
+computes refinements from the critique alone, without the post. For reflection and SDPO, an
+adapter is trained on these refinements so that it can rewrite. Other models are prompted to
+rewrite.
 
-B pairs or rows, T tokens, N tokens of a flat batch, V words.
+B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size,
+V vocabulary size.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotation_settings, bat
 
 # ── The losses
 
-DPO_BETA = 0.1                          # β, the penalty for moving away from π_ref
+DPO_BETA = 0.1                          # β, the strength of the KL penalty against π_ref
 
 
 def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor,
@@ -81,15 +83,16 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 def step_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """−log σ(label · ℓ) at the end of every step, for a process reward model (Appendix N).
 
-    scores [B, T]; labels [B, T]: +1 correct, −1 incorrect, 0 no end of a step → [N], N labels.
+    scores: ℓ, [B, T]. labels: [B, T]; +1 at the last token of a correct step, −1 at the last
+    token of an incorrect step, 0 elsewhere. Returns one loss per step.
     """
     return -F.logsigmoid((labels * scores)[labels != 0])
 
 
 def sdpo_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Σ_t KL(π_θ(·|x, y_<t) ‖ π_θ(·|x, y, c, y_<t)), without a gradient for the teacher.
+    """Σ_t KL(π_θ(·|x, y_<t) ‖ π_θ(·|x, y, c, y_<t)); no gradient flows into the teacher.
 
-    Hübotter et al. 2026, arXiv 2601.20802. Logits [N, V] each → scalar, in nats.
+    Hübotter et al. 2026, arXiv 2601.20802. Logits, [N, V] each → scalar, in nats.
     """
     p = student.log_softmax(-1)
     q = teacher.detach().log_softmax(-1)
@@ -97,7 +100,10 @@ def sdpo_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
-    """log π(y|x) = Σ_t log π(y_t | x, y_<t), by the active adapter. [(x, y)] as ids → [B]"""
+    """log π(y|x) = Σ_t log π(y_t | x, y_<t) with the active adapter → [B]
+
+    pairs: [(x, y)] as token ids.
+    """
     *inputs, mask = pad_batch(*zip(*pairs), model.device)
     token_mask = mask.bool()                                                            # [B, T]
     hidden = response_hidden(model, *inputs, mask)[token_mask]                          # [N, H]
@@ -106,17 +112,20 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
     return torch.stack([response.sum() for response in logprobs.split(lengths)])
 
 
-def both_sides(pairs: list[tuple]) -> list[tuple]:
-    """[(x, y_w, y_l)] → all (x, y_w), followed by all (x, y_l)."""
-    return [(x, w) for x, w, _ in pairs] + [(x, l) for x, _, l in pairs]
+def split_pairs(pairs: list[tuple]) -> list[tuple]:
+    """Turn B pairs (x, y_w, y_l) into 2B sequences: all (x, y_w), followed by all (x, y_l)."""
+    chosen = [(x, y_w) for x, y_w, _ in pairs]
+    rejected = [(x, y_l) for x, _, y_l in pairs]
+    return chosen + rejected
 
 
 def preference_loss(model, pairs, reference: str | None) -> Tensor:
-    """Sum of `dpo_loss` over (x, y_w, y_l) as ids → scalar.
+    """Sum of `dpo_loss` over preference pairs → scalar.
 
-    reference: adapter of π_ref; None is the base without an adapter.
+    pairs: [(x, y_w, y_l)] as token ids. reference: adapter of π_ref; None means the base model
+    without an adapter.
     """
-    sequences = both_sides(pairs)
+    sequences = split_pairs(pairs)
     with torch.no_grad(), use_lora(model, reference):
         ref_logprobs = sequence_logprobs(model, sequences)                              # [2B]
     logprobs = sequence_logprobs(model, sequences)
@@ -124,19 +133,19 @@ def preference_loss(model, pairs, reference: str | None) -> Tensor:
 
 
 def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
-    """`bradley_terry_loss` of (x, y_w, y_l) as ids → [B].
+    """`bradley_terry_loss` of preference pairs [(x, y_w, y_l)] as token ids → [B]
 
     A loss above log 2 means that the rejected response y_l has the higher score.
     """
-    scores, mask = token_scores(model, tokenizer, both_sides(pairs))
+    scores, mask = token_scores(model, tokenizer, split_pairs(pairs))
     last = mask.sum(1, keepdim=True) - 1
     return bradley_terry_loss(*scores.gather(1, last).squeeze(1).chunk(2))
 
 
 def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
-    """`step_loss` of (x, y, labels), with a label for each id of y → [N].
+    """`step_loss` of rows [(x, y, labels)], with one label for each token of y.
 
-    A loss above log 2 means that the score has the wrong sign.
+    A loss above log 2 means that the score of the step has the wrong sign.
     """
     scores, mask = token_scores(model, tokenizer, [(x, y) for x, y, _ in rows])
     labels = [row + [0] * (mask.shape[1] - len(row)) for _, _, row in rows]
@@ -145,36 +154,36 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 
 # ── Rows: refinements, preference pairs, step labels
 
-def budget(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
-    """The first rows, enough for as many responses as Algorithm 4 samples.
+def limit_rows(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
+    """Keep only as many rows as are needed for the number of responses in Algorithm 4.
 
     samples: responses per row.
     """
     return rows[: max(1, config.iterations * config.batch_size // samples)]
 
 
-def annotated(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
-    """Rows of feedback.jsonl: phase 1 of text2grad.py samples responses and gets critiques."""
+def annotate_rows(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
+    """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
     write_responses(model, tokenizer, rows, config, out)
     if not result_exists(out / "feedback.jsonl"):
         annotate(annotation_settings(config, out))
     return read_rows(out / "feedback.jsonl")
 
 
-def encode(tokenizer, texts) -> list[tuple]:
-    """[(prompt, answer, …)] → [(x, y, …)] as ids; each y ends with EOS."""
+def encode_texts(tokenizer, texts) -> list[tuple]:
+    """Token ids of texts: [(prompt, answer, …)] → [(x, y, …)]; each y ends with EOS."""
     return [(encode_prompt(tokenizer, x), *(encode_answer(tokenizer, y) for y in answers))
             for x, *answers in texts]
 
 
 def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
-    """(x, y_w, y_l) as texts, from two responses per row.
+    """Preference pairs (x, y_w, y_l) as texts, from two responses per row.
 
     y_w is the response with the larger sum of labels. Ties are left out.
     """
     doubled = [row for row in rows for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)
-    for row in annotated(model, tokenizer, doubled, config, out):
+    for row in annotate_rows(model, tokenizer, doubled, config, out):
         merit = sum(span["label"] for span in row["spans"])
         responses[row["prompt"]].append((merit, row["response"]))
     pairs = []
@@ -187,24 +196,23 @@ def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -
 
 
 def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
-    """(x, y, labels) of a row with step labels: ±1 at the last token of a step, 0 elsewhere."""
-    ((x, y),) = encode(tokenizer, [(row["prompt"], row["response"])])
+    """Encode a row → (x, y, labels); a label is ±1 at the last token of a step, else 0."""
+    ((x, y),) = encode_texts(tokenizer, [(row["prompt"], row["response"])])
     steps = [Span(**span) for span in row["spans"]]
     return x, y, mark_ends(*token_offsets(tokenizer, y), steps)
 
 
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
-    """Instruction to rewrite a response by its critique. The JSON of the spans is removed."""
+    """The prompt that asks for a better response. It omits the JSON of the critique."""
     prose = critique.rpartition("\n{")[0].strip() or critique.strip()
     return (f"{prompt}\n\nResponse: {response}\n\nCritique: {prose}\n\n"
             f"Write the response anew, mended as the critique asks.")
 
 
 def mend(response: str, critique: str) -> str:
-    """The corrected response, for texts of the toy world.
+    """Correct a response of the toy world as its critique says.
 
-    Repeated clauses are removed, the first person is replaced, and wrong facts are corrected,
-    as the critique says.
+    Removes repeated clauses, replaces the first person and corrects wrong facts.
     """
     for clause in re.findall(r"It says ([^.]+) twice\.", critique):
         response = response.replace(f", {clause}", "", 1)
@@ -215,29 +223,28 @@ def mend(response: str, critique: str) -> str:
     return response
 
 
-REWRITING = Task("rewriting", str)                         # a row of this task is a prompt
+REWRITING = Task("rewriting", str)                      # each row of this task is a prompt
 
 
 def rewrite(model, tokenizer, prompts: list[str], config: Config, adapter, generator):
-    """Texts y' ~ π'(· | x, y, c); prompts: from `rewrite_prompt`."""
+    """Sample rewritten texts y' ~ π'(· | x, y, c). The prompts come from `rewrite_prompt`."""
     config = replace(config, task="experiments.baselines:REWRITING")
     return sample_rollouts(model, tokenizer, prompts, config, adapter, generator).texts
 
 
 def refinements(model, tokenizer, rows, config: Config, out: Path,
                 with_critique=False) -> list[tuple]:
-    """(x, y⁺) as texts, from y and z of phase 1; empty y⁺ are left out.
+    """Pairs (x, y⁺) of texts, where y⁺ is a response y of phase 1 rewritten as z asks.
 
-    In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. with_critique:
-    x is replaced by `rewrite_prompt` of x, y and z.
+    In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. Empty y⁺ are
+    left out. with_critique: return `rewrite_prompt` of x, y and z in place of x.
     """
-    rows = annotated(model, tokenizer, budget(rows, config), config, out)
+    rows = annotate_rows(model, tokenizer, limit_rows(rows, config), config, out)
     prompts = [row["prompt"] for row in rows]
-    responses = [row["response"] for row in rows]
-    critiques = [row["critique"] for row in rows]
-    rewrite_prompts = [*map(rewrite_prompt, prompts, responses, critiques)]
+    rewrite_prompts = [rewrite_prompt(row["prompt"], row["response"], row["critique"])
+                       for row in rows]
     if config.task == "toy":
-        texts = map(mend, responses, critiques)
+        texts = [mend(row["response"], row["critique"]) for row in rows]
     else:
         generator = torch.Generator().manual_seed(config.seed)
         texts = rewrite(model, tokenizer, rewrite_prompts, config, config.reference, generator)
@@ -246,36 +253,37 @@ def refinements(model, tokenizer, rows, config: Config, out: Path,
     return [(prompt, text) for prompt, text in zip(prompts, texts) if text.strip()]
 
 
-# ── The methods: each one trains the adapter "policy", which main() has created
+# ── The methods: each trains the adapter "policy", which main() has created
 
 def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, name="policy",
                **loss):
-    """Fit the adapter `name` to texts, by default (x, y) with the loss −E log π(y|x).
+    """Train the adapter `name` on texts, by default on (x, y) with the loss −E log π(y|x).
 
-    The number of epochs gives about as many optimizer steps as Algorithm 4. loss: `loss_of` and
-    `count_of` of `fit_adapter`. Raises InputError where there are no texts.
+    The number of epochs is chosen so that the number of optimizer steps is close to that of
+    Algorithm 4. loss: the arguments `loss_of` and `count_of` of `fit_adapter`. Raises
+    InputError if there are no texts.
     """
     if not texts:
-        raise InputError("no training rows are left, because all samples are empty or tied: "
-                         "use more rows")
+        raise InputError("no training examples: all sampled responses are empty, or all pairs "
+                         "are tied; give more rows with --data, or more --iterations")
     responses = config.iterations * config.batch_size * config.ppo_epochs
     settings = RewardConfig(
         seed=config.seed, lora_r=config.lora_r, lora_alpha=config.lora_alpha,
         lora_targets=config.lora_targets, learning_rate=config.learning_rate,
         micro_batch_size=config.micro_batch_size, batch_size=config.minibatch_size,
         epochs=max(1, round(responses / len(texts))))
-    fit_adapter(model, encode(tokenizer, texts), name, settings,
+    fit_adapter(model, encode_texts(tokenizer, texts), name, settings,
                 out=out / f"fit-{name}", **loss)
 
 
 def sft(model, tokenizer, rows, config: Config, out: Path):
-    """−E log π(y*|x), where y* is the field `reference` of a row.
+    """Supervised fine-tuning: −E log π(y*|x), where y* is the field `reference` of a row.
 
-    Raises InputError where a row has no such field.
+    Raises InputError if a row has no such field.
     """
-    rows = budget(rows, config)
+    rows = limit_rows(rows, config)
     if any("reference" not in row for row in rows):
-        raise InputError("a row has no field 'reference', which SFT needs: add it to the rows")
+        raise InputError("a row of --data has no field 'reference': SFT needs it in every row")
     prompt_of = get_task(config.task).policy_prompt
     texts = [(prompt_of(row), row["reference"]) for row in rows]
     fit_policy(model, tokenizer, texts, config, out)
@@ -299,19 +307,19 @@ def learn_to_rewrite(model, tokenizer, rows, config: Config, out: Path, name: st
 
 
 def reflection(model, tokenizer, rows, config: Config, out: Path):
-    """SFT of the policy; in the toy world also the adapter "rewriter", which `reflect` uses."""
+    """SFT of the policy. In the toy world, also train the adapter "rewriter" for `reflect`."""
     sft(model, tokenizer, rows, config, out)
     learn_to_rewrite(model, tokenizer, rows, config, out, "rewriter")
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
     """Direct preference optimisation (Appendix N) on two responses per row."""
-    texts = preferences(model, tokenizer, budget(rows, config, samples=2), config, out)
+    texts = preferences(model, tokenizer, limit_rows(rows, config, samples=2), config, out)
     loss_of = partial(preference_loss, reference=config.reference)
-    fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=_count_one)
+    fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=_count_pair)
 
 
-def _count_one(_) -> int:
+def _count_pair(_) -> int:
     """One loss term for each preference pair."""
     return 1
 
@@ -321,26 +329,26 @@ def _count_labels(example: tuple) -> int:
     return sum(map(abs, example[2]))
 
 
-def fit_scores(model, tokenizer, rows, config: Config, out: Path, kind: str) -> float:
-    """Fit the adapter "reward" as a "scalar" or "steps" reward model → held-out accuracy.
+def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: str) -> float:
+    """Train the adapter "reward" as a "scalar" or "steps" reward model → held-out accuracy.
 
     One tenth of the examples is held out. The learning rate is a third of R_φ's, and there is
-    one more epoch, because the one bit of a pair has less information than a critique.
+    one more epoch, because the one bit of a pair carries less information than a critique.
     """
     rows = rows[: config.annotated_rows]
-    if kind == "steps":
+    if reward_type == "steps":
         losses = labelled_losses
         count_of = _count_labels
         function, mode = ANNOTATORS["steps"]
         if config.task != "toy":
             function = config.annotator_function
         step_config = replace(config, mode=mode, annotator_function=function)
-        rows = annotated(model, tokenizer, rows, step_config, out)
+        rows = annotate_rows(model, tokenizer, rows, step_config, out)
         examples = [labelled_steps(row, tokenizer) for row in rows if row["spans"]]
     else:
         losses = pair_losses
-        count_of = _count_one
-        examples = encode(tokenizer, preferences(model, tokenizer, rows, config, out))
+        count_of = _count_pair
+        examples = encode_texts(tokenizer, preferences(model, tokenizer, rows, config, out))
     settings = reward_settings(config, out)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
@@ -354,23 +362,23 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, kind: str) -> 
     return (heldout_losses < math.log(2)).float().mean().item()
 
 
-def ppo(model, tokenizer, rows, config: Config, out: Path, kind="scalar"):
+def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar"):
     """PPO of Tables 2 and 3: Algorithm 4 with r(x, y) at the last token.
 
-    kind="steps" is PRM-PPO (Appendix N), with a score at the end of every step. The reward
-    model is fitted first, unless --reward_model names one of an earlier run.
+    reward_type="steps" is PRM-PPO (Appendix N), with a score at the end of every step. The
+    reward model is trained first, unless --reward_model names one of an earlier run.
     """
     if not lora_parameters(model, "reward"):
-        fit_scores(model, tokenizer, rows, config, out, kind)
-    train(model, tokenizer, rows, config, out, SCORED[kind])
+        fit_scores(model, tokenizer, rows, config, out, reward_type)
+    train(model, tokenizer, rows, config, out, SCORED[reward_type])
 
 
 def sdpo(model, tokenizer, rows, config: Config, out: Path):
     """Self-distillation from feedback (Hübotter et al. 2026) on rollouts of the policy.
 
-    The critique comes from R_φ if its adapter is loaded (--reward_model), else from
-    --annotator_function. Each minibatch is one forward pass. In the toy world the policy is
-    first trained to rewrite.
+    R_φ writes the critiques if its adapter is loaded (--reward_model). Otherwise the function
+    of --annotator_function writes them. Minibatches are not split into micro-batches. In the
+    toy world the policy is first trained to rewrite.
     """
     learn_to_rewrite(model, tokenizer, rows, config, out, "policy")
     critic = reward_model_critic if lora_parameters(model, "reward") else true_critic
@@ -400,7 +408,7 @@ def sdpo(model, tokenizer, rows, config: Config, out: Path):
 
 
 def show(batch: Rollouts, judgements: list[Judgement], tokenizer) -> Rollouts:
-    """Rollouts of the teacher: the same responses; the prompts hold y and its critique."""
+    """Rollouts for the teacher: the same responses; the prompts show y and its critique."""
     critiques = [judgement.critique for judgement in judgements]
     prompts = map(rewrite_prompt, batch.prompts, batch.texts, critiques)
     ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -410,25 +418,27 @@ def show(batch: Rollouts, judgements: list[Judgement], tokenizer) -> Rollouts:
 
 def distil(model, student_batch: dict[str, Tensor], teacher_batch: dict[str, Tensor],
            temperature: float):
-    """Backward pass of `sdpo_loss` per token; student and teacher are the adapter "policy".
+    """Backpropagate the mean of `sdpo_loss` over the tokens.
 
-    The batches are results of `Rollouts.part`.
+    Student and teacher both use the adapter "policy". The batches come from `Rollouts.part`.
     """
     with torch.no_grad():
         teacher, _ = forward(model, teacher_batch, "policy")                           # [N, H]
     student, _ = forward(model, student_batch, "policy")
-    logits = (x @ head_weight(model).T / temperature for x in (student, teacher))
-    (sdpo_loss(*logits) / len(student)).backward()
+    head = head_weight(model).T
+    student_logits = student @ head / temperature                                      # [N, V]
+    teacher_logits = teacher @ head / temperature
+    (sdpo_loss(student_logits, teacher_logits) / len(student)).backward()
 
 
 METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": ppo,
-           "prm_ppo": partial(ppo, kind="steps"), "sdpo": sdpo}
+           "prm_ppo": partial(ppo, reward_type="steps"), "sdpo": sdpo}
 
 
 # ── Reflection at test time, and the command line
 
 def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> list[str]:
-    """Texts y' ~ π'(· | x, y, z') for rollouts of y, with critiques z' from R_φ."""
+    """Rewrite the responses y: sample texts y' ~ π'(· | x, y, z') with critiques z' of R_φ."""
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
     prompts = [*map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)]
@@ -440,11 +450,11 @@ def main(argv=None):
     name, *flags = argv or sys.argv[1:] or [""]
     designs = LEARNT | TRUE
     if name not in designs and name not in METHODS:
-        problem = f"unknown method {name!r}" if name else "no method is given"
-        raise InputError(f"{problem}: name one of {', '.join([*METHODS, *designs])}, "
-                         f"then flags of text2grad.py")
+        problem = f"unknown method {name!r}" if name else "no method was given"
+        raise InputError(f"{problem}: choose one of {', '.join([*METHODS, *designs])}, "
+                         f"followed by flags of text2grad.py")
     defaults = ["--output_dir", f"runs/{name}", "--probe_rows", "0"]
-    flags = [*defaults, *flags]                                # later flags override
+    flags = [*defaults, *flags]                    # later flags override earlier ones
     config = parse_flags(Config, flags, __doc__, preset)
     if name in TRUE and not config.annotator_function:
         raise InputError(f"{name} needs --annotator_function: set it to module:function")

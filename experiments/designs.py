@@ -1,25 +1,25 @@
-"""Reward designs: critics that replace R_φ's critic (§4.3, Table 11, Appendices A, I and N).
+"""Reward designs: critics that take R_φ's place (§4.3, Table 11, Appendices A, I and N).
 
     python -m experiments.baselines true            # the annotator itself judges every rollout
-    python -m experiments.baselines end --seed 1    # setting B of App. A: δ summed at the end
+    python -m experiments.baselines end --seed 1    # setting B of App. A: Σ_t δ_t at the end
 
 A critic maps rollouts to one Judgement for each row of this rank. The rest of Algorithm 4 does
 not change. DESIGNS maps these names to critics:
 
-    critique           δ' from the spans of the critique that R_φ writes (the method)
+    critique           δ' from the spans of the critique that R_φ writes (Text2Grad itself)
     graded             mean δ' of four critiques sampled from R_φ at temperature 1
     end                Σ_t δ_t at the last token: the same feedback without token positions
-    linear_decay, importance   weights within a span (Appendix I.1)
-    true, true_end, …  the function of --annotator_function judges the rollout itself
+    linear_decay, importance   token weights within a span (Appendix I.1)
+    true, true_end, …  the function of --annotator_function judges the rollouts, not R_φ
     scalar, steps      score of a reward model at the last token, or at the end of each step;
-                       PPO and PRM-PPO in baselines.py fit these reward models first
+                       PPO and PRM-PPO in baselines.py train these reward models first
 
-"Human spans" (Table 11) need no separate design, because R_φ is trained on the spans that
-people marked. Dense labels and steps are modes of the annotator (experiments/modes.py).
+"Human spans" (Table 11) need no separate design: R_φ is then trained on spans that people
+marked. Dense labels and steps are modes of the annotator (experiments/modes.py).
 
 Scalar and step reward models are adapters on the same base model. They have no separate head.
-The score is computed from two rows of the frozen language-model head:
-ℓ_t = h_t · (W[+] − W[−]). B rows, T response tokens.
+The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
+head for the tokens "+" and "-". B rows, T response tokens.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ def row_share(rollouts) -> range:
 
 # ── Critics that change the rewards of another critic
 
-def changed(critic, change):
-    """A critic that replaces the δ of another critic by change(text, offsets, judgement)."""
-    def changed_critic(rollouts, model, tokenizer, config):
+def replace_delta(critic, change):
+    """A critic that works like another, but with δ = change(text, offsets, judgement)."""
+    def new_critic(rollouts, model, tokenizer, config):
         judgements = critic(rollouts, model, tokenizer, config)
         results = []
         for i, judgement in zip(row_share(rollouts), judgements):
             delta = change(rollouts.texts[i], rollouts.offsets[i], judgement)
             results.append(replace(judgement, delta=delta))
         return results
-    return changed_critic
+    return new_critic
 
 
 def at_end(critic):
     """Setting B of Appendix A: r_T = Σ_t δ_t at the last token, and 0 before it."""
     def pay_sum(_, offsets, judgement):
         return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]     # Eq. §3.6 A^B
-    return changed(critic, pay_sum)
+    return replace_delta(critic, pay_sum)
 
 
 def weighted(critic, weighting: str):
-    """A critic that multiplies the reward of each token in a span by a weight (Appendix I.1).
+    """A critic that weights the token rewards of another critic in each span (Appendix I.1).
 
     weighting: "linear_decay" or "importance", see `span_weights`.
     """
@@ -85,11 +85,11 @@ def weighted(critic, weighting: str):
                 # δ is 0 where a good and a poor span conflict, and stays 0 there.
                 delta[i] = weight * span.label if judgement.delta[i] else 0.0
         return delta
-    return changed(critic, weigh)
+    return replace_delta(critic, weigh)
 
 
 def noisy(critic, kind: str, percent: int):
-    """A critic whose spans are `damaged`. percent: damaged spans per 100.
+    """A critic that damages a percentage of another critic's spans, see `damaged`.
 
     The text is the random seed, so the same text always gets the same damage.
     """
@@ -97,7 +97,7 @@ def noisy(critic, kind: str, percent: int):
         rng = random.Random(text)
         spans = damaged(text, judgement.spans, kind, percent / 100, rng)
         return token_rewards(text, offsets, spans)
-    return changed(critic, damage)
+    return replace_delta(critic, damage)
 
 
 def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> list[Span]:
@@ -129,7 +129,10 @@ def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> li
 # ── Critics that do not need another critic
 
 def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """Judgements by the function of --annotator_function. It is not called for empty texts."""
+    """Judge rollouts with the function of --annotator_function.
+
+    The function is not called for empty responses, which get δ = 0.
+    """
     critic = load_object("--annotator_function", config.annotator_function)
     read = get_mode(config.mode).read
     judgements = []
@@ -153,8 +156,8 @@ def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
     """Mean δ' of DRAWS critiques at temperature 1: a Monte Carlo estimate of E[δ'_t] ∈ [−1, 1].
 
     The random numbers depend on the seed and the rollout, not on the batch or the ranks. An
-    unreadable critique counts as zeros. The other fields of a Judgement are those of the first
-    critique.
+    unreadable critique contributes δ' = 0. All other fields of a Judgement are those of the
+    first critique.
     """
     indices = [i for i in row_share(rollouts) for _ in range(DRAWS)]
     prompts = [rollouts.prompts[i] for i in indices]
@@ -178,11 +181,11 @@ def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
 # ── Scores: Bradley–Terry and process reward models (Appendix N)
 
 def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
-    """ℓ_t = h_t · (W[+] − W[−]) with the active adapter; h_t is the state after x and y_≤t.
+    """ℓ_t = h_t · (W[+] − W[−]) with the active adapter; h_t: hidden state after x and y_≤t.
 
-    pairs: [(x, y)] as ids → scores [B, T], mask [B, T].
+    pairs: [(x, y)] as token ids → scores [B, T], mask [B, T].
     """
-    plus, minus = (tokenizer(mark, add_special_tokens=False).input_ids[-1] for mark in "+-")
+    plus, minus = (tokenizer(sign, add_special_tokens=False).input_ids[-1] for sign in "+-")
     # One extra token gives a hidden state after the last token of y.
     batch = pad_batch([x for x, _ in pairs], [[*y, plus] for _, y in pairs],
                       model.device)
@@ -203,11 +206,11 @@ def mark_ends(text: str, offsets, steps: list[Span]) -> list[int]:
 
 @torch.no_grad()
 def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgement]:
-    """Rewards from the adapter "reward" at the last token of y, or of each step; 0 elsewhere.
+    """Rewards from the scores of the adapter "reward": for the response or for each step.
 
-    by_step=False: r(x, y) at the last token, for PPO (Tables 2 and 3). by_step=True:
-    2σ(ℓ) − 1 = tanh(ℓ/2) at the end of each step, for PRM-PPO (Appendix N). It maps σ(ℓ), the
-    probability that the step is correct, to [−1, 1].
+    by_step=False: r(x, y) = ℓ_T at the last token, for PPO (Tables 2 and 3). by_step=True:
+    2σ(ℓ) − 1 = tanh(ℓ/2) at the last token of each step, for PRM-PPO (Appendix N). This maps
+    σ(ℓ), the probability that the step is correct, to [−1, 1]. All other rewards are 0.
     """
     judgements = []
     with use_lora(model, "reward"):
@@ -233,7 +236,7 @@ DAMAGES = ("flipped", "shifted", "dropped")
 # Critics that need a trained R_φ.
 LEARNT = {"critique": reward_model_critic, "graded": graded, "end": at_end(reward_model_critic),
           **{name: weighted(reward_model_critic, name) for name in WEIGHTINGS}}
-# Critics that need a reward model fitted by baselines.py.
+# Critics that need a scalar or step reward model, trained by baselines.py.
 SCORED = {"scalar": partial(pay_scores, by_step=False),
           "steps": partial(pay_scores, by_step=True)}
 # Critics that need --annotator_function and no reward model.
@@ -246,16 +249,16 @@ DESIGNS = {**LEARNT, **SCORED, **TRUE}
 
 # ── Weights within a span (Appendix I.1)
 
-OTHERS = 0.2                            # weight of a token outside content words
+OTHERS = 0.2                            # weight of tokens outside content words
 
 
 def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     """Weights in (0, 1] of the n tokens of a span (Appendix I.1).
 
     places: [start, end) of each token in the text. "linear_decay": 1 − (i−1)·0.9/(n−1) for
-    token i. "importance": 1 on content words and parts of them, 0.2 on other tokens. The paper
-    uses a tagger and counts nouns and verbs as content. Here a word is content if it is not in
-    a fixed list of English function words.
+    token i. "importance": 1 on tokens that overlap a content word, 0.2 on other tokens. In the
+    paper, a part-of-speech tagger finds the content words, which are nouns and verbs. Here all
+    words are content words except a fixed list of English function words.
     """
     if weighting == "linear_decay":
         return [1.0 - 0.9 * i / max(1, len(places) - 1) for i in range(len(places))]
@@ -283,7 +286,7 @@ def step_spans(text: str, code: bool = False) -> list[Span]:
 
 @dataclass(frozen=True)
 class Mark(Span):
-    """A span that the careful critic mentions, and the critic's name for it."""
+    """A span that the careful critic mentions, with the name of its fact or fault."""
     name: str
 
 
@@ -299,10 +302,10 @@ def marks(row: dict, response: str) -> list[Mark]:
 
 
 def critique_no_cot(row: dict, response: str, damages=()) -> str:
-    """Mode no_cot: a verdict on each fact, without the facts of the post (Table 1).
+    """Reply in mode no_cot: a verdict on each fact, without the facts of the post (Table 1).
 
-    damages: [(kind, fraction)] for `damaged`. The same post and response always get the same
-    reply.
+    damages: [(kind, fraction)], applied to the spans one after another with `damaged`. The same
+    post and response always get the same reply.
     """
     rng = random.Random(f"{row['post']}|{response}")
     spans = marks(row, response)
@@ -314,16 +317,16 @@ def critique_no_cot(row: dict, response: str, damages=()) -> str:
     return quoted(response, " ".join(verdicts) or "It says nothing.", spans).text()
 
 
-# An annotator that does not reason first: one verdict in ten is wrong.
+# Simulates an annotator that does not reason first: one verdict in ten is wrong.
 critique_hasty = partial(critique_no_cot, damages=[("flipped", 0.1)])
-# An annotator with errors like those of people: it misses a third of the facts, one verdict in
-# twenty is wrong, and half of the quotes include the words around them.
+# Simulates the errors of people: a third of the facts are missed, one verdict in twenty is
+# wrong, and half of the quotes include the words around them.
 critique_human = partial(critique_no_cot, damages=[("dropped", 1 / 3), ("flipped", 0.05),
                                                    ("widened", 0.5)])
 
 
 def critique_steps(row: dict, response: str) -> str:
-    """Mode experiments.modes:STEPS: a step is a clause, correct if nothing in it is wrong."""
+    """Reply in mode STEPS: a step is a clause, and it is correct if it contains no fault."""
     poor_marks = [mark for mark in marks(row, response) if mark.label < 0]
     steps = []
     for step in step_spans(response):
@@ -334,10 +337,10 @@ def critique_steps(row: dict, response: str) -> str:
 
 
 def critique_dense(row: dict, response: str) -> str:
-    """Mode experiments.modes:DENSE: a label for every word (Table 11).
+    """Reply in mode DENSE: a label for every word (Table 11).
 
-    The words before a fact share its label. Most labelled words are therefore function words,
-    as in the paper.
+    The words before a fact share its label. As in the paper, most labelled words are therefore
+    function words.
     """
     facts = marks(row, response)
     labels = []

@@ -1,4 +1,4 @@
-"""Two more annotator modes: a label for every word (Table 11), and steps (Appendix N).
+"""Two more annotator modes: labels for every word (Table 11) and for steps (Appendix N).
 
     python annotate.py --task slf5k --data rows.jsonl --mode experiments.modes:DENSE
     python annotate.py --task kodcode --data rows.jsonl --mode experiments.modes:STEPS
@@ -19,24 +19,24 @@ LABELS = {"good": 1, "neutral": 0, "poor": -1}
 
 
 def _read_items(value: dict, key: str, read) -> list[tuple]:
-    """read(item) for each item of value[key].
+    """Apply read(item) to each item of the list value[key].
 
-    Raises FeedbackError where value[key] is not a list of objects in the form of the mode.
+    Raises FeedbackError if value[key] is not a list, or if read(item) fails for an item.
     """
     try:
         return [read(item) for item in value[key]]
     except (AttributeError, LookupError, TypeError) as error:
-        raise FeedbackError(f"{key!r} is not a list of objects in the form of the instruction "
-                            f"({type(error).__name__}: {error})") from error
+        raise FeedbackError(f"{key!r} must be a list of objects with the fields that the "
+                            f"instruction names ({type(error).__name__}: {error})") from error
 
 
 # ── Dense labels (Table 11)
 
 def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
-    """Spans from one label per word of the response, in order (Table 11).
+    """Read spans from a reply with one label per word of the response, in order (Table 11).
 
-    Neighbouring words with the same label form one span; "neutral" gives none. Raises
-    FeedbackError where the labelled words differ from the words of the response.
+    Neighbouring words with the same label form one span; "neutral" words are in no span. Raises
+    FeedbackError if the labelled words differ from the words of the response.
     """
     response = example["response"]
     value, prose = find_object(reply, ("labels",))
@@ -44,7 +44,7 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
         LABELS[item["label"]], item["word"].strip()))
     words = list(re.finditer(r"\S+", response))
     if [word for _, word in labels] != [word.group() for word in words]:
-        raise FeedbackError("the labelled words must be the words of the response, in order")
+        raise FeedbackError("the labelled words differ from the words of the response")
     spans = []
     for label, group in groupby(zip(labels, words), key=lambda pair: pair[0][0]):
         matches = [match for _, match in group]
@@ -66,12 +66,12 @@ DENSE = Mode(
 # ── Steps (Appendix N)
 
 def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
-    """Spans from quoted steps in order, each correct or not, with a reason (Appendix N).
+    """Read spans from a reply that quotes and judges every step, in order (Appendix N).
 
-    Each step is searched after the end of the previous step, and the first match is used. A
-    step without a match is unmatched. The next step must then match only once, or else it is
-    ambiguous. Unmatched and ambiguous steps give no span. Raises FeedbackError where the list
-    of steps is empty.
+    The search for a step begins at the end of the last matched step, and the first match is
+    used. A step without a match is unmatched. The place of the step after it is uncertain, so
+    that step is ambiguous if it has several matches. Unmatched and ambiguous steps give no
+    span. Raises FeedbackError if the list of steps is empty.
     """
     response = example["response"]
     value, _ = find_object(reply, ("steps",))
@@ -85,19 +85,19 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     spans = []
     unmatched = []
     ambiguous = 0
-    position = 0                                 # end of the last step that was matched
-    is_lost = False                              # the previous step was not matched
+    position = 0                                 # end of the last matched step
+    is_uncertain = False                         # whether a step since then has no place
     for verdict, step, _ in steps:
         places = [place for place in normal_places(response, step) if place[0] >= position]
         if not places:
             unmatched.append(step)
-            is_lost = True
-        elif is_lost and len(places) > 1:
+            is_uncertain = True
+        elif is_uncertain and len(places) > 1:
             ambiguous += 1
         else:
             start, position = places[0]
             spans.append(Span(start, position, 1 if verdict == "Correct" else -1))
-            is_lost = False
+            is_uncertain = False
     return quoted(response, critique, spans), Grounding(spans, unmatched, ambiguous)
 
 

@@ -1,17 +1,17 @@
-"""Studies in the toy world, where the truth is known: claims and open questions of the paper.
+"""Studies of the paper's claims and open questions in the toy world, where the truth is known.
 
-    python -m experiments.studies --study 1            # a page and figure in runs/studies/
-    python -m experiments.studies --study all          # all nine: some hours on two cores
-    python -m experiments.studies --study all --quick  # short runs, to check that all works
+    python -m experiments.studies --study 1            # writes runs/studies/1_….md and .svg
+    python -m experiments.studies --study all          # all nine; several hours on two cores
+    python -m experiments.studies --study all --quick  # short runs, as a check of the code
 
-A study is a table of arms. Each arm is a name and a `Run`. All studies share one procedure: it
-tunes the learning rate on one grid, with a seed and held-out posts that the results do not use,
-and writes a page with a table and curves of the arms.
+A study compares several arms. An arm is a name and a `Run`. All studies follow one procedure.
+It first tunes the learning rate on one grid, with a seed and held-out posts that the results do
+not use. It then trains each arm with several seeds and writes a page with a table and curves.
 
 The record of a run is kept in --cache under a hash of its settings. A stopped study can
-therefore resume, and studies share runs. Delete the cache after a change of code. Each run has
-its own process with one thread. The section "What was found" of a page is written by people;
-a new run of the study keeps it.
+therefore resume, and studies share runs. Delete the cache after a change of code. Runs are
+executed in parallel processes with one thread each. The section "What was found" of a page is
+written by people; a new run of the study keeps it.
 
 Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
@@ -44,7 +44,7 @@ from tqdm import tqdm
 import toy
 from data import (InputError, chunks, flag, parse_flags, read_rows, run_script, whole_rows,
                   write_rows)
-from experiments.baselines import METHODS, annotated, fit_scores, reflect
+from experiments.baselines import METHODS, annotate_rows, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DAMAGES, DESIGNS, LEARNT, SCORED, true_critic
 from model import load_lora, load_model, lora_parameters
 from report import svg_line, table
@@ -56,21 +56,21 @@ from text2grad import (Config, add_feedback, forward, gae, reward_model_critic, 
 # ── Runs: what a study compares
 
 POSTS = 3000                            # training posts of the policy
-BETA = 0.2                              # initial β of the paper for SLF5K
+BETA = 0.2                              # initial β, as in the paper for SLF5K
 RATES = (3e-4, 1e-3, 3e-3)              # learning rates that every arm tries
 TUNING = 100                            # seed of the tuning runs
 
 
 @dataclass(frozen=True)
 class Run:
-    """All settings on which one record depends; it trains a policy or a reward model."""
-    method: str = "critique"        # of DESIGNS or METHODS, or "two_rounds"; else see `work`
-    annotator: str = "careful"      # annotator of R_φ's training rows, or the true critic
-    settings: tuple = ()            # of text2grad.Config, as (name, value)
-    judge: tuple = ()               # of R_φ's RewardConfig, as (name, value)
-    length: int = toy.LENGTH        # sentences of a summary, 20 tokens each
-    updates: int = 16               # batches of rollouts, with 4 optimizer steps each
-    batch: int = 24                 # rollouts per update
+    """All settings of one training run of a policy or a reward model, or of a measurement."""
+    method: str = "critique"        # key of DESIGNS or METHODS, "two_rounds", or see `work`
+    annotator: str = "careful"      # key of ANNOTATORS: labels R_φ's rows, or judges rollouts
+    settings: tuple = ()            # (name, value) of changed fields of text2grad.Config
+    judge: tuple = ()               # (name, value) of changed fields of R_φ's RewardConfig
+    length: int = toy.LENGTH        # sentences per summary, about 20 tokens each
+    updates: int = 16               # number of batches; each is used for 4 optimizer steps
+    batch: int = 24                 # rollouts per batch
     rows: int = 3000                # annotated rows for R_φ
     rate: float = 0.0               # learning rate
     seed: int = 0
@@ -79,12 +79,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """One page: its arms by name, how their learning rates are tuned, and its limits."""
+    """One study: its question, its arms by name, and what its page says about its limits."""
     title: str
     question: str
     arms: dict[str, Run]
     cannot: str                     # what the study cannot show
-    tuned: int | None = None        # tune this many arms, the rest use the first; None: all
+    tuned: int | None = None        # arms to tune; others use the first's rate. None: all arms
     trajectories: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
 
@@ -92,84 +92,86 @@ class Study:
 TRUE = Run("true")
 END = Run("true_end")
 DENSE = Run("true", annotator="dense")
-NOISY = {f"{percent} % {kind}": Run(f"true_{kind}_{percent}")
-         for kind in DAMAGES for percent in (10, 20, 40)}
-LOOKS = tuple(Run("look", length=n, posts=256) for n in (1, 2, 4))
-SMALL = "One world, one tiny base, short runs: an order of methods here is none elsewhere."
+NOISY = {f"{percent} % {damage}": Run(f"true_{damage}_{percent}")
+         for damage in DAMAGES for percent in (10, 20, 40)}
+TRAJECTORIES = tuple(Run("look", length=n, posts=256) for n in (1, 2, 4))
+SMALL = "One toy world, one tiny base and short runs: methods may rank differently elsewhere."
 STUDIES = {
     1: Study(
         "Text2Grad and its baselines",
-        "How far does each method get with as many rollouts, and how fast? The paper claims 22 "
-        "% fewer steps than PPO.",
+        "How accurate does each method become with the same number of rollouts, and how fast? "
+        "The paper claims that Text2Grad needs 22 % fewer steps than PPO.",
         {"Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
          "PPO, R_φ's sum": Run("end"), "PPO, true sum": END, "true critic": TRUE,
          "DPO": Run("dpo"), "SFT": Run("sft"), "ILF": Run("ilf"),
          "reflection": Run("reflection"), "SDPO": Run("sdpo")},
-        "SFT imitates perfect references and ILF refinements by a function that reads "
-        "the critique's corrections, which no real row brings. SDPO's policy was first taught "
-        "to rewrite, from as many annotated rows again."),
+        "SFT imitates perfect references. ILF imitates refinements by a function that reads "
+        "the corrections in the critique. Real data has neither. SDPO's policy was first "
+        "trained to rewrite, which needs as many annotated rows again."),
     2: Study(
         "Reward designs",
-        "Which tokens should be paid (Table 11, Appendix I)? The true critic judges, so that "
-        "only the design differs; weights within spans are compared on its dense labels.",
+        "Which tokens should be rewarded (Table 11, Appendix I)? The true critic judges, so "
+        "that only the reward design differs. Token weights are compared on its dense labels.",
         {"spans": TRUE, "dense labels": DENSE,
          "dense, importance": replace(DENSE, method="true_importance"),
          "dense, linear decay": replace(DENSE, method="true_linear_decay"),
          "human-like spans": Run("true", annotator="human"), "end of sequence": END},
-        "Content words are told by a list, not by a tagger; and no person marked."),
+        "Content words are found with a word list, not with a part-of-speech tagger. The "
+        "human-like spans are simulated; no person marked spans."),
     3: Study(
         "Chain of thought",
-        "What does reasoning do for R_φ, and for the policy that it rewards (Tables 1, 2, 19)? "
-        "Reasoning may stand in z, or only lead the annotator to what z says.",
+        "Does reasoning improve R_φ and the policy that it rewards (Tables 1, 2, 19)? The "
+        "reasoning may be part of z, or it may only help the annotator and be left out of z.",
         {"in z": Run(), "not in z": Run(annotator="no_cot"),
          "none, one verdict in ten wrong": Run(annotator="hasty")},
-        "That an annotator errs in one verdict of ten without reasoning is assumed.",
+        "It is assumed, not measured, that an annotator without reasoning gives one wrong "
+        "verdict in ten.",
         tuned=1, seeds=3),
     4: Study(
         "Wrong labels",
-        "How fast does the gain fall with wrong spans, and which noise hurts most? Flipped "
-        "ones change their sign, shifted ones stand at the nearest word that has none, dropped "
-        "ones are gone.",
+        "How fast does the gain fall as more spans are wrong, and which noise hurts most? "
+        "Flipped spans have the wrong sign, shifted spans have moved to the nearest word "
+        "without a label, and dropped spans are missing.",
         {"none": TRUE, **NOISY},
-        "The noise is independent of the text; an annotator's errors are not.",
+        "The noise is independent of the text. The errors of a real annotator are not.",
         tuned=1, seeds=3),
     5: Study(
         "Graded rewards",
-        "Is δ of one greedy critique, −1, 0 or 1, enough, or is the mean of four sampled "
+        "Is the δ of one greedy critique (−1, 0 or 1) enough, or is the mean δ of four sampled "
         "critiques better?",
         {"discrete": Run(), "graded": Run("graded")},
-        "Its facts are right or wrong: there is no degree to be learnt.",
+        "Facts of the toy world are either right or wrong, so no degrees can be learned.",
         tuned=1, seeds=3),
     6: Study(
         "Human-like feedback",
-        "What if R_φ learns from rougher feedback: facts passed over, quotes too long, "
-        "verdicts wrong?",
+        "What happens if R_φ learns from rougher feedback, with missed facts, quotes that are "
+        "too long, and wrong verdicts?",
         {"programmatic": Run(), "human-like": Run(annotator="human")},
-        "A random generator played the people; theirs are other errors.",
+        "The errors of people are simulated at random. Real people make other errors.",
         tuned=1, seeds=3),
     7: Study(
         "A critic that falls behind",
-        "R_φ has learnt from the base's responses and is asked about those of a policy that "
-        "has moved. What keeps it right, at equal annotations?",
+        "R_φ is trained on responses of the base, but it judges responses of a policy that has "
+        "changed. What keeps it accurate, with the same number of annotations?",
         {"as it is": Run(), "β of .5": Run(settings=(("kl_coef", 0.5),)),
          "β of 1": Run(settings=(("kl_coef", 1.0),)),
          "R_φ of rank 128": Run(judge=(("lora_r", 128), ("lora_alpha", 256))),
          "four critiques": Run("graded"), "two rounds": Run("two_rounds"),
          "true critic": TRUE},
-        "Two rounds cost a second phase 1 and 2; what a person's hour costs is not in "
-        "the table.", tuned=1),
+        "Two rounds need phases 1 and 2 twice. The table does not count the cost of the "
+        "people who would annotate.", tuned=1),
     8: Study(
-        "Discriminative power", "What does Appendix A come to on real trajectories?", {},
-        "The gradients are of the base, before any update, with V = 0 and without clipping.",
-        trajectories=LOOKS),
+        "Discriminative power", "Do the claims of Appendix A hold on real trajectories?", {},
+        "All gradients are those of the base before any update, with V = 0 and no clipping.",
+        trajectories=TRAJECTORIES),
     9: Study(
         "Placement and length",
-        "The same δ per token, or as a sum at the end: how does the gain of placing it grow "
-        "with the length of a response?",
+        "The same δ is paid either at its tokens (placed) or as a sum at the end. How does the "
+        "benefit of placement grow with the length of a response?",
         {f"{name}, {20 * n} tokens": replace(run, length=n)
          for n in (1, 2, 4) for name, run in (("placed", TRUE), ("at the end", END))},
-        "80 tokens are no essay; the critic is the true one, which never errs; facts "
-        "are as dense in long responses as in short ones.", trajectories=LOOKS),
+        "80 tokens are still a short text. The critic is the true critic, which never errs. "
+        "Facts are as dense in long responses as in short ones.", trajectories=TRAJECTORIES),
 }
 
 
@@ -181,16 +183,16 @@ def key(run: Run) -> str:
 
 
 def judge_of(run: Run) -> Run | None:
-    """The run that trains this run's reward model, or None. All seeds share it."""
+    """The run that trains the reward model of this run, or None. All seeds share it."""
     if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
         return None
-    kind = run.method if run.method in SCORED else "critique"
+    reward_type = run.method if run.method in SCORED else "critique"
     rows = run.rows // 2 if run.method == "two_rounds" else run.rows
-    return Run(f"fit {kind}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
+    return Run(f"fit {reward_type}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
 
 
-def record_of(run: Run, cache: Path) -> dict:
-    """The record of a finished run."""
+def read_record(run: Run, cache: Path) -> dict:
+    """The record of a finished run, from the cache."""
     return read_rows(cache / f"{key(run)}.json")[0]
 
 
@@ -207,9 +209,9 @@ def work(run: Run, cache: Path):
 
 
 def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
-    """The records of runs, in order. The pool executes each run that the cache lacks, once.
+    """The records of runs, in order. The pool first executes the runs that the cache lacks.
 
-    Raises InputError where a run fails.
+    Raises InputError if a run fails.
     """
     missing = [run for run in dict.fromkeys(runs) if not (cache / f"{key(run)}.json").exists()]
     results = pool.map(work, missing, repeat(cache))
@@ -218,43 +220,44 @@ def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
             next(results)
         except Exception as error:
             raise InputError(f"{run} failed: {type(error).__name__}: {error}") from error
-    return [record_of(run, cache) for run in runs]
+    return [read_record(run, cache) for run in runs]
 
 
 def settings(run: Run, out: Path) -> Config:
-    """The flags of text2grad.py for a run. All other flags keep their defaults."""
+    """The flags of text2grad.py for a run. Flags that are not set here keep their defaults."""
     critic, mode = ANNOTATORS[run.annotator]
     return Config(output_dir=str(out), seed=run.seed, annotator_function=critic, mode=mode,
-                  probe_rows=0,
-                  learning_rate=run.rate, iterations=run.updates, batch_size=run.batch,
-                  minibatch_size=run.batch, save_every=10**9, max_new_tokens=28 * run.length,
+                  probe_rows=0, learning_rate=run.rate, iterations=run.updates,
+                  batch_size=run.batch, minibatch_size=run.batch, save_every=10**9,
+                  max_new_tokens=28 * run.length,
                   **{"kl_coef": BETA} | dict(run.settings))
 
 
 def fit_judge(run: Run, cache: Path) -> dict:
-    """Train a reward model → CACHE/KEY/reward/adapter.
+    """Train a reward model, save it in CACHE/KEY/reward/adapter, and evaluate it → record.
 
-    The record of R_φ is its `probe` on responses of the base. Others have held-out accuracy.
+    R_φ is evaluated on responses of the base, with `probe_reward_model`. The other reward
+    models are evaluated by their accuracy on held-out examples.
     """
     out = cache / key(run)
     config = settings(run, out)
     out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(toy.BASE, device="cpu")
     rows = toy.rows("train", run.rows, 1000)
-    _, kind = run.method.split()
-    if kind in SCORED:
-        return {"right": fit_scores(model, tokenizer, rows, config, out, kind)}
-    annotated(model, tokenizer, rows, config, out)
+    _, reward_type = run.method.split()
+    if reward_type in SCORED:
+        return {"right": fit_scores(model, tokenizer, rows, config, out, reward_type)}
+    annotate_rows(model, tokenizer, rows, config, out)
     fit(model, tokenizer, replace(reward_settings(config, out), **dict(run.judge)))
-    rollouts = answers(model, tokenizer, run, config, None)
+    rollouts = sample_answers(model, tokenizer, run, config, None)
     return probe_reward_model(rollouts, model, tokenizer, config, reward_model_critic)
 
 
 def probe_reward_model(rollouts, model, tokenizer, config: Config, critic) -> dict:
-    """Precision and recall of a critic's tokens against the careful annotator (Table 1).
+    """Precision and recall of a critic's token labels against the careful annotator (Table 1).
 
-    A token with |δ| ≥ 0.5 has the sign of δ as its label, and any other token has the label 0.
-    For `graded`, where δ is a mean, at least half of the critiques must therefore agree.
+    The label of a token is the sign of δ if |δ| ≥ 0.5, and 0 otherwise. For `graded`, δ is a
+    mean, so at least half of the critiques must agree on a label.
     """
     function, mode = ANNOTATORS["careful"]
     careful = replace(config, annotator_function=function, mode=mode)
@@ -267,13 +270,12 @@ def probe_reward_model(rollouts, model, tokenizer, config: Config, critic) -> di
     return token_figures(counts)
 
 
-# Methods whose δ can be compared with spans. Other designs move the reward to other tokens.
-PROBED = {"critique": reward_model_critic, "two_rounds": reward_model_critic,
-          "graded": DESIGNS["graded"]}
+# Methods whose δ can be compared with spans. Other designs move rewards between tokens.
+PROBED = ("critique", "two_rounds", "graded")
 
 
 def train_policy(run: Run, cache: Path) -> dict:
-    """Train and evaluate a policy. "curve": fact accuracy of the rollouts of each update."""
+    """Train and evaluate a policy → record; "curve": fact accuracy of each batch."""
     model, tokenizer = load_model(toy.BASE, device="cpu")
     rows = toy.rows("train", POSTS, run.seed, run.length)
     critic = DESIGNS.get(run.method)
@@ -281,7 +283,7 @@ def train_policy(run: Run, cache: Path) -> dict:
     record = {}
     if judge_run:
         load_lora(model, "reward", cache / key(judge_run) / "reward" / "adapter")
-        record["before"] = record_of(judge_run, cache).get("poor_recall")
+        record["before"] = read_record(judge_run, cache).get("poor_recall")
     if run.method == "two_rounds":
         critic = renewed(run, read_rows(cache / key(judge_run) / "feedback.jsonl"))
     with TemporaryDirectory() as directory:
@@ -296,15 +298,16 @@ def train_policy(run: Run, cache: Path) -> dict:
     record["curve"] = [row["fact accuracy"] for row in curve]
     for name, temperature in (("greedy", 0.0), ("accuracy", 1.0)):
         eval_config = replace(config, temperature=temperature)
-        rollouts = answers(model, tokenizer, run, eval_config, "policy")
+        rollouts = sample_answers(model, tokenizer, run, eval_config, "policy")
         record[name] = mean(map(toy.fact_accuracy, rollouts.rows, rollouts.texts))
     if run.method in PROBED:                           # on the responses at temperature 1
-        record |= probe_reward_model(rollouts, model, tokenizer, config, PROBED[run.method])
+        probed_critic = DESIGNS.get(run.method, reward_model_critic)
+        record |= probe_reward_model(rollouts, model, tokenizer, config, probed_critic)
     return record
 
 
-def answers(model, tokenizer, run: Run, config: Config, adapter):
-    """Responses of a policy to held-out posts. For reflection these are the rewritten ones."""
+def sample_answers(model, tokenizer, run: Run, config: Config, adapter):
+    """Sample responses to held-out posts. For reflection, return the rewritten responses."""
     posts = toy.rows("eval", run.posts, int(run.seed == TUNING), run.length)
     generator = torch.Generator().manual_seed(run.seed)
     rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
@@ -316,8 +319,8 @@ def answers(model, tokenizer, run: Run, config: Config, adapter):
 def renewed(run: Run, feedback: list[dict]):
     """A critic that trains R_φ a second time after half of the updates (Algorithm 1 repeated).
 
-    The policy's own responses are annotated, and R_φ continues training on the old feedback and
-    the new rows. The optimizer and β of the policy are not reset.
+    Responses of the current policy are annotated, and R_φ continues training on the old and the
+    new feedback. The optimizer and β of the policy are not reset.
     """
     batches = count()
 
@@ -330,7 +333,7 @@ def renewed(run: Run, feedback: list[dict]):
                                         generator).texts
             rows = [row | {"response": text} for row, text in zip(posts, responses)]
             out.mkdir()
-            new_feedback = annotated(model, tokenizer, rows, config, out)
+            new_feedback = annotate_rows(model, tokenizer, rows, config, out)
             write_rows(out / "feedback.jsonl", feedback + new_feedback)
             fit(model, tokenizer, reward_settings(config, out))
         return reward_model_critic(rollouts, model, tokenizer, config)
@@ -339,7 +342,7 @@ def renewed(run: Run, feedback: list[dict]):
 
 # ── Appendix A on real trajectories
 
-# Name → (whether Σ_t δ_t is paid at the last token, λ)
+# Setting → (whether Σ_t δ_t is paid at the last token, λ)
 SETTINGS = {"A, λ = .95": (False, 0.95), "A, λ = 1": (False, 1.0), "B, λ = .95": (True, 0.95),
             "B, λ = 1": (True, 1.0)}
 SAMPLES = 4                                        # responses per post
@@ -348,7 +351,7 @@ SAMPLES = 4                                        # responses per post
 def follow_trajectories(run: Run, cache: Path) -> dict:
     """Measure settings A and B on responses of the base to held-out posts (Appendix A).
 
-    δ is from the true critic, with V = 0, γ = 1 and no KL penalty.
+    δ comes from the true critic. V = 0, γ = 1, and there is no KL penalty.
     """
     model, tokenizer = load_model(toy.BASE, device="cpu")
     config = settings(run, cache)
@@ -375,7 +378,7 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
 
 
 def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
-    """A_t of SETTINGS with V = 0. In setting B, r_T = Σ_t δ_t. [B, T] each."""
+    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B."""
     zeros = torch.zeros_like(delta)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
     end_rewards = zeros.scatter(1, last, delta.sum(1, keepdim=True))
@@ -389,13 +392,14 @@ def correlation(x, y) -> float:
 
 
 def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. Appendix A ΔA
-    """Counts for the claim ΔA^A_t > ΔA^B_t of Appendix A, with w = weight.
+    """Count where the claim ΔA^A_t > ΔA^B_t of Appendix A holds, with w = weight.
 
-    ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k. The claim: ΔA^A_t is larger
-    wherever any Δδ_k > 0 with t ≤ k < T (the premise). A pair is two responses of equal length
-    to one post, and Δ is the one with the larger Σ δ minus the other. Returns "pairs", "places"
-    (all t < T), "premise" (places where it holds) and "held" (where ΔA^A_t > ΔA^B_t as well).
-    delta, mask: [B, T], with `samples` neighbouring rows per post.
+    ΔA^A_t = Σ_{k≥t} w^(k−t) Δδ_k and ΔA^B_t = w^(T−t) Σ_{k≥t} Δδ_k. The appendix claims that
+    ΔA^A_t > ΔA^B_t wherever some Δδ_k > 0 with t ≤ k < T (the premise). A pair is two responses
+    of equal length to one post. Δ is the difference between the response with the larger Σ δ
+    and the other. Returns the numbers of "pairs", of "places" (all t < T), of places where the
+    premise holds ("premise"), and of those where the claim holds, too ("held"). delta, mask:
+    [B, T], with `samples` neighbouring rows per post.
     """
     def tail_sum(x):
         return x.flip(0).cumsum(0).flip(0)                                  # Σ_{k≥t} x_k
@@ -420,9 +424,9 @@ def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. A
 
 
 def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str, Tensor]:
-    """g_i · g_j for the gradients g_i = Σ_t A_t ∇ log π(y_t) of single responses → [B, B].
+    """g_i · g_j, where g_i = Σ_t A_t ∇ log π(y_t) is the gradient of one response → [B, B].
 
-    rows: indices of the responses. advantages: name → A, [B, T]; the result has the same names.
+    rows: indices of the responses. advantages: name → A, [B, T]. The result has the same names.
     """
     gradients = {name: [] for name in advantages}
     for i in rows:
@@ -440,9 +444,9 @@ def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str
 
 
 def noise_scale(dots: Tensor) -> tuple[float, float, float]:
-    """Batch size at which the noise of the gradient equals its signal: (value, low, high).
+    """Batch size at which the noise of the gradient equals its signal → (value, low, high).
 
-    tr Σ / |E g|² (McCandlish et al. 2018). low and high: 95 % interval from resampled posts.
+    tr Σ / |E g|² (McCandlish et al. 2018). low, high: 95 % bootstrap interval over posts.
     dots: g_i · g_j, [B, B].
     """
     rng = torch.Generator().manual_seed(0)
@@ -472,7 +476,7 @@ def seed_interval(values):
 
 
 def plus_minus(values: list[float], digits=3, sign="") -> str | None:
-    """Text "mean ± half width of the 95 % interval", or a single value; None without values."""
+    """Format as "mean ± half width of the 95 % interval"; a single value alone; [] → None."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}" if len(values) else None
     centre, half = seed_interval(values)
@@ -480,7 +484,7 @@ def plus_minus(values: list[float], digits=3, sign="") -> str | None:
 
 
 def smooth(curve: list[float]):
-    """The mean of each point and its two neighbours. The two end points do not change."""
+    """Moving average of each point and its two neighbours. The end points do not change."""
     return np.r_[curve[0], np.convolve(curve, [1 / 3] * 3, "valid"), curve[-1]]
 
 
@@ -488,13 +492,13 @@ def smooth(curve: list[float]):
 
 @dataclass(eq=False)
 class Arm:
-    """One arm of a study: its run, and one record for each seed."""
+    """One arm of a study: its run, and its record for each seed."""
     name: str
     run: Run
     records: list[dict]
 
     def values(self, figure: str) -> list:
-        """The values of one key of the records, without missing and empty ones."""
+        """The values under one key of the records. Missing and empty values are left out."""
         values = [record.get(figure) for record in self.records]
         return [value for value in values if value not in (None, [])]
 
@@ -514,9 +518,9 @@ class Arm:
 
 
 def arm_table(arms: list[Arm]) -> str:
-    """A table with one row per arm, compared with the first arm of its length, and a legend."""
-    header = ["", "rate", "at first", "right facts", "greedy", "less the first",
-              "rollouts to 90 %", "recall, before", "recall", "precision", "seconds"]
+    """Table and legend; each row compares an arm with the first arm of the same length."""
+    header = ["", "rate", "start", "accuracy", "greedy", "minus first arm",
+              "rollouts to 90 %", "base recall", "recall", "precision", "seconds"]
     rows = []
     for arm in arms:
         baseline = next(first for first in arms if first.run.length == arm.run.length)
@@ -537,18 +541,21 @@ def arm_table(arms: list[Arm]) -> str:
 {table(header, rows)}
 ```
 
-Right facts: in the first rollouts, before any update; of held-out posts, at T = 1 and greedy, \
-and less the first arm's of the same length. Rollouts: to 90 % of that arm's gain, which ends \
-at the mean of its curve's last three points. Recall and precision: of R_φ's poor tokens, by \
-the careful annotator's, on responses of the base (before) and of the final policy.
+Rate: learning rate. Start: fact accuracy of the first rollouts, before any update. Accuracy: \
+fact accuracy on held-out posts at temperature 1; greedy: the same with greedy decoding. Minus \
+first arm: accuracy minus that of the first arm with the same length. Rollouts to 90 %: \
+rollouts until an arm reaches 90 % of the first arm's gain, which is measured from the first \
+point of its curve to the mean of the last three. Recall and precision: of R_φ's poor tokens \
+against the careful annotator's, on responses of the final policy. Base recall: the same on \
+responses of the base.
 """
 
 
 def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
-    """One chart per arm with curves: smoothed accuracy over rollouts, as SVG.
+    """One SVG chart of the smoothed accuracy over rollouts for each arm that has curves.
 
-    Lines: the mean over seeds, its 95 % interval, and the mean of the first arm of the same
-    length.
+    Lines: the mean over seeds, the ends of its 95 % interval, and the mean of the first arm of
+    the same length.
     """
     charts = []
     baselines = {}                                     # length → mean curve of the first arm
@@ -557,15 +564,15 @@ def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
         if curves:
             means, halves = seed_interval(curves)
             baseline = baselines.setdefault(arm.run.length, means)
-            lines = {"mean": means, "least": means - halves, "most": means + halves,
-                     "the first": baseline}
+            lines = {"mean": means, "low": means - halves, "high": means + halves,
+                     "first arm": baseline}
             x = [arm.run.batch * i for i in range(len(means))]
-            charts.append(svg_line(f"{arm.name}: right facts in rollouts", x, lines,
+            charts.append(svg_line(f"{arm.name}: accuracy of rollouts", x, lines,
                                    "rollouts"))
     return charts
 
 
-def look_tables(records: list[dict]) -> str:
+def trajectory_tables(records: list[dict]) -> str:
     """Tables and legends for records of `follow_trajectories`, by response length (App. A)."""
     settings_rows = [[name, f"{record['tokens']:.0f}", record["correlation"][name],
                       "{:.1f} ({:.1f} to {:.1f})".format(*record["noise"][name])]
@@ -573,38 +580,39 @@ def look_tables(records: list[dict]) -> str:
     pair_rows = [[f"{record['tokens']:.0f}", *record["pairs"].values(), record["alpha"]]
                  for record in records]
     settings_header = ["", "tokens", "correlation of A_t with δ_t",
-                       "batch at which noise equals signal"]
-    pair_header = ["tokens", "pairs", "their places", "where the premise holds",
-                   "and ΔA^A > ΔA^B too", "mean 0.95^−(T−k) of δ_k ≠ 0"]
+                       "noise scale in responses"]
+    pair_header = ["tokens", "pairs", "places", "premise holds",
+                   "premise and ΔA^A > ΔA^B", "mean 0.95^−(T−k) of δ_k ≠ 0"]
     return f"""
 ```
 {table(settings_header, settings_rows)}
 ```
 
-Setting A pays every token its δ, setting B their sum at the last token: responses of the \
-base, judged by the true critic; V = 0, γ = 1, no KL. Correlation: over tokens with δ ≠ 0. \
-Noise equals signal at a batch of tr Σ / |E g|² responses, g the policy gradient of one \
-response with whitened advantages; in brackets 95 % by resampling posts.
+Setting A pays each δ at its token, and setting B pays their sum at the last token. The \
+responses are those of the base, judged by the true critic, with V = 0, γ = 1 and no KL. \
+Tokens: mean length of a response. The correlation is over tokens with δ ≠ 0. The noise scale \
+tr Σ / |E g|² is the batch size at which noise equals signal, where g is the policy gradient \
+of one response with whitened advantages; in brackets: 95 % bootstrap interval over posts.
 
 ```
 {table(pair_header, pair_rows)}
 ```
 
-Pairs of equally long responses to one post, one better by Σ δ, at γλ = .95; the premise of \
-Appendix A: some Δδ_k > 0 with t ≤ k < T.
+A pair is two responses of equal length to one post, one with a larger Σ δ; γλ = .95. A place \
+is a position t < T of a pair. The premise of Appendix A is that some Δδ_k > 0 with t ≤ k < T.
 """
 
 
-def look_figure(records: list[dict]) -> str:
+def trajectory_figure(records: list[dict]) -> str:
     """SVG of the noise scale of each setting over the length of responses."""
     noise = {name: [record["noise"][name][0] for record in records] for name in SETTINGS}
-    return svg_line("batch at which noise equals signal",
+    return svg_line("noise scale in responses",
                     [round(record["tokens"]) for record in records], noise,
-                    "tokens of a response")
+                    "tokens per response")
 
 
 def sheet(charts: list[str], across: int = 3) -> str:
-    """One SVG with the charts of `svg_line`, each 340 × 180; across: charts per row."""
+    """One SVG of charts of `svg_line`, each 340 × 180. across: number of charts per row."""
     out = "".join(f'<svg x="{350 * (i % across)}" y="{190 * (i // across)}" width="340" '
                   f'height="180">{chart}</svg>' for i, chart in enumerate(charts))
     height = 190 * math.ceil(len(charts) / across)
@@ -612,19 +620,19 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
-def write_study_page(path: Path, study: Study, arms: list[Arm], look_records: list[dict],
-               flags: str):
+def write_study_page(path: Path, study: Study, arms: list[Arm],
+                     trajectory_records: list[dict], flags: str):
     """Write the page of a study. The section "What was found" of an old page is kept."""
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.trajectories][0]
-    rates = {0: "not tuned", 1: "tuned for the first arm, whose rate all have",
+    rates = {0: "not tuned", 1: "tuned for the first arm and used for all arms",
              None: "tuned for every arm"}[study.tuned]
-    records = sum((arm.records for arm in arms), look_records)
+    records = sum((arm.records for arm in arms), trajectory_records)
     seconds = sum(record["seconds"] for record in records)
     tables = arm_table(arms) if arms else ""
-    if look_records:
-        tables += look_tables(look_records)
+    if trajectory_records:
+        tables += trajectory_tables(trajectory_records)
     path.write_text(f"""# Study {path.stem[0]}: {study.title}
 
 {study.question}
@@ -636,15 +644,17 @@ def write_study_page(path: Path, study: Study, arms: list[Arm], look_records: li
 ## How
 
 `python -m experiments.studies --study {path.stem[0]}{flags}`, {time.strftime('%Y-%m-%d')}, \
-{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {seconds:.0f} CPU \
-seconds of the reported runs, which other studies share. \
-Seeds: 0 to {study.seeds - 1}; each draws the training posts, the adapter's first values and \
-every sample. Intervals: 95 %, by Student's t; differences are paired by seed. Learning rate: \
-{rates}; of {RATES}, the smallest within 0.01 of the best by another seed, {TUNING}, and other \
-held-out posts. A run has {run.updates * run.batch} rollouts, in updates of {run.batch}, each \
-used for 4 optimizer steps; a method that is fitted to rows has as many responses and steps. β \
-starts at {BETA}. Held out: {run.posts} posts. Reward models are trained once, on {run.rows} \
-responses of the base, and shared by all seeds: no interval holds what another would change.
+{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}. The reported runs \
+took {seconds:.0f} CPU seconds; other studies share some of them. Seeds: 0 to \
+{study.seeds - 1}. A seed determines the training posts, the initial adapter and all samples. \
+Intervals are 95 % intervals by Student's t, and differences are paired by seed. Learning \
+rate: {rates}. Tuning takes the smallest of {RATES} whose accuracy is within 0.01 of the best, \
+with seed {TUNING} and other held-out posts. A run has {run.updates * run.batch} rollouts in \
+batches of {run.batch}, and each batch is used for 4 optimizer steps. Methods that train on \
+fixed rows use as many responses and optimizer steps. β starts at {BETA}. There are \
+{run.posts} held-out posts. Each reward model is trained once, on {run.rows} responses of the \
+base, and all seeds share it, so the intervals do not include the variation between reward \
+models.
 
 ## What it cannot show
 
@@ -660,15 +670,15 @@ QUICK = {"updates": 5, "batch": 16, "rows": 240, "posts": 40, "rate": 1e-3}
 @dataclass
 class StudyConfig:
     """The flags: which studies to run, and where their pages are written."""
-    study: str = flag("all", "number of a study, 1 to 9, or all", ("all", *map(str, STUDIES)))
-    quick: bool = flag(False, "two seeds and short runs without tuning, as a check")
+    study: str = flag("all", "number of a study, or all", ("all", *map(str, STUDIES)))
+    quick: bool = flag(False, "check the code: two seeds, short runs and no tuning")
     output_dir: str = flag("runs/studies", "directory of the pages and figures")
     cache: str = flag("runs/studies", "directory of the records and reward models of past runs")
-    workers: int = flag(2, "number of parallel runs, with one core each", least=1)
+    workers: int = flag(2, "number of parallel runs; each uses one core", least=1)
 
 
 def tune(runs: list[Run], get_records) -> list[Run]:
-    """Runs with the smallest learning rate whose accuracy is within 0.01 of the best."""
+    """The runs, each with the smallest rate whose accuracy is within 0.01 of the best."""
     tries = [replace(run, rate=rate, seed=TUNING) for run in runs for rate in RATES]
     accuracies = [record["accuracy"] for record in get_records(tries)]
     accuracies = np.reshape(accuracies, (-1, len(RATES)))
@@ -679,12 +689,12 @@ def tune(runs: list[Run], get_records) -> list[Run]:
 def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Path:
     """Execute the runs of a study and write its page and figure → path of the page.
 
-    get_records: a function from runs to their records, see `settle`.
+    get_records: function that maps runs to their records, see `settle`.
     """
     if config.quick:
         quick_arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
-        quick_looks = [replace(run, **QUICK) for run in study.trajectories]
-        study = replace(study, arms=quick_arms, trajectories=quick_looks, tuned=0, seeds=2)
+        trajectories = [replace(run, **QUICK) for run in study.trajectories]
+        study = replace(study, arms=quick_arms, trajectories=trajectories, tuned=0, seeds=2)
     runs = [*study.arms.values()]
     get_records([*filter(None, map(judge_of, runs))])              # trains the reward models
     tuned = tune(runs[: study.tuned], get_records)
@@ -693,15 +703,15 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     records = get_records([replace(run, seed=seed) for run in runs
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
-    look_records = get_records(study.trajectories)
+    trajectory_records = get_records(study.trajectories)
     charts = arm_figure(arms)
-    if look_records:
-        charts.append(look_figure(look_records))
+    if trajectory_records:
+        charts.append(trajectory_figure(trajectory_records))
     name = re.sub("[^a-z0-9]+", "_", study.title.lower())
     path = Path(config.output_dir) / f"{number}_{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".svg").write_text(sheet(charts))
-    write_study_page(path, study, arms, look_records, " --quick" if config.quick else "")
+    write_study_page(path, study, arms, trajectory_records, " --quick" if config.quick else "")
     return path
 
 

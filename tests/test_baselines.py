@@ -397,7 +397,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 @pytest.mark.parametrize("flags, said", [
     (["true", "--annotator_function", "none"], "needs --annotator_function"),
-    (["best"], "'best': name one of sft.* critique"), ([], "no method.*: name one of"),
+    (["best"], "'best': choose one of sft.* critique"), ([], "no method.*: choose one of"),
     (["dpo", "--annotator_function", "none:x"], "import")])
 def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])

@@ -209,7 +209,7 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
     path = do_study(2, study, config, do)
     page, records = path.read_text(), sorted(tmp_path.glob("*.json"))
     assert len(records) == 3 * 2 + 1 and path.name == "2_tiny.md"
-    assert "## What was found" not in page and page.endswith("none elsewhere.\n")
+    assert "## What was found" not in page and page.endswith("differently elsewhere.\n")
     for wanted in ("\ntrue ", "\ndpo ", "Does it work?", "(2_tiny.svg)", "Seeds: 0 to 1",
                    "16 rollouts", "Nothing much.", "--study 2 --quick", "not tuned"):
         assert wanted in page
