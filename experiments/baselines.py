@@ -164,7 +164,8 @@ def limit_rows(rows: list[dict], config: Config, samples: int = 1) -> list[dict]
 
 def annotate_rows(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
     """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
-    write_responses(model, tokenizer, rows, config, out)
+    if not result_exists(out / "responses.jsonl"):
+        write_responses(model, tokenizer, rows, config, out)
     if not result_exists(out / "feedback.jsonl"):
         annotate(annotation_settings(config, out))
     return read_rows(out / "feedback.jsonl")
