@@ -177,7 +177,7 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
     assert reasons == 5 * ["this critique cannot be read"] + 15 * [None]
     monkeypatch.setattr(sys, "argv", ["spans", "--audit", str(out / "after.jsonl")])
     spans.main()
-    assert "5 rows without feedback left out" in capsys.readouterr().out
+    assert "5 rows without feedback were left out" in capsys.readouterr().out
 
 
 def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
