@@ -266,7 +266,7 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
     command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
-    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):       # then nothing is left
+    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):  # then none is left
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert line in done.stdout, done.stderr
         assert f"annotate.py --task kodcode --data {path}" in done.stdout
