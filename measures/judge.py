@@ -248,7 +248,7 @@ def win_rate(wins) -> dict:
 
 # ── MT-Bench (Zheng et al., 2023)
 
-NEED_REFERENCE = "math", "reasoning", "coding"   # categories that show the judge a reference
+NEED_REFERENCE = "math", "reasoning", "coding"   # with a reference for the judge, if any
 # FastChat's sampling temperatures; 0.7 in the other categories.
 ANSWER_TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
                       "stem": 0.1, "humanities": 0.1}

@@ -94,7 +94,7 @@ def _words_13a(text: str) -> list[str]:
 def bleu_counts(prediction: str, reference: str) -> list[int]:
     """Counts of one row: [words, reference words, hits of 1- to 4-grams, 1- to 4-grams]; [10].
 
-    A hit is an n-gram of the prediction that the reference contains, too.
+    A hit is an n-gram of the prediction that is also in the reference.
     """
     words = _words_13a(prediction)
     reference_words = _words_13a(reference)
@@ -331,10 +331,10 @@ def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None
 
 
 def interval(rows, figure=ratio) -> tuple[float, float] | None:
-    """The 95 % interval of `corpus(rows, figure)`: bootstrap, or Wilson (1927) for extremes.
+    """The 95 % interval of `corpus(rows, figure)`, by bootstrap or by Wilson (1927).
 
-    If a share is 0 or 1, all bootstrap samples agree and their interval has no width. Wilson's
-    interval then takes each row as one case, because the counts of a row are not independent.
+    Wilson's interval is used for a share of 0 or 1, where all bootstrap samples agree and their
+    interval has no width. It takes a row as one case, as the counts of a row are dependent.
     """
     value = corpus(rows, figure)
     if figure is not share or value not in (0, 1):

@@ -160,7 +160,7 @@ class SignCounts(_Counts):
 
     marked_*: in the gold annotation. predicted_*: in the critique. hit_tokens: tokens in both.
     overlap: sum of the overlap indices of all pairs. near: pairs with ≥ 90 % overlap. agreed:
-    predicted spans with more than half of their characters labelled the same by people.
+    predicted spans to more than half of whose characters people gave the same label.
     """
     marked_tokens: int = 0
     predicted_tokens: int = 0

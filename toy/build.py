@@ -98,7 +98,7 @@ def quotation(text: str, facts: dict[str, str], faults: list[str],
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on posts, summaries and critiques so that they have few tokens."""
+    """Byte-level BPE, trained on posts, summaries and critiques to encode these briefly."""
     rng = random.Random(seed)
     texts = []
     for length in toy.LENGTHS:
