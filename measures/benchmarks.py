@@ -110,7 +110,7 @@ def _same(value):
 
 
 def _tuples(value: list) -> list[tuple]:
-    return [tuple(item) for item in value]
+    return [*map(tuple, value)]
 
 
 def _deep_tuple(value):

@@ -99,31 +99,28 @@ PROMPTS = {
 }
 
 
-def judge_messages(prompt: dict, values: dict[str, str]) -> list[dict]:
-    """The chat messages of one question to the judge.
+def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Question:
+    """A question to the judge.
 
-    values: texts for the {fields} of the prompt's template. If the prompt has no template, the
-    texts are enclosed in tags. Raises InputError if the template has other fields.
+    kind: FastChat's name of the prompt. values: texts for the {fields} of the prompt's
+    template; if it has no template, they are enclosed in tags. name: id of the row. Raises
+    InputError if there is no such prompt, or if its template has other fields.
     """
+    if kind not in config.prompts:
+        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add the "
+                         f"prompt, or omit --judge_prompts")
+    prompt = config.prompts[kind]
     system = prompt["system_prompt"]
     if template := prompt.get("prompt_template"):
         try:
             user = template.format(**values)
         except (LookupError, ValueError) as error:
-            raise InputError(f"judge prompt {prompt['name']!r}: cannot fill in {error}; use "
+            raise InputError(f"judge prompt {kind!r}: cannot fill in {error}; use "
                              f"only the fields {', '.join(values)}") from error
     else:
         instruction, user = fenced(values)
         system += f"\n{instruction}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
-
-
-def _question(config: JudgeConfig, kind: str, values: dict, name) -> Question:
-    """A question to the judge. kind: FastChat's name of the prompt. name: id of the row."""
-    if kind not in config.prompts:
-        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add the "
-                         f"prompt, or omit --judge_prompts")
-    messages = judge_messages(config.prompts[kind], values)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     key = question_key("judge", config.judge_model, TEMPERATURE, messages)
     return Question(key, str(name), messages, context={"id": name, "kind": kind})
 

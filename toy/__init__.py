@@ -300,15 +300,18 @@ def critique(row: dict, response: str, remarks=None) -> str:
     """
     judgements = judged_facts(row, response)
     remarks = faults(response) if remarks is None else remarks
-    slots = {slot for _, slot, _, _, _ in judgements}
-    sentences = [sentence for _, _, _, sentence, _ in judgements]
+    slots = set()
+    sentences = []
+    spans = {"good_spans": [], "poor_spans": []}
+    for _, slot, phrase, sentence, is_right in judgements:
+        slots.add(slot)
+        sentences.append(sentence)
+        spans["good_spans" if is_right else "poor_spans"].append(phrase)
     sentences += [f"The {slot} {plain(fact)} is missing."
                   for slot, fact in row["facts"].items() if slot not in slots]
-    sentences += [sentence for sentence, _ in remarks]
-    good = [phrase for _, _, phrase, _, right in judgements if right]
-    poor = [phrase for _, _, phrase, _, right in judgements if not right]
-    poor += [quote for _, quote in remarks]
-    spans = {"good_spans": good, "poor_spans": poor}
+    for sentence, quote in remarks:
+        sentences.append(sentence)
+        spans["poor_spans"].append(quote)
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
