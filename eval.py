@@ -1,4 +1,4 @@
-"""Evaluation: the numbers of §4 for a base, an adapter, or both side by side.
+"""Evaluate a base model, an adapter, or both side by side on the benchmarks of §4.
 
     python eval.py                   # the toy world: its base against runs/toy/policy
     python eval.py --task slf5k --data test.jsonl --model MODEL --adapter runs/slf5k/policy \\
@@ -10,18 +10,21 @@
     python eval.py --task mt_bench --data question.jsonl --model MODEL --adapter … \\
         --judge_model gpt-4o --judge_prompts judge_prompts.jsonl
 
---adapter is compared with the bare base, or with --before. Both may also be a file of answers
-by another model: rows with `id` and `response`. Every figure has a 95 % interval by bootstrap
-over rows. So has the difference, which resamples the same rows of both models. Answers and
-judgements are saved one by one: the same command resumes an interrupted run.
+--adapter is compared with the base model without adapter, or with --before. Either flag also
+takes a file with another model's answers, which are rows with `id` and `response`. Every metric
+has a 95 % bootstrap interval over rows. So does every difference between the two sides, for
+which the same rows are resampled on both. Answers and judgements are saved one by one, so that
+the same command resumes an interrupted run.
 
-Paper: §4 and Tables 1 to 8 and 16, Table 5 with another --model.
+--output_dir receives the answers, the rows and the counts of each side, and result.json. To see
+R_φ's spans on a page, run measures.spans on the rows.
 
-Departures: the paper gives no intervals. Perplexity (Table 8) is conditioned on the prompt and
-computed by the bare base. A row that cannot be scored counts as wrong and is never dropped. A
-row without a verdict of the judge is excluded from the judge's figures and counted. output_dir
-holds answers, rows and counts of each side, and result.json. measures.spans makes a page of
-R_φ's rows.
+Paper: §4, Tables 1 to 8 and 16 (Table 5 with another --model).
+
+Departures: the paper reports no intervals. Perplexity (Table 8) is conditioned on the prompt
+and computed by the base without adapter. A row that cannot be scored is not dropped, but counts
+as wrong. A row without a verdict from the judge is excluded from the judge's metrics; the
+number of such rows is printed.
 """
 
 from __future__ import annotations
@@ -55,53 +58,54 @@ from sampling import context_length, generate
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,
                    "max_new_tokens": 32},
            "slf5k": {"max_new_tokens": 89}, "alpaca_eval": {"max_new_tokens": 2048}}
-PAIRED = "toy", "slf5k", "ultrafeedback", "reward_model"       # compared in pairs by a judge
+PAIRED = "toy", "slf5k", "ultrafeedback", "reward_model"   # the judge compares their two sides
 
 
 @dataclass
 class EvalConfig(judges.JudgeConfig):
-    """Settings of an evaluation; --task changes some defaults."""
+    """Settings of an evaluation. Some defaults depend on --task."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, reward_model, code, arc, mt_bench or "
                             "alpaca_eval", (*PAIRED, "code", "arc", "mt_bench", "alpaca_eval"))
     model: str = flag("toy/base", "base model: a directory or hub id")
-    adapter: str | None = flag(None, "adapter of a policy or of R_φ, or a file of answers, to "
-                                     "evaluate; None: only the base")
-    before: str | None = flag(None, "adapter or file of answers to compare with; None: the "
-                                    "bare base")
-    data: str | None = flag(None, "rows of the benchmark; the toy world generates its own")
-    limit: int = flag(10**6, "largest number of rows", least=1)
+    adapter: str | None = flag(None, "adapter of a policy or of R_φ to evaluate, or a file of "
+                                     "answers; None evaluates only the base")
+    before: str | None = flag(None, "adapter or file of answers to compare with; None is the "
+                                    "base without adapter")
+    data: str | None = flag(None, "rows of the benchmark; the toy task generates its rows")
+    limit: int = flag(10**6, "maximum number of rows", least=1)
     output_dir: str = flag("runs/eval", "directory for answers, rows and result")
     seed: int = flag(0, "random seed of the answers")
-    dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",
-                             DTYPES)
-    batch_size: int = flag(64, "texts decoded in one batch", least=1)
-    temperature: float = flag(0.0, "sampling temperature, 0: greedy; mt_bench sets its own")
-    max_new_tokens: int = flag(1024, "longest answer in tokens, if the context allows", least=1)
-    encoder: str | None = flag(None, "summaries: BERTScore model that bert-score knows, such "
-                                     "as roberta-large, or NAME:LAYER; None: no BERTScore")
-    allow_code_execution: bool = flag(False, "code: run generated programs in the sandbox")
-    unsafe_sandbox: bool = flag(False, "code: run them even if a sandbox layer is missing")
-    code_timeout: float = flag(10.0, "code: CPU seconds for each program", least=0.01)
-    difficulty: str | None = flag(None, "alpaca_eval: its df_gamed.csv, for the "
-                                        "length-controlled rate; None: no such rate")
+    dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
+                                   "float32 on CPU", DTYPES)
+    batch_size: int = flag(64, "number of texts in a batch", least=1)
+    temperature: float = flag(0.0, "sampling temperature; 0 is greedy; unused by mt_bench")
+    max_new_tokens: int = flag(1024, "maximum tokens of an answer; less in a short context",
+                               least=1)
+    encoder: str | None = flag(None, "BERTScore encoder for summaries, such as roberta-large, "
+                                     "or NAME:LAYER; None computes no BERTScore")
+    allow_code_execution: bool = flag(False, "run the programs of --task code in a sandbox")
+    unsafe_sandbox: bool = flag(False, "run programs even if a sandbox layer is missing")
+    code_timeout: float = flag(10.0, "CPU seconds for each program of --task code", least=0.01)
+    difficulty: str | None = flag(None, "AlpacaEval's df_gamed.csv; None computes no "
+                                        "length-controlled win rate")
 
     @property
     def adapters(self) -> list[str]:
-        """Directories in --before and --adapter, without files of answers."""
+        """Adapter directories in --before and --adapter; files of answers are left out."""
         return [path for path in (self.before, self.adapter) if os.path.isdir(path or "")]
 
     GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "generation",
-              "encoder": "options of one benchmark, named in the help"}
+              "encoder": "options of single benchmarks"}
 
 
-# ── The sides of the table: one base, each side with its adapter
+# ── The sides of the table: the same base with different adapters
 
-NAMES = "id", "task_id", "question_id", "prompt_id"                # id fields of data sets
-ANSWERS = "response", "output", "solution"                         # answer fields of files
+NAMES = "id", "task_id", "question_id", "prompt_id"           # fields that may hold a row's id
+ANSWERS = "response", "output", "solution"                    # fields that may hold an answer
 
 
 def name_rows(rows: list[dict]) -> list[dict]:
-    """The rows with an `id`: the first field of NAMES in the row, else its number from 0."""
+    """Add an `id` to each row: its first field out of NAMES, or else its index."""
     named_rows = []
     for number, row in enumerate(rows):
         ids = (row[key] for key in NAMES if row.get(key) is not None)
@@ -113,8 +117,9 @@ def name_rows(rows: list[dict]) -> list[dict]:
 class Side:
     """One side of the table: the base, the base with an adapter, or a file of answers.
 
-    source: the adapter or the file; None: the bare base. load: () → (model, tokenizer). score:
-    (prompts, texts) → `perplexity` under the bare base. Both sides share load and score.
+    source: path of the adapter or file; None is the base without adapter. load: function that
+    returns (model, tokenizer). score: function from (prompts, texts) to their `perplexity`
+    under the base. Both sides share these two functions, which cache their results.
     """
     name: str
     source: str | None
@@ -124,16 +129,16 @@ class Side:
 
     @property
     def lora(self) -> str | None:
-        """The adapter's name for use_lora; None without an adapter."""
+        """Name of the adapter for use_lora; None if this side has no adapter."""
         return self.name if os.path.isdir(self.source or "") else None
 
     def print(self, text: str):
-        """Print a line about this side."""
+        """Print a text that begins with the name of this side."""
         print(f"{self.name}: {text}")
 
     @functools.cached_property
     def model(self):
-        """(model, tokenizer), with this side's adapter."""
+        """(model, tokenizer), with the adapter of this side loaded."""
         model, tokenizer = self.load()
         weights = load_lora(model, self.lora, self.source) if self.lora else []
         if not all(p.isfinite().all() for p in weights):
@@ -142,7 +147,7 @@ class Side:
         return model, tokenizer
 
     def _answers_path(self, temperature: float) -> Path:
-        """The journal of answers, named by a checksum of the model, adapter and settings."""
+        """File of saved answers, named by a checksum of the model, adapter and settings."""
         config = self.config
         base = Path(config.model).glob("*.safetensors")
         lora = sorted(Path(self.source).glob("adapter_*")) if self.lora else []
@@ -152,10 +157,10 @@ class Side:
         return Path(config.output_dir, f"answers-{digest[:12]}.jsonl")
 
     def write(self, conversations: list[list[dict]], temperature: float) -> list[str]:
-        """The assistant's next turn in each conversation; saved answers are reused.
+        """The assistant's next turn in each conversation. Saved answers are reused.
 
-        The seed and the conversation determine an answer's random numbers. So an answer does
-        not depend on its batch, and two sides are compared on the same random numbers.
+        The random numbers of an answer depend only on the seed and the conversation. So an
+        answer does not depend on its batch, and both sides use the same random numbers.
         """
         path = self._answers_path(temperature)
         write_rows(path, whole_rows(path))               # removes a line that a crash cut off
@@ -170,15 +175,18 @@ class Side:
         return [answers[key] for key in keys]
 
     def decode(self, conversations: dict[str, list[dict]], temperature: float):
-        """(key, text) of each conversation. The key seeds its random numbers."""
+        """Yield (key, answer) for each conversation. The key seeds the random numbers."""
         model, tokenizer = self.model
         limit = self.config.max_new_tokens
         prompts = {key: encode_prompt(tokenizer, conversation)
                    for key, conversation in conversations.items()}
 
         def answer_tokens(key: str) -> int:
-            """Longest answer in tokens. Where the context bounds it, a multiple of 64, so that
-            few batches are enough and a batch does not change an answer."""
+            """Maximum number of tokens in the answer.
+
+            If the context limits it, it is a multiple of 64. So there are few batches, and the
+            limit of an answer does not depend on the other answers in its batch.
+            """
             room = context_length(model) - len(prompts[key])
             return limit if room >= limit else room // 64 * 64
 
@@ -189,7 +197,7 @@ class Side:
             if tokens < 1:
                 prompt = conversations[keys[0]][-1]["content"]
                 raise InputError(f"the model's context has no room for an answer to "
-                                 f"{prompt[:80]!r}; shorten or drop it")
+                                 f"{prompt[:80]!r}; shorten the prompt or remove its row")
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
             uniforms = torch.stack([torch.rand(limit, generator=seed)[:tokens]
                                     for seed in seeds])
@@ -200,7 +208,7 @@ class Side:
                 yield key, tokenizer.decode(y, skip_special_tokens=True).strip()
 
     def _file_answers(self, rows: list[dict]) -> list[str]:
-        """The saved answer of each row, looked up by id in the answers file."""
+        """The answer of each row, looked up by id in the file of answers."""
         file_rows = name_rows(read_rows(self.source))
         answers = {row["id"]: next((row[key] for key in ANSWERS if key in row), None)
                    for row in file_rows}
@@ -208,12 +216,12 @@ class Side:
             raise InputError(f"{self.source}: two rows have the same id; remove one of them")
         for row in rows:
             if not isinstance(answers.get(row["id"]), str):
-                raise InputError(f"{self.source}: no answer to {row['id']}; add one, an empty "
-                                 f"'response' counts as wrong")
+                raise InputError(f"{self.source}: row {row['id']} has no answer; add it, or an "
+                                 f"empty 'response', which counts as wrong")
         return [answers[row["id"]] for row in rows]
 
     def answer(self, rows: list[dict]) -> list[dict]:
-        """The rows {id, prompt} with a `response` each: generated, or read from the file."""
+        """Add a `response` to each row {id, prompt}, generated or read from the file."""
         if self.lora or not self.source:
             conversations = [[{"role": "user", "content": row["prompt"]}] for row in rows]
             texts = self.write(conversations, self.config.temperature)
@@ -223,8 +231,11 @@ class Side:
 
 
 def sides_of(config: EvalConfig) -> list[Side]:
-    """[before, after], or the only side. The bare base is a side only beside a policy's
-    adapter, or alone."""
+    """[before, after], or the only side to evaluate.
+
+    The base without adapter is the side "before" of a policy's adapter; without --before and
+    --adapter it is the only side.
+    """
     load = functools.cache(lambda: load_model(config.model, config.dtype))
     score = functools.cache(lambda prompts, texts: perplexity(*load(), prompts, texts))
     sources = {"before": config.before, "after": config.adapter}
@@ -232,28 +243,31 @@ def sides_of(config: EvalConfig) -> list[Side]:
     given_sides = [side for side in sides if side.source]
     for side in given_sides:
         if not os.path.exists(side.source):
-            raise InputError(f"{side.source}: there is no adapter; train one with text2grad.py "
-                             f"or reward_model.py, or evaluate the base with --adapter none")
+            raise InputError(f"{side.source}: there is no adapter here; train one with "
+                             f"text2grad.py or reward_model.py, or evaluate the base with "
+                             f"--adapter none")
     if sides[1].lora and config.task != "reward_model":
         return sides
     return given_sides or [replace(sides[0], name="base")]
 
 
-# ── One function per benchmark: side → (its rows {id, prompt, response}, counts of each row)
+# ── A function per benchmark, from a side to (rows {id, prompt, response}, counts of each row)
 
 def column(rows: list[dict], name: str) -> list:
-    """The values of one field, by row."""
+    """The value of one field in each row."""
     return [row[name] for row in rows]
 
 
 def columns(scored: list[dict]) -> dict[str, list]:
-    """Rows of scores as {score: column}, without ids; {} for no rows."""
+    """Convert rows of scores to {name: values}, without ids; {} if there are no rows."""
     return {name: column(scored, name) for name in (scored or [{}])[0] if name != "id"}
 
 
 def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
-    """ROUGE, BLEU, BERTScore and perplexity against human summaries, and the task's `truth`
-    (the toy's facts). UltraFeedback's answers are only compared by the judge."""
+    """ROUGE, BLEU and BERTScore against human summaries, perplexity, and the task's `truth`.
+
+    The truth of the toy task is the facts. UltraFeedback's answers are compared by the judge.
+    """
     config = side.config
     task = get_task(config.task)
     if config.data:
@@ -263,9 +277,9 @@ def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
     references = [row.get("reference") or row.get("ideal_human_summary") for row in rows]
     for number, reference in enumerate(references, 1):
         if not isinstance(reference, str) and config.task != "ultrafeedback":
-            raise InputError(f"{config.data}, row {number}: its 'reference' or "
-                             f"'ideal_human_summary' is {reference!r}, not text; fix it or "
-                             f"drop the row")
+            raise InputError(f"{config.data}, row {number}: 'reference' or "
+                             f"'ideal_human_summary' must be a text, but is {reference!r}; "
+                             f"correct it or remove the row")
     rows = side.answer([row | {"prompt": task.policy_prompt(row)} for row in rows])
     if config.task == "ultrafeedback":
         return rows, {}
@@ -284,26 +298,31 @@ def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
 
 
 def held_out(side: Side) -> list[dict]:
-    """The rows of --data that no evaluated R_φ was trained on, by samples.jsonl beside its
-    adapter. If that file lists none of them, all rows stay and a note is printed."""
+    """The rows of --data on which no evaluated R_φ was trained.
+
+    They are listed in samples.jsonl in the parent directory of each adapter. If this file lists
+    none of the rows, all of them are used and a note is printed.
+    """
     rows = name_rows(read_rows(side.config.data, (("prompt",), ("response",))))
     for source in side.config.adapters:
         path = Path(source).parent / "samples.jsonl"
         samples = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
         held_rows = [row for row in rows if (row["id"], row["response"]) in samples]
         if held_rows:
-            side.print(f"{len(held_rows)} of {len(rows)} rows: those held out from {source}")
+            side.print(f"uses {len(held_rows)} of {len(rows)} rows, held out from {source}")
         else:
-            side.print(f"{source} may have been trained on these rows: {path} lists none of "
-                       f"them")
+            side.print(f"{source} may have been trained on these rows, because {path} does not "
+                       f"list them as held out")
         rows = held_rows or rows
     return rows[: side.config.limit]
 
 
 def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1, 6, 7, 16
-    """The spans of R_φ's critiques against those of --data. These are rows of annotate.py, by
-    an annotator or by people (agreement with people is Table 16). A sign that --data never
-    marks has no figures."""
+    """The spans of R_φ's critiques, scored against the spans of the rows in --data.
+
+    The rows come from annotate.py, or from people (Table 16). A sign that no row has gets no
+    metrics.
+    """
     rows = held_out(side)
     gold_spans = [read_spans(row) for row in rows]
     labels = {span.label for span in chain(*gold_spans)}
@@ -335,8 +354,11 @@ def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1,
 
 
 def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
-    """HumanEval, MBPP and their + versions. All programs are generated before any is run;
-    running needs --allow_code_execution. The rows also have evalplus' format."""
+    """pass@1 on HumanEval, MBPP and their + versions.
+
+    All programs are generated before the first one runs, which needs --allow_code_execution.
+    The rows have the fields that evalplus reads.
+    """
     config = side.config
     problems = benchmarks.read_problems(config.data)[: config.limit]
     rows = side.answer([{"id": problem.task_id, "prompt": benchmarks.code_prompt(problem)}
@@ -345,7 +367,7 @@ def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
         program = benchmarks.extract_code(row["response"], problem)
         row |= {"task_id": row["id"], "solution": program}
     if not config.allow_code_execution:
-        side.print("nothing was run; --allow_code_execution runs the programs")
+        side.print("nothing was run; to run the programs, add --allow_code_execution")
         return rows, {}
     results = benchmarks.execute(problems, column(rows, "solution"), os.cpu_count(),
                                  config.code_timeout, config.unsafe_sandbox)
@@ -354,15 +376,14 @@ def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
 
 
 def arc(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """ARC-Challenge by the log-likelihood of each choice, with and without length
-    normalisation; no text is generated."""
+    """ARC-Challenge accuracy by the log-likelihood of each choice; no text is generated."""
     rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
     logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora, side.config.batch_size)
     return [], columns(benchmarks.arc_scores(rows, logprobs))
 
 
 def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """Both turns of every question, rated by the judge."""
+    """MT-Bench: the judge rates the answers to both turns of every question."""
     questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
     answers = judges.mt_bench_answers(questions, side.write)
     judge_questions = judges.mt_bench_questions(questions, answers, side.config)
@@ -371,7 +392,7 @@ def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
 
 
 def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """Win rate against the reference outputs of --data; writes alpaca_eval's format, too."""
+    """Win rate against the reference outputs in --data; also writes a file for alpaca_eval."""
     config = side.config
     rows = judges.read_alpaca(config.data)[: config.limit]
     answered_rows = side.answer(rows)
@@ -389,11 +410,11 @@ def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
 # ── The judge (Figure 3, Appendix E)
 
 def request_verdicts(side: Side, questions: list) -> list[dict]:
-    """The judge's verdicts; [] without a judge, or with --dry_run, which prints their cost."""
+    """The judge's verdicts; [] without a judge or with --dry_run, which prints the cost."""
     config = side.config
     journal = Path(config.output_dir, "judge.journal")
     if config.judge_model is None:
-        side.print("nothing was judged; name a judge with --judge_model")
+        side.print("nothing was judged; to name a judge, add --judge_model")
         return []
     if config.dry_run:
         side.print(judges.forecast_cost(questions, config, journal))
@@ -401,14 +422,15 @@ def request_verdicts(side: Side, questions: list) -> list[dict]:
     verdicts = judges.ask_judge(questions, config, journal)
     failed = [verdict for verdict in verdicts if verdict["reason"]]
     if failed:
-        side.print(f"{len(failed)} of {len(verdicts)} questions have no verdict, first "
-                 f"{failed[0]['id']}: {failed[0]['reason']}; the same command asks them again")
+        side.print(f"{len(failed)} of {len(verdicts)} questions have no verdict; the first is "
+                   f"{failed[0]['id']}: {failed[0]['reason']}; run "
+                   f"the same command again to repeat them")
     return verdicts
 
 
 def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[str],
              field: str = "response") -> list[dict]:  # Figure 3
-    """The winner of each row, this side's text or the other; prints a table of the counts."""
+    """Whether this side's text or the other text wins in each row; prints the counts."""
     questions = judges.pairwise_questions(rows, texts, other_texts, side.config, field)
     wins = judges.pairwise_scores(request_verdicts(side, questions))
     if wins:
@@ -417,25 +439,27 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
     return wins
 
 
-# ── Rows of counts → the table
+# ── From counts per row to the table
 
 UNITS = {"BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
          "rating": ("1–10 ↑", ratio),
          **{FIGURES[key][0]: ("0–1 ↓", share)
             for key in ("unparseable", "unmatched", "ambiguous")}}
-INTERVALS = "↑ higher is better, ↓ lower; in brackets 95 % intervals by bootstrap over rows"
+INTERVALS = "↑ higher is better, ↓ lower is better; in brackets: 95 % bootstrap intervals"
 
 
 def table_lines(counts: dict[str, dict[str, list]]) -> list[dict]:
-    """{measure, unit, rows, before: [value, low, high], after: …, difference: …} of each
-    measure; None where the denominator is 0. counts: side → measure → counts of each row."""
+    """A line {measure, unit, rows, before: [value, low, high], after, difference} per measure.
+
+    A value is None if its denominator is 0. counts: side → measure → counts of each row.
+    """
     lines = []
     undefined = (None, None)
     for key in dict.fromkeys(chain(*counts.values())):
         unit, figure = UNITS.get(key.partition(",")[0], ("0–1 ↑", share))
         sides = {name: by_key[key] for name, by_key in counts.items() if by_key.get(key)}
-        rows = [row for row in zip(*sides.values()) if None not in row]   # judged on all sides
+        rows = [row for row in zip(*sides.values()) if None not in row]   # scored on both sides
         line = {"measure": key, "unit": unit, "rows": len(rows)}
         for name, values in zip(sides, zip(*rows)):
             line[name] = [corpus(values, figure), *(interval(values, figure) or undefined)]
@@ -450,7 +474,7 @@ def table_lines(counts: dict[str, dict[str, list]]) -> list[dict]:
 
 
 def cells(lines: list[dict]) -> tuple[list[str], list[list]]:
-    """Header and rows of the printed table."""
+    """The header and the rows of the printed table."""
     def cell(value):
         if not isinstance(value, list):
             return value
@@ -469,18 +493,19 @@ TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": summaries,
 
 
 def check_flags(config: EvalConfig):
-    """Check the flags and the files they name before anything is written or paid for.
+    """Check the flags and the files that they name, before anything is written or paid for.
 
-    Raises InputError where flags contradict each other or a file has another format.
+    Raises InputError if flags contradict each other or a file has the wrong format.
     """
     task = config.task
     if task != "toy" and config.data is None:
-        raise InputError(f"--task {task} needs --data, a file with its rows")
+        raise InputError(f"--task {task} needs --data, the file with the rows of the benchmark")
     for path in (config.before, config.adapter):
         if task in ("arc", "mt_bench") and os.path.isfile(path or ""):
-            raise InputError(f"--task {task} needs a model; {path} is a file of answers")
+            raise InputError(f"--task {task} runs the model, but {path} is a file of answers; "
+                             f"name the directory of an adapter")
     if task == "reward_model" and config.adapter is None:
-        raise InputError("--task reward_model needs --adapter, R_φ or a file of its critiques")
+        raise InputError("--task reward_model needs --adapter, R_φ or a file of critiques")
     judges.check_judge(config)
     if config.difficulty:
         judges.read_difficulty(config.difficulty)
@@ -509,8 +534,8 @@ def main():
         write_rows(out / f"{side.name}_counts.json", [counts[side.name]])
     lines = table_lines(counts)
     write_rows(out / "result.json", [{"config": asdict(config), "figures": lines}])
-    print(report.table(*cells(lines)) if lines else "no figures")
-    print(f"{INTERVALS}\n{out}/: result.json, and the rows and counts of each side")
+    print(report.table(*cells(lines)) if lines else "no metrics")
+    print(f"{INTERVALS}\n{out}/ contains result.json, and the rows and counts of each side")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Output for people: coloured tokens, tables, curves and the page of a run.
+"""Readable output: coloured tokens, tables, curves, and the HTML report of a run.
 
     print(colour_tokens(["The ", "cat ", "flew"], [1, 0, -1]))       # good green, poor red
-    python report.py runs/toy                # report.html, also during the run
+    python report.py runs/toy                # writes report.html, even during training
 
-A page is one file without scripts or network access, for light and dark screens and for print.
-In logs, or if NO_COLOR is set, good tokens are written in [+ +] and poor ones in [- -].
+A page is a single HTML file without scripts or network access. It suits light screens, dark
+screens and print. In log files, or if NO_COLOR is set, good tokens are enclosed in [+ +] and
+poor tokens in [- -].
 
 Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 """
@@ -29,8 +30,10 @@ _PLAIN = {1: ("[+", "+]"), -1: ("[-", "-]")}
 
 
 def split_text(text: str, offsets) -> list[str]:
-    """The text of each token, cut out by its character offsets. A character that two tokens
-    share belongs to the first."""
+    """Split a text into its tokens by their character offsets.
+
+    A character that belongs to two tokens goes to the first of them.
+    """
     pieces = []
     last_end = 0
     for start, end in offsets:
@@ -40,8 +43,11 @@ def split_text(text: str, offsets) -> list[str]:
 
 
 def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
-    """The response with good tokens in green and poor ones in red; a run of tokens of the same
-    sign is marked once (Figure 1). colour: None for colours only on a terminal."""
+    """The response with good tokens in green and poor tokens in red (Figure 1).
+
+    Adjacent tokens of the same sign are marked together. colour: whether to use ANSI colours;
+    None uses them only on a terminal.
+    """
     if colour is None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     signs = [(value > 0) - (value < 0) for value in delta]
@@ -61,7 +67,7 @@ def _cell(value, digits: int) -> str:
 
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
-    """An aligned table: numbers right-aligned with `digits` decimals, None as a dash."""
+    """A text table with right-aligned numbers of `digits` decimals. None becomes a dash."""
     cells = [header] + [[_cell(value, digits) for value in row] for row in rows]
     first, *widths = [max(map(len, column)) for column in zip(*cells)]
     line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths)])
@@ -69,7 +75,7 @@ def table(header: list[str], rows: list[list], digits: int = 3) -> str:
     return "\n".join([head, "─" * len(line.format(*[""] * len(header))), *body])
 
 
-# ── Pages: the browser's light or dark colours, and greys for both
+# ── Pages, which take the browser's light or dark colours
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.6 system-ui; } p { margin: .3rem 0; }
@@ -88,7 +94,7 @@ th:first-child, td:first-child, .wide td { text-align: left; } .code { font-fami
 
 
 def page(title: str, body: str) -> str:
-    """An HTML page from a plain title and an HTML body. The page loads no other file."""
+    """An HTML page with a plain title and an HTML body. The page loads no other files."""
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="
@@ -99,12 +105,12 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 
 def write_page(path, text: str):
-    """Write a page. A lone surrogate, which UTF-8 cannot encode, becomes an XML reference."""
+    """Write a page in UTF-8; a lone surrogate becomes a reference such as &#55296;."""
     Path(path).write_bytes(text.encode("utf-8", "xmlcharrefreplace"))
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str = "") -> str:
-    """`table` as HTML; kind "wide" is for cells of text."""
+    """The same as `table`, but in HTML. kind: "wide" if the cells hold long texts."""
     lines = []
     for tag, row in [("th", header), *(("td", row) for row in rows)]:
         cells = [f"<{tag}>{escape(_cell(value, digits))}</{tag}>" for value in row]
@@ -113,30 +119,39 @@ def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str =
 
 
 def text_block(text: str, html: str = "") -> str:
-    """Text, or its HTML, with white space kept; monospaced if it is indented like code."""
-    kind = "text code" if re.search(r"\n(  |\t|──)", text) else "text"
-    return f'<div class="{kind}" dir="auto">{html or escape(text)}</div>'
+    """A block of text that keeps its white space, in monospace if it is indented like code.
+
+    html: the same text as HTML; the default escapes the text.
+    """
+    css_class = "text code" if re.search(r"\n(  |\t|──)", text) else "text"
+    return f'<div class="{css_class}" dir="auto">{html or escape(text)}</div>'
 
 
 def card(heading: str, prompt: str, columns: dict[str, str], badges=()) -> str:
-    """A prompt above columns {title: HTML}. Badges name problems."""
+    """A box with a heading, a prompt, and columns {title: HTML} below it.
+
+    badges: short texts beside the heading that name problems.
+    """
     labels = [f'<span class="badge">{escape(badge)}</span>' for badge in badges]
-    sides = [f"<section><h3>{escape(k)}</h3>{html}</section>" for k, html in columns.items()]
+    sections = [f"<section><h3>{escape(title)}</h3>{html}</section>"
+                for title, html in columns.items()]
     return (f'<article class="card"><b>{escape(heading)}</b> {" ".join(labels)}'
             f'<div class="prompt">{text_block(prompt)}</div>'
-            f'<div class="columns">{"".join(sides)}</div></article>')
+            f'<div class="columns">{"".join(sections)}</div></article>')
 
 
 # ── Token heatmaps and curves
 
-# Colours that colour-blind readers distinguish, on white and on black: good, poor and others.
+# Colours for good, poor and other series. Colour-blind readers can tell them apart, both on
+# white and on black.
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2")
 
 
 def heatmap(tokens: list[str], values: list[float], limit: float | None = None) -> str:
-    """Tokens as HTML for δ_t or A_t: green above 0, vermillion below, deepest from ±limit on.
+    """Tokens as HTML, coloured by δ_t or A_t: green above 0, vermillion below 0.
 
-    limit: by default the largest magnitude. ↵ and ⇥ are white space, ▯ a token without text.
+    limit: magnitude that gets the full colour; by default the largest one. ↵ shows a newline, ⇥
+    a tab, and ▯ a token without text.
     """
     limit = limit or max((abs(v) for v in values if math.isfinite(v)), default=0) or 1
     html = ""
@@ -155,9 +170,10 @@ def heatmap(tokens: list[str], values: list[float], limit: float | None = None) 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """At most `count` + 1 axis ticks that cover [low, high], in steps of 1, 2 or 5 · 10^k.
 
-    Rounding differs between processors. So 1.0000001 counts as 1, and all get the same axis.
+    Processors round differently. Therefore 1.0000001 counts as 1, so that the axis is the same
+    on every machine.
     """
-    if high - low <= 1e-6 * max(abs(low), abs(high)):                   # a single value
+    if high - low <= 1e-6 * max(abs(low), abs(high)):              # the range is a single value
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     rough_step = (high - low) / (count - 1)
     power = 10.0 ** math.floor(math.log10(rough_step))
@@ -168,8 +184,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
-    """Up to four named series over x, in `unit`s, as SVG. None or a value that is not finite
-    breaks a line. With up to three series, the legend also has their last values."""
+    """A line chart of up to four named series as SVG. unit: label of the x axis.
+
+    A line is interrupted at a value that is None, NaN or infinite. With up to three series, the
+    legend also shows their last values.
+    """
     series = {name: [v if v is not None and math.isfinite(v) else None for v in values]
               for name, values in series.items()}
     finite = [v for values in series.values() for v in values if v is not None] or [0.0]
@@ -209,7 +228,7 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
             f"<title>{escape(title)}</title>{text(4, 13, title)}{svg}</svg>")
 
 
-# Metric of an iteration → its unit and its healthy course.
+# Metric of an iteration → its unit, and how it should develop during training.
 NOTES = {
     "delta": "mean δ_t per token by R_φ, −1 to 1; rises together with the truth",
     "true_delta": "mean δ_t per token by the annotator; rises together with R_φ's",
@@ -218,12 +237,12 @@ NOTES = {
        for sign in ("poor", "good") for figure in ("recall", "precision")},
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
-    "entropy": "nats per token; falls slowly; near 0 all rollouts are the same",
+    "entropy": "nats per token; falls slowly; near 0, all rollouts are the same",
     "kl": "nats per response from the reference; rises to kl_target and stays there",
     "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
     "response_tokens": "tokens per response; steady",
-    "truncated": "share of responses cut off at --max_new_tokens; V after them is 0, as after "
-                 "an EOS (Algorithm 4)",
+    "truncated": "share of responses cut off at --max_new_tokens; V is 0 after them, as it is "
+                 "after an EOS (Algorithm 4)",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
     "unparseable": "share of R_φ's critiques that cannot be parsed; under .05",
     "unmatched": "share of quotes that are not in the response; under .05",
@@ -243,7 +262,7 @@ NOTES = {
 
 
 def batch_metrics(rollouts, task) -> dict[str, float]:
-    """Metrics of a text2grad.Rollouts batch: those of NOTES, and the task's `truth`."""
+    """The metrics of a text2grad.Rollouts batch that NOTES lists, and those of task.truth."""
     is_token = rollouts.mask.bool()
     judgements = rollouts.feedback
     names = ("delta", "returns", "values", "entropy", "logprobs_old", "logprobs_ref")
@@ -272,7 +291,7 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
 
 
 def score_response(judgement, is_truncated: bool) -> dict[str, float]:
-    """What the table before and after shows of one response."""
+    """The metrics of one response in the table "Before and after"."""
     tokens = len(judgement.delta)
     n = max(1, tokens)
     return {"mean δ per token": sum(judgement.delta) / n,
@@ -283,7 +302,7 @@ def score_response(judgement, is_truncated: bool) -> dict[str, float]:
 
 
 def sample_row(rollouts, row: int) -> dict:
-    """One rollout for the report: every token with its δ_t and, if computed, its A_t."""
+    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
     judgement = rollouts.feedback[row]
     offsets = rollouts.offsets[row]
     sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
@@ -298,7 +317,7 @@ def sample_row(rollouts, row: int) -> dict:
 
 
 def _columns(row: dict, prefix: str = "") -> dict[str, str]:
-    """A sample's tokens coloured by δ_t and, if present, by A_t; and R_φ's critique."""
+    """Columns for `card`: tokens coloured by δ_t and, if present, by A_t; R_φ's critique."""
     mean = sum(row["delta"]) / max(1, len(row["delta"]))
     columns = {f"{prefix}δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
     if "advantage" in row:
@@ -308,9 +327,9 @@ def _columns(row: dict, prefix: str = "") -> dict[str, str]:
 
 
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
-    """At most 8 held-out prompts with the responses before and, if present, after training."""
+    """At most 8 held-out prompts with responses before and, if present, after training."""
     html = ""
-    for i in range(0, len(before), math.ceil(len(before) / 8)):       # evenly, not by score
+    for i in range(0, len(before), math.ceil(len(before) / 8)):   # evenly spaced, not the best
         columns = _columns(before[i], "Before: ")
         columns |= _columns(after[i], "After: ") if after else {}
         html += card(f"held-out {before[i]['id'] or ''}", before[i]["prompt"], columns)
@@ -318,15 +337,15 @@ def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
 
 
 def _samples(rows: list[dict]) -> str:
-    """At most 12 training samples, evenly spaced, with the last."""
+    """At most 12 training samples, evenly spaced and ending with the last one."""
     return "".join(card(f"iteration {row['iteration']}", row["prompt"], _columns(row))
                    for row in rows[:: -math.ceil(len(rows) / 12)][::-1])
 
 
 def curves(rows: list[dict]) -> str:  # Figure 3
-    """A chart and a note for each metric of metrics.jsonl, the task's own metrics first."""
+    """A chart and a note for each metric in metrics.jsonl, the task's own metrics first."""
     html = ""
-    keys = set().union(*rows)                         # some rows lack some metrics
+    keys = set().union(*rows)                         # a row may lack some of the metrics
     task_keys = sorted(keys - {"iteration", *NOTES})
     for key in task_keys + [key for key in NOTES if key in keys]:
         key_rows = [row for row in rows if key in row]
@@ -351,7 +370,7 @@ def _pairs(rows: list[dict]) -> str:
     return html_table(["", ""], lines, kind="wide")
 
 
-# (title, function from the rows of each file to HTML, files)
+# (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
     ("Held-out examples", _examples, "before_samples.jsonl", "after_samples.jsonl"),
     ("Training samples", _samples, "samples.jsonl"),
@@ -362,10 +381,11 @@ _SECTIONS = [
 
 
 def run_report(directory) -> Path:
-    """Write report.html of a text2grad.py run, finished or not, from the run's files."""
+    """Write report.html for a text2grad.py run from its files. The run may be unfinished."""
     out = Path(directory)
     if not (out / "metrics.jsonl").exists():
-        raise InputError(f"{out}: no metrics.jsonl; text2grad.py has not begun phase 3 there")
+        raise InputError(f"{out}: there is no metrics.jsonl, so phase 3 of text2grad.py has "
+                         f"not begun; name the directory of another run")
     body = ""
     for title, section_html, *files in _SECTIONS:
         body += f"<h2>{title}</h2>"
@@ -373,16 +393,17 @@ def run_report(directory) -> Path:
         for path in (out / file for file in files):
             has_rows = path.exists() and path.stat().st_size
             rows.append(read_rows(path) if has_rows else [])
-            body += "" if has_rows else f'<p class="muted">{path.name} is not there (yet).</p>'
+            body += "" if has_rows else f'<p class="muted">{path.name} does not exist yet.</p>'
         body += section_html(*rows) if rows[0] else ""
     write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
     return out / "report.html"
 
 
 def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
-    """Print the metrics before and after training, warnings, files and next commands.
+    """Print metrics before and after training, warnings, the output files and next commands.
 
-    config: text2grad.Config; prompts: number of held-out prompts; hint: a flag for another run.
+    config: text2grad.Config. prompts: number of held-out prompts. hint: flag that a run with
+    other settings needs, or "".
     """
     result = read_rows(out / "result.json")[0]
     lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
@@ -390,18 +411,18 @@ def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
     goals = "mean δ per token", *get_task(config.task).truth
     for name, before, after in lines:
         if name in goals and after < before - 0.1 * abs(before):
-            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; look at kl and "
+            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; check kl and "
                   f"entropy in the report, and lower --learning_rate or raise --kl_coef")
     benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
-    print(f"\n{seconds:.0f} s in all. Look at {run_report(out)}. In {out}/: policy/ (PEFT "
-          f"format), metrics.jsonl, samples.jsonl.\n"
+    print(f"\nThe run took {seconds:.0f} s. Report: {run_report(out)}. {out}/ also contains "
+          f"policy/ (PEFT format), metrics.jsonl and samples.jsonl.\n"
           f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; or "
-          f"phase 3 with other settings: another --output_dir{hint}")
+          f"repeat phase 3 with other settings and another --output_dir{hint}")
 
 
 def main():
-    """Write the report of each run that the command line names."""
-    parser = argparse.ArgumentParser(description="Write RUN/report.html, the page of a run.")
+    """Write the report of each run named on the command line."""
+    parser = argparse.ArgumentParser(description="Write RUN/report.html, the report of a run.")
     parser.add_argument("run", nargs="+", help="directory of a text2grad.py run")
     for directory in parser.parse_args().run:
         print(run_report(directory))

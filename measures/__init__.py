@@ -1,1 +1,1 @@
-"""What eval.py reads with: metrics, spans, benchmarks, the judge, the sandbox (§4)."""
+"""Evaluation (§4): metrics, spans, benchmarks, the judge and the sandbox of eval.py."""

@@ -1,19 +1,20 @@
-"""HumanEval, MBPP and their + versions (Table 3) by execution, ARC-Challenge (Table 4) by
-log-likelihood.
+"""HumanEval, MBPP and their + versions (Table 3), and ARC-Challenge (Table 4).
 
     problems = read_problems("HumanEvalPlus.jsonl.gz")       # unchanged published files
     programs = [extract_code(write(code_prompt(problem)), problem) for problem in problems]
     code_scores(execute(problems, programs))   # {"id", "pass@1", "plus pass@1"} of each task
 
-Paper: §4.4 and §4.5, Tables 3 and 4; it does not say how code is extracted from answers and
-run.
+Paper: §4.4 and §4.5, Tables 3 and 4. It does not say how code is extracted from answers and
+run. Code is scored by running tests, ARC by log-likelihoods.
 
-The + files of evalplus hold inputs and no outputs. For each input the sandbox runs the program
-first and then the reference solution, and compares their outputs as evalplus 0.3 does, with its
-exceptions. Departures: one time limit covers all inputs of a task and the reference's time,
-where evalplus has a limit for each input; an answer may omit the imports and helpers of
-HumanEval's prompt. ARC follows lm-evaluation-harness, zero-shot and without a chat template,
-except that the prompt begins with the tokenizer's BOS.
+The + files of evalplus contain inputs, but no outputs. For each input, the sandbox first runs
+the program and then the reference solution. It compares their outputs as evalplus 0.3 does,
+with the same exceptions for some tasks.
+
+Departures: a single time limit covers all inputs of a task and the reference solution, while
+evalplus limits each input. An answer may omit the imports and helpers of HumanEval's prompt.
+ARC follows lm-evaluation-harness, zero-shot and without a chat template, except that the prompt
+begins with the tokenizer's BOS.
 """
 
 import ast
@@ -35,11 +36,12 @@ from sampling import context_length
 
 @dataclass(frozen=True)
 class Problem:
-    """A task (Table 3).
+    """A programming task (Table 3).
 
-    prompt: the task in the model's prompt. head: the program's beginning, which an answer may
-    omit ("" in MBPP). solution: the reference program. tests: statements, or "" if there are
-    inputs. inputs: (base, plus), for which outputs are compared with tolerance atol.
+    prompt: description of the task for the model. head: beginning of the program, which an
+    answer may omit; "" in MBPP. solution: the reference program. tests: statements that test a
+    program, or "" if there are inputs. inputs: (base, plus); on these, the outputs of program
+    and solution are compared with tolerance atol.
     """
     task_id: str
     prompt: str
@@ -54,24 +56,24 @@ class Problem:
 def read_problems(path) -> list[Problem]:
     """Problems of HumanEval, MBPP (full or sanitized) or a + file of evalplus.
 
-    The fields of a row identify the benchmark. The `test` of HumanEvalPlus repeats its inputs
-    and is not used. Raises InputError where a row has another form, or some rows have + tests
-    and some have none.
+    The fields of a row identify the benchmark. The field `test` of HumanEvalPlus repeats the
+    inputs and is not used. Raises InputError if a row has another format, or if only some rows
+    have + tests.
     """
     problems = []
     for number, row in enumerate(iter_rows(path, [("task_id",)]), 1):
         try:
             problems.append(_mbpp(row) if "code" in row else _humaneval(row))
             if (problems[0].inputs is None) != (problems[-1].inputs is None):
-                raise ValueError("some rows have a 'plus_input', some have none")
+                raise ValueError("only some of the rows have a 'plus_input'")
         except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(f"{path}, row {number}: not a task of HumanEval, MBPP or evalplus "
-                             f"({error!r}); use their published files") from error
+            raise InputError(f"{path}, row {number}: this is not a task of HumanEval, MBPP or "
+                             f"evalplus ({error!r}); use a published file") from error
     return problems
 
 
 def _humaneval(row: dict) -> Problem:
-    """A row of HumanEval or evalplus; MBPP+ has a docstring as prompt, and so no head."""
+    """A row of HumanEval or evalplus. MBPP+ has no head, because its prompt is a docstring."""
     task = row["task_id"]
     prompt = row["prompt"]
     name = row["entry_point"]
@@ -85,14 +87,14 @@ def _humaneval(row: dict) -> Problem:
     base = [_restored(task, args) for args in row["base_input"]]
     plus = [_restored(task, args) for args in row["plus_input"]]       # {} if there are none
     if not base:
-        raise ValueError("an empty 'base_input', which every program would pass")
+        raise ValueError("its 'base_input' is empty, which every program would pass")
     return Problem(task, description, name, head, solution, "", (base, plus), row["atol"])
 
 
 def _mbpp(row: dict) -> Problem:
-    """A row of MBPP; its entry point is the first function that the asserts name."""
+    """A row of MBPP. The entry point is the first function that the assertions use."""
     if row.keys() & {"plus_input", "test"}:
-        raise ValueError("its + tests would not be run")
+        raise ValueError("its + tests would not be run; a row of MBPP+ has no 'code'")
     code = row["code"]
     tests = "\n".join(row["test_list"])
     test_names = _names(ast.parse(tests))
@@ -108,15 +110,15 @@ def _same(value):
 
 
 def _tuples(value: list) -> list[tuple]:
-    return [tuple(item) for item in value]
+    return [*map(tuple, value)]
 
 
 def _deep_tuple(value):
     return tuple(map(_deep_tuple, value)) if isinstance(value, list) else value
 
 
-# MBPP+ tasks with arguments that JSON lacks: (tasks, conversion of the first argument,
-# conversion of the other arguments).
+# MBPP+ tasks whose arguments have types that JSON lacks: (tasks, conversion of the first
+# argument, conversion of the other arguments).
 _RESTORE = [
     ("2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809",
      tuple, tuple),
@@ -129,18 +131,20 @@ _RESTORE = [
 
 
 def _restored(task: str, args: list) -> list:
-    """The arguments of one call as Python values."""
-    for tasks, convert_first, convert_rest in _RESTORE:
-        if task.removeprefix("Mbpp/") in tasks.split():            # never HumanEval/…
-            return [convert_first(args[0]), *map(convert_rest, args[1:])]
+    """The arguments of one call with their Python types."""
+    for tasks, convert_first, convert_other in _RESTORE:
+        if task.removeprefix("Mbpp/") in tasks.split():            # false for HumanEval/…
+            return [convert_first(args[0]), *map(convert_other, args[1:])]
     return args
 
 
 # ── Prompt and answer
 
 def code_prompt(problem: Problem) -> str:
-    """The prompt of a chat model, in our own words: complete HumanEval's function, or write
-    MBPP's function."""
+    """The prompt for a chat model: to complete HumanEval's function, or to write MBPP's.
+
+    The wording is ours.
+    """
     task = (f"Complete this Python function.\n\n```python\n{problem.prompt}```" if problem.head
             else f"Write a Python function for this task.\n\n{problem.prompt}")
     return f"{task}\n\nAnswer with the whole program in one code block: imports, helpers and " \
@@ -148,7 +152,7 @@ def code_prompt(problem: Problem) -> str:
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """The statements of the longest beginning of the text that is valid Python."""
+    """The statements in the longest valid Python program that the text begins with."""
     lines = text.split("\n")
     while lines:
         try:
@@ -157,7 +161,7 @@ def _statements(text: str) -> list[ast.stmt]:
             return tree.body
         except SyntaxError as error:
             del lines[min(error.lineno or 1, len(lines)) - 1:]
-        except NO_PYTHON:                                    # a null byte, or too deep
+        except NO_PYTHON:                                    # a null byte, or nested too deeply
             break
     return []
 
@@ -168,7 +172,7 @@ def _names(tree: ast.AST) -> set[str]:
 
 def _binds(tree: ast.AST) -> set[str]:
     """The names that a statement assigns or defines, such as `table` in `table[i] = 1`."""
-    is_definition = hasattr(tree, "name")                    # its local names do not count
+    is_definition = hasattr(tree, "name")                    # then local names are left out
     nodes = [tree] if is_definition else list(ast.walk(tree))
     targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     names = {getattr(node, "name", None) for node in nodes} - {None}
@@ -176,7 +180,7 @@ def _binds(tree: ast.AST) -> set[str]:
 
 
 def _program(nodes: list[ast.stmt], problem: Problem) -> str:
-    """The imports, and all statements that the function and the tests depend on."""
+    """The source of all imports and of the statements that the function and tests depend on."""
     tests = ast.parse(problem.tests)
     needed = {problem.entry_point} | _names(tests) - _binds(tests)
     size = 0
@@ -190,13 +194,12 @@ def _program(nodes: list[ast.stmt], problem: Problem) -> str:
 
 
 def extract_code(response: str, problem: Problem) -> str:
-    """The program in a chat model's answer; "" if the answer does not define the function, and
-    then the sample fails.
+    """The program in a chat model's answer; "" if the answer does not define the function.
 
-    It is the first fenced block that defines the function. In an answer without fences it is
-    the code between prose. As in evalplus, imports and the definitions that the function needs
-    are kept, also from other blocks and from the prompt's head; calls, prints and asserts are
-    removed. No code is executed here.
+    The program is the first fenced block that defines the function. An answer without fences is
+    searched for code between prose. As in evalplus, imports and the definitions that the
+    function needs are kept, and calls, prints and assertions are removed. Needed definitions
+    may also come from other blocks or from the prompt's head. No code is executed here.
     """
     text = response.rpartition("</think>")[2]
     blocks = code_blocks(text)
@@ -214,10 +217,10 @@ def extract_code(response: str, problem: Problem) -> str:
 # ── Execution
 
 def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float):
-    """Runs in the sandbox, from its source: the outputs of `solve` beside the reference's, by
-    evalplus' rules.
+    """Assert that `solve` gives the same outputs as the reference, by the rules of evalplus.
 
-    task: the function's name. fresh: the inputs once more; a solution may change its own.
+    The source of this function is run in the sandbox. task: name of the tested function. fresh:
+    a copy of the inputs for the reference, because `solve` may modify its arguments.
     """
     def close(out, expected):                                      # numpy.allclose, rtol=1e-7
         if isinstance(expected, (list, tuple)):
@@ -226,47 +229,47 @@ def _compare(task: str, solve, reference, inputs: list, fresh: list, atol: float
         near = room < float("inf") and expected - room <= out <= expected + room
         return near or out == expected
 
-    def also_right(out, given):                                    # tasks read in two ways
+    def also_right(out, args):             # tasks whose description has a second reading
         if task == "surface_Area":
-            base, height = given
+            base, height = args
             slant = ((base / 2) ** 2 + height ** 2) ** 0.5
             return out == round(base ** 2 + 2 * base * slant)
         if task == "digit_distance_nums":
-            width = max(len(str(number)) for number in given)
-            digits = zip(*(str(number).zfill(width) for number in given))
+            width = max(len(str(number)) for number in args)
+            digits = zip(*(str(number).zfill(width) for number in args))
             return out == sum(abs(int(a) - int(b)) for a, b in digits)
         return task == "are_equivalent" or task == "sum_div" and out == 0
 
     as_sets = ["similar_elements", "find_char_long", "common_in_nested_lists", "extract_singly",
                "larg_nnum", "intersection_array", "find_dissimilar", "Diff"]
-    for number, (given, again) in enumerate(zip(inputs, fresh)):
-        out = solve(*given)
-        if task == "find_zero":                                    # any root of the polynomial
-            zero = sum(x * float(out) ** power for power, x in enumerate(again[0]))
-            assert abs(zero) <= atol, f"input {number}: the polynomial is {zero} there"
+    for number, (args, fresh_args) in enumerate(zip(inputs, fresh)):
+        out = solve(*args)
+        if task == "find_zero":                                # any root of the polynomial
+            zero = sum(x * float(out) ** power for power, x in enumerate(fresh_args[0]))
+            assert abs(zero) <= atol, f"input {number}: at {out} the polynomial is {zero}"
             continue
-        expected = reference(*again)
-        if task in ("check_str", "text_match_three", "text_starta_endb"):      # found or not
+        expected = reference(*fresh_args)
+        if task in ("check_str", "text_match_three", "text_starta_endb"):    # match or None
             out = out if isinstance(out, bool) else out is not None
             expected = expected is not None
         right = set(out) == set(expected) if task in as_sets else out == expected
         items = expected if isinstance(expected, (list, tuple)) else [expected]
         if atol == 0 and set(map(type, items)) == {float}:
-            atol = 1e-6                                            # and for inputs that follow
-        right = right or also_right(out, again)
+            atol = 1e-6                                        # also for the next inputs
+        right = right or also_right(out, fresh_args)
         if not right and atol != 0:
             right = type(out) is type(expected) and close(out, expected)
         assert right, f"input {number}: {repr(out)[:200]} instead of {repr(expected)[:200]}"
 
 
 def test_program(problem: Problem, plus: bool = False) -> str:
-    """Tests for `run_python`: the benchmark's own, or with plus those that evalplus adds."""
+    """The test program for `run_python`. plus: whether to test the inputs added by evalplus."""
     if problem.inputs is None:
         return problem.tests
     name = problem.entry_point
     values = marshal.dumps(problem.inputs[plus])
-    # marshal is imported first, so that the program cannot replace it. marshal keeps tuples,
-    # sets and infinities; repr does not.
+    # marshal is imported first, so that the program cannot replace it. Unlike repr, it keeps
+    # tuples, sets and infinities.
     return f"""from marshal import loads
 import solution
 {inspect.getsource(_compare)}
@@ -282,31 +285,29 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
             timeout: float = 10.0, unsafe: bool = False) -> list[dict]:
     """Rows {id, base, plus, status, stderr}, one for each pair of problem and program.
 
-    A problem is repeated for each of its programs. timeout: CPU seconds of a program for its
-    base tests, and again for its + tests. base, plus: whether the tests passed. plus needs base
-    to pass too, and is None if the file has no + tests.
+    A problem is repeated for each of its programs. timeout: CPU seconds for the base tests of a
+    program, and again for its + tests. base, plus: whether these tests passed. plus is False if
+    the base tests failed, and None if the file has no + tests.
     """
     def run(problem: Problem, program: str) -> dict:
-        def result(plus: bool):
-            tests = test_program(problem, plus)
-            return run_python(program, tests, timeout, unsafe=unsafe)
-
+        tests = test_program(problem)
+        result = base = run_python(program, tests, timeout, unsafe=unsafe)
         has_plus = problem.inputs is not None
-        base = last = result(False)
         if base.passed and has_plus:
-            last = result(True)
+            tests = test_program(problem, plus=True)
+            result = run_python(program, tests, timeout, unsafe=unsafe)
         return {"id": problem.task_id, "base": base.passed,
-                "plus": last.passed if has_plus else None,
-                "status": last.status, "stderr": last.stderr[-1000:]}
+                "plus": result.passed if has_plus else None,
+                "status": result.status, "stderr": result.stderr[-1000:]}
 
     with ThreadPoolExecutor(workers) as pool:
         return list(tqdm(pool.map(run, problems, programs), "run the tests", len(problems)))
 
 
 def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
-    """{id, "pass@k", "plus pass@k"} of each task, from `execute`'s rows.
+    """{id, "pass@k", "plus pass@k"} of each task, computed from the rows of `execute`.
 
-    Raises InputError where a task has fewer than k samples.
+    Raises InputError if a task has fewer than k samples.
     """
     scores = []
     for task in dict.fromkeys(row["id"] for row in rows):
@@ -322,10 +323,10 @@ def code_scores(rows: list[dict], ks=(1,)) -> list[dict]:  # Table 3
 # ── ARC-Challenge
 
 def read_arc(path) -> list[dict]:
-    """Rows {id, question, choices: texts, answer: index} of AI2's files.
+    """Rows {id, question, choices: list of texts, answer: index} from a file of AI2.
 
-    A question has any number of choices, with labels A–E or 1–5. Raises InputError where a row
-    has another form.
+    A question has any number of choices, labelled A–E or 1–5. Raises InputError if a row has
+    another format.
     """
     rows = []
     for number, row in enumerate(iter_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
@@ -339,17 +340,17 @@ def read_arc(path) -> list[dict]:
                 raise ValueError("a choice without a text")
         except (LookupError, TypeError, ValueError) as error:
             raise InputError(f"{path}, row {number}: not a question of ARC ({error!r}); it "
-                             f"needs a stem, choices with a label and a text, and an answerKey "
-                             f"that is one of the labels") from error
+                             f"needs a stem, choices with a label and a text, and an "
+                             f"answerKey that is one of the labels") from error
         rows.append({"id": row["id"], "question": question, "choices": texts, "answer": answer})
     return rows
 
 
 def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = None,
                     batch_size: int = 16) -> list[list[float]]:
-    """log p(" " + choice | "Question: …\\nAnswer:") in nats, a list for each row.
+    """log p(" " + choice | "Question: …\\nAnswer:") in nats of each choice; a list per row.
 
-    A question that is too long for the model's context loses its beginning, as in the harness.
+    If a question exceeds the model's context, its beginning is cut off, as in the harness.
     """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
@@ -370,11 +371,12 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
 
 
 def arc_scores(rows: list[dict], logprobs: list[list[float]]) -> list[dict]:  # Table 4
-    """{id, accuracy, accuracy_norm} of every row, from `choice_logprobs`.
+    """{id, accuracy, accuracy_norm} of every row, from the result of `choice_logprobs`.
 
-    accuracy: whether the most likely choice is right (1.0 or 0.0), as acc in the harness; the
-    first choice wins a tie. accuracy_norm divides each log-likelihood by the choice's length in
-    characters, as acc_norm in the harness. Raises InputError where one is not finite.
+    accuracy: 1.0 if the most likely choice is right, else 0.0; in a tie, the first choice
+    counts. accuracy_norm: the same after division of each log-likelihood by the choice's length
+    in characters. The harness calls them acc and acc_norm. Raises InputError if a
+    log-likelihood is not finite.
     """
     scores = []
     for row, plain in zip(rows, logprobs):

@@ -1,4 +1,4 @@
-"""A language model as judge: pairs of answers, MT-Bench, AlpacaEval.
+"""Evaluation by a language model as judge: pairs of answers, MT-Bench and AlpacaEval.
 
     config = JudgeConfig(judge_model="gpt-4o", price_in=2.5, price_out=10, max_usd=5)
     questions = pairwise_questions(rows, after, before, config)     # rows {id, prompt}, texts
@@ -8,11 +8,11 @@
 
 Paper: §4.2–4.5, Table 4, Figure 3, Appendix E. Shapes: n rows, k features.
 
-Departures: Appendix E shuffles the order of the two answers; here the judge sees both orders,
-and two verdicts that disagree are a tie. A reply without a verdict, or with different verdicts,
-leaves its row unjudged: the row is counted, and the next run asks again. FastChat takes the
-first verdict. AlpacaEval's leaderboard has a prompt of its own: run alpaca_eval on the file of
-`write_alpaca`.
+Departures: Appendix E shuffles the two answers. Here the judge sees them in both orders, and
+two verdicts that disagree count as a tie. If a reply has no verdict or several different ones,
+the row is counted as unjudged and the next run asks again; FastChat takes the first verdict.
+AlpacaEval's leaderboard uses its own prompt. For its win rate, run alpaca_eval on the file that
+`write_alpaca` writes.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ TEMPERATURE = 0.0                                            # sampling temperat
 
 @dataclass
 class JudgeConfig:
-    """A judge on an OpenAI-compatible server, and its prices and budget."""
-    judge_model: str | None = flag(None, "name of the judge on its server (paper: gpt-4o); "
-                                         "None asks no judge")
+    """A judge on an OpenAI-compatible server, with its prices and the budget."""
+    judge_model: str | None = flag(None, "model name of the judge (paper: gpt-4o); None asks "
+                                         "no judge")
     base_url: str | None = flag(None, "URL of an OpenAI-compatible server; None uses "
                                       "OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; None uses the "
-                                           "prompts of measures/judge.py")
+                                           "prompts in measures/judge.py")
     judge_tokens: int = flag(2048, "maximum length of a judge's reply in tokens", least=1)
     concurrency: int = flag(8, "number of simultaneous requests", least=1)
     price_in: float | None = flag(None, "USD per million prompt tokens; None is unknown",
                                   least=0)
     price_out: float | None = flag(None, "USD per million reply tokens; None is unknown",
                                    least=0)
-    max_usd: float | None = flag(None, "budget of the judge in USD, over all runs; None is no "
+    max_usd: float | None = flag(None, "budget for the judge in USD, over all runs; None is no "
                                        "limit", least=0)
-    dry_run: bool = flag(False, "write the answers and print the judge's cost, without asking")
+    dry_run: bool = flag(False, "write the answers and print the judge's cost; send no request")
 
     @property
     def prices(self) -> tuple:
-        """Prices and budget, as a Journal takes them."""
+        """(price_in, price_out, max_usd), the arguments of a Journal."""
         return self.price_in, self.price_out, self.max_usd
 
     @cached_property
     def prompts(self) -> dict[str, dict]:
-        """FastChat's name of a prompt → {system_prompt, prompt_template}.
+        """The judge's prompts: FastChat's name → {system_prompt, prompt_template}.
 
-        The prompts written for this project have no template.
+        This project's own prompts have no template.
         """
         if self.judge_prompts is None:
             return {name: {"system_prompt": text} for name, text in PROMPTS.items()}
@@ -73,10 +73,10 @@ class JudgeConfig:
 
 
 def check_judge(config: JudgeConfig):
-    """Raise InputError for settings that would make the requests fail, before any is sent."""
+    """Raise InputError if the settings would make the requests fail; sends no request."""
     is_free = config.judge_model is None or config.dry_run
     check_asking(*config.prices, config.base_url, is_free)
-    config.prompts                                   # reads the file, and so checks it
+    config.prompts                                   # reads and checks the file of prompts
 
 
 # ── The judge's prompts (Appendix E)
@@ -99,31 +99,28 @@ PROMPTS = {
 }
 
 
-def judge_messages(prompt: dict, values: dict[str, str]) -> list[dict]:
-    """The chat messages of one question to the judge.
+def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Question:
+    """A question to the judge.
 
-    values fill the {fields} of the prompt's template; without a template they stand between
-    marked tags. Raises InputError where the template has other fields.
+    kind: FastChat's name of the prompt. values: texts for the {fields} of the prompt's
+    template; if it has no template, they are enclosed in tags. name: id of the row. Raises
+    InputError if there is no such prompt, or if its template has other fields.
     """
+    if kind not in config.prompts:
+        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add the "
+                         f"prompt, or omit --judge_prompts")
+    prompt = config.prompts[kind]
     system = prompt["system_prompt"]
     if template := prompt.get("prompt_template"):
         try:
             user = template.format(**values)
         except (LookupError, ValueError) as error:
-            raise InputError(f"judge prompt {prompt['name']!r}: cannot fill in {error}; its "
-                             f"fields may be {', '.join(values)}") from error
+            raise InputError(f"judge prompt {kind!r}: cannot fill in {error}; use "
+                             f"only the fields {', '.join(values)}") from error
     else:
         instruction, user = fenced(values)
         system += f"\n{instruction}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
-
-
-def _question(config: JudgeConfig, kind: str, values: dict, name) -> Question:
-    """kind: FastChat's name of the prompt. name: the row's id."""
-    if kind not in config.prompts:
-        raise InputError(f"{config.judge_prompts}: there is no prompt named {kind!r}; add the "
-                         f"prompt, or omit --judge_prompts")
-    messages = judge_messages(config.prompts[kind], values)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     key = question_key("judge", config.judge_model, TEMPERATURE, messages)
     return Question(key, str(name), messages, context={"id": name, "kind": kind})
 
@@ -135,13 +132,14 @@ RATING = r"\[(\d+\.?\d*)\]"
 
 
 def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
-    """(verdict, None), or (None, reason) if the reply has no single verdict.
+    """(verdict, None), or (None, reason) if the reply does not have exactly one verdict.
 
-    A verdict is a rating from 1 to 10. For a pair it is 1 (A is better), 0.5 (a tie) or 0.
+    For a single answer, the verdict is a rating from 1 to 10. For a pair, it is 1 if A is
+    better, 0.5 for a tie, and 0 if B is better.
     """
     text = text.rpartition("</think>")[2]                 # without the model's reasoning
     is_rating = kind.startswith("single")
-    if is_rating:     # like FastChat, accept [7] if there is no [[7]]
+    if is_rating:               # like FastChat, accept [7] if the reply has no [[7]]
         ratings = re.findall(rf"\[{RATING}\]", text) or re.findall(RATING, text)
         verdicts = {float(rating) for rating in ratings}
     else:
@@ -155,17 +153,17 @@ def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
 
 
 def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
-    """A line with the number of questions that the journal at `path` lacks, and their cost."""
+    """A line with the number of questions, and the cost of those not in the journal yet."""
     with Journal(path, *config.prices) as journal:
         todo = missing(questions, journal)
         return f"{len(questions)} questions, {annotate.forecast(todo, journal, 250)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict]:
-    """Ask the questions that the journal at `path` lacks → {id, verdict, reason} of each.
+    """{id, verdict, reason} of each question; only those not in the journal yet are asked.
 
-    verdict: see `read_verdict`; None if there is none, and the next run asks again. Raises
-    InputError where `ask.ask` does.
+    path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
+    next run asks again. Raises InputError in the same cases as `ask.ask`.
     """
     def review(question: Question, text: str) -> str | None:
         return read_verdict(question.context["kind"], text)[1]
@@ -186,16 +184,16 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
 
 # ── Win rates of pairs
 
-# The compared field → the name of its prompt, and the name of each side in the prompt.
+# Compared field → (name of the prompt, name of each text in the prompt).
 PAIRS = {"response": ("pair-v2", "answer"), "reply": ("feedback", "feedback")}
 
 
 def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
                        config: JudgeConfig, field: str = "response") -> list[Question]:
-    """Two questions for each row {id, prompt}: text a first, then text b first.
+    """Two questions for each row {id, prompt}: one with text a first, one with text b first.
 
     field: "response" compares responses (Figure 3); "reply" compares critiques of the row's
-    response (Table 1's win rate, Appendix E).
+    response (the win rate in Table 1, Appendix E).
     """
     kind, side = PAIRS[field]
     questions = []
@@ -209,16 +207,17 @@ def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
 
 
 def pairwise_scores(verdicts: list[dict]) -> list[dict]:
-    """A row {id, win, inconsistent} for each pair, from the verdicts on both orders.
+    """A row {id, win, inconsistent} for each pair, from the verdicts on its two orders.
 
-    win: 1 if both orders prefer text a, 0 if both prefer b. It is 0.5 (a tie) if they disagree,
-    and then inconsistent is True. It is None if an order is unjudged.
+    win: 1 if both verdicts prefer text a, 0 if both prefer text b, and 0.5 for a tie. If the
+    verdicts disagree, the pair is a tie and inconsistent is True. If a verdict is missing, win
+    is None.
     """
     scores = []
     for verdict, swapped in chunks(verdicts, 2):
         assert verdict["id"] == swapped["id"], "both orders of a pair follow each other"
         win = verdict["verdict"]
-        loss = swapped["verdict"]                       # texts a and b have changed places
+        loss = swapped["verdict"]                       # here text b comes first
         inconsistent = None not in (win, loss) and win != 1 - loss
         if inconsistent:
             win = 0.5
@@ -229,7 +228,7 @@ def pairwise_scores(verdicts: list[dict]) -> list[dict]:
 
 
 def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
-    """Numbers of wins, ties (of which inconsistent), losses and unjudged rows; `win_rate`."""
+    """Numbers of wins, ties, losses, inconsistent and unjudged rows, and the `win_rate`."""
     wins = [row["win"] for row in scores if row["win"] is not None]
     counts = Counter(wins)
     return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
@@ -238,7 +237,7 @@ def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
 
 
 def win_rate(wins) -> dict:
-    """Mean of wins [n] and its standard_error in per cent; None if n is too small."""
+    """Mean of wins [n] and its standard error in per cent; None if n is too small."""
     n = len(wins)
     return {"win_rate": 100 * float(np.mean(wins)) if n else None,
             "standard_error": 100 * float(np.std(wins, ddof=1)) / n**0.5 if n > 1 else None}
@@ -246,30 +245,31 @@ def win_rate(wins) -> dict:
 
 # ── MT-Bench (Zheng et al., 2023)
 
-NEED_REFERENCE = "math", "reasoning", "coding"   # the judge sees a reference if there is one
+NEED_REFERENCE = "math", "reasoning", "coding"   # with a reference for the judge, if any
+# FastChat's sampling temperatures; 0.7 in the other categories.
 ANSWER_TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
-                      "stem": 0.1, "humanities": 0.1}     # FastChat's; 0.7 in other categories
+                      "stem": 0.1, "humanities": 0.1}
 
 
 def read_mt_bench(path) -> list[dict]:
-    """Questions {question_id, category, turns}, some with a `reference` of two texts.
+    """Questions {question_id, category, turns}; some have a `reference` with two texts.
 
-    Raises InputError where a row has another form.
+    Raises InputError if a row has another format.
     """
     rows = read_rows(path, (("question_id",), ("category",), ("turns",)))
     for number, row in enumerate(rows, 1):
         for name in {"turns", "reference"} & row.keys():
             if not isinstance(row[name], list) or [*map(type, row[name])] != [str, str]:
                 raise InputError(f"{path}, row {number}: {name!r} must be a list of two texts, "
-                                 f"one for each turn")
+                                 f"one for each turn; correct or remove the row")
     return rows
 
 
 def mt_bench_answers(questions: list[dict], write) -> dict:
     """question_id → the answers to both turns; the second turn continues the conversation.
 
-    The temperature is FastChat's for the question's category. write(conversations,
-    temperature=…) → the next turn of each conversation.
+    The temperature depends on the category, as in FastChat. write: function from
+    (conversations, temperature=…) to the next turn of each conversation.
     """
     conversations = {q["question_id"]: [] for q in questions}
     by_temperature = {}
@@ -295,11 +295,11 @@ TURNS = (("v1", ("question", "answer")),
 
 def mt_bench_questions(questions: list[dict], answers: dict,
                        config: JudgeConfig) -> list[Question]:
-    """Two judge questions for each of MT-Bench's: rate the first answer, and the second answer
-    in its conversation.
+    """Two questions to the judge for each MT-Bench question, one for each turn.
 
-    answers: question_id → both texts. In math, reasoning and coding the judge also sees the
-    question's reference, if the turn has one.
+    The judge rates the first answer alone, and the second answer in its conversation. In math,
+    reasoning and coding it also sees reference answers, if the question has them. answers:
+    question_id → both answers.
     """
     judge_questions = []
     for q in questions:
@@ -317,9 +317,9 @@ def mt_bench_questions(questions: list[dict], answers: dict,
 
 
 def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
-    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question, 1–10.
+    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question.
 
-    rating: the mean of both turns, or None if a turn has no verdict.
+    Ratings are from 1 to 10. rating: the mean of both turns, or None if a turn has no verdict.
     """
     rows = []
     for first, second in chunks(verdicts, 2):
@@ -333,24 +333,26 @@ def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
 # ── AlpacaEval (Dubois et al., 2024)
 
 def read_alpaca(path) -> list[dict]:
-    """Rows {id, prompt, response} from instructions and a reference's outputs; ids count from
-    0."""
+    """Rows {id, prompt, response} of AlpacaEval's instructions and reference outputs.
+
+    The ids count from 0.
+    """
     rows = read_rows(path, (("instruction",), ("output",)))
     return [{"id": str(number), "prompt": row["instruction"], "response": row["output"]}
             for number, row in enumerate(rows)]
 
 
 def write_alpaca(path, rows: list[dict], texts: list[str], generator: str):
-    """Write a policy's outputs as one JSON array, for alpaca_eval's --model_outputs."""
+    """Write a policy's outputs as a JSON array, which alpaca_eval takes as --model_outputs."""
     outputs = [{"instruction": row["prompt"], "output": text, "generator": generator}
                for row, text in zip(rows, texts, strict=True)]
     Path(path).write_text(json.dumps(outputs, indent=1))
 
 
 def read_difficulty(path) -> list[dict]:
-    """Rows of AlpacaEval's df_gamed.csv: two baselines on instructions of known difficulty.
+    """Rows of AlpacaEval's df_gamed.csv: preferences for two baselines, and difficulties.
 
-    Raises InputError where the file has another form.
+    Raises InputError if the file has another format.
     """
     names = "std_delta_len", "instruction_difficulty", "preference"
     rows = []
@@ -360,31 +362,31 @@ def read_difficulty(path) -> list[dict]:
                 numbers = {name: float(row[name] or "nan") for name in names}
                 rows.append({"index": row["index"], **numbers})
     except (LookupError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); pass "
-                         f"the path of that file") from error
+        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); name "
+                         f"that file with --difficulty") from error
     return rows
 
 
 def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
                       gamed: list[dict]) -> dict:  # Table 4
-    """AlpacaEval 2's length-controlled win rate in per cent, as alpaca_eval 0.6.6 fits it.
+    """AlpacaEval 2's length-controlled win rate in per cent, as in alpaca_eval 0.6.6.
 
-    P(texts win) = σ(φ tanh(Δ/s) + ψ γ_x + θ). Δ: characters of the reference minus characters
-    of the text; s: the standard deviation of Δ; γ_x: the difficulty of instruction x. The rate
-    is the mean of P at Δ = 0. gamed: rows of `read_difficulty`, a verbose and a concise
-    baseline with a total weight of 0.2, which regularise φ. An unjudged row is predicted, but
-    not fitted. Raises InputError where an instruction's difficulty is unknown, and where fewer
-    than five rows are judged.
+    A logistic model is fitted: P(a text wins) = σ(φ tanh(Δ/s) + ψ γ_x + θ). Δ is the length of
+    the reference minus that of the text, in characters. s is the standard deviation of Δ, and
+    γ_x the difficulty of instruction x. The rate is the mean of P at Δ = 0. gamed: rows of
+    `read_difficulty`. They are a verbose and a concise baseline, which regularise φ with a
+    total weight of 0.2. An unjudged row is not used in the fit, but counts in the mean. Raises
+    InputError if an instruction's difficulty is unknown, or if fewer than five rows are judged.
     """
     difficulty = {row["index"]: row["instruction_difficulty"] for row in gamed}
     for row in rows:
         if row["id"] not in difficulty:
-            raise InputError(f"no instruction_difficulty is known of index {row['id']}; use "
-                             f"AlpacaEval's own instructions")
+            raise InputError(f"the --difficulty file has no instruction_difficulty for index "
+                             f"{row['id']}; use AlpacaEval's own instructions")
     n_judged = sum(score["win"] is not None for score in scores)
     if n_judged < 5:
-        raise InputError(f"{n_judged} rows are judged; a length-controlled rate needs five: "
-                         f"judge more rows")
+        raise InputError(f"{n_judged} rows are judged, but a length-controlled win rate needs "
+                         f"at least five; judge more rows")
     length_gap = np.array([len(row["response"]) - len(text)
                            for row, text in zip(rows, texts, strict=True)])     # Δ, [n]
     even = np.array([[0, difficulty[row["id"]], 1] for row in rows])            # Δ = 0
@@ -401,8 +403,8 @@ def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
 
 
 def fit_cross_validated(x, y, weight) -> np.ndarray:
-    """Coefficients [k] with the least held-out loss over scikit-learn's grid of penalties."""
-    fold = (len(x) - 1 - np.arange(len(x))) % 5                # as scikit-learn's GroupKFold
+    """Coefficients [k] for the penalty in scikit-learn's grid with the lowest held-out loss."""
+    fold = (len(x) - 1 - np.arange(len(x))) % 5             # the same as in GroupKFold
 
     def held_out(strength: float) -> float:
         losses = []
@@ -416,9 +418,9 @@ def fit_cross_validated(x, y, weight) -> np.ndarray:
 
 
 def fit_logistic(x, y, weight, strength: float) -> np.ndarray:
-    """argmin_w [k] ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)), by proximal gradient descent.
+    """argmin_w ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)), [k], by proximal gradient descent.
 
-    strength: C, the inverse strength of the penalty, as in scikit-learn.
+    strength: C, the inverse of the penalty's strength, as in scikit-learn.
     """
     rate = 4 / strength / np.linalg.norm((x.T * weight) @ x, 2)      # 1 / largest curvature
     w = np.zeros(x.shape[1])

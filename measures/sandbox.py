@@ -1,16 +1,15 @@
-"""Sandbox: run a model's code against its tests (KodCode, HumanEval, MBPP; §4).
+"""Sandbox that runs a model's code and its tests (KodCode, HumanEval, MBPP; §4).
 
     python -m measures.sandbox rows.jsonl      # KodCode: adds `outcome` to rows with `response`
 
     run_python("def f(x):\\n    return x + 1", "assert f(1) == 2")
     # Result(passed=True, status='passed', stderr='')
 
-Paper: pass@1 and the test outcomes of §4.4 and Appendix N; it does not say how code is run.
+Paper: pass@1 and the test outcomes of §4.4 and Appendix N. It does not say how code is run.
 
-Tests are statements, or functions named test*, which are called in order. Values are
-compared as plain Python compares them. The tests' imports run before the program, so it cannot
-patch them. Their `pytest` is always a small stand-in with `raises`, and `approx` of a number.
-Each run is isolated (`measures/cell.py`):
+Tests are statements, or functions named test*, which are called in order. The imports of the
+tests run before the program, so that the program cannot patch the imported modules. Values are
+compared by Python's own operators. Each run is isolated (`measures/cell.py`):
 
     namespaces   separate processes, users, IPC and network (without loopback)
     files        separate read-only root and one small directory, all in memory
@@ -18,11 +17,12 @@ Each run is isolated (`measures/cell.py`):
     limits       time, memory, number of processes, file size, open files
 
 If this isolation is not available (macOS, most containers), `run_python` raises SandboxError.
-With `unsafe` it runs the code with only an empty environment, a temporary directory and limits.
+With `unsafe`, the code runs with only an empty environment, a temporary directory and limits.
 
-A verdict is valid for honest programs. Malicious code shares the interpreter with its tests: an
-object can equal everything, and code that walks frames can rewrite the tests or forge the
-verdict (tests/EVALUATION.md). Therefore verdicts inform a critique, and none is a reward.
+A verdict can be trusted for honest programs only. Malicious code shares the interpreter with
+its tests: it can define an object that equals everything, or walk the stack to rewrite the
+tests or forge the verdict (tests/EVALUATION.md). Therefore a verdict is shown to the annotator,
+but is never used as a reward.
 """
 
 import argparse
@@ -46,10 +46,11 @@ from tqdm import tqdm
 from data import InputError, get_task, read_rows, run_script, write_rows
 from measures.cell import REASON
 
-FAR = 5                     # wall-clock limit as a multiple of the CPU limit …
-START = 5                   # … plus this many seconds for the start
-PARSING = Lock()            # Python 3.11 adds up the tree depths of all threads
+FAR = 5                     # wall-clock limit: this multiple of the CPU limit, …
+START = 5                   # … plus this many seconds to start the process
+PARSING = Lock()            # Python 3.11 limits the sum of the tree depths in all threads
 NO_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError    # errors of ast.parse
+# Messages of programs that run out of memory.
 SHORT = re.compile("MemoryError|SystemError|map segment|bad_alloc|emory alloc|ocate memory")
 CHILD = "import sys; sys.path.insert(0, {!r}); __import__('cell').main()"
 
@@ -60,12 +61,12 @@ class SandboxError(InputError):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a program's tests (§4.4).
+    """The result of running a program's tests (§4.4).
 
     status: "passed"; "failed" (an assertion of the tests failed); "error" (another exception,
     invalid syntax, no test ran, or the program exited before its tests ended); "timeout";
-    "memory"; "killed" (by a signal, or a crash). stderr: the end of stdout and stderr, then the
-    traceback or the reason.
+    "memory"; "killed" (by a signal, or a crash). stderr: the last part of stdout and stderr,
+    followed by the traceback or the reason.
     """
     passed: bool
     status: str
@@ -74,12 +75,13 @@ class Result:
 
 def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 512,
                unsafe: bool = False) -> Result:
-    """Whether `code`, importable as the module `solution`, passes `tests`.
+    """Run `tests` on `code`, which they can import as the module `solution`.
 
-    timeout: seconds, rounded up, in which all processes compute or sleep; the tests' imports
-    and waiting for a busy processor do not count. memory_mb: limit of each process in MiB; the
-    limit of all processes together is 25 % higher. The function is thread-safe. Raises
-    SandboxError where the sandbox is not available and `unsafe` is False.
+    timeout: limit in seconds, rounded up, of the time in which the processes compute or sleep.
+    The tests' imports and the time spent waiting for a busy processor do not count. memory_mb:
+    limit of each process in MiB. The limit of all processes together is 25 % higher. This
+    function is thread-safe. Raises SandboxError if the sandbox is not available and `unsafe`
+    is False.
     """
     try:
         with PARSING:
@@ -89,19 +91,20 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
     secret = os.urandom(32).hex().encode()
     order = {"imports": imports, "statements": statements, "timeout": timeout, "unsafe": unsafe,
              "code": code, "tests": tests, "memory_mb": memory_mb, "secret": secret}
-    # In unsafe mode killed children may still write, so errors of the cleanup are ignored.
+    # In unsafe mode, killed children may still be writing, so cleanup errors are ignored.
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe
           else contextlib.nullcontext("/solution")) as directory:
         order["home"] = os.path.realpath(directory)
         reply, text = _start(order)
-    # The reply: "ready", the secret, status and reason; after a NUL, how the process ended.
+    # The reply is "ready", the secret, the status and the reason; then a NUL and how the
+    # process ended.
     head, _, end = reply.partition(b"\0")
     _, verdict, claim = head.partition(secret)
     status, _, reason = claim.decode("utf-8", "replace").partition("\n")
     if not head.startswith(b"ready"):
         problem = "".join(text.splitlines()[-1:])
-        raise SandboxError(f"no sandbox is available here ({problem}); run on Linux with user "
-                           f"namespaces, or let the code run with all your permissions: "
+        raise SandboxError(f"no sandbox is available here ({problem}); use Linux with user "
+                           f"namespaces, or run the code with all your permissions by "
                            f"--unsafe_sandbox")
     if end in (b"timeout", b"-24"):           # SIGXCPU
         status = "timeout"
@@ -110,18 +113,18 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
         status = "memory"
     elif not verdict:
         status = "killed" if end.startswith(b"-") else "error"
-        reason = f"ended before its tests did, with exit status {end.decode()}\n"
+        reason = f"exited before its tests ended, with exit status {end.decode()}\n"
     if status == "memory" or status in ("error", "killed") and SHORT.search(text + reason):
         status = "memory"
-        reason += f"the limit is {memory_mb} MiB of memory in a process\n"
+        reason += f"the memory limit of a process is {memory_mb} MiB\n"
     report = (text + reason).replace(f"{order['home']}/", "")
     return Result(status == "passed", status, report[-REASON:])
 
 
 def _compile(tests: str) -> list:
-    """Code objects of the tests' imports and of their other statements.
+    """Code objects of the tests: [imports, other statements].
 
-    Each assertion first reports that it is reached.
+    A call is inserted before each assertion, which records that the assertion was reached.
     """
     class Reached(ast.NodeTransformer):
         def visit(self, node):
@@ -141,8 +144,8 @@ def _compile(tests: str) -> list:
 
 
 def _start(order: dict) -> tuple[bytes, str]:
-    """Run a child with this order → (its reply on the socket, the end of its output)."""
-    parent, child_end = socket.socketpair()   # a pipe could be opened again through /proc
+    """Run a child process; returns (its reply on the socket, the end of its output)."""
+    parent, child_end = socket.socketpair()   # a pipe could be reopened through /proc
     environment = {"HOME": order["home"], "TMPDIR": order["home"], "OMP_NUM_THREADS": "1"}
     child = CHILD.format(os.path.dirname(os.path.abspath(__file__)))
     with tempfile.TemporaryFile() as output, parent:
@@ -155,20 +158,20 @@ def _start(order: dict) -> tuple[bytes, str]:
             late = b""
         except subprocess.TimeoutExpired:
             late = b"\0timeout"
-        finally:                              # other processes of its group may still run
+        finally:                              # other processes of the group may still run
             with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
         reply = b""
-        with contextlib.suppress(BlockingIOError):                # the child wrote no reply
+        with contextlib.suppress(BlockingIOError):         # raised if the child wrote no reply
             reply = parent.recv(1 << 20, socket.MSG_DONTWAIT)
         output.seek(max(0, output.seek(0, os.SEEK_END) - 8 * REASON))
         text = output.read().decode("utf-8", "replace")
-    # A watcher process with another exit status than 0 means that a layer has failed.
+    # If the watcher's exit status is not 0, a layer of the sandbox has failed.
     return (reply + late if late or status == 0 or order["unsafe"] else b""), text
 
 
-# ── Rows: the test outcome of a response
+# ── Test outcomes of responses
 
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^(?:\1| {,3})\2|\Z)",
                    re.MULTILINE | re.DOTALL)
@@ -176,7 +179,7 @@ PASSED = "All tests passed."
 
 
 def parse_python(text: str) -> ast.Module | None:
-    """The syntax tree of the text, or None if it is not Python."""
+    """The syntax tree of a text; None if the text is not valid Python."""
     try:
         with PARSING:
             return ast.parse(text)
@@ -185,13 +188,13 @@ def parse_python(text: str) -> ast.Module | None:
 
 
 def code_blocks(text: str) -> list[str]:
-    """The code in each Markdown fence, closed or not; indented blocks, as in a list, are
-    dedented.
+    """The code in each Markdown fence, even if the fence is not closed.
 
-    If a fence is labelled as Python, only those fences count, else those without a label, else
-    all. A text that is valid Python has no blocks, because its fences are inside strings.
+    Fences labelled as Python are used; without any, those without a label; otherwise all. A
+    text that is valid Python has no blocks, because its fences are inside strings. Indented
+    blocks, for example in a list, are dedented.
     """
-    text = text.replace("\r\n", "\n")                 # a blank line "\r" would prevent dedent
+    text = text.replace("\r\n", "\n")                 # a line with only "\r" prevents dedent
     fences = list(FENCE.finditer(text))
     if fences and parse_python(text):
         return []
@@ -199,26 +202,28 @@ def code_blocks(text: str) -> list[str]:
               if fence[3].lower().startswith("py") and not fence[4].lstrip().startswith(">>>")]
     unlabelled = [fence for fence in fences if not fence[3]]
     blocks = [fence[4] for fence in python or unlabelled or fences]
-    # dedent also strips lines of white space, which may be part of a string.
+    # Other blocks are not dedented, because dedent also changes lines of only white space,
+    # which may be part of a string.
     return [textwrap.dedent(block) if block[:1].isspace() else block for block in blocks]
 
 
 def code_of(text: str) -> str:
-    """The program of a response: its code blocks joined, or all of the text without any."""
+    """The program in a response: its code blocks joined, or all of the text if it has none."""
     return "\n".join(code_blocks(text)) or text
 
 
 def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
-    """The rows, with the test outcome of each `response` that had no `outcome` (Appendix N).
+    """Run the tests of each `response` and add its `outcome` to the row (Appendix N).
 
-    Raises InputError where a response is no text or no sandbox is available.
+    Rows that have an outcome are not run again. Raises InputError if a response is not a text,
+    or if no sandbox is available.
     """
     def add(row: dict) -> dict:
         if not row.get("response") or row.get("outcome"):
             return row
         if not isinstance(row["response"], str):
-            raise InputError(f"row {row.get('id', row)}: its 'response' is no text; correct "
-                             f"or remove the row")
+            raise InputError(f"row {row.get('id', row)}: 'response' must be a text; correct or "
+                             f"remove the row")
         result = run_python(code_of(row["response"]), task.tests(row), unsafe=unsafe)
         return row | {"outcome": PASSED if result.passed else (
             f"The tests did not pass ({result.status}). The end of their output:\n"
@@ -229,26 +234,26 @@ def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
 
 
 def main():
-    """Add test outcomes to the rows of a file that have responses."""
+    """Run the responses in a file of rows, and add the test outcomes to the file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("rows", help="file of JSON lines with a response and tests")
+    parser.add_argument("rows", help="file of JSON lines with responses and tests")
     parser.add_argument("--task", default="kodcode",
-                        help="name of a Task with tests: kodcode or module:NAME")
+                        help="task with tests: kodcode, or module:NAME")
     parser.add_argument("--unsafe_sandbox", action="store_true",
-                        help="run the code even without a sandbox")
+                        help="run the code even if no sandbox is available")
     args = parser.parse_args()
     task = get_task(args.task)
     if task.tests is None:
-        raise InputError(f"--task {task.name}: it has no tests to run; use kodcode or a Task "
-                         f"with `tests`")
+        raise InputError(f"--task {task.name}: this task has no tests to run; use kodcode, or "
+                         f"define a Task with `tests`")
     rows = read_rows(args.rows, task.needs)
     if not any("response" in row for row in rows):
-        raise InputError(f"{args.rows}: no row has a response; add a field 'response'")
+        raise InputError(f"{args.rows}: no row has a response; add the field 'response'")
     results = add_outcomes(rows, task, args.unsafe_sandbox)
     write_rows(args.rows, results)
     outcomes = [result["outcome"] for row, result in zip(rows, results) if result is not row]
     passed = outcomes.count(PASSED)
-    print(f"{args.rows}: {len(outcomes)} responses run, {passed} passed their tests\n"
+    print(f"{args.rows}: ran {len(outcomes)} responses, of which {passed} passed their tests\n"
           f"next: python annotate.py --task {args.task} --data {args.rows}")
 
 

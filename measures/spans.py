@@ -1,21 +1,22 @@
-"""Measures of spans: R_φ's critiques, the tables of annotated rows, people's annotations.
+"""Span metrics: scores of R_φ's critiques, statistics of annotated rows, human annotations.
 
     python -m measures.spans --audit feedback.jsonl --output page.html   # tables and a page
     python -m measures.spans --people marked.jsonl --output feedback.jsonl
-    figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # R_φ on many y
+    figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # scores of R_φ
 
 Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
 
-Every figure of R_φ is a ratio of counts that are summed over responses, so its interval follows
-from resampled responses. A critique that cannot be parsed predicts no spans: it lowers recall,
-and `unparseable` counts it.
+Every metric of R_φ is a ratio of counts. The counts are summed over responses, so resampling
+the responses gives a bootstrap interval. A critique that cannot be parsed predicts no spans. It
+lowers the recall and is counted as `unparseable`.
 
-The paper leaves some definitions open. This file uses these. Gold and predicted spans of one
-sign are paired one to one, the pairs with the largest overlap first. Exact: the same
-characters, after white space at both ends is stripped. Partial: any shared character. Overlap
-index (Table 6): intersection over union in characters, averaged over pairs. ≥ 90 % overlap
-(Table 7): relative to the longer span. A quote that is not in the response is a prediction
-without a pair. Agreement (Table 16): people gave more than half of a predicted span its label.
+The paper leaves some definitions open. In this file, gold and predicted spans of the same sign
+are paired one to one, starting with the pair that overlaps most. A pair matches exactly if both
+spans hold the same characters, without white space at the ends; otherwise it is partial. The
+overlap index (Table 6) is intersection over union in characters, averaged over pairs. The
+≥ 90 % overlap of Table 7 is relative to the longer span. A quote that is not in the response is
+a prediction without a pair. People agree with a predicted span (Table 16) if they gave its
+label to more than half of its characters.
 """
 
 from __future__ import annotations
@@ -39,26 +40,27 @@ from transformers import AutoTokenizer
 from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters, feedback_row,
                       ground, parse_feedback, quoted, token_offsets, token_rewards)
 from data import InputError, read_rows, run_script, write_rows
-from report import card, heatmap, page, split_text, table, text_block, write_page
+from report import card, heatmap, page, table, text_block, write_page
 from reward_model import count_tokens
 
 SIGNS = {"good": 1, "poor": -1}
 LABELS = {"1": 1, "good": 1, "-1": -1, "poor": -1}
-MOST_ROWS = 300                                                     # largest number on a page
+MOST_ROWS = 300                                              # maximum number of rows on a page
 
 
 # ── The spans of a row
 
 def read_spans(row: dict, key: str = "spans") -> list[Span]:
-    """The spans [{start, end, label}] of a row.
+    """The spans of a row, stored as [{start, end, label}].
 
-    Raises InputError where a span does not fit the response. A span with a `text` must have
-    this text at its offsets.
+    If a span has a `text`, the response must contain this text at its offsets. Raises
+    InputError if a span does not fit the response.
     """
     response = row.get("response")
     values = row.get(key)
     if not (isinstance(response, str) and isinstance(values, list)):
-        raise InputError(f"row {row.get('id')} needs a text 'response' and a list {key!r}")
+        raise InputError(f"row {row.get('id')}: 'response' must be a text and {key!r} a list; "
+                         f"annotate the row or remove it")
     spans = []
     for value in values:
         match value:
@@ -68,52 +70,52 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
                 spans.append(Span(start, end, LABELS[str(label).lower()]))
             case _:
                 raise InputError(
-                    f"row {row.get('id')}: {value} is no valid span; a span needs 0 ≤ start < "
-                    f"end ≤ {len(response)} and a label of {', '.join(LABELS)}; its 'text', if "
-                    f"given, must be the response at these offsets")
+                    f"row {row.get('id')}: {value} is not a valid span; it needs 0 ≤ start < "
+                    f"end ≤ {len(response)}, a label out of {', '.join(LABELS)}, and, if it "
+                    f"has a 'text', the text of the response from start to end")
     return spans
 
 
 def words(text: str) -> list[tuple[int, int]]:
-    """Offsets [start, end) of every run of characters without white space."""
+    """Offsets [start, end) of every word, which is a run of characters without white space."""
     return [match.span() for match in re.finditer(r"\S+", text)]
 
 
 def response_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
-    """Offsets of a text's tokens; offsets of its words if the tokens do not decode to it."""
+    """Offsets of the tokens, or of the words if decoding the tokens does not give the text."""
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     decoded, offsets = token_offsets(tokenizer, ids)
     return offsets if decoded == text else words(text)
 
 
 def trimmed(text: str, span: Span) -> Span:
-    """The span without white space at its ends; it is empty if it held only white space."""
+    """The span without white space at its ends. A span of only white space becomes empty."""
     piece = text[span.start : span.end]
     start = span.start + piece.index(piece.strip())
     return replace(span, start=start, end=start + len(piece.strip()))
 
 
 def character_labels(response: str, spans: list[Span]) -> list[float]:
-    """Label of each character: +1 in good spans only, −1 in poor spans only, else 0."""
+    """Label of each character: +1 if only good spans contain it, −1 if only poor, else 0."""
     return token_rewards(response, [(i, i + 1) for i in range(len(response))], spans)
 
 
 def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
-    """Share of the span's visible characters whose label equals the span's (Table 19)."""
+    """Share of the span's visible characters that have the same label as it (Table 19)."""
     visible = [i for i in range(span.start, span.end) if not response[i].isspace()]
     return sum(labels[i] == span.label for i in visible) / max(1, len(visible))
 
 
 def span_length(response: str, offsets, span: Span) -> int:
-    """Number of tokens that overlap the span without white space at its ends (Table 18)."""
+    """Number of tokens that overlap the span, ignoring white space at its ends (Table 18)."""
     span = trimmed(response, span)
     return sum(max(start, span.start) < min(end, span.end) for start, end in offsets)
 
 
-# ── A critique against marked spans (§4.2)
+# ── Scoring a critique against gold spans (§4.2)
 
 def readable(critique: str, response: str = "") -> Feedback | None:
-    """The feedback in a critique of the response; None if it cannot be parsed."""
+    """The feedback parsed from a critique of the response; None if it cannot be parsed."""
     try:
         return parse_feedback(critique, response=response)
     except FeedbackError:
@@ -122,10 +124,10 @@ def readable(critique: str, response: str = "") -> Feedback | None:
 
 def overlaps(response: str, gold: list[Span],
              predicted: list[Span]) -> list[tuple[float, float]]:
-    """(shared / union, shared / longer) of each pair, in characters (Appendix C).
+    """(shared / union, shared / longer) of each pair of spans, in characters (Appendix C).
 
-    Spans are paired one to one, the largest shared / union first. White space at the ends of a
-    span is ignored.
+    Spans are paired one to one, starting with the largest shared / union. White space at the
+    ends of a span is ignored.
     """
     gold = [trimmed(response, span) for span in gold]
     predicted = [trimmed(response, span) for span in predicted]
@@ -145,7 +147,7 @@ def overlaps(response: str, gold: list[Span],
 
 
 class _Counts:
-    """Counts that are summed field by field."""
+    """Base of dataclasses of counts, which are added field by field."""
 
     def __add__(self, counts):
         values = zip(vars(self).values(), vars(counts).values())
@@ -154,11 +156,11 @@ class _Counts:
 
 @dataclass(frozen=True)
 class SignCounts(_Counts):
-    """Counts of one sign, good or poor (Tables 1, 6, 7 and 16).
+    """Counts for one sign, good or poor (Tables 1, 6, 7 and 16).
 
-    marked: in the gold annotation. predicted: in the critique. hit_tokens: in both. overlap:
-    sum of the overlap indices of all pairs. near: pairs with ≥ 90 % overlap. agreed: predicted
-    spans whose label people gave to more than half of their characters.
+    marked_*: in the gold annotation. predicted_*: in the critique. hit_tokens: tokens in both.
+    overlap: sum of the overlap indices of all pairs. near: pairs with ≥ 90 % overlap. agreed:
+    predicted spans to more than half of whose characters people gave the same label.
     """
     marked_tokens: int = 0
     predicted_tokens: int = 0
@@ -173,13 +175,13 @@ class SignCounts(_Counts):
 
     @property
     def mean_tokens(self) -> float:
-        """Mean of marked and predicted tokens: the denominator of F1."""
+        """Mean number of marked and predicted tokens, the denominator of F1."""
         return (self.marked_tokens + self.predicted_tokens) / 2
 
 
 @dataclass(frozen=True)
 class SpanCounts(_Counts):
-    """Counts of responses and of the quotes in their critiques, and of each sign's spans."""
+    """Counts of responses, of the quotes in their critiques, and of the spans of each sign."""
     rows: int = 0
     unparseable: int = 0
     quotes: int = 0
@@ -190,7 +192,7 @@ class SpanCounts(_Counts):
 
 
 def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> SpanCounts:
-    """The counts of one response; feedback is None if the critique cannot be parsed."""
+    """The counts for one response. feedback is None if the critique cannot be parsed."""
     parsed = feedback or Feedback("", [], [])
     grounding = ground(response, parsed)
     labels = character_labels(response, gold)
@@ -217,62 +219,65 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None)
 
 
 def total(counts) -> SpanCounts:
-    """The sum over responses."""
+    """The sum of the counts of all responses."""
     return sum(counts, SpanCounts())
 
 
-# Figure → (its name in results, its numerator and its denominator in SpanCounts).
+# Metric → (its name in results, its numerator and its denominator in SpanCounts).
 FIGURES = {
     "unparseable": ("critiques that cannot be read", "unparseable", "rows"),
     "unmatched": ("quotes that are not in the response", "unmatched", "quotes"),
     "ambiguous": ("quotes that stand there more than once", "ambiguous", "quotes")}
-for _sign, (_key, _text, _numerator, _denominator) in product(SIGNS, (
-        ("precision", "tokens, precision", "hit_tokens", "predicted_tokens"),        # Table 1
-        ("recall", "tokens, recall", "hit_tokens", "marked_tokens"),
-        ("f1", "tokens, F1", "hit_tokens", "mean_tokens"),
-        ("overlap_index", "spans, overlap index", "overlap", "pairs"),               # Table 6
-        ("exact", "spans, exact", "exact", "predicted_spans"),                       # Table 7
-        ("near", "spans, ≥ 90 % overlap", "near", "predicted_spans"),
-        ("agreement", "spans, people agree", "agreed", "predicted_spans"))):         # Table 16
-    FIGURES[f"{_sign}_{_key}"] = (f"{_sign} {_text}", f"{_sign}.{_numerator}",
-                                  f"{_sign}.{_denominator}")
+_SIGN_FIGURES = [
+    ("precision", "tokens, precision", "hit_tokens", "predicted_tokens"),            # Table 1
+    ("recall", "tokens, recall", "hit_tokens", "marked_tokens"),
+    ("f1", "tokens, F1", "hit_tokens", "mean_tokens"),
+    ("overlap_index", "spans, overlap index", "overlap", "pairs"),                   # Table 6
+    ("exact", "spans, exact", "exact", "predicted_spans"),                           # Table 7
+    ("near", "spans, ≥ 90 % overlap", "near", "predicted_spans"),
+    ("agreement", "spans, people agree", "agreed", "predicted_spans")]               # Table 16
+FIGURES |= {f"{sign}_{key}": (f"{sign} {text}", f"{sign}.{numerator}", f"{sign}.{denominator}")
+            for sign in SIGNS for key, text, numerator, denominator in _SIGN_FIGURES}
 
 
 def parts(counts: SpanCounts) -> dict[str, tuple[float, float]]:
-    """Numerator and denominator of each of FIGURES (Tables 1, 6, 7 and 16)."""
+    """(numerator, denominator) of each metric in FIGURES (Tables 1, 6, 7 and 16)."""
     return {key: attrgetter(numerator, denominator)(counts)
             for key, (_, numerator, denominator) in FIGURES.items()}
 
 
 def figures(counts: SpanCounts) -> dict[str, float | None]:
-    """FIGURES of summed counts (Tables 1, 6, 7 and 16).
+    """The value of each metric in FIGURES for summed counts (Tables 1, 6, 7 and 16).
 
-    None if the denominator is 0, and for a sign without a gold span in any response (some
-    people mark errors only).
+    It is None if the denominator is 0, or if no response has a gold span of its sign, because
+    some annotators mark only errors.
     """
     values = {key: numerator / denominator if denominator else None
               for key, (numerator, denominator) in parts(counts).items()}
-    for sign, sign_counts in (("good_", counts.good), ("poor_", counts.poor)):
-        if not sign_counts.marked_spans:
-            values |= {key: None for key in values if key.startswith(sign)}
+    for sign in SIGNS:
+        if not getattr(counts, sign).marked_spans:
+            values |= {f"{sign}_{key}": None for key, *_ in _SIGN_FIGURES}
     return values
 
 
 def span_table(counts: SpanCounts) -> list[list]:  # Table 6
-    """Sign, marked, predicted, exact, partial."""
+    """A line [sign, marked, predicted, exact, partial] for each sign."""
     return [[name, sign.marked_spans, sign.predicted_spans, sign.exact, sign.pairs - sign.exact]
             for name, sign in (("good", counts.good), ("poor", counts.poor))]
 
 
-# ── The paper's tables on annotated rows: (title, header, lines) each
+# ── The paper's tables of annotated rows, each as (title, header, lines)
 
 def _shares(annotated: list[tuple], unit: str) -> tuple:
-    """Table 15. annotated: (row, spans, offsets of its tokens or words) of each row."""
+    """Table 15 and the shares of §3.3.
+
+    annotated: (row, spans, offsets of the response's tokens or words) for each row.
+    """
     labels = Counter()
     quotes = unmatched = ambiguous = 0
     for row, spans, offsets in annotated:
         labels.update(token_rewards(row["response"], offsets, spans))
-        if "unmatched" in row:   # rows of people may list unmatched quotes only here
+        if "unmatched" in row:   # people's rows may list an unmatched quote only in this field
             row_quotes = Counter(row["good_spans"] + row["poor_spans"])
             row_unmatched = Counter(row["unmatched"])
             quotes += (row_quotes | row_unmatched).total()
@@ -290,24 +295,24 @@ def _shares(annotated: list[tuple], unit: str) -> tuple:
 
 
 def _by_length(annotated: list[tuple], unit: str) -> tuple:
-    """Tables 18 and 19: spans of each sign, by quartile of their length."""
-    measured = {sign: [] for sign in SIGNS.values()}     # [(length, right % or None)]
+    """Tables 18 and 19: the spans of each sign, grouped by the quartiles of their length."""
+    measured = {sign: [] for sign in SIGNS.values()}     # [(length, accuracy in % or None)]
     for row, spans, offsets in annotated:
         response = row["response"]
         has_gold = "gold_spans" in row
         gold = character_labels(response, read_spans(row, "gold_spans")) if has_gold else []
         for span in spans:
-            right = 100 * span_accuracy(response, span, gold) if has_gold else None
-            measured[span.label].append((span_length(response, offsets, span), right))
+            accuracy = 100 * span_accuracy(response, span, gold) if has_gold else None
+            measured[span.label].append((span_length(response, offsets, span), accuracy))
     lines = []
     for name, sign in SIGNS.items():
         lengths = [length for length, _ in measured[sign]]
         cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if lengths else []
         for k, (low, high) in enumerate(pairwise(cuts), 1):
-            shares = [right for length, right in measured[sign] if low < length <= high]
-            gold_shares = [right for right in shares if right is not None]
-            lines.append([f"{name}, quarter {k}", high, len(shares), len(gold_shares),
-                          _mean(gold_shares)])
+            quarter = [accuracy for length, accuracy in measured[sign] if low < length <= high]
+            accuracies = [accuracy for accuracy in quarter if accuracy is not None]
+            lines.append([f"{name}, quarter {k}", high, len(quarter), len(accuracies),
+                          _mean(accuracies)])
     return (f"Table 18, Table 19: {unit} of a span, and its share with the true label",
             ["spans", f"{unit}, at most", "number", "with true labels", "right %"], lines)
 
@@ -317,9 +322,10 @@ def _mean(values: list[float]) -> float | None:
 
 
 def written_replies(row: dict) -> tuple[str, str]:
-    """A row's reply with spans, as R_φ writes it, and the same with a label for every word.
+    """The feedback of a row in two forms, to compare their length (Tables 11 and 12).
 
-    In the second the repeated word identifies its place (Tables 11 and 12).
+    The first is a reply with span quotes, as R_φ writes it. The second has a label for every
+    word, beside a copy of the word.
     """
     response = row["response"]
     places = words(response)
@@ -332,8 +338,8 @@ def written_replies(row: dict) -> tuple[str, str]:
 
 
 def _costs(rows: list[dict], places: Callable | None) -> tuple:
-    """Tables 12 and 14: lengths of replies in both forms, and the annotator's bill."""
-    split = places or (lambda text: re.findall(r"\w+|[^\w\s]", text))
+    """Tables 12 and 14: length of the replies in both forms, and the cost of annotation."""
+    split = places or re.compile(r"\w+|[^\w\s]").findall
     replies = [written_replies(row) for row in rows if "unmatched" in row]
     usages = [row["usage"] for row in rows if row.get("usage")]
     prices = [1000 * row["usd"] for row in rows if row.get("usd") is not None]
@@ -350,11 +356,11 @@ def _costs(rows: list[dict], places: Callable | None) -> tuple:
 
 
 def audit(rows: list[dict], places: Callable | None = None) -> list[tuple]:
-    """Tables 12, 14, 15, 18 and 19 and the shares of §3.3, for `audit_text` or a page.
+    """Tables 12, 14, 15, 18 and 19 and the shares of §3.3, as (title, header, lines) each.
 
-    rows: with `spans`, and for Table 19 with the true `gold_spans`. places: function from a
-    text to the offsets of its tokens; None counts words, because feedback rows do not name a
-    tokenizer.
+    rows: annotated rows with `spans`. Table 19 also needs the true spans, `gold_spans`. places:
+    function from a text to the offsets of its tokens. None counts words instead, because an
+    annotated row does not name a tokenizer.
     """
     annotated = [(row, read_spans(row), (places or words)(row["response"])) for row in rows]
     unit = "tokens" if places else "words"
@@ -367,23 +373,21 @@ def audit_text(tables: list[tuple]) -> str:
                        for title, header, lines in tables)
 
 
-# ── Annotated responses on a page
+# ── A page of annotated responses
 
 def colour_spans(response: str, spans: list[Span]) -> str:
-    """The response as HTML, good and poor spans in colour; characters in both are 0."""
+    """The response as HTML with coloured spans. Characters in spans of both signs are plain."""
     labels = character_labels(response, spans)
-    cuts = {0, len(response)}
-    for span in spans:
-        cuts |= {span.start, span.end}
+    cuts = {0, len(response), *(x for span in spans for x in (span.start, span.end))}
     places = [*pairwise(sorted(cuts))]
-    values = [labels[start] for start, _ in places]
-    return text_block(response, heatmap(split_text(response, places), values, 1))
+    pieces = [response[start:end] for start, end in places]
+    return text_block(response, heatmap(pieces, [labels[start] for start, _ in places], 1))
 
 
 def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
-    """Write a page of at most MOST_ROWS annotated responses, coloured spans beside critiques.
+    """Write a page with at most MOST_ROWS annotated responses and their critiques.
 
-    Rows with unmatched quotes come first.
+    Responses with unmatched quotes come first.
     """
     page_rows = sorted(rows, key=lambda row: not row.get("unmatched"))[:MOST_ROWS]
     body = (f"<p>{len(page_rows):,} of {len(rows):,} responses, those with unmatched quotes "
@@ -401,13 +405,11 @@ def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
 # ── Annotations by people
 
 def read_people(rows: list[dict]) -> list[dict]:
-    """One annotation {id, prompt, response, critique, annotator, spans, unmatched, ambiguous}
-    for each row.
+    """Convert rows to {id, prompt, response, critique, annotator, spans, unmatched, ambiguous}.
 
-    A row holds these fields with `spans` [{start, end, label}], or with the quotes `good_spans`
-    and `poor_spans`; or it has the form of FineGrainedRLHF, whose errors become poor spans.
-    Each row without an annotator counts as another person. Raises InputError where a row has
-    another form.
+    A row has either `spans` [{start, end, label}], or the quotes `good_spans` and `poor_spans`,
+    or the format of FineGrainedRLHF, whose errors become poor spans. Each row without an
+    annotator counts as a different person. Raises InputError for any other format.
     """
     annotations = []
     for number, row in enumerate(rows, 1):
@@ -419,7 +421,7 @@ def read_people(rows: list[dict]) -> list[dict]:
                      "annotator": str(row.get("annotator") or f"unnamed {number}")}
             check_characters("it", *texts.values())
             if not (texts["prompt"].strip() and texts["response"].strip()):
-                raise InputError("its prompt or its response is empty")
+                raise InputError("the prompt or the response is empty")
             if "spans" in row:
                 grounding = Grounding(read_spans(row))
             else:
@@ -434,7 +436,7 @@ def read_people(rows: list[dict]) -> list[dict]:
 
 
 def _finegrained(row: dict) -> dict:
-    """A row of FineGrainedRLHF in our form: each error is a poor span.
+    """Convert a row of FineGrainedRLHF to our fields. Each error becomes a poor span.
 
     The critique explains the errors and names the missing information.
     """
@@ -443,25 +445,25 @@ def _finegrained(row: dict) -> dict:
     errors = sorted(row["feedback"]["errors"], key=lambda error: error["start"])
     sentences = [] if errors else ["No part of the answer is marked as wrong."]
 
-    def cite(text: str) -> str:       # only the beginning, because the spans quote all of it
+    def cite(text: str) -> str:       # the beginning is enough: the spans hold the full quote
         return f'"{shorten(text, 40, placeholder=" …")}"'
 
     def cite_passage(place: dict) -> str:
-        passage = passages[place["passage_id"] - 1]                 # its item 0 is the title
+        passage = passages[place["passage_id"] - 1]      # [title, first sentence, …]
         return cite(" ".join(passage[number] for number in place["sentence_id"]))
 
     for error in errors:
-        kind = error["error type"]
+        error_type = error["error type"]
         reason = error["explanation"]
-        has_place = reason and kind == "Wrong-Grounding"
+        has_place = reason and error_type == "Wrong-Grounding"
         reason = cite_passage(json.loads(reason)) if has_place else cite(reason)
         quote = cite(response[error["start"] : error["end"]])
-        sentences.append(f"{quote} is marked as {kind}: {reason}".removesuffix(': ""'))
-    for lack in row["feedback"]["missing-info"]:
-        sentences.append(f"The answer has a {lack['error type']}: {cite_passage(lack)}")
+        sentences.append(f"{quote} is marked as {error_type}: {reason}".removesuffix(': ""'))
+    for gap in row["feedback"]["missing-info"]:
+        sentences.append(f"The answer has a {gap['error type']}: {cite_passage(gap)}")
     texts = []
-    for title, *rest in passages:             # the first sentence repeats the title
-        text = " ".join(rest).removeprefix(f"{title}\n\n")
+    for title, *lines in passages:            # the first line repeats the title
+        text = " ".join(lines).removeprefix(f"{title}\n\n")
         texts.append(f"{title}\n{text}\n\n")
     return {**row, "response": response, "critique": "\n".join(sentences),
             "prompt": f"Answer the question from the passages.\n\n{''.join(texts)}"
@@ -470,12 +472,11 @@ def _finegrained(row: dict) -> dict:
 
 
 def merge(annotations: list[dict]) -> tuple[list[dict], float | None]:
-    """A row of feedback for each response (Alg. 1 l.9–10), and the annotators' agreement as
-    Krippendorff's α over all visible characters.
+    """Merge annotations by people into one row of feedback per response (Alg. 1 l.9–10).
 
-    The paper has one annotator, a model. Where people disagree, a character must get 0, not the
-    label of the last person. It gets the label that more than half gave it, which is the median
-    of the labels.
+    Also returns the agreement of the annotators, as Krippendorff's α over visible characters.
+    The paper has a single annotator, a model. Here a character gets the label that more than
+    half of the annotators gave it, or else 0. This is the median of their labels.
     """
     groups = {}
     for annotation in annotations:
@@ -503,23 +504,22 @@ def merge(annotations: list[dict]) -> tuple[list[dict], float | None]:
 def _label_runs(response: str, labels: list[int]) -> list[Span]:
     """A span for each run of equal labels ±1, without white space at its ends."""
     spans = []
-    end = 0
-    for label, run in groupby(labels):
-        start = end
-        end += len([*run])
-        span = trimmed(response, Span(start, end, label))
+    for label, run in groupby(range(len(labels)), labels.__getitem__):
+        indices = [*run]
+        span = trimmed(response, Span(indices[0], indices[-1] + 1, label))
         if label and span.start < span.end:
             spans.append(span)
     return spans
 
 
 def krippendorff_alpha(units: list[Counter]) -> float | None:
-    """1 − observed / expected disagreement (nominal α, Krippendorff 2011).
+    """Nominal α = 1 − observed / expected disagreement (Krippendorff 2011).
 
-    units: how often each label was given to a unit. None if the expected disagreement is 0.
+    units: for each character, how often it got each label. None if the expected disagreement
+    is 0.
     """
     def disagreement(counts: Counter) -> float:
-        """Ordered pairs of different labels, per label."""
+        """Number of ordered pairs of different labels, divided by the number of labels − 1."""
         pairs = counts.total() ** 2 - sum(number**2 for number in counts.values())
         return pairs / (counts.total() - 1)
 
@@ -531,42 +531,43 @@ def krippendorff_alpha(units: list[Counter]) -> float | None:
 # ── The script
 
 def print_audit(path: str, output: str | None, tokenizer: str | None):
-    """Print the tables of a file of annotated rows, and write its rows as a page."""
+    """Print the tables for a file of annotated rows, and write the rows as an HTML page."""
     rows = read_rows(path)
     places = None
     if tokenizer:
         places = partial(response_tokens, AutoTokenizer.from_pretrained(tokenizer))
-    readable_rows = [row for row in rows if not row.get("reason")]       # set by eval.py
+    # eval.py sets `reason` if a critique cannot be parsed.
+    readable_rows = [row for row in rows if not row.get("reason")]
     print(f"{audit_text(audit(readable_rows, places))}\n\n"
-          f"{len(rows) - len(readable_rows)} rows without feedback left out")
+          f"{len(rows) - len(readable_rows)} rows without feedback were left out")
     if output:
         feedback_page(output, path, readable_rows)
 
 
 def merge_people(path: str, output: str):
-    """Write people's annotations as rows of feedback, and print their agreement."""
+    """Merge people's annotations into rows of feedback, and print the annotators' agreement."""
     rows, alpha = merge(read_people(read_rows(path)))
     write_rows(output, rows)
     without_critique = sum(not row["critique"] for row in rows)
-    print(f"{output}: {len(rows)} responses, {without_critique} of them without the critique "
-          f"that reward_model.py needs\n"
+    print(f"{output}: {len(rows)} responses; {without_critique} lack the critique that "
+          f"reward_model.py needs\n"
           f"Krippendorff's alpha {'–' if alpha is None else alpha:.3}")
 
 
 def main():
-    """Print the tables of annotated rows, or merge people's annotations."""
+    """Print tables for annotated rows, or merge annotations by people."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--audit", metavar="FILE", help="annotated rows, whose tables to print")
-    mode.add_argument("--people", metavar="FILE", help="rows annotated by people, to merge")
+    mode.add_argument("--audit", metavar="FILE", help="print tables for these annotated rows")
+    mode.add_argument("--people", metavar="FILE", help="merge these annotations by people")
     parser.add_argument("--output", help="HTML page (--audit) or merged rows (--people)")
-    parser.add_argument("--tokenizer", help="tokenizer's directory; None counts words")
+    parser.add_argument("--tokenizer", help="directory or hub id; None counts words")
     args = parser.parse_args()
     source = args.audit or args.people
     output = args.output
     is_source = os.path.realpath(output or "") == os.path.realpath(source)
     if is_source or args.people and not output:
-        raise InputError(f"name a file to write with --output, and not {source} itself")
+        raise InputError(f"--output must name a file to write, other than the input {source}")
     if args.people:
         merge_people(source, output)
     else:

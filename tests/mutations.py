@@ -337,7 +337,7 @@ MUTATIONS = [
              METRICS, "ROUGE-2 divided by words instead of pairs"),
     Mutation("measures/metrics.py", "if figure is not share or value not in (0, 1):",
              "if True:", METRICS, "interval of width 0 for a share of 1"),
-    Mutation("measures/metrics.py", "zip(part, logprobs.split", "zip(order, logprobs.split",
+    Mutation("measures/metrics.py", "zip(indices, logprobs.split", "zip(order, logprobs.split",
              BENCHMARKS, "log-probs given to other rows"),
     Mutation("measures/spans.py", "shared / max(lengths)", "shared / min(lengths)",
              SPANS, "overlap relative to the shorter span"),

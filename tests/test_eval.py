@@ -177,7 +177,7 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
     assert reasons == 5 * ["this critique cannot be read"] + 15 * [None]
     monkeypatch.setattr(sys, "argv", ["spans", "--audit", str(out / "after.jsonl")])
     spans.main()
-    assert "5 rows without feedback left out" in capsys.readouterr().out
+    assert "5 rows without feedback were left out" in capsys.readouterr().out
 
 
 def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
@@ -195,7 +195,7 @@ def test_r_phi_is_judged_on_the_rows_that_it_was_not_trained_on(
     samples[0] |= {"response": "another response to it, which was trained on"}
     write_rows(mine.parent / "samples.jsonl", samples[:5])
     result, printed = run(capsys, *flags, "--limit", "3")
-    assert "4 of 12 rows: those held out" in printed and "may have been" not in printed
+    assert "4 of 12 rows, held out" in printed and "may have been" not in printed
     assert not (tmp_path / "out" / "before.jsonl").exists()     # a base is no critic
     assert [row["id"] for row in read_rows(tmp_path / "out" / "after.jsonl")] == \
         [row["id"] for row in rows[1:4]]
@@ -275,7 +275,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, c
         assert server.stats()["calls"] == len(pairs)
         server.settings.responder = lambda body: "I like both of them a lot."
         result, printed = run(capsys, *flags, "--judge_model", "another")
-    assert "20 of 20 questions have no verdict, first 0: no verdict in the reply" in printed
+    assert "20 of 20 questions have no verdict; the first is 0: no verdict" in printed
     assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
 
 
@@ -347,7 +347,7 @@ def test_answers_from_a_file_may_be_empty_and_none_is_dropped(tmp_path, capsys):
     result, _ = run(capsys, *flags, "--adapter", file)
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
     for rows, message in (([*answers, answers[0]], "two rows have the same id"),
-                          (answers[:1], "no answer to toy-eval-0-1; ")):
+                          (answers[:1], "row toy-eval-0-1 has no answer; ")):
         file.write_text(json.dumps(rows))
         assert message in error_message("eval.py", *flags, "--adapter", file)
     # "none" is the base alone, where the toy's preset names an adapter
@@ -401,12 +401,12 @@ def test_bad_input_is_one_line_that_says_what_to_do(tmp_path):
     short, long = ({"post": "word " * n, "facts": {"who": "me"}, "reference": "r"}
                    for n in (9, 999))
     for rows, flags, message in (
-            ([marked], ("--task", "reward_model", "--adapter", data), "row 1.*no valid span"),
+            ([marked], ("--task", "reward_model", "--adapter", data), "1: .* not a valid span"),
             ([marked], ("--task", "code"), "rows.jsonl, line 1: field"),
             ([short, long], ("--adapter", "none"),
              "no room for an answer to 'Summarise the post"),
             ([short, short | {"reference": 7}], ("--adapter", "none"),
-             "rows.jsonl, row 2: its 'reference'.* is 7, not text")):
+             "rows.jsonl, row 2: 'reference'.* must be a text, but is 7")):
         write_rows(data, rows)
         assert re.search(message, error_message("eval.py", *flags, "--data", data, *out))
 

@@ -364,7 +364,7 @@ def test_unjudged_rows_are_predicted_and_a_one_sided_judge_gives_a_number():
     assert judges.length_controlled(rows, texts, always, gamed)["win_rate"] > 98
     with pytest.raises(InputError, match="2 rows are judged"):
         judges.length_controlled(rows[:3], texts[:3], some[:3], gamed)
-    with pytest.raises(InputError, match="no instruction_difficulty is known of index 77"):
+    with pytest.raises(InputError, match="no instruction_difficulty for index 77"):
         judges.length_controlled([*rows[1:], rows[0] | {"id": "77"}], texts, scores, gamed)
 
 

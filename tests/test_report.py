@@ -212,7 +212,7 @@ def test_a_run_is_shown_examples_first_and_every_file_below(run):
                      "task", "toy", "base_url", "http://…@h/v1?…"]        # nothing secret
     addresses = public("https://u:p@h/x?k=1 and http://h/y, ftp://z#k")
     assert addresses == "https://…@h/x?… and http://h/y, ftp://z?…"
-    assert "not there" not in text
+    assert "does not exist" not in text
 
 
 def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_token(run):
@@ -268,15 +268,15 @@ def test_an_unfinished_run_says_what_is_not_there_yet(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     text = run_report(run).read_text()
-    said = re.findall(r'<p class="muted">(\S+) is not there \(yet\)', text)
+    said = re.findall(r'<p class="muted">(\S+) does not exist yet', text)
     assert said == ["after_samples.jsonl", "result.json"]
     assert text.count("Before: δ_t") == 7 and "After: δ_t" not in text
     for path in run.rglob("*.json*"):
         path.unlink()
     (run / "metrics.jsonl").write_text("")
-    assert run_report(run).read_text().count("is not there (yet)") == 8
+    assert run_report(run).read_text().count("does not exist yet") == 8
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(InputError, match="no metrics.jsonl; text2grad.py has not begun"):
+    with pytest.raises(InputError, match="no metrics.jsonl, so phase 3 .* not begun"):
         run_report(run)
 
 

@@ -266,7 +266,7 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
     command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
-    for line in ("2 responses run, 1 passed", "0 responses run"):       # then nothing is left
+    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):  # then none is left
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert line in done.stdout, done.stderr
         assert f"annotate.py --task kodcode --data {path}" in done.stdout
@@ -286,9 +286,9 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
 
     assert ("rows.jsonl, line 1: field 'test' or 'test_code'"
             in run(rows=[kodcode("x", test="")]))
-    assert "row q7: its 'response' is no text" in run(rows=[kodcode(7, id="q7")])
+    assert "row q7: 'response' must be a text" in run(rows=[kodcode(7, id="q7")])
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
-    assert ("--task ultrafeedback: it has no tests"
+    assert ("--task ultrafeedback: this task has no tests"
             in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
     assert "no such file" in error_message("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", no_layers)

@@ -480,7 +480,7 @@ def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, capsys, share
              "--output", html, module=script)
     printed = capsys.readouterr().out
     assert "Table 19: tokens of a span" in printed and "100.00" in printed
-    assert "1 rows without feedback left out" in printed
+    assert "1 rows without feedback were left out" in printed
     assert audit_text(audit([row()])[:1]) not in printed                  # which are words
     assert len(Page(html.read_text()).all("article")) == 1
     run_main("--audit", file, module=script)
@@ -501,16 +501,16 @@ def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(tmp_pat
         "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
         "spans": [span(4, 8, 1)], "unmatched": [], "ambiguous": 0}.items()
     assert f"Krippendorff's alpha {alpha:.3}" in printed
-    assert "1 responses, 0 of them without the critique" in printed
+    assert "1 responses; 0 lack the critique" in printed
 
 
 @pytest.mark.parametrize("text, flags, message", [
     ('[{"text": "a"}]', "--people e.json --output f.jsonl", "row 1 cannot be read: 'prompt'"),
     ("{", "--people e.json --output f.jsonl", "e.json, line 1: not JSON"),
-    ("[{}]", "--people e.json --output e.json", "--output, and not .*e.json itself"),
-    ("[{}]", "--audit e.json --output x/../e.json", "--output, and not .*e.json itself"),
-    ("[{}]", "--people e.json", "name a file to write with --output"),
-    ("[{}]", "--audit e.json", "row None needs a text 'response' and a list 'spans'")])
+    ("[{}]", "--people e.json --output e.json", "--output must .* other than .*e.json"),
+    ("[{}]", "--audit e.json --output x/../e.json", "--output must .* other than .*e.json"),
+    ("[{}]", "--people e.json", "--output must name a file to write"),
+    ("[{}]", "--audit e.json", "row None: 'response' must be a text and 'spans' a list")])
 def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, text, flags, message):
     (tmp_path / "e.json").write_text(text)
     flags = [str(tmp_path / flag) if "json" in flag else flag for flag in flags.split()]

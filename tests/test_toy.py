@@ -37,7 +37,7 @@ def test_rows_are_a_function_of_split_seed_and_length():
 
 @pytest.mark.parametrize("length", [0, 5, 1.5])
 def test_a_length_that_cannot_be_is_one_line(length):
-    with pytest.raises(InputError, match=f"no summary has {length!r} sentences; choose 1 to 4"):
+    with pytest.raises(InputError, match=f"cannot have {length!r} sentences; choose 1 to 4"):
         toy.rows("train", 1, 0, length)
 
 

@@ -1,13 +1,14 @@
-"""The toy task: posts full of facts, summaries with systematic errors, a critic with the truth.
+"""The toy task: posts full of facts, summaries with systematic errors, and an exact annotator.
 
 It is a miniature of SLF5K (§4.3), so that all of Text2Grad runs on a laptop in minutes. The
-base model (toy/base, rebuilt by `python -m toy.build`) was trained on summaries with fixed
-misconceptions: it gets half of the facts wrong more often than right, at every temperature.
-`critique` is the annotator: it reasons in English, fact by fact, and then quotes (Algorithm 2,
-chain of thought). experiments/designs.py has other annotators of the same truth.
+base model (toy/base, rebuilt by `python -m toy.build`) was trained on summaries with systematic
+errors. For half of the facts, it is wrong more often than right at every temperature.
+`critique` is the annotator. It knows the true facts, reasons about them one by one in English,
+and then quotes spans (Algorithm 2, chain of thought). experiments/designs.py has other
+annotators that know the same facts.
 
-Simplification: every fact comes from a short list of phrases, so the critic finds each one
-exactly. The critic replies in text, as an LLM would, and `annotate` parses the reply.
+Simplification: every fact is a phrase from a short list, so the annotator finds each one
+exactly. It replies in text, as an LLM would, and `annotate` parses the reply.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from data import InputError, Task
 
 BASE = Path(__file__).parent / "base"          # the committed checkpoint
 
-# The phrases (facts) of each slot. Two neighbours share words or are easily confused.
+# The phrases (facts) of each slot. The first and second, third and fourth, … are neighbours:
+# they share words or are easily confused.
 SLOTS = {
     "person": ["sister", "older sister", "cousin", "second cousin", "boss", "former boss",
                "landlord", "tenant"],
@@ -49,11 +51,11 @@ SLOTS = {
     "donor": ["father", "late father", "uncle", "rich uncle", "client", "choir", "fan",
               "bank"],
 }
-PER_SENTENCE = 3                               # facts in each sentence
+PER_SENTENCE = 3                               # number of facts in a sentence
 LENGTHS = range(1, 5)                          # possible numbers of sentences in a summary
 LENGTH = 1                                     # default number of sentences
 FAULT_RATE = 0.2                               # share of faulty sentences in the base's data
-CONFUSED = "city", "person", "month", "plan", "friend", "place"
+CONFUSED = "city", "person", "month", "plan", "friend", "place"    # slots the base gets wrong
 
 _POST = [
     ['In {month} my {person} opened my mail and told me "{reply}"',
@@ -70,7 +72,7 @@ _POST = [
      "Once I got it from my {donor}. Until then it was in the {place}. It is worth {price}."]]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
            "Thanks for reading.", "We used to get along."]
-# A clause in brackets may be repeated as a fault; {the} may become "my".
+# A faulty sentence repeats the clause in brackets, or has "my" for {the}.
 _SUMMARY = [
     ['It was {the} {person} who [opened it in {month}], with the words "{reply}"',
      'All this [happened in {month}], when {the} {person} just said "{reply}"',
@@ -85,12 +87,12 @@ _SUMMARY = [
      "A gift of {the} {donor}, it [was kept in the {place}] and had cost {price}.",
      "It came from {the} {donor}, had cost {price} and [was in the {place}] until then."]]
 
-# Hashes modulo 16 of the facts in each split.
+# The facts of a row belong to the split that contains their hash modulo 16.
 SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}
 
 
 def write_post(facts: dict[str, str], rng: random.Random) -> str:
-    """A first-person post that states every fact once, in varying words."""
+    """A first-person post that states every fact once, in random wording."""
     sentences = [rng.choice(forms) for forms in _POST[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
         sentences.insert(rng.randrange(1, len(sentences) + 1), rng.choice(_FILLER))
@@ -98,10 +100,10 @@ def write_post(facts: dict[str, str], rng: random.Random) -> str:
 
 
 def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0) -> str:
-    """A sentence for every three facts.
+    """A summary with one sentence for every three facts.
 
-    With probability `fault_rate` a sentence either repeats a clause or speaks in the first
-    person. Raises InputError where the rate is not in [0, 1].
+    With probability `fault_rate`, a sentence either repeats a clause or uses the first person.
+    Raises InputError if the rate is not in [0, 1].
     """
     if not 0 <= fault_rate <= 1:
         raise InputError(f"toy: the fault rate {fault_rate} is not a probability; choose a "
@@ -116,10 +118,10 @@ def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float =
 
 
 def confuse(facts: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """The facts with the errors of the base's training data.
+    """The facts with errors, as in the base's training data.
 
-    A fact of a slot in CONFUSED becomes its neighbour with probability 0.6. Any other fact
-    becomes a random phrase of its slot with probability 0.2.
+    A fact in a CONFUSED slot is replaced by its neighbour with probability 0.6. Any other fact
+    is replaced by a random phrase of its slot with probability 0.2.
     """
     confused = dict(facts)
     for slot, fact in facts.items():
@@ -139,14 +141,14 @@ def write_draft(facts: dict[str, str], rng: random.Random) -> str:
 def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
-    length: number of sentences in a summary, about 20 tokens each. The same arguments give the
-    same rows on every machine. Raises KeyError for an unknown split, and InputError for a
-    length outside LENGTHS.
+    length: number of sentences in a summary; a sentence has about 20 tokens. The same arguments
+    give the same rows on every machine. Raises KeyError if the split is unknown, and InputError
+    if the length is not in LENGTHS.
     """
     if split not in SPLITS:
         raise KeyError(f"toy: no split {split!r}; choose one of {', '.join(SPLITS)}")
     if length not in LENGTHS:
-        raise InputError(f"toy: no summary has {length!r} sentences; choose 1 to 4")
+        raise InputError(f"toy: a summary cannot have {length!r} sentences; choose 1 to 4")
     rng = random.Random(f"{split}-{seed}-{length}")
     slots = [*SLOTS][: PER_SENTENCE * length]
     examples = []
@@ -165,15 +167,15 @@ _FACT = re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, SLOT_OF), key=len, 
 
 
 def said_facts(response: str) -> list[tuple[int, str, str]]:
-    """(position, slot, phrase) of every fact phrase in a summary, in reading order.
+    """(position, slot, phrase) of every fact phrase in a summary, in order of position.
 
-    The longest phrase counts where phrases are nested.
+    If one phrase contains another, only the longer one is listed.
     """
     return [(match.start(), SLOT_OF[match[0]], match[0]) for match in _FACT.finditer(response)]
 
 
 def fact_accuracy(row: dict, response: str) -> float:
-    """Share of the facts that the summary states exactly once, without a contradiction."""
+    """Share of the facts that the summary states exactly once and does not contradict."""
     phrases = {}
     for _, slot, phrase in said_facts(response):
         phrases.setdefault(slot, []).append(phrase)
@@ -182,19 +184,25 @@ def fact_accuracy(row: dict, response: str) -> float:
 
 
 def said_twice(response: str) -> list[tuple[str, str]]:
-    """(critic's sentence, quote) of each clause repeated at once, such as ", opened it"."""
+    """(annotator's sentence, quote) for each clause that is repeated immediately.
+
+    The quote is the second occurrence with its comma, for example ", opened it".
+    """
     repeats = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
     return [(f"It says {match[1]} twice.", f", {match[1]}") for match in repeats]
 
 
 def faults(response: str) -> list[tuple[str, str]]:
-    """The repeats of `said_twice` and each use of the first person, such as "my sister"."""
+    """(annotator's sentence, quote) for each fault of style.
+
+    These are the repeats of `said_twice`, and uses of the first person such as "my sister".
+    """
     first_person = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
     return said_twice(response) + [
         (f"It speaks of {match[0]} as the writer.", match[0]) for match in first_person]
 
 
-# ── Content that a real model makes up
+# ── Content that a real language model makes up
 
 FUNCTION_WORDS = """
     i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
@@ -213,12 +221,12 @@ FUNCTION_WORDS = """
     even still already how why however therefore
 """.split()
 _FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
-# Words that any summary of a post may use, besides those of _SUMMARY.
+# Further words that any summary may use, besides the words in _SUMMARY.
 _TELLING = "author post tell says ask reply respond claim mention describe complain hear find"
 
 
 def content_words(text: str) -> list[re.Match]:
-    """Every word except FUNCTION_WORDS: articles, pronouns, auxiliaries, …"""
+    """The words that are not FUNCTION_WORDS (articles, pronouns, auxiliaries, …)."""
     words = re.finditer(r"\w[\w'’]*", text)
     return [word for word in words if not _FUNCTION.fullmatch(word[0])]
 
@@ -233,22 +241,22 @@ _SUMMARY_STEMS = _stems(" ".join([_TELLING, *sum(_SUMMARY, [])]))
 def unsupported(row: dict, text: str) -> list[re.Match]:
     """The content words of a text that the post does not support.
 
-    A word is supported if a word of the post or of our summaries begins with the same four
-    letters.
+    A word is supported if some word in the post or in our summary templates begins with the
+    same four letters.
     """
     stems = _SUMMARY_STEMS | _stems(row["post"])
     return [word for word in content_words(text) if word[0][:4].lower() not in stems]
 
 
 def supported_words(row: dict, response: str) -> float:
-    """Share of the content words that are not `unsupported`; 1 without content words."""
+    """Share of the content words that the post supports; 1 if there are no content words."""
     return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
 
 
 def invented(row: dict, response: str) -> list[str]:
-    """Runs of `unsupported` words outside the facts, without duplicates.
+    """Runs of `unsupported` words, without duplicates.
 
-    The critic judges the facts separately.
+    Words in fact phrases are left out, because the annotator judges facts separately.
     """
     facts = [range(start, start + len(phrase)) for start, _, phrase in said_facts(response)]
     runs = []
@@ -264,13 +272,13 @@ def invented(row: dict, response: str) -> list[str]:
 # ── The annotator
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
-    """(position, slot, phrase, critic's sentence, whether it is right) of each new phrase.
+    """(position, slot, phrase, annotator's sentence, whether it is right) of each phrase.
 
-    The phrases are in reading order. If a slot gets two phrases, the second is wrong. Raises
-    ValueError where the response is empty.
+    The phrases are in order of position, without repeats. If a slot gets two different phrases,
+    the second is wrong. Raises ValueError if the response is empty.
     """
     if not response.strip():
-        raise ValueError("toy critic: the response is empty, there is nothing to judge")
+        raise ValueError("toy annotator: the response is empty; only text can be judged")
     judgements = []
     first_phrase = {}                                              # of each slot
     for start, slot, phrase in said_facts(response):
@@ -286,40 +294,44 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
 def critique(row: dict, response: str, remarks=None) -> str:
     """The annotator's reply to a summary: reasoning in English, then the span JSON.
 
-    A repeated phrase is quoted once, as people do; this is ambiguous, so it gets 0. remarks:
-    (sentence, quote) pairs besides the facts; None uses the summary's `faults`.
+    A repeated phrase is quoted only once, as people do. This quote is ambiguous, so its tokens
+    get 0. remarks: (sentence, quote) pairs that follow the facts; None uses the summary's
+    `faults`.
     """
     judgements = judged_facts(row, response)
     remarks = faults(response) if remarks is None else remarks
-    slots = {slot for _, slot, _, _, _ in judgements}
-    sentences = [sentence for _, _, _, sentence, _ in judgements]
+    slots = set()
+    sentences = []
+    spans = {"good_spans": [], "poor_spans": []}
+    for _, slot, phrase, sentence, is_right in judgements:
+        slots.add(slot)
+        sentences.append(sentence)
+        spans["good_spans" if is_right else "poor_spans"].append(phrase)
     sentences += [f"The {slot} {plain(fact)} is missing."
                   for slot, fact in row["facts"].items() if slot not in slots]
-    sentences += [sentence for sentence, _ in remarks]
-    good = [phrase for _, _, phrase, _, right in judgements if right]
-    poor = [phrase for _, _, phrase, _, right in judgements if not right]
-    poor += [quote for _, quote in remarks]
-    spans = {"good_spans": good, "poor_spans": poor}
+    for sentence, quote in remarks:
+        sentences.append(sentence)
+        spans["poor_spans"].append(quote)
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
 def critique_prose(row: dict, response: str) -> str:
-    """The annotator's reply to a summary by a real language model.
+    """The annotator's reply to a summary that a real language model wrote.
 
-    Words that it makes up besides the facts are poor. The first person is not a fault, because
-    real summaries of such posts use it.
+    Words that the model made up are poor. The first person is not a fault here, because real
+    summaries of such posts use it.
     """
     inventions = [(f"The post has no {words}.", words) for words in invented(row, response)]
     return critique(row, response, inventions + said_twice(response))
 
 
 def plain(value: str) -> str:
-    """A phrase as the critic writes it inside a sentence, without a full stop."""
+    """A phrase without its full stop, for use inside a sentence."""
     return value.rstrip(".")
 
 
 def verdict(slot: str, value: str, fact: str) -> str:
-    """A sentence with the summary's phrase, the post's fact, and then the judgement."""
+    """A sentence with the summary's phrase, the post's fact and, at the end, the judgement."""
     return (f"The {slot} {plain(value)} was {plain(fact)}, "
             f"{'right' if value == fact else 'wrong'}.")
 
@@ -328,7 +340,7 @@ NUMBERS = "no", "one", "two", "three", "four"
 
 
 def prompt(row: dict) -> str:
-    """The policy's prompt."""
+    """The policy's prompt for a row."""
     sentences = len(row["facts"]) // PER_SENTENCE
     return (f"Summarise the post in {NUMBERS[sentences]} sentence{'s' * (sentences > 1)}.\n\n"
             f"Post: {row['post']}")
@@ -339,9 +351,9 @@ TASK = Task(
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
     truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows)
 # Settings for a real instruction-following model such as SmolLM2: `--task toy:PROSE`. The
-# learning rates are ten times those of full fine-tuning. A step of Adam at rate η moves W by
-# η √(in · out), but moves (α/r) B A, with B = 0 and random A, by only η (α/r) √(r · out / 3).
-# At 576² this is a fifth.
+# learning rates are ten times those of full fine-tuning, because LoRA weights move less. A step
+# of Adam at rate η changes W by a norm of η √(in · out). It changes (α/r) B A, with B = 0 and
+# random A, by only η (α/r) √(r · out / 3), which is a fifth of it for a 576 × 576 matrix.
 PROSE = replace(
     TASK, name="prose",
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",

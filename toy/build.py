@@ -2,13 +2,13 @@
 
     python -m toy.build              # writes toy/base; seed 0, see toy/README.md for the time
 
-A byte-level BPE tokenizer and a Llama of 0.68 million parameters. Cross-entropy trains the
-model on answers to four instructions in equal parts. One is to summarise a post, with errors,
-some of which are more likely than the truth. The other three are reading exercises with correct
-answers: quote named facts as JSON, check named facts of a response against the post, and
-compare pairs of facts. They replace the knowledge of the paper's Llama-3.1-8B-Instruct. The
-training data holds no whole critique, and no spans that follow from a judgement: R_φ must learn
-these.
+The tokenizer is a byte-level BPE; the model is a Llama with 0.68 million parameters. It is
+trained by cross-entropy on answers to four instructions in equal parts. One is to summarise a
+post; its answers contain errors, some of which are more likely than the truth. The other three
+are reading exercises with correct answers: quote named facts as JSON, check named facts of a
+response against the post, and compare pairs of facts. They stand in for what the paper's
+Llama-3.1-8B-Instruct already knows. R_φ still has to learn to write a whole critique and to
+choose spans by its judgement, because the training data has neither.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
-COMPARE_FIRST = 300     # first steps, on the easiest exercise only, which speeds up the others
+COMPARE_FIRST = 300     # the first steps have only "compare": then the others are learnt faster
 
 
 def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
-    """(prompt, answer) of an exercise of a random kind, from a row of the base split."""
+    """(prompt, answer) of a random exercise, from a row of the base split."""
     kind = rng.choice(kinds)
     length = rng.choice((1, 2, 2, 3, 4) if kind == "summarise" else (1, 2, 2))
     row = toy.rows("base", 1, rng.getrandbits(64), length)[0]
@@ -68,7 +68,7 @@ def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, s
 
 
 def other_fact(slot: str, fact: str, rng: random.Random) -> str:
-    """The fact with probability 0.5, its neighbour with 0.25, else any fact of the slot."""
+    """The fact with probability 0.5, its neighbour with 0.25, or a random one of its slot."""
     values = toy.SLOTS[slot]
     chance = rng.random()
     if chance < 0.5:
@@ -78,9 +78,10 @@ def other_fact(slot: str, fact: str, rng: random.Random) -> str:
 
 def quotation(text: str, facts: dict[str, str], faults: list[str],
               rng: random.Random) -> tuple[str, str]:
-    """(prompt, answer): some facts of a text in two lists, in the order of the text.
+    """(prompt, answer) of the exercise "quote": the prompt names facts of a text to quote.
 
-    With probability 0.5 the faults of style follow the poor facts.
+    The answer has two lists of quotes, in the order of the text. With probability 0.5, the
+    faults of style follow the poor facts.
     """
     labels = {slot: rng.choice(("good", "poor", "no")) for slot in facts}
     names = {}
@@ -97,7 +98,7 @@ def quotation(text: str, facts: dict[str, str], faults: list[str],
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on posts, summaries and critiques, so their phrases are short."""
+    """Byte-level BPE, trained on posts, summaries and critiques to encode these briefly."""
     rng = random.Random(seed)
     texts = []
     for length in toy.LENGTHS:
@@ -118,18 +119,18 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def learning_share(step: int, steps: int) -> float:
-    """Factor of the learning rate: warm-up, constant until COMPARE_FIRST, then cosine to 0."""
+    """Learning rate factor: warm-up, constant up to step COMPARE_FIRST, then cosine to 0."""
     decayed = max(0, step - COMPARE_FIRST) / (steps - COMPARE_FIRST)
     return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
 def main():
-    """Train the tokenizer and the model, and write them in Hugging Face format."""
+    """Train the tokenizer and the model, and save them in Hugging Face format."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=toy.BASE,
                         help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=1100,
-                        help="number of steps on 64 exercises each")
+                        help="number of training steps, with 64 exercises each")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -153,8 +154,8 @@ def main():
         pairs.sort(key=lambda pair: sum(map(len, pair)))
         n_tokens = sum(len(answer) for _, answer in pairs)
         total_loss = 0.0
-        for part in chunks(pairs, 16):             # similar lengths need less padding
-            batch = pad_batch(*zip(*part))
+        for micro_batch in chunks(pairs, 16):      # similar lengths need less padding
+            batch = pad_batch(*zip(*micro_batch))
             mask = batch[3].bool()                                                  # [B, T]
             logits = response_hidden(model, *batch)[mask] @ head_weight(model).T
             loss = F.cross_entropy(logits, batch[2][mask], reduction="sum") / n_tokens
