@@ -73,7 +73,7 @@ def policy(toy_model):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
-    """make_once(name, make) calls make(folder) in one worker only; the other workers wait."""
+    """A function (name, make) → folder; only the first pytest worker calls make(folder)."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -130,8 +130,7 @@ def random_rollouts(copies=1):
     prompts, responses = ([draw(n) for n in lengths * copies]
                           for lengths in ((9, 4, 1, 6, 12, 3), (5, 1, 8, 3, 2, 7)))
     n = len(prompts)
-    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n,
-                        *pad_batch(prompts, responses))
+    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n, *pad_batch(prompts, responses))
     rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
     rollouts.feedback = [Judgement("", []) for _ in range(n)]
     return rollouts

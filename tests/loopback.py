@@ -79,7 +79,7 @@ def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
 
 
 def critique(body: dict) -> str:
-    """A valid reply: it quotes one to three words that occur only once in the response."""
+    """A valid reply, whose quotes have one to three words and occur once in the response."""
     user = body["messages"][-1]["content"]
     fence = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
                        re.DOTALL)
@@ -104,7 +104,7 @@ def critique(body: dict) -> str:
 
 @dataclass
 class Answer:
-    """An HTTP answer."""
+    """An HTTP answer of the server."""
     status: int | None              # None: send nothing, close the connection after `wait`
     body: dict | bytes = b""
     wait: float = 0.0                               # seconds before the answer
@@ -132,8 +132,6 @@ class Server:
     def stats(self) -> dict:
         return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults,
                 "asked": self.prompt_counts, "recent": list(self.recent), **self.billed}
-
-    # Chat completions
 
     def chat(self, body: dict) -> Answer:
         """Answer one request and bill it."""

@@ -1,7 +1,4 @@
-"""Requests to the annotator: failing servers, killed runs, and bills within the budget.
-
-No test depends on the speed of the machine.
-"""
+"""Requests to the annotator. No test depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -500,11 +497,7 @@ def expensive(work):
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)
 @pytest.mark.parametrize("fault", [*loopback.REPORTS, "reset", "late"])
 def test_five_runs_are_never_billed_more_than_the_budget(expensive, fault, concurrency):
-    """Each run sends requests in parallel, and its budget has room for a few retries.
-
-    The server bills every reply. Replies that are lost or come without a usage are booked at
-    their worst case.
-    """
+    """The server bills every reply; a lost or unreported one is booked at its worst case."""
     settings = expensive.server.settings
     settings.faults = {fault: 1.0}
     budget = (concurrency + 2.2) * worst_usd(expensive)

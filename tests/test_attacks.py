@@ -162,9 +162,9 @@ def outside():
 
 
 def attack(order: dict, start: float, user: int | None, folder: Path) -> tuple:
-    """(passed, status, stderr, whether the keyring is intact) of run_python in a new process.
+    """Call run_python(**order) in a new process, with sandbox.START = start.
 
-    order: arguments of run_python. start: value of sandbox.START, in seconds.
+    Returns (passed, status, stderr, whether the keyring of the process is intact).
     """
     copy_sandbox(folder / "code")
     (folder / "code" / "tqdm.py").write_text("tqdm = list")      # /usr/bin/python3 may lack it

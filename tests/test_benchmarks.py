@@ -239,10 +239,7 @@ def test_tasks_with_more_than_one_right_output(task, args, expected, right, wron
 
 
 def test_programs_cannot_pass_by_changing_inputs_or_reading_frames(tmp_path):
-    """The reference gets fresh inputs, and a program cannot see its outputs.
-
-    A program whose output overrides == still passes.
-    """
+    """Only a program whose output overrides == passes without being right."""
     task = problem(tmp_path, PLUS | {
         "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
         "plus_input": []})

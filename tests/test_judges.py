@@ -300,10 +300,7 @@ def test_the_published_files_are_read(shared, config):
 # ── AlpacaEval
 
 def random_scores(seed: int, n: int) -> tuple[list[dict], list[str], list[dict], list[dict]]:
-    """(reference rows, texts, scores, rows of two gamed baselines).
-
-    Long outputs win more often, and so do outputs for difficult instructions.
-    """
+    """(reference rows, texts, scores, rows of two gamed baselines); long texts win often."""
     rng = random.Random(seed)
     difficulties = [rng.gauss(0, 1) for _ in range(n)]
     rows, texts, scores = [], [], []
@@ -329,15 +326,13 @@ def random_scores(seed: int, n: int) -> tuple[list[dict], list[str], list[dict],
     (3, 60, 41.666667, 5.720252, 35.394054, 1.135304),
     (4, 805, 50.248447, 1.572271, 42.667927, 0.346678)])
 def test_win_rates_are_those_of_alpaca_eval(seed, n, rate, error, controlled, controlled_error):
-    """Table 4. The constants are from length_controlled_v1 of alpaca_eval 0.6.6.
-
-    It uses the solver of scikit-learn 1.9.1, whose tolerance is 1e-4.
-    """
+    """Table 4; the constants are from length_controlled_v1 of alpaca_eval 0.6.6."""
     rows, texts, scores, gamed = random_scores(seed, n)
     table = win_tie_loss(scores)
     assert [table["win_rate"], table["standard_error"]] == pytest.approx(
         [rate, error], abs=1e-6)
     table = judges.length_controlled(rows, texts, scores, gamed)
+    # alpaca_eval uses the solver of scikit-learn 1.9.1, which stops at a tolerance of 1e-4.
     assert table["win_rate"] == pytest.approx(controlled, abs=1e-3)
     assert table["standard_error"] == pytest.approx(controlled_error, abs=1e-3)
 

@@ -83,10 +83,7 @@ def test_bleu_is_that_of_sacrebleu(pairs):
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """A folder with a random "bert" and a random "roberta", each with 3 layers.
-
-    BERT's tokens are single characters, RoBERTa's are single bytes.
-    """
+    """A folder with random 3-layer encoders: "bert" on characters and "roberta" on bytes."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
     small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
@@ -95,8 +92,7 @@ def encoders(tmp_path_factory):
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
     BertTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)},
                   model_max_length=100).save_pretrained(folder / "bert")
-    BertModel(BertConfig(vocab_size=len(vocabulary),
-                         **small)).save_pretrained(folder / "bert")
+    BertModel(BertConfig(vocab_size=len(vocabulary), **small)).save_pretrained(folder / "bert")
     vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>",
                   *sorted(pre_tokenizers.ByteLevel.alphabet())]
     RobertaTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[],
@@ -229,8 +225,7 @@ def test_a_share_of_0_or_1_has_wilsons_interval():
             ends = interval([share_of_rows] * N, share)
             p = ends[i]
             assert ends[share_of_rows] == corpus([share_of_rows] * N, share) == share_of_rows
-            assert (abs(share_of_rows - p)
-                    == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N)))
+            assert abs(share_of_rows - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N))
     # N is the number of rows with a case, not the number of cases
     assert interval([(9, 9), (0, 0), (4, 4)], share) == interval([1, 1], share)
     assert interval([0, 1, 1], share) == bootstrap([0, 1, 1]) and interval([0, 0]) == (0, 0)

@@ -20,7 +20,7 @@ from measures import sandbox
 from measures.benchmarks import read_problems
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
-# Without isolation, which some machines do not support.
+# Some machines do not support the isolation, which test_attacks.py tests.
 run_python = functools.partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
@@ -39,7 +39,7 @@ def status(code, tests="assert True", **limits):
     ("assert f(1) == 3", "failed"),
     ("from solution import f\nimport solution\nassert solution.f is f and f(1) == 2", "passed"),
     ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", "passed"),
-    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # never called
+    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # no call of check
     ("f(1)", "error"), ("", "error"), ("for x in []:\n    assert f(x)", "error"),
     ("assert f('1')", "error"), ("assert g(1)", "error"), ("assert f(1", "error"),
     ("assert f(1) == 2\nraise SystemExit(0)", "error"),
@@ -162,8 +162,7 @@ def test_exiting_early_or_closing_files_does_not_pass(code):
 
 def test_a_loop_ends_at_the_timeout_and_a_signal_is_reported(monkeypatch):
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
-    assert (result.status == "timeout"
-            and result.stderr == "begun\nstopped after 0.5 s\n")
+    assert result.status == "timeout" and result.stderr == "begun\nstopped after 0.5 s\n"
     monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
     result = run_python("import os\nos.abort()", "assert True")
@@ -266,7 +265,7 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
     command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
-    for line in ("2 responses run, 1 passed", "0 responses run"):       # no row is left
+    for line in ("2 responses run, 1 passed", "0 responses run"):       # the second run
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert line in process.stdout, process.stderr
         assert f"annotate.py --task kodcode --data {path}" in process.stdout

@@ -166,7 +166,7 @@ def test_length_and_accuracy_of_a_span_are_counted_character_by_character():
     rng = random.Random(4)
     for _ in range(300):
         text = "".join(rng.choices("ab .\n🏠", k=rng.randint(1, 25)))
-        # The tokens cover the text, including leading and trailing white space.
+        # As from a tokenizer, the tokens cover the text and include white space at their ends.
         tokens = list(pairwise(sorted({0, len(text), *rng.choices(range(len(text)), k=6)})))
         gold = random_spans(text, rng)
         labels = character_labels(text, gold)
@@ -193,9 +193,9 @@ def lines(rows, name, places=None):
 
 
 def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
-    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),             # one quote remains
-            row(unmatched=["dog", "dog"], ambiguous=2),                    # quotes were removed
-            {"response": "a b", "spans": []}]                              # unknown quotes
+    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),   # good_spans includes it
+            row(unmatched=["dog", "dog"], ambiguous=2),          # these are in neither list
+            {"response": "a b", "spans": []}]                    # a row without quotes
     table = lines(rows, "Table 15")
     assert table["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
     assert table["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
@@ -210,7 +210,7 @@ def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Table
     gold = [span(0, 249, 1), span(250, 400, -1)]
     spans = []
     lengths = {"good": [], "poor": []}
-    shares = {"good": [], "poor": []}                  # of the words with the right label
+    shares = {"good": [], "poor": []}                  # share of words with the right label
     for _ in range(30):
         start, n = rng.randrange(60), rng.randrange(1, 30)
         name = rng.choice(("good", "poor"))
@@ -436,7 +436,7 @@ def test_the_majority_label_of_each_character_and_the_longest_trimmed_spans(rows
     for s in merged["spans"]:
         assert text[s["start"]:s["end"]].strip() == text[s["start"]:s["end"]] != ""
         assert set(expected[s["start"]:s["end"]]) == {s["label"]}
-    for a, b in zip(merged["spans"], merged["spans"][1:]):      # another label separates them
+    for a, b in zip(merged["spans"], merged["spans"][1:]):      # they differ or have a gap
         between = set(expected[a["end"]:b["start"]])
         assert a["label"] != b["label"] or a["end"] < b["start"] and between != {a["label"]}
     for sign, name in ((1, "good_spans"), (-1, "poor_spans")):
