@@ -85,7 +85,8 @@ def critique(body: dict) -> str:
                        re.DOTALL)
     response = fence[1] if fence else user
     words = [match.span() for match in re.finditer(r"\S+", response[:20_000])]
-    rng, quotes = random.Random(digest(user)), []
+    rng = random.Random(digest(user))
+    quotes = []
     for _ in range(8 if words else 0):
         first = rng.randrange(len(words))
         last = min(first + rng.randrange(3), len(words) - 1)

@@ -155,14 +155,6 @@ def test_only_a_top_level_object_of_the_answer_is_feedback(text, reason):
         assert feedback.good_spans in (["the plot"], ["all of it"])
 
 
-def test_a_reply_cut_at_any_character_of_its_object_is_an_error():
-    text = f"Let me see.\n```json\n{reply()}"
-    assert parse_feedback(text)
-    for end in range(len(text)):
-        with pytest.raises(FeedbackError):
-            parse_feedback(text[:end])
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 def test_nesting_of_any_depth_is_a_feedback_error(copies):
     for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 100_000]:
@@ -347,7 +339,8 @@ def gpt2_bytes() -> dict[str, int]:
 
 def token_bytes(tokenizer, ids) -> list[bytes]:
     """The bytes of each id, computed from the token strings only."""
-    tokens, table = tokenizer.convert_ids_to_tokens(ids), gpt2_bytes()
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    table = gpt2_bytes()
     special = [index in tokenizer.all_special_ids for index in ids]
     if "<0x00>" not in tokenizer.get_vocab():
         return [b"" if skip else bytes(table[c] for c in token)
@@ -448,7 +441,8 @@ def test_a_special_token_has_an_empty_interval_and_moves_no_other(tokenizer, tex
 def tilings(draw):
     """(text, intervals that tile it): some are empty or shared, none is only white space."""
     text = draw(st.text("ab 中\n\u00a0", min_size=1, max_size=24).filter(str.strip))
-    cuts, last = [0], len(text.rstrip())
+    cuts = [0]
+    last = len(text.rstrip())
     for cut in sorted(draw(st.lists(st.integers(0, last), max_size=10))):
         cuts += [cut] if cut == cuts[-1] or text[cuts[-1]:cut].strip() else []
     cuts = ([cut for cut in cuts if text[cut:].strip()]

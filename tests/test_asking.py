@@ -566,15 +566,15 @@ def critic(work, monkeypatch):
 
 # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
 def test_a_critic_is_asked_with_row_and_response(critic):
-    seen = []
-    critic.module.judge = lambda row, response: seen.append((row["more"], response)) or GOOD
+    calls = []
+    critic.module.judge = lambda row, response: calls.append((row["more"], response)) or GOOD
     critic.run([row | {"more": k} for k, row in enumerate(random_rows(6))], concurrency=3)
-    assert (sorted(seen) == [(k, row["response"]) for k, row in enumerate(critic.rows)]
+    assert (sorted(calls) == [(k, row["response"]) for k, row in enumerate(critic.rows)]
             and critic.calls() == 0)
     assert {(row["annotator"], row["critique"], row["usd"])
             for row in critic.output_rows()} == {("critic_of_the_test:judge", "It ends.", None)}
     critic.run([row | {"more": k * 2} for k, row in enumerate(random_rows(6))])
-    assert len(seen) == 6 + 5, "any changed field of a row calls the function again"
+    assert len(calls) == 6 + 5, "any changed field of a row calls the function again"
     assert len(critic.output_rows()) == 6, "𝒟_R must start empty in each run"
 
 

@@ -74,11 +74,11 @@ def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_pat
     assert task.entry_point == row.get("entry_point", "grow")
     assert (task.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
     wrong = task.solution.replace("x + 1", "x + 2").replace("&", "|")
-    right, empty, bad = run([task], task.solution, "",
-                            wrong + "\nif math: pass" if row is SANITIZED else wrong)
+    right, empty, faulty = run([task], task.solution, "",
+                               wrong + "\nif math: pass" if row is SANITIZED else wrong)
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
     assert not empty["base"] and not empty["plus"] and empty["status"] == "error"
-    assert not bad["base"] and not bad["plus"] and bad["status"] in ("failed", "error")
+    assert not faulty["base"] and not faulty["plus"] and faulty["status"] in ("failed", "error")
 
 
 @pytest.mark.parametrize("rows, message", [
@@ -286,14 +286,14 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
         code_scores(rows, ks=(5,))
 
 
-@pytest.mark.parametrize("name, count, every", [
+@pytest.mark.parametrize("name, count, step", [
     ("HumanEval.jsonl.gz", 164, 3), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164, 4),
     ("mbpp_first50.jsonl", 50, 1)])
 # Table 3
-def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, shared):
+def test_published_solutions_pass_and_empty_bodies_do_not(name, count, step, shared):
     problems = read_problems(shared / "data" / name)
     assert len(problems) == count
-    sample = problems[:: every if SLOW else 4 * every]
+    sample = problems[:: step if SLOW else 4 * step]
     forms = ["So:\n```python\n{}\n```\n", "```python\n{}", "Here:\n\n{}\nThis is why it works."]
     answers = [form.replace("{}", p.solution) for form, p in zip(cycle(forms), sample)]
     rows = run(sample, *map(extract_code, answers, sample))

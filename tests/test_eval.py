@@ -159,7 +159,8 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
     write_rows(tmp_path / "gold.jsonl", rows)
     write_rows(tmp_path / "a.jsonl", replies)
     write_rows(tmp_path / "b.jsonl", [row | {"response": "I cannot say."} for row in replies])
-    prompts, out = [], tmp_path / "out"
+    prompts = []
+    out = tmp_path / "out"
     with loopback(responder=lambda body: prompts.append(body["messages"][1]["content"])
                   or "[[C]]") as server:
         result, printed = run(
@@ -325,7 +326,8 @@ def test_rows_without_a_verdict_are_left_out_of_every_side():
 
 def test_an_adapter_and_its_copy_give_the_same_answers(adapter, tmp_path, capsys):
     """Both sides use the same random numbers, and the times of the files do not matter."""
-    copy, out = shutil.copytree(adapter, tmp_path / "copy"), tmp_path / "out"
+    out = tmp_path / "out"
+    copy = shutil.copytree(adapter, tmp_path / "copy")
     os.utime(copy / "adapter_model.safetensors", (1, 1))
     flags = ("--adapter", copy, "--before", adapter, "--limit", "8", "--temperature", "2",
              "--output_dir", out)
@@ -343,7 +345,8 @@ def test_an_adapter_and_its_copy_give_the_same_answers(adapter, tmp_path, capsys
 def test_empty_answers_from_a_file_are_not_dropped(tmp_path, capsys):
     answers = [{"id": row["id"], "response": row["reference"] if i else ""}
                for i, row in enumerate(toy.rows("eval", 4))]
-    file, flags = tmp_path / "answers.json", ("--limit", "4", "--output_dir", tmp_path / "out")
+    file = tmp_path / "answers.json"
+    flags = ("--limit", "4", "--output_dir", tmp_path / "out")
     file.write_text(json.dumps(answers))
     result, _ = run(capsys, *flags, "--adapter", file)
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
@@ -396,7 +399,8 @@ def test_an_invalid_flag_is_refused_before_the_model_is_loaded(flags, message, m
 
 
 def test_the_error_of_a_bad_row_names_the_row(tmp_path):
-    data, out = tmp_path / "rows.jsonl", ("--output_dir", tmp_path / "out")
+    data = tmp_path / "rows.jsonl"
+    out = ("--output_dir", tmp_path / "out")
     bad_span = {"id": "1", "prompt": "p", "response": "r",
                 "spans": [{"start": 0, "end": 9, "label": 1}]}
     short, long = ({"post": "word " * n, "facts": {"who": "me"}, "reference": "r"}

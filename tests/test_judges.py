@@ -238,8 +238,8 @@ def test_the_second_turn_contains_the_first_and_each_category_has_its_temperatur
 
     def write(conversations, temperature):
         calls.append((temperature, len(conversations)))
-        return ["/".join(m["role"][0] + ":" + m["content"] for m in talk)
-                for talk in conversations]
+        return ["/".join(m["role"][0] + ":" + m["content"] for m in messages)
+                for messages in conversations]
     answers = judges.mt_bench_answers(BENCH, write)
     assert calls == [(0.7, 2), (0.7, 2), (0.0, 2), (0.0, 2)]
     assert list(answers) == [81, 111, 103, 95]
@@ -353,11 +353,11 @@ def test_the_l1_penalised_fit_satisfies_the_optimality_conditions(strength, feat
 def test_unjudged_rows_are_predicted_and_a_one_sided_judge_gives_a_number():
     rows, texts, scores, gamed = random_scores(5, 60)
     partial = [row | {"win": None} if i % 3 == 0 else row for i, row in enumerate(scores)]
-    judged = [i for i in range(60) if i % 3]
+    indices = [i for i in range(60) if i % 3]
     rate = judges.length_controlled(rows, texts, partial, gamed)["win_rate"]
     assert 0 < rate < 100
     assert rate != judges.length_controlled(rows, texts, scores, gamed)["win_rate"]
-    subset = ([values[i] for i in judged] for values in (rows, texts, partial))
+    subset = ([values[i] for i in indices] for values in (rows, texts, partial))
     assert rate != judges.length_controlled(*subset, gamed)["win_rate"], (
         "the mean must be over all instructions")
     all_wins = [row | {"win": 1.0} for row in scores]

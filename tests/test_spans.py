@@ -106,9 +106,9 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
         good = [quote for quote in quotes if rng.random() < 0.5]
         poor = [quote for quote in quotes if quote not in good]
         counts = counted(gold, good, poor)
-        placed = ground(TEXT, Feedback("c", good, poor)).spans
+        predicted_spans = ground(TEXT, Feedback("c", good, poor)).spans
         for name, sign in SIGNS.items():
-            gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, placed)
+            gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, predicted_spans)
             assert getattr(counts, name).marked_tokens == len(gold_tokens)
             assert getattr(counts, name).predicted_tokens == len(predicted)
             assert getattr(counts, name).hit_tokens == len(gold_tokens & predicted)
@@ -437,8 +437,8 @@ def test_the_majority_label_of_each_character_and_the_longest_trimmed_spans(rows
         assert text[s["start"]:s["end"]].strip() == text[s["start"]:s["end"]] != ""
         assert set(expected[s["start"]:s["end"]]) == {s["label"]}
     for a, b in zip(merged["spans"], merged["spans"][1:]):      # they differ or have a gap
-        between = set(expected[a["end"]:b["start"]])
-        assert a["label"] != b["label"] or a["end"] < b["start"] and between != {a["label"]}
+        separators = set(expected[a["end"]:b["start"]])
+        assert a["label"] != b["label"] or a["end"] < b["start"] and separators != {a["label"]}
     for sign, name in ((1, "good_spans"), (-1, "poor_spans")):
         assert merged[name] == [text[s["start"] : s["end"]]
                                 for s in merged["spans"] if s["label"] == sign]
