@@ -1,6 +1,6 @@
 """Fixtures that several test files use.
 
-`../shared` is optional: tests that need it skip, with the reason, where it is absent.
+`../shared` is optional: tests that need it are skipped, with a reason, if it is absent.
 """
 
 import fcntl
@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-# Three workers share two cores, and the models are small. OMP_NUM_THREADS is set before torch
-# is imported, and child processes inherit it; torch.set_num_threads changes the last bits.
+# Three pytest workers share two cores, so each process uses one thread. The variable must be
+# set before torch is imported. torch.set_num_threads would change the last bits of results.
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,22 +20,22 @@ from helpers import PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main  
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
-# The files that take longest start first, so that no worker ends minutes after the others.
+# The slowest test files start first, so that no worker runs minutes longer than the others.
 LONGEST = ("test_notebooks", "test_asking", "test_attacks", "test_sandbox", "test_ranks",
            "test_restart", "test_pipeline")
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
+    def start_order(item):
         name = Path(item.fspath).stem
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=place)
+    items.sort(key=start_order)
 
 
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch):
-    """The same random numbers in any order of the tests, and no key or proxy of the user."""
+    """Seed torch before each test, and hide the user's API key and proxy from it."""
     torch.manual_seed(0)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -45,7 +45,7 @@ def _isolated(monkeypatch):
 def shared() -> Path:
     """The folder of real rows and the real tiny checkpoint."""
     if not SHARED.is_dir():
-        pytest.skip("../shared is not here: real rows and the real checkpoint cannot be tested")
+        pytest.skip("../shared is absent: it holds the real rows and the real checkpoint")
     return SHARED
 
 
@@ -63,7 +63,7 @@ def stories(shared):
 
 @pytest.fixture()
 def policy(toy_model):
-    """(toy model with a random adapter "policy", a random value head, six random rollouts)"""
+    """(toy model with a random adapter "policy", a random value head, six random rollouts)."""
     model, _ = toy_model
     randomise(add_lora(model, "policy", 4, 8))
     head = ValueHead(model.config.hidden_size)
@@ -73,7 +73,7 @@ def policy(toy_model):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
-    """A function that makes a folder once for all workers: the first makes it, others wait."""
+    """A function (name, make) → folder; only the first pytest worker calls make(folder)."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -88,18 +88,18 @@ def make_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished_run(make_once):
-    """A small toy run of all three phases. Tests must not write into it."""
+    """Output directory of a small toy run of all three phases; tests must not write to it."""
     return make_once("finished", lambda out: run_main(*SMALL, "--output_dir", out))
 
 
 @pytest.fixture(scope="session")
 def reward(finished_run):
-    """R_φ of that run, an adapter that writes readable critiques of toy summaries."""
+    """R_φ of `finished_run`: an adapter that writes parseable critiques of toy summaries."""
     return finished_run / "reward" / "adapter"
 
 
 @pytest.fixture(scope="session")
 def unbroken(make_once, reward):
-    """A run of phase 3 alone that was never interrupted. Tests must not write into it."""
+    """Output directory of an uninterrupted run of phase 3; tests must not write to it."""
     return make_once("unbroken", lambda out: run_main(*PHASE_3, "--reward_model", reward,
                                                      "--output_dir", out))

@@ -1,6 +1,6 @@
-"""What several test files use: paths, small runs, random rollouts, page readers, processes.
+"""Helpers of several test files: paths, small runs, random rollouts, HTML pages, processes.
 
-Fixtures are in conftest.py, the fake server is loopback.py. No test file imports another one.
+Fixtures are in conftest.py and the fake server is in loopback.py. No test file imports another.
 """
 
 import importlib
@@ -28,12 +28,12 @@ from reward_model import Judgement
 from sampling import pad_batch
 from text2grad import Rollouts, add_advantages, add_scores
 
-# SLOW=1 python -m pytest -q tests: more kills, and 100,000 generated replies.
+# `SLOW=1 python -m pytest -q tests` kills runs more often and generates 100,000 replies.
 SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
 often = settings(max_examples=100, deadline=None, derandomize=True)
 
-# Flags of small toy runs: all three phases; phase 3 alone, with the fixture `reward` as R_φ.
+# Flags of two small toy runs: all three phases, and phase 3 with the fixture `reward` as R_φ.
 SMALL = ["--annotated_rows", 240, "--iterations", 4, "--batch_size", 8, "--minibatch_size", 8,
          "--eval_rows", 8, "--save_every", 2, "--ppo_epochs", 2]
 PHASE_3 = ["--iterations", 6, "--batch_size", 8, "--minibatch_size", 4, "--ppo_epochs", 2,
@@ -54,16 +54,16 @@ def run_main(*flags, module=text2grad):
 def error_message(script: str, *flags) -> str:
     """The one-line error of a script's main, called in this process."""
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    with pytest.raises((InputError, SystemExit)) as caught:
+    with pytest.raises((InputError, SystemExit)) as error:
         run_main(*flags, module=module)
-    traceback.clear_frames(caught.tb)             # they hold the lock of the output directory
-    message = str(caught.value)
-    assert len(message) > 3 and "\n" not in message      # an exit status alone is no message
+    traceback.clear_frames(error.tb)             # frames hold the output directory's lock
+    message = str(error.value)
+    assert len(message) > 3 and "\n" not in message      # a bare exit status is too short
     return message
 
 
 def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", settings=()):
-    """Start a script under torchrun; returns the process."""
+    """Start a script under torchrun and return the process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc_per_node", ranks, script, *settings, *flags, "--output_dir", out]
     return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", set
 
 
 def finish(process) -> str:
-    """Wait for a process that must succeed; returns its standard output."""
+    """Wait for a process, check that it succeeded, and return its standard output."""
     output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors[-3000:]
     return output
@@ -79,12 +79,12 @@ def finish(process) -> str:
 
 def free_port() -> int:
     """A TCP port that is free now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-# ── Reading what a run writes
+# ── Reading the files of a run
 
 def read_jsonl(path):
     """The rows of a JSON lines file."""
@@ -92,20 +92,20 @@ def read_jsonl(path):
 
 
 def read_metrics(path):
-    """The rows of metrics.jsonl without the fields that measure time."""
+    """The rows of metrics.jsonl without the timing fields."""
     return [{k: v for k, v in row.items() if not k.startswith("seconds")}
             for row in read_jsonl(path)]
 
 
 def assert_equal_tensors(a, b):
-    """Two files hold the same tensors, bit for bit."""
-    ours, theirs = load_file(a), load_file(b)
-    assert ours.keys() == theirs.keys(), a
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours), a
+    """Check that two files hold the same tensors, bit for bit."""
+    tensors_a, tensors_b = load_file(a), load_file(b)
+    assert tensors_a.keys() == tensors_b.keys(), a
+    assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a), a
 
 
 def assert_equal_runs(a, b):
-    """Two runs left the same tensors, metrics, samples and result, bit for bit."""
+    """Check that two runs wrote the same tensors, metrics, samples and result, bit for bit."""
     files = ("policy/adapter_model.safetensors", "value_head.safetensors",
              f"checkpoint-{len(read_jsonl(b / 'metrics.jsonl'))}/tensors.safetensors")
     for file in files:
@@ -118,30 +118,26 @@ def assert_equal_runs(a, b):
 # ── Random weights and rollouts
 
 def randomise(parameters, scale=0.1):
-    """Fill parameters with normal numbers, so that an adapter or a value head has an effect."""
+    """Fill parameters with normal noise, so that an adapter or value head is not zero."""
     for p in parameters:
         p.data.normal_(std=scale)
 
 
 def random_rollouts(copies=1):
-    """copies × six prompts and responses of random tokens, with δ on the responses.
-
-    Some of the responses have length 1.
-    """
+    """6 · copies rollouts of random tokens with random δ; some responses have one token."""
     rng = random.Random(0)
     draw = lambda n: [rng.randrange(2, 640) for _ in range(n)]
     prompts, responses = ([draw(n) for n in lengths * copies]
                           for lengths in ((9, 4, 1, 6, 12, 3), (5, 1, 8, 3, 2, 7)))
     n = len(prompts)
-    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n,
-                        *pad_batch(prompts, responses))
+    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n, *pad_batch(prompts, responses))
     rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
     rollouts.feedback = [Judgement("", []) for _ in range(n)]
     return rollouts
 
 
 def scored(policy, config, beta=0.1):
-    """The fixture `policy` with log-probs, values and advantages: the input of an update."""
+    """The fixture `policy` with log-probs, values and advantages, as a PPO update needs it."""
     model, head, rollouts = policy
     add_scores(rollouts, model, head, config)
     add_advantages(rollouts, beta, config)
@@ -149,7 +145,7 @@ def scored(policy, config, beta=0.1):
 
 
 def length_critic(rollouts, model, tokenizer, config):
-    """A critic that needs no R_φ: δ_1 is the length of the response."""
+    """A critic without R_φ: δ_1 is the length of the response, all other δ_t are 0."""
     return [Judgement("", [float(len(offsets)), *[0.0] * (len(offsets) - 1)])
             for offsets in rollouts.offsets]
 
@@ -182,13 +178,13 @@ class Page(HTMLParser):
         for tag in self.open[-1:]:
             tag[2] += data
 
-    def all(self, name, **wanted):
+    def all(self, name, **expected):
         return [(attributes, text) for tag, attributes, text in self.tags
-                if tag == name and wanted.items() <= attributes.items()]
+                if tag == name and expected.items() <= attributes.items()]
 
 
 def assert_closed(text):
-    """The page has no script and loads nothing, and its policy forbids both."""
+    """Check that a page has no scripts, loads nothing, and forbids both in its policy."""
     page = Page(text)
     names = {tag for tag, *_ in page.tags}
     assert not names & {"script", "img", "link", "iframe", "object", "form", "base"}
@@ -215,7 +211,7 @@ def command_line(path: Path) -> str:
 
 
 def alive(mark: str, seconds: float = 5.0) -> list[str]:
-    """The processes with `mark` in their command that are still alive after `seconds`."""
+    """IDs of the processes with `mark` in their command line that outlive `seconds`."""
     end = time.monotonic() + seconds
     while (pids := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline")
                     if mark in command_line(path)]):
@@ -226,10 +222,10 @@ def alive(mark: str, seconds: float = 5.0) -> list[str]:
 
 
 def copy_sandbox(folder: Path) -> str:
-    """Copy the sandbox's files to a folder whose name identifies its processes."""
+    """Copy the sandbox to a folder, whose name identifies its processes; returns the script."""
     folder.mkdir(parents=True)
     for path in (ROOT / "data.py", *(ROOT / "measures").glob("*.py")):
-        place = folder / path.relative_to(ROOT)
-        place.parent.mkdir(exist_ok=True)
-        shutil.copy(path, place)
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
     return str(folder / "measures" / "sandbox.py")

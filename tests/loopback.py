@@ -1,15 +1,14 @@
-"""An OpenAI-compatible server that answers at once, late, wrongly or never,
-and counts what it is asked.
+"""A fake OpenAI-compatible server that answers, delays or fails requests and counts them.
 
-    python tests/loopback.py '{"delay": 0.2}'          # prints its URL, runs until it is killed
-    with loopback(faults={"429": 0.1}) as server: ...  # in a thread;
-                                                       process=True: in a process of its own
+    python tests/loopback.py '{"delay": 0.2}'          # prints its URL and runs until killed
+    with loopback(faults={"429": 0.1}) as server: ...  # in a thread, or with process=True in a
+                                                       # separate process
 
-Chat completions; the standard library only. Whether a call fails is a function of the
-seed, the prompt and how often that prompt was asked, so a run meets the same faults in any
-order of arrival. GET /stats says what was asked and billed. `tokens` is the rule of the bill,
-so that every bill can be recomputed. A reply is billed once it is made, whatever is reported of
-it, and whether or not it arrives.
+It serves chat completions and needs only the standard library. Whether a call fails depends on
+the seed, the prompt and the number of earlier requests with that prompt, so a run meets the
+same faults in any order of arrival. GET /stats returns the counts and the bill. `tokens` counts
+the billed tokens, so that tests can recompute every bill. A reply is billed when it is
+generated, even if the server reports a false usage or the reply never arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import Callable
 
 MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 0.01}
 
-# Kinds of a whole reply, and what is then said of its bill.
+# Faults of complete replies that report a false usage: name → the `usage` field of the reply.
 REPORTS = {
     "unreported": None,
     "total": {"total_tokens": 12},
@@ -47,24 +46,22 @@ REPORTS = {
 
 @dataclass
 class Settings:
-    """How the server behaves; in a thread, `server.settings` may be changed while it runs."""
-    delay: float = 0.0                  # seconds before an answer
-    seed: int = 0                       # of the faults
-    # kind → share of the calls; the kinds are those of `Server._fault`
-    faults: dict = field(default_factory=dict)
-    # kinds for the first calls in order of arrival, "ok" for none
-    plan: list = field(default_factory=list)
-    hang: float = 600.0  # seconds that "timeout" keeps the connection open before it closes it
-    only_default_sampling: bool = False  # no temperature, as models that reason first
-    key: str = ""                       # else 401
-    models: list = field(default_factory=list)      # else 404; empty: every name
-    context: int = 0                    # tokens; a longer prompt gets a 400; 0: no limit
-    counting: str = "quarters"          # of `tokens`
+    """Behaviour of the server; a server in a thread accepts changes while it runs."""
+    delay: float = 0.0                  # seconds before each answer
+    seed: int = 0                       # random seed of the faults
+    faults: dict = field(default_factory=dict)      # name in `Server._fault` → share of calls
+    plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
+    hang: float = 600.0                 # seconds before "timeout" closes the connection
+    only_default_sampling: bool = False  # reject `temperature`, like hosted reasoning models
+    key: str = ""                       # API key; requests with another key get a 401
+    models: list = field(default_factory=list)      # other models get a 404; empty: allow all
+    context: int = 0                    # context length in tokens; 0: no limit
+    counting: str = "quarters"          # how `tokens` counts: "quarters" or "pieces"
     responder: object = None            # function (request body) → reply text
 
 
 def digest(text: str) -> str:
-    """Under this name /stats counts how often a user message was asked."""
+    """Hash of a user message, under which /stats counts its requests."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -72,25 +69,24 @@ _PIECES = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]{1,3}|_|\s+")
 
 
 def tokens(text: str, counting: str = "quarters") -> int:
-    """By "quarters" a token is four characters, rounded up;
-    by "pieces" a short word, a number or a few marks."""
+    """Count tokens of four characters ("quarters"), or short words and numbers ("pieces")."""
     return math.ceil(len(text) / 4) if counting == "quarters" else len(_PIECES.findall(text))
 
 
 def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
-    """Tokens of all messages; each costs three more, and the reply's opening three."""
+    """Tokens of all messages, plus three per message and three for the start of the reply."""
     return 3 + sum(3 + tokens(message.get("content") or "", counting) for message in messages)
 
 
 def critique(body: dict) -> str:
-    """A reply that grounds: quotes of one to three words
-    that occur once in the response of the last user message."""
+    """A valid reply, whose quotes have one to three words and occur once in the response."""
     user = body["messages"][-1]["content"]
-    inside = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
+    fence = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
                        re.DOTALL)
-    response = inside[1] if inside else user
+    response = fence[1] if fence else user
     words = [match.span() for match in re.finditer(r"\S+", response[:20_000])]
-    rng, quotes = random.Random(digest(user)), []
+    rng = random.Random(digest(user))
+    quotes = []
     for _ in range(8 if words else 0):
         first = rng.randrange(len(words))
         last = min(first + rng.randrange(3), len(words) - 1)
@@ -105,101 +101,105 @@ def critique(body: dict) -> str:
     return f"Here is what I found.\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```"
 
 
-# ── Answers
+# ── The server
 
 @dataclass
 class Answer:
-    """What goes back; no status: nothing, and the connection closes after `wait` seconds."""
-    status: int | None
+    """An HTTP answer of the server."""
+    status: int | None              # None: send nothing, close the connection after `wait`
     body: dict | bytes = b""
-    wait: float = 0.0
-    usage: dict = field(default_factory=dict)       # what is billed
+    wait: float = 0.0                               # seconds before the answer
+    usage: dict = field(default_factory=dict)       # billed tokens
     drip: float = 0.0                               # seconds between two bytes of the body
 
 
-def failed(status: int, message: str, code=None) -> Answer:
-    """An error in OpenAI's form."""
+def openai_error(status: int, message: str, code=None) -> Answer:
+    """An error in OpenAI's format."""
     return Answer(status, {"error": {"message": message, "code": code}})
 
 
 class Server:
-    """Settings, and what was asked so far."""
+    """The settings of a server and the counts of its requests."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.calls, self.billed = 0, Counter(prompt_tokens=0, completion_tokens=0)
-        self.statuses, self.faults, self.asked = Counter(), Counter(), Counter()
-        self.recent = deque(maxlen=5)
+        self.calls = 0                              # chat completions requested
+        self.billed = Counter(prompt_tokens=0, completion_tokens=0)
+        self.statuses = Counter()                   # HTTP statuses of delivered answers
+        self.faults = Counter()
+        self.prompt_counts = Counter()              # digest of the prompt → requests
+        self.recent = deque(maxlen=5)               # bodies of the latest requests
 
     def stats(self) -> dict:
-        """Calls are chat completions; statuses: of those that went back to a client."""
         return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults,
-                "asked": self.asked, "recent": list(self.recent), **self.billed}
-
-    # Chat completions
+                "asked": self.prompt_counts, "recent": list(self.recent), **self.billed}
 
     def chat(self, body: dict) -> Answer:
-        """The answer to one request, which is billed at once."""
+        """Answer one request and bill it."""
         self.calls += 1
         self.recent.append(body)
-        name = digest(body["messages"][-1]["content"])
-        self.asked[name] += 1
-        refused = self._refused(body)
-        if refused:
-            return refused
-        s, kind = self.settings, self._kind(name)
-        if kind:
-            self.faults[kind] += 1
-        answer = self._fault(kind, body) or self._completion(body, self._reply(body))
-        waits = {"timeout": s.hang, "late": s.hang, "429": 0, "quota": 0}
-        answer.wait = waits.get(kind, s.delay)
-        answer.drip = 0.5 if kind == "drip" else 0.0
-        if kind == "reset":
+        prompt = digest(body["messages"][-1]["content"])
+        self.prompt_counts[prompt] += 1
+        refusal = self._refusal(body)
+        if refusal:
+            return refusal
+        fault = self._next_fault(prompt)
+        if fault:
+            self.faults[fault] += 1
+        answer = self._fault(fault, body) or self._completion(body, self._reply(body))
+        hang = self.settings.hang
+        waits = {"timeout": hang, "late": hang, "429": 0, "quota": 0}
+        answer.wait = waits.get(fault, self.settings.delay)
+        answer.drip = 0.5 if fault == "drip" else 0.0
+        if fault == "reset":
             answer.status = None
         self.billed.update(answer.usage)
         return answer
 
-    def _kind(self, name: str) -> str:
-        """What goes wrong with the next call; "" for nothing."""
+    def _next_fault(self, prompt: str) -> str:
+        """The name of the next call's fault; "" if it has none."""
         if self.calls <= len(self.settings.plan):
-            kind = str(self.settings.plan[self.calls - 1])
-            return "" if kind == "ok" else kind
-        chance = int(digest(f"{self.settings.seed}/{name}/{self.asked[name]}"), 16) / 16 ** 16
-        for kind, share in self.settings.faults.items():
+            fault = str(self.settings.plan[self.calls - 1])
+            return "" if fault == "ok" else fault
+        hash_text = f"{self.settings.seed}/{prompt}/{self.prompt_counts[prompt]}"
+        chance = int(digest(hash_text), 16) / 16 ** 16
+        for fault, share in self.settings.faults.items():
             chance -= share
             if chance < 0:
-                return kind
+                return fault
         return ""
 
-    def _refused(self, body: dict) -> Answer | None:
-        s = self.settings
-        if s.models and body.get("model") not in s.models:
-            return failed(404, f"The model `{body.get('model')}` does not exist or you do not "
-                          "have access to it.")
-        if s.only_default_sampling and "max_tokens" in body:
-            return failed(400, "Unsupported parameter: 'max_tokens' is not supported with this "
-                          "model. Use 'max_completion_tokens' instead.")
-        if s.only_default_sampling and {"temperature", "top_p"} & set(body):
-            return failed(400, "Unsupported value: 'temperature' is not supported.")
-        asked = prompt_tokens(body["messages"], s.counting)
-        if s.context and asked > s.context:
-            return failed(400, f"This model's maximum context length is {s.context} tokens. "
-                          f"However, your messages resulted in {asked} tokens.")
+    def _refusal(self, body: dict) -> Answer | None:
+        """The error for a request that the settings do not allow, or None."""
+        settings = self.settings
+        if settings.models and body.get("model") not in settings.models:
+            return openai_error(404, f"The model `{body.get('model')}` does not exist or you "
+                                "do not have access to it.")
+        if settings.only_default_sampling and "max_tokens" in body:
+            return openai_error(400, "Unsupported parameter: 'max_tokens' is not supported "
+                                "with this model. Use 'max_completion_tokens' instead.")
+        if settings.only_default_sampling and {"temperature", "top_p"} & set(body):
+            return openai_error(400, "Unsupported value: 'temperature' is not supported.")
+        size = prompt_tokens(body["messages"], settings.counting)
+        if settings.context and size > settings.context:
+            return openai_error(400, "This model's maximum context length is "
+                                f"{settings.context} tokens. However, your messages resulted "
+                                f"in {size} tokens.")
         return None
 
-    def _fault(self, kind: str, body: dict) -> Answer | None:
-        """The answer that goes wrong in the way of that kind, or None where nothing does."""
-        text = self._reply(body) if kind == "truncated" else ""
-        if kind in REPORTS:
-            return self._completion(body, self._reply(body), reported=REPORTS[kind])
+    def _fault(self, fault: str, body: dict) -> Answer | None:
+        """The answer with this fault; None where the usual completion is sent."""
+        text = self._reply(body) if fault == "truncated" else ""
+        if fault in REPORTS:
+            return self._completion(body, self._reply(body), reported=REPORTS[fault])
         return {
             "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
-            "400": lambda: failed(400, "Bad request."),
-            "error200": lambda: failed(200, "The provider has gone to lunch.", 502),
-            "429": lambda: failed(429, "Rate limit reached for requests."),
-            "quota": lambda: failed(429, "You exceeded your current quota.",
-                                    "insufficient_quota"),
-            "500": lambda: failed(500, "The server had an error."),
+            "400": lambda: openai_error(400, "Bad request."),
+            "error200": lambda: openai_error(200, "The provider has gone to lunch.", 502),
+            "429": lambda: openai_error(429, "Rate limit reached for requests."),
+            "quota": lambda: openai_error(429, "You exceeded your current quota.",
+                                          "insufficient_quota"),
+            "500": lambda: openai_error(500, "The server had an error."),
             "timeout": lambda: Answer(None),
             "garbage": lambda: self._completion(
                 body, "I am sorry, I would rather talk about the weather {today}."),
@@ -208,7 +208,7 @@ class Server:
             "empty": lambda: self._completion(body, "", choices=False),
             "null": lambda: self._completion(body, None),
             "invalid": lambda: Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"'),
-        }[kind]()
+        }[fault]()
 
     def _reply(self, body: dict) -> str:
         return (self.settings.responder or critique)(body)
@@ -216,34 +216,31 @@ class Server:
     def _completion(self, body: dict, text: str | None, finish="stop", choices=True,
                     reported: dict | None = {}) -> Answer:
         counting = self.settings.counting
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
-        if tokens(text or "", counting) > most:
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
+        if tokens(text or "", counting) > max_tokens:
             finish = "length"
-            text = (text[: most * 4] if counting == "quarters"
-                    else "".join(_PIECES.findall(text)[:most]))
-        asked, said = prompt_tokens(body["messages"], counting), tokens(text or "", counting)
-        usage = {"prompt_tokens": asked, "completion_tokens": said}
+            text = (text[: max_tokens * 4] if counting == "quarters"
+                    else "".join(_PIECES.findall(text)[:max_tokens]))
+        usage = {"prompt_tokens": prompt_tokens(body["messages"], counting),
+                 "completion_tokens": tokens(text or "", counting)}
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": finish}
-        whole = {"id": f"chatcmpl-{self.calls}", "object": "chat.completion",
-                 "created": int(time.time()), "model": body.get("model"),
-                 "choices": [choice] if choices else []}
+        completion = {"id": f"chatcmpl-{self.calls}", "object": "chat.completion",
+                      "created": int(time.time()), "model": body.get("model"),
+                      "choices": [choice] if choices else []}
         if reported is not None:
-            whole["usage"] = reported or {**usage, "total_tokens": asked + said}
-        return Answer(200, whole, usage=usage)
+            completion["usage"] = reported or {**usage, "total_tokens": sum(usage.values())}
+        return Answer(200, completion, usage=usage)
 
-    def route(self, path: str, head: bytes, content: bytes) -> tuple[Answer, dict | None]:
-        """The answer, and the body of a chat completion, which is counted when it is given."""
+    def route(self, path: str, head: bytes, content: bytes) -> tuple[Answer, bool]:
+        """(answer, whether it is that of a chat completion)."""
         if path == "/stats":
-            return Answer(200, self.stats()), None
+            return Answer(200, self.stats()), False
         if path != "/v1/chat/completions":
-            return failed(404, f"Unknown request: {path}"), None
+            return openai_error(404, f"Unknown request: {path}"), False
         if self.settings.key and f"Bearer {self.settings.key}\r".encode() not in head:
-            return failed(401, "Incorrect API key provided."), None
-        body = json.loads(content)
-        return self.chat(body), body
-
-    # HTTP/1.1
+            return openai_error(401, "Incorrect API key provided."), False
+        return self.chat(json.loads(content)), True
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         """Answer the requests of one connection until either side closes it."""
@@ -253,25 +250,25 @@ class Server:
                 path = head.split(b" ")[1].decode("latin-1")
                 length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
                 content = await reader.readexactly(int(length[1])) if length else b""
-                answer, chat = self.route(path, head, content)
-                await self._give(reader, writer, answer, chat)
+                answer, is_chat = self.route(path, head, content)
+                await self._send(reader, writer, answer, is_chat)
                 if answer.status is None or re.search(rb"(?i)\r\nconnection: *close", head):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass                                              # the client has gone
+            pass                                              # the client has disconnected
         finally:
             writer.close()
 
-    async def _give(self, reader, writer, answer: Answer, chat: dict | None):
-        if answer.status is None:  # nobody waits longer than the client does
+    async def _send(self, reader, writer, answer: Answer, is_chat: bool):
+        if answer.status is None:  # reading ends early if the client disconnects
             await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
-            if answer.usage:                                # reset, where else it is closed
-                hard = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(*hard)
+            if answer.usage:       # "reset": close with RST instead of FIN
+                linger = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(*linger)
             return
         if answer.wait:
             await asyncio.sleep(answer.wait)
-        if reader.at_eof():  # killed while it waited: nothing was delivered
+        if reader.at_eof():        # the client was killed and receives nothing
             raise ConnectionResetError
         body = (json.dumps(answer.body).encode() if isinstance(answer.body, dict)
                 else answer.body)
@@ -283,35 +280,34 @@ class Server:
             await writer.drain()
             await asyncio.sleep(answer.drip)
         writer.write(b"" if answer.drip else body)
-        self.statuses[str(answer.status)] += chat is not None
+        self.statuses[str(answer.status)] += is_chat
         await writer.drain()
 
     async def serve(self, ready: Callable[[str], None], stop: asyncio.Event):
-        """Listen until `stop` is set; ready(url) is called once with the base URL."""
+        """Listen until `stop` is set; calls ready(url) once with the base URL."""
         listener = await asyncio.start_server(self.connection, "127.0.0.1", 0, backlog=1024)
         ready(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
         await stop.wait()
         listener.close()
 
 
-# ── Starting it
+# ── Starting a server
 
 @dataclass
 class Running:
-    """A server that runs: its base URL, and its settings where it runs in this process."""
-    url: str = ""
-    settings: Settings | None = None
+    """A handle of a running server."""
+    url: str = ""                       # the base URL
+    settings: Settings | None = None    # None for a server in another process
 
     def stats(self) -> dict:
-        """What GET /stats says."""
+        """The reply to GET /stats."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(self.url.removesuffix("/v1") + "/stats", timeout=30) as answer:
             return json.load(answer)
 
 
 def loopback(process: bool = False, **settings):
-    """A server for the length of a `with` block: in a thread, or in a process,
-    which leaves this one its core."""
+    """Run a server during a `with` block: in a thread, or in a separate process."""
     return (_in_process if process else _in_thread)(Settings(**settings))
 
 
@@ -327,8 +323,10 @@ def _in_process(settings: Settings):
 
 @contextmanager
 def _in_thread(settings: Settings):
-    running, loop = Running(settings=settings), asyncio.new_event_loop()
-    started, stop = threading.Event(), asyncio.Event()
+    running = Running(settings=settings)
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    stop = asyncio.Event()
 
     def ready(url: str):
         running.url = url
@@ -336,14 +334,14 @@ def _in_thread(settings: Settings):
 
     async def main():
         await Server(running.settings).serve(ready, stop)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in connections:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
     thread.start()
-    assert started.wait(30), "the server did not start"
+    assert started.wait(30), "the loopback server did not start within 30 s"
     try:
         yield running
     finally:
@@ -353,8 +351,7 @@ def _in_thread(settings: Settings):
 
 
 def main():
-    """Run with the settings of the first argument, in JSON, until killed;
-    prints the base URL."""
+    """Run a server with the JSON settings in argv[1] until killed; prints its base URL."""
     server = Server(Settings(**json.loads(sys.argv[1])))
     asyncio.run(server.serve(lambda url: print(url, flush=True), asyncio.Event()))
 

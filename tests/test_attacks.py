@@ -1,7 +1,7 @@
-"""Attacks on the sandbox, and more ways to fake a verdict: none passes or leaves anything.
+"""Attacks on the sandbox and fake test verdicts: none may pass or leave anything behind.
 
-Each runs as the user of the tests. Where that is root, those to which it matters run once more
-as a user without privileges.
+Each attack runs as the current user. If that is root, attacks whose result depends on the user
+also run as a user without privileges.
 """
 
 import json
@@ -25,7 +25,8 @@ from measures.cell import FOLDER_MB
 from measures.sandbox import SandboxError, run_python
 
 KEY = "sk-a-key-that-nobody-may-see"
-# The caller has KEY in a keyring of its session, and says whether that still holds KEY alone.
+# Runs the sandbox with KEY in the session keyring, and prints the result and whether the
+# keyring still holds only KEY.
 CALL = """
 import ctypes, json, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -46,17 +47,18 @@ print(json.dumps([result.passed, result.status, result.stderr, kept]))
 
 def sandbox_lacks() -> str:
     try:
-        return "" if run_python("", "assert True").passed else "it does not work"
+        return "" if run_python("", "assert True").passed else "a trivial test does not pass"
     except SandboxError as error:
         return str(error)
 
 
-here = pytest.mark.skipif(bool(LACKS := sandbox_lacks()), reason=f"no sandbox: {LACKS}")
+LACKS = sandbox_lacks()
+needs_sandbox = pytest.mark.skipif(bool(LACKS), reason=f"no sandbox on this machine: {LACKS}")
 ADD_KEY, KEYCTL, PTRACE, MEMFD_SECRET, SEMGET, MSGGET, IO_URING = (
     (217, 219, 117, 447, 190, 186, 425) if os.uname().machine == "aarch64" else
     (248, 250, 101, 447, 64, 68, 425))
 LIBC = "import ctypes, os, resource, signal, time\ncall = ctypes.CDLL(None).syscall\n"
-# Does to every other process what would keep it from weighing; then five hold 2 GiB together.
+# Tries to stop the process that measures memory; then five processes hold 2 GiB in total.
 BLIND = LIBC + f"""
 for process in sorted(int(name) for name in os.listdir('/proc') if name.isdigit()):
     for act in (lambda: call({PTRACE}, 16, process, 0, 0),
@@ -75,7 +77,7 @@ for _ in range(5):
 time.sleep(60)
 """.replace("{", "{{").replace("}", "}}")
 
-# name: (status, code); {outside} and {port} are filled in
+# name: (expected status, code); str.format fills in {outside} and {port}
 ATTACKS = {
     "fork bomb": ("timeout", "import os\nwhile True:\n    try:\n        os.fork()\n"
                   "    except OSError:\n        pass"),
@@ -111,7 +113,7 @@ ATTACKS = {
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    if os.fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n"
         "    os._exit(0)\ntime.sleep(0.3)\nassert False"),
-    # Reads, deletes or plants one.
+    # tries to read the key, to delete it, and to add another one
     "take the caller's keys": (
         "error", LIBC + f"key = call({KEYCTL}, 10, -3, b'user', b'secret', 0)\n"
         f"text = ctypes.create_string_buffer(80)\ncall({KEYCTL}, 11, key, text, 80)\n"
@@ -137,19 +139,20 @@ ATTACKS = {
         "        time.sleep(60)\ntime.sleep(60)"),
     "memory that no process maps": (
         "error", "import os\nfile = os.memfd_create('x')\nos.write(file, bytes(1 << 20))")}
-# Which user runs these makes no difference to what stops them.
-ALIKE = {"memory bomb", "endless loop", "ignore the end of the time", "message queue",
-         "secret memory", "io_uring", "netlink", "kernel cryptography",
-         "memory that no process maps"}
+# The defence against these attacks does not depend on the user.
+SAME_FOR_ALL_USERS = {
+    "memory bomb", "endless loop", "ignore the end of the time", "message queue",
+    "secret memory", "io_uring", "netlink", "kernel cryptography",
+    "memory that no process maps"}
 IS_ROOT = sys.platform == "linux" and os.geteuid() == 0
 AS_ITSELF = [pytest.param(name, None, id=f"{name}-itself") for name in ATTACKS]
 AS_NOBODY = [pytest.param(name, 65534, id=f"{name}-unprivileged")
-             for name in ATTACKS if IS_ROOT and name not in ALIKE]
+             for name in ATTACKS if IS_ROOT and name not in SAME_FOR_ALL_USERS]
 
 
 @pytest.fixture()
 def outside():
-    """A folder with a key in which every user may write: nobody can read the tests' own."""
+    """A folder with a key file that every user may write to; tmp_path is closed to them."""
     folder = Path("/var/tmp", f"outside-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir()
     folder.chmod(0o777)
@@ -159,40 +162,40 @@ def outside():
 
 
 def attack(order: dict, start: float, user: int | None, folder: Path) -> tuple:
-    """(passed, status, stderr, keys kept) of run_python in a fresh interpreter.
+    """Call run_python(**order) in a new process, with sandbox.START = start.
 
-    start: the seconds on the clock that a run has to begin in.
+    Returns (passed, status, stderr, whether the keyring of the process is intact).
     """
     copy_sandbox(folder / "code")
-    (folder / "code" / "tqdm.py").write_text("tqdm = list")        # another Python may lack it
-    python = next((path for path in (sys.executable, "/usr/bin/python3") if starts(path, user)),
-                  None)
+    (folder / "code" / "tqdm.py").write_text("tqdm = list")      # /usr/bin/python3 may lack it
+    python = next((path for path in (sys.executable, "/usr/bin/python3")
+                   if can_start(path, user)), None)
     if python is None:
         pytest.skip("no Python >= 3.11 that a user without privileges can start")
     (folder / "temporary").mkdir()
     (folder / "temporary").chmod(0o777)
-    others = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    done = subprocess.run([python, "-B", "-c", CALL, str(folder / "code")], cwd="/", text=True,
-                          env={"OPENAI_API_KEY": KEY, "TMPDIR": str(folder / "temporary")},
-                          input=json.dumps([start, order]), capture_output=True,
-                          timeout=120, **others)            # no attack delays its end so long
-    assert done.returncode == 0, done.stderr
-    return tuple(json.loads(done.stdout))
+    identity = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    process = subprocess.run(
+        [python, "-B", "-c", CALL, str(folder / "code")], cwd="/", text=True, timeout=120,
+        env={"OPENAI_API_KEY": KEY, "TMPDIR": str(folder / "temporary")},
+        input=json.dumps([start, order]), capture_output=True, **identity)
+    assert process.returncode == 0, process.stderr
+    return tuple(json.loads(process.stdout))
 
 
-def starts(python: str, user: int | None) -> bool:
+def can_start(python: str, user: int | None) -> bool:
     try:
         test = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
         return subprocess.run(test, user=user, cwd="/", capture_output=True).returncode == 0
-    except OSError:                                    # a folder above it is closed
+    except OSError:                                    # the user may not enter its folder
         return False
 
 
-@here
+@needs_sandbox
 @pytest.mark.parametrize("name, user", AS_ITSELF + AS_NOBODY)
 def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, outside):
     expected, code = ATTACKS[name]
-    # No clock decides: it would stop a program after 5 * 10 + 60 s.
+    # The clock would stop a program only after 5 * 10 + 60 s, so other limits act first.
     limit, start = (1 if expected == "timeout" else 10), 60
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -200,10 +203,10 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
         code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
                            port=listener.getsockname()[1])
         order = {"code": code, "tests": "assert True", "timeout": limit, "memory_mb": 512}
-        passed, status, stderr, kept = attack(order, start, user, outside)
+        passed, status, stderr, has_intact_keys = attack(order, start, user, outside)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert (passed, status, kept) == (False, expected, True), stderr
+    assert (passed, status, has_intact_keys) == (False, expected, True), stderr
     assert not alive(str(outside)) and not list((outside / "temporary").iterdir())
     assert not list(outside.glob("**/written")) and not Path(home, "written").exists()
     assert KEY not in stderr
@@ -214,7 +217,7 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
 
 # ── Verdicts
 
-@here
+@needs_sandbox
 @pytest.mark.parametrize("code", [
     "import os\nos._exit(0)", "raise SystemExit(0)", "def f():\n    raise SystemExit(0)",
     "import os\ndef f():\n    os._exit(0)",
@@ -251,16 +254,16 @@ def test_a_wrong_answer_passes_in_no_disguise(code):
              "def check(candidate):\n    x = candidate()\n    assert close(x, 2)\n"
              "    assert math.isclose(x, 2) and math.fabs(x - 2) < 1\n"
              "    unittest.TestCase().assertEqual(x, 2)\n    assert all([x == 2])\ncheck(f)")
-    pytests = "def test_f():\n    assert f() == 2\ndef test_g():\n    assert 2 in [f()]"
+    functions = "def test_f():\n    assert f() == 2\ndef test_g():\n    assert 2 in [f()]"
     patched = "import math, unittest\nx = f()\nassert math.isclose(x, 2)"
     equal = "import unittest\nassert f()\nunittest.TestCase().assertEqual(f(), 2)"
-    for tests in (close, pytests, patched, equal):
+    for tests in (close, functions, patched, equal):
         assert not run_python(code, tests, timeout=1).passed
 
 
-@here
+@needs_sandbox
 def test_no_name_frame_or_container_holds_the_secret():
-    """A search of all that Python can reach finds a planted secret, and no other."""
+    """A search of all objects that Python can reach finds only a planted secret."""
     code = """
 import gc, re, sys
 def f():
@@ -281,8 +284,8 @@ def f():
     assert result.passed, result.stderr
 
 
-@here
-def test_memory_is_counted_over_all_processes_and_processes_are_counted():
+@needs_sandbox
+def test_memory_and_number_of_all_processes_are_limited():
     code = ("import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
             "        x = b'x' * (100 << 20)\n        time.sleep(60)\ntime.sleep(60)")
     result = run_python(code, "assert True", timeout=30, memory_mb=300)
@@ -292,7 +295,7 @@ def test_memory_is_counted_over_all_processes_and_processes_are_counted():
     assert "can't start new thread" in run_python(many, "assert True", memory_mb=4000).stderr
 
 
-@here
+@needs_sandbox
 @pytest.mark.parametrize("code", [
     "resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
     "os.setuid(0)", "os.chroot('.')",
@@ -306,11 +309,10 @@ def test_no_privilege_is_held_or_won(code):
 
 # ── Without a sandbox
 
-def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(monkeypatch,
-                                                                               tmp_path):
-    place = Path(copy_sandbox(tmp_path / "code")).parent / "cell.py"
-    place.write_text(place.read_text().replace('_call("unshare", ', '_call("setns", '))
-    monkeypatch.setattr(sandbox, "__file__", str(place))
+def test_without_a_sandbox_code_runs_only_with_unsafe(monkeypatch, tmp_path):
+    cell = Path(copy_sandbox(tmp_path / "code")).parent / "cell.py"
+    cell.write_text(cell.read_text().replace('_call("unshare", ', '_call("setns", '))
+    monkeypatch.setattr(sandbox, "__file__", str(cell))
     with pytest.raises(SandboxError,
                        match="no sandbox is available here.*setns.*--unsafe_sandbox$"):
         run_python("x = 1", "assert x == 1")
@@ -322,33 +324,34 @@ def test_where_no_sandbox_can_be_put_up_code_is_refused_and_run_only_when_told(m
 CHILD = "import sys, time; sys.path.insert(0, {{!r}}); import cell; {}; cell.main()"
 
 
-@here
+@needs_sandbox
 @pytest.mark.parametrize("fault, reason", [
     ("cell.os.uname = lambda: type('', (), {{'machine': 'i686'}})", "system calls of i686"),
     ("cell.os.pidfd_open = lambda _: 1 / 0", ""), ("cell.SYSTEM_CALLS = 0", ""),
     ("call = cell._call; "
      "cell._call = lambda name, *rest: call('setns' if name == 'capset' else name, *rest)", ""),
     ("cell.struct.pack = lambda *_: b''", "")])
-def test_a_layer_that_fails_is_no_error_of_the_program(fault, reason, monkeypatch):
-    """Also the layers that come last, and the process that watches."""
+def test_a_failing_layer_is_an_error_of_the_sandbox_not_of_the_program(fault, reason,
+                                                                       monkeypatch):
+    """The faults hit early and late layers and the process that measures memory."""
     monkeypatch.setattr(sandbox, "CHILD", CHILD.format(fault))
     with pytest.raises(SandboxError, match=f"^no sandbox is available here .*{reason}"):
         run_python("import time\ntime.sleep(1)", "assert True")
 
 
-@here
-def test_a_root_that_is_built_slowly_is_waited_for(monkeypatch):
-    """The process that watches looks into it every 10 ms; under load it may not exist yet."""
+@needs_sandbox
+def test_a_root_directory_may_be_built_slowly(monkeypatch):
+    """The measuring process looks into it every 10 ms; under load it may not exist yet."""
     monkeypatch.setattr(sandbox, "CHILD", CHILD.format(
         "build = cell._build_root; "
         "cell._build_root = lambda *_: (time.sleep(0.3), build(*_))"))
     assert run_python("x = 1", "assert x == 1").passed
 
 
-# ── What honest code does
+# ── Honest programs
 
 def honest_programs(shared) -> list[tuple]:
-    """(code, tests): the types of the standard library, numpy, deep recursion, a global."""
+    """(code, tests) pairs with standard library types, numpy, deep recursion and a global."""
     programs = [
         ("import sys\nsys.setrecursionlimit(20_000)\ndef g(n):\n    return n and 1 + g(n - 1)",
          "assert g(15_000) == 15_000"),
@@ -366,7 +369,7 @@ def honest_programs(shared) -> list[tuple]:
 
 
 def test_honest_programs_pass(shared):
-    """Values are compared as Python compares them: a class may even equal everything."""
+    """Values are compared with Python's ==, even if a class calls everything equal."""
     programs = honest_programs(shared)
     assert len(programs) >= 150
     with ThreadPoolExecutor(2) as pool:
@@ -375,9 +378,9 @@ def test_honest_programs_pass(shared):
                 if not result.passed]
 
 
-@here
-def test_what_a_run_met_is_said():
-    """torch maps more than the limit; multiprocessing has its semaphores."""
+@needs_sandbox
+def test_the_memory_limit_is_named_and_multiprocessing_works():
+    """Importing torch maps more memory than the limit; a pool of processes needs semaphores."""
     result = run_python("import torch", "assert True")
     assert (result.status == "memory"
             and "the memory limit of a process is 512 MiB" in result.stderr)
@@ -397,18 +400,18 @@ def f():
 """
 
 
-def test_time_is_of_the_program_and_on_the_cpu(monkeypatch):
-    """Neither the imports of the tests nor what a machine under load does count."""
+def test_the_time_limit_is_cpu_time_of_the_program(monkeypatch):
+    """It does not count the start of Python or other processes of the machine."""
     monkeypatch.setattr(sandbox, "START", 120)
-    run = partial(run_python, timeout=0.3, unsafe=bool(LACKS))        # one second of CPU time
+    run = partial(run_python, timeout=0.3, unsafe=bool(LACKS))  # 1 s of CPU time
     assert run("import time\ntime.sleep(1.3)", "assert True").passed
     assert run(SPIN.format(0.2), "assert f() is None").passed
     assert run(SPIN.format(9), "assert f() is None").status == "timeout"
 
 
-@here
-def test_time_is_of_all_processes_and_of_sleep(monkeypatch):
-    """Four processes that compute have it together; one that sleeps has no more."""
+@needs_sandbox
+def test_the_time_limit_counts_all_processes_and_sleep(monkeypatch):
+    """Four computing processes share the limit; a sleeping process has a limit, too."""
     monkeypatch.setattr(sandbox, "START", 120)
     four = "import os\nos.fork(), os.fork()\n" + SPIN.format(1.5) + "f()\nos.wait()"
     assert run_python(four, "assert True", timeout=1).status == "timeout"
@@ -417,10 +420,10 @@ def test_time_is_of_all_processes_and_of_sleep(monkeypatch):
     assert run_python(sleeping.format(1), "assert True", timeout=1).passed
 
 
-# ── What is left of a run: nothing, also where there is no sandbox
+# ── Runs leave nothing behind, even without a sandbox
 
 def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
-    """One is forked, one is a program of its own; both hold the output open."""
+    """One child is forked, the other runs another program; both keep the output open."""
     monkeypatch.setattr(sandbox, "__file__", copy_sandbox(tmp_path / "code"))
     code = ("import os, subprocess, time\n"
             "if os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
@@ -429,12 +432,12 @@ def test_children_do_not_outlive_the_run(tmp_path, monkeypatch):
                           ("os._exit(0)", "error")):
         with ThreadPoolExecutor(1) as pool:
             run = pool.submit(run_python, code + end, "assert True", timeout=0.5, unsafe=True)
-            most = 0
+            peak = 0
             while not run.done():
-                most = max(most, len(alive(str(tmp_path), 0)))
+                peak = max(peak, len(alive(str(tmp_path), 0)))
                 time.sleep(0.01)
         assert run.result().status == expected and not alive(str(tmp_path))
-        assert most > 3 or expected != "timeout"       # so that the search finds what there is
+        assert peak > 3 or expected != "timeout", "`alive` misses running processes"
 
 
 @pytest.mark.parametrize("end", [
@@ -449,18 +452,18 @@ def test_no_directory_is_left(end, tmp_path, monkeypatch):
     assert "solution.py" in result.stderr and not list(tmp_path.iterdir())
 
 
-@here
+@needs_sandbox
 def test_a_run_ends_with_its_caller_and_leaves_nothing(outside):
-    """Which is killed when it has one, two or three processes, which sleep in the end."""
+    """The caller is killed when one, two or three processes of the run have started."""
     call = ("import sys; sys.path[:0] = sys.argv[1:2]; "
             "from measures.sandbox import run_python; run_python(*sys.argv[2:])")
     copy_sandbox(outside / "code")
     (outside / "temporary").mkdir()
-    for started in (1, 2, 3, 3):
+    for processes in (1, 2, 3, 3):
         caller = subprocess.Popen([sys.executable, "-c", call, str(outside / "code"),
                                    "import time\ntime.sleep(600)", "assert 1"],
                                   env={"TMPDIR": str(outside / "temporary")})
-        while len(alive(str(outside), 0)) < 1 + started:
+        while len(alive(str(outside), 0)) < 1 + processes:
             assert caller.poll() is None
         time.sleep(random.random() / 10)
         caller.kill()

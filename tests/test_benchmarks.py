@@ -1,8 +1,7 @@
-"""The benchmarks: right programs pass, wrong ones do not, evalplus' rules beside numpy's,
-ARC beside a plain forward.
+"""The benchmarks: verdicts on programs, evalplus' rules checked with numpy, and ARC scores.
 
-Tests that run code say unsafe=True: what they run is known,
-and a machine without namespaces runs them too.
+Tests run code with unsafe=True: the programs are known to be harmless, and some machines have
+no namespaces.
 """
 
 import gzip
@@ -28,7 +27,7 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": HEAD, "entry_point": "grow",
                      "    assert half(4) == 2\n"}
 PLUS = {key: value for key, value in HUMANEVAL.items() if key != "test"} | {
     "base_input": [[1], [2]], "plus_input": [[-1], [10**30]], "atol": 0, "contract": ""}
-FULL = HUMANEVAL | PLUS  # HumanEvalPlus has a `test` beside its inputs
+FULL = HUMANEVAL | PLUS  # HumanEvalPlus has a `test` and inputs
 MBPP = {"task_id": 2, "text": "Add one.",
         "code": "import math\r\ndef grow(x):\r\n  return x + 1",
         "test_setup_code": "y = 1",
@@ -54,7 +53,7 @@ def problem(tmp_path, row=HUMANEVAL):
 
 
 def run(problems, *programs, **options):
-    """The rows of one program per problem, or of several of the only problem."""
+    """Result rows of one program per problem, or of several programs for a single problem."""
     if len(problems) == 1:
         problems = problems * len(programs)
     assert len(problems) == len(programs)
@@ -63,24 +62,23 @@ def run(problems, *programs, **options):
 
 # ── Files
 
-EMPTY = SHARED | {"plus_input": {}}                      # as a row of MBPP+ v0.2.0 has it
+EMPTY = SHARED | {"plus_input": {}}                      # MBPP+ v0.2.0 has such a row
 
 
 @pytest.mark.parametrize("row", [HUMANEVAL, PLUS, FULL, MBPP, SANITIZED, SHARED, EMPTY])
 @pytest.mark.parametrize("zipped", [False, True])
-def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zipped, tmp_path):
-    misnamed = tmp_path / ("rows.jsonl" if zipped else "rows.jsonl.gz")
-    path = write(misnamed, row, array=row is SANITIZED, zipped=zipped)
-    [found] = read_problems(path)
-    assert found.task_id == str(row["task_id"]) or found.task_id == f"Mbpp/{row['task_id']}"
-    assert found.entry_point == row.get("entry_point", "grow")
-    assert (found.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
-    wrong = found.solution.replace("x + 1", "x + 2").replace("&", "|")
-    right, empty, bad = run([found], found.solution, "",
-                            wrong + "\nif math: pass" if row is SANITIZED else wrong)
+def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_path):
+    misleading_path = tmp_path / ("rows.jsonl" if zipped else "rows.jsonl.gz")
+    [task] = read_problems(write(misleading_path, row, array=row is SANITIZED, zipped=zipped))
+    assert task.task_id == str(row["task_id"]) or task.task_id == f"Mbpp/{row['task_id']}"
+    assert task.entry_point == row.get("entry_point", "grow")
+    assert (task.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
+    wrong = task.solution.replace("x + 1", "x + 2").replace("&", "|")
+    right, empty, faulty = run([task], task.solution, "",
+                               wrong + "\nif math: pass" if row is SANITIZED else wrong)
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
     assert not empty["base"] and not empty["plus"] and empty["status"] == "error"
-    assert not bad["base"] and not bad["plus"] and bad["status"] in ("failed", "error")
+    assert not faulty["base"] and not faulty["plus"] and faulty["status"] in ("failed", "error")
 
 
 @pytest.mark.parametrize("rows, message", [
@@ -94,7 +92,7 @@ def test_every_schema_is_told_by_its_fields_and_its_own_solution_passes(row, zip
     ([MBPP | {"test_list": ["assert grow(1"]}], "row 1: .*SyntaxError"),
     ([SHARED | {"base_input": [[1, 2]]}], "row 1: .*TypeError"),
     ([SHARED | {"base_input": []}], "row 1: .*which every program would pass")])
-def test_rows_of_another_form_are_named_with_the_field(rows, message, tmp_path):
+def test_the_error_of_an_invalid_row_names_the_field(rows, message, tmp_path):
     with pytest.raises(InputError, match=f"bad.jsonl, {message}"):
         read_problems(write(tmp_path / "bad.jsonl", *rows))
 
@@ -114,7 +112,7 @@ def test_a_damaged_archive_is_named(tmp_path):
     (115, [[[1, 2], []]], [[{1, 2}, {}]]), (124, ["1", "2j"], [1.0, 2j]),
     (252, ["3+4j"], [3 + 4j]), (722, [{"a": [1, 2]}, 3], [{"a": (1, 2)}, 3]),
     (580, [[1, [2, [3]]]], [(1, (2, (3,)))]), (3, [[1]], [[1]])])
-def test_arguments_that_json_cannot_hold_are_made_again(task, args, expected):
+def test_arguments_without_a_json_type_are_restored(task, args, expected):
     assert repr(benchmarks._restored(f"Mbpp/{task}", args)) == repr(expected)
     assert benchmarks._restored(f"HumanEval/{task}", args) == args
 
@@ -136,7 +134,7 @@ def test_prompts_show_the_signature_or_the_asserts(tmp_path):
 RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
 
 
-@pytest.mark.parametrize("response, kept, left", [
+@pytest.mark.parametrize("response, included, excluded", [
     (f"Sure!\n```python\n{RIGHT}```\nThis adds one.", "", "Sure"),
     (f"```python\n{RIGHT}\n\ndef other(x):\n    '''never", "", "other"),      # cut off
     (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
@@ -150,7 +148,7 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
     (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
     (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
     ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
-     "import List", "print"),                                     # the prompt's
+     "import List", "print"),                          # the prompt imports List
     ("grow = lambda x: x + 1", "lambda", "def grow"),
     ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```",
      "lru_cache", "#"),
@@ -163,11 +161,13 @@ RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
     ("```\nclass A:\n    def f(self, x):\n        return x + 1\n"
      "def grow(x):\n    return A().f(x)\n```", "A", "#"),
 ])
-def test_the_program_is_found_and_nothing_but_what_it_needs(response, kept, left, tmp_path):
-    code, names = extract_code(response, problem(tmp_path)), {}
+def test_the_function_and_only_what_it_needs_are_extracted(response, included, excluded,
+                                                           tmp_path):
+    code = extract_code(response, problem(tmp_path))
+    names = {}
     exec(code, names)
     assert ([names["grow"](x) for x in (1, 5)] == [2, 6]
-            and kept in code and left not in code), code
+            and included in code and excluded not in code), code
 
 
 @pytest.mark.parametrize("response", [
@@ -178,14 +178,14 @@ def test_an_answer_without_the_function_is_an_empty_program(response, tmp_path):
     assert extract_code(response, problem(tmp_path)) == ""
 
 
-def test_what_the_asserts_of_mbpp_use_is_kept(tmp_path):
-    found = problem(tmp_path, MBPP | {"test_list": ["assert grow(Box(1)) == 2"]})
+def test_names_in_the_asserts_of_mbpp_are_kept(tmp_path):
+    task = problem(tmp_path, MBPP | {"test_list": ["assert grow(Box(1)) == 2"]})
     code = extract_code("```python\nclass Box(int): pass\nclass Bag: pass\ndef grow(x):\n"
-                        "    return x + 1\n```", found)
-    assert "Box" in code and "Bag" not in code and run([found], code)[0]["base"]
+                        "    return x + 1\n```", task)
+    assert "Box" in code and "Bag" not in code and run([task], code)[0]["base"]
 
 
-# ── Outputs compared as evalplus does
+# ── evalplus' comparison of outputs
 
 def agrees(out, expected, atol=0.0, task="f", args=()):
     try:
@@ -196,8 +196,7 @@ def agrees(out, expected, atol=0.0, task="f", args=()):
 
 
 def by_numpy(out, expected, atol):
-    """The rule of evalplus in its own terms: equal,
-    or of one type and length and numpy.allclose."""
+    """Equality, or numpy.allclose of outputs with the same type and length."""
     if out == expected:
         return True
     if atol == 0 and (isinstance(expected, float)
@@ -205,19 +204,20 @@ def by_numpy(out, expected, atol):
                       and all(isinstance(item, float) for item in expected)):
         atol = 1e-6
     try:
-        same = type(out) is type(expected) and (
+        has_same_shape = type(out) is type(expected) and (
             not isinstance(out, (list, tuple)) or len(out) == len(expected))
-        return bool(atol and same and np.allclose(out, expected, rtol=1e-7, atol=atol))
+        return bool(atol and has_same_shape
+                    and np.allclose(out, expected, rtol=1e-7, atol=atol))
     except TypeError:
         return False
 
 
 def test_outputs_agree_where_numpy_says_so():
-    """All pairs of some values, among them numbers that are close to each other."""
+    """Compares all pairs of the values, some of which are close to each other."""
     numbers = [0, 1, True, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, -1e9,
                -1e9 - 50, math.inf, -math.inf, math.nan]
-    items = [[], *([x, *rest] for x in numbers for rest in ([], [2.0], [2.0 + 5e-7]))]
-    values = [*numbers, None, "a", "b", *items, *map(tuple, items)]
+    lists = [[], *([x, *tail] for x in numbers for tail in ([], [2.0], [2.0 + 5e-7]))]
+    values = [*numbers, None, "a", "b", *lists, *map(tuple, lists)]
     for out, expected, atol in product(values, values, (0, 1e-6, 1e-4)):
         assert agrees(out, expected, atol) == by_numpy(out, expected, atol), (out, expected)
 
@@ -238,11 +238,11 @@ def test_tasks_with_more_than_one_right_output(task, args, expected, right, wron
     assert not any(agrees(output, expected, atol, task, args) for output in wrong)
 
 
-def test_no_program_passes_by_its_inputs_or_its_frames(tmp_path):
-    """The reference sees fresh inputs, the solution no output; a value that lies does pass."""
-    [found] = read_problems(write(tmp_path / "p", PLUS | {
+def test_programs_cannot_pass_by_changing_inputs_or_reading_frames(tmp_path):
+    """Only a program whose output overrides == passes without being right."""
+    task = problem(tmp_path, PLUS | {
         "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
-        "plus_input": []}))
+        "plus_input": []})
     clears = "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y"
     lazy = "def grow(x):\n    x.clear()\n    return []"
     peeks = "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')"
@@ -251,7 +251,7 @@ def test_no_program_passes_by_its_inputs_or_its_frames(tmp_path):
     equal = ("class Liar(list):\n    def __eq__(self, other): return True\n"
             "def grow(x): return Liar()")
     empties = "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0"
-    rows = run([found], clears, lazy, peeks, counts, equal, empties)
+    rows = run([task], clears, lazy, peeks, counts, equal, empties)
     assert [row["base"] for row in rows] == [True, False, False, True, True, False]
     root = problem(tmp_path, PLUS | {
         "entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n',
@@ -266,11 +266,10 @@ def test_no_program_passes_by_its_inputs_or_its_frames(tmp_path):
 
 def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
     problems = read_problems(write(tmp_path / "p", PLUS, PLUS | {"task_id": "HumanEval/1"}))
-    right, base_only, plus_only = (
-        "return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)")
-    programs = [f"def grow(x):\n    {body}"
-                for body in (right, base_only, plus_only, "while True: pass")]
-    rows = run([one for one in problems for _ in programs], *2 * programs, workers=4,
+    bodies = ("return x + 1", "return abs(x) + 1", "return x + (x < 0 or x > 9)",
+              "while True: pass")          # right, passes base only, plus only, neither
+    programs = [f"def grow(x):\n    {body}" for body in bodies]
+    rows = run([task for task in problems for _ in programs], *2 * programs, workers=4,
                timeout=1.0)
     assert [row["id"] for row in rows] == ["HumanEval/0"] * 4 + ["HumanEval/1"] * 4
     assert [(row["base"], row["plus"]) for row in rows[:4]] == [
@@ -279,40 +278,41 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
     assert "input 0: 2 instead of 0" in rows[1]["stderr"]
     for k in (1, 2, 3):
         for key, name in (("base", "pass"), ("plus", "plus pass")):
-            passed = [row[key] for row in rows[:4]]
-            chance = np.mean([any(drawn) for drawn in combinations(passed, k)])
-            found = [row[f"{name}@{k}"] for row in code_scores(rows, ks=(1, k))]
-            assert found == pytest.approx([chance, chance], abs=1e-12)
+            verdicts = [row[key] for row in rows[:4]]
+            chance = np.mean([any(subset) for subset in combinations(verdicts, k)])
+            scores = [row[f"{name}@{k}"] for row in code_scores(rows, ks=(1, k))]
+            assert scores == pytest.approx([chance, chance], abs=1e-12)
     with pytest.raises(InputError, match="pass@5"):
         code_scores(rows, ks=(5,))
 
 
-@pytest.mark.parametrize("name, count, every", [
+@pytest.mark.parametrize("name, count, step", [
     ("HumanEval.jsonl.gz", 164, 3), ("HumanEvalPlus-Mini-v0.1.10.jsonl.gz", 164, 4),
     ("mbpp_first50.jsonl", 50, 1)])
 # Table 3
-def test_published_solutions_pass_and_empty_bodies_do_not(name, count, every, shared):
+def test_published_solutions_pass_and_empty_bodies_do_not(name, count, step, shared):
     problems = read_problems(shared / "data" / name)
     assert len(problems) == count
-    some = problems[:: every if SLOW else 4 * every]
+    sample = problems[:: step if SLOW else 4 * step]
     forms = ["So:\n```python\n{}\n```\n", "```python\n{}", "Here:\n\n{}\nThis is why it works."]
-    answers = [form.replace("{}", p.solution) for form, p in zip(cycle(forms), some)]
-    rows = run(some, *map(extract_code, answers, some))
+    answers = [form.replace("{}", p.solution) for form, p in zip(cycle(forms), sample)]
+    rows = run(sample, *map(extract_code, answers, sample))
     assert [row for row in rows if not row["base"] or row["plus"] is False] == []
     assert {row["plus"] for row in rows} == {True if "Plus" in name else None}
-    some = problems[:: 8 if SLOW else 32]
-    rows = run(some, *(p.head + "    pass\n" if p.head else f"def {p.entry_point}(*_): pass"
-                       for p in some))
-    assert len(rows) == len(some) and not any(row["base"] or row["plus"] for row in rows)
+    sample = problems[:: 8 if SLOW else 32]
+    rows = run(sample, *(p.head + "    pass\n" if p.head else f"def {p.entry_point}(*_): pass"
+                         for p in sample))
+    assert len(rows) == len(sample) and not any(row["base"] or row["plus"] for row in rows)
 
 
 def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
-    """evalplus found them; the tests of HumanEval did not."""
-    own = {p.task_id: p.solution for p in read_problems(shared / "data" / "HumanEval.jsonl.gz")}
+    """evalplus reports mistakes in five solutions that pass HumanEval's tests."""
+    data = shared / "data"
+    solutions = {p.task_id: p.solution for p in read_problems(data / "HumanEval.jsonl.gz")}
     wrong = [f"HumanEval/{number}" for number in (111, 122, 124, 132, 150)]
-    path = shared / "data" / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz"
+    path = data / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz"
     problems = [problem for problem in read_problems(path) if problem.task_id in wrong]
-    rows = run(problems, *(own[task] for task in wrong))
+    rows = run(problems, *(solutions[task] for task in wrong))
     assert [(row["id"], row["base"], row["plus"], row["status"]) for row in rows] == [
         (task, True, False, "failed") for task in wrong]
 
@@ -330,16 +330,16 @@ def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **
     (arc_row(question={"stem": "s"}), "row 2: .*KeyError.'choices'"),
     (arc_row("A", ["", "b"], "AB"), "row 2: .*a choice without a text"),
     (arc_row(question="s"), "row 2: .*TypeError"),
-    (HUMANEVAL, "line 3: field 'id' is missing")])       # of blank lines, `write` writes one
-def test_arc_rows_of_another_form_are_named(row, message, tmp_path):
+    (HUMANEVAL, "line 3: field 'id' is missing")])    # `write` puts a blank line between rows
+def test_the_error_of_an_invalid_arc_row_names_it(row, message, tmp_path):
     with pytest.raises(InputError, match=f"bad, {message}"):
         read_arc(write(tmp_path / "bad", arc_row(), row))
 
 
-def plainly(model, tokenizer, question, choice):
-    """Σ log p of the choice's tokens, from one row's logits.
+def plain_logprob(model, tokenizer, question, choice):
+    """Σ log p of the choice's tokens, from an unbatched forward pass.
 
-    Of a text that is longer than the context, the end is read, as in the harness.
+    A text longer than the context is cut at the start, like in lm-evaluation-harness.
     """
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -353,14 +353,14 @@ def plainly(model, tokenizer, question, choice):
 
 
 def assert_plain(model, tokenizer, rows, adapter=None):
-    """Log-likelihoods and scores of a batch are those of a plain forward of each choice."""
+    """Check the log-likelihoods and scores of a batch against unbatched forward passes."""
     with use_lora(model, adapter):
-        plain = [[plainly(model, tokenizer, row["question"], choice)
+        plain = [[plain_logprob(model, tokenizer, row["question"], choice)
                   for choice in row["choices"]] for row in rows]
-    found = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
-    assert list(map(len, found)) == list(map(len, plain))
-    assert np.abs(np.concatenate(found) - np.concatenate(plain)).max() <= 1e-4
-    for row, score, values in zip(rows, arc_scores(rows, found), plain):
+    logprobs = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
+    assert list(map(len, logprobs)) == list(map(len, plain))
+    assert np.abs(np.concatenate(logprobs) - np.concatenate(plain)).max() <= 1e-4
+    for row, score, values in zip(rows, arc_scores(rows, logprobs), plain):
         normed = np.array(values) / [len(choice) for choice in row["choices"]]
         assert score == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
                          "accuracy_norm": float(np.argmax(normed) == row["answer"])}
@@ -368,7 +368,7 @@ def assert_plain(model, tokenizer, rows, adapter=None):
 
 
 def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
-    """Rows with three and with five choices, one of them too long for the context."""
+    """The rows have three or five choices; one question is longer than the context."""
     five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
     long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
     rows = read_arc(write(tmp_path / "a", arc_row(), five, long, zipped=True))
@@ -388,7 +388,7 @@ def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table
     assert_plain(*stories, [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7])
 
 
-def test_the_norm_is_per_character_and_the_first_of_equals_wins():
+def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
     rows = [{"id": "q", "choices": ["four", "a", "b"], "answer": answer} for answer in range(3)]
     scores = arc_scores(rows, 3 * [[-4.0, -2.0, -2.0]])
     assert [row["accuracy"] for row in scores] == [0, 1, 0]

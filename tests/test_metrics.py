@@ -1,5 +1,4 @@
-"""metrics.py against the tools that papers use, against brute force
-and against closed forms."""
+"""metrics.py against the standard packages, brute force and closed forms."""
 
 import math
 import random
@@ -31,26 +30,24 @@ LINES = "The cat sat on the mat and the dog lay by the fire, as it had done for 
 
 
 def sentence(rng, longest=24):
-    """Words, punctuation, numbers, scripts;
-    now and then nothing, one word, a line break or mere space."""
-    kind = rng.random()
-    if kind < 0.08:
+    """Random words, numbers and punctuation in several scripts; sometimes only white space."""
+    u = rng.random()
+    if u < 0.08:
         return rng.choice(["", " ", "\n", "...", "\t \n"])
-    chosen = rng.choices(WORDS if kind < 0.6 else WORDS + LINES * 3,
-                         k=1 if kind < 0.16 else rng.randint(2, longest))
-    return "".join(word + rng.choice([" "] * 12 + ["\n", "-\n", "", "  "]) for word in chosen)
+    sample = rng.choices(WORDS if u < 0.6 else WORDS + LINES * 3,
+                         k=1 if u < 0.16 else rng.randint(2, longest))
+    return "".join(word + rng.choice([" "] * 12 + ["\n", "-\n", "", "  "]) for word in sample)
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    """1,000 pairs; half of the references are their prediction with some words taken out
-    and others put in."""
+    """1,000 (prediction, reference) pairs; half of the references are edited predictions."""
     rng, out = random.Random(5), []
     for _ in range(1000):
         prediction = sentence(rng)
-        kept = [word for word in prediction.split(" ")
-                if rng.random() < 0.7] + [sentence(rng, 4)]
-        out.append((prediction, " ".join(kept) if rng.random() < 0.5 else sentence(rng)))
+        edited = [word for word in prediction.split(" ") if rng.random() < 0.7]
+        edited.append(sentence(rng, 4))
+        out.append((prediction, " ".join(edited) if rng.random() < 0.5 else sentence(rng)))
     return out
 
 
@@ -58,27 +55,27 @@ def pairs():
 
 def test_rouge_is_that_of_rouge_score(pairs):
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
-    odd = [("", ""), ("word", ""), ("", "word"), ("word", "word"), ("日本", "日本")]
-    for prediction, reference in pairs + odd:
-        theirs = {name: score.fmeasure
-                  for name, score in scorer.score(reference, prediction).items()}
-        assert rouge(prediction, reference) == pytest.approx(theirs, abs=1e-12, rel=0)
+    special_cases = [("", ""), ("word", ""), ("", "word"), ("word", "word"), ("日本", "日本")]
+    for prediction, reference in pairs + special_cases:
+        expected = {name: score.fmeasure
+                    for name, score in scorer.score(reference, prediction).items()}
+        assert rouge(prediction, reference) == pytest.approx(expected, abs=1e-12, rel=0)
 
 
 def test_bleu_is_that_of_sacrebleu(pairs):
-    """Each pair is a corpus of its own, so no row's error hides in the sum;
-    then larger ones, and all at once, as the bootstrap asks."""
+    """Corpora of 1, 2, 7 and 1,000 pairs; with one pair no error can hide in a sum."""
     rng, scores = random.Random(1), []
     corpora = [[pair] for pair in pairs] + [pairs]
     corpora += [rng.sample(pairs, size) for size in [2] * 100 + [7] * 50]
-    for chosen in corpora:
-        predictions, references = map(list, zip(*chosen))
-        theirs = sacrebleu.corpus_bleu(predictions, [references]).score / 100
-        assert bleu(predictions, references) == pytest.approx(theirs, abs=1e-12, rel=0), chosen
-        scores.append(theirs)
-    sums = np.array([np.sum([bleu_counts(*pair) for pair in chosen], 0) for chosen in corpora])
+    for sample in corpora:
+        predictions, references = map(list, zip(*sample))
+        expected = sacrebleu.corpus_bleu(predictions, [references]).score / 100
+        assert (bleu(predictions, references)
+                == pytest.approx(expected, abs=1e-12, rel=0)), sample
+        scores.append(expected)
+    sums = np.array([np.sum([bleu_counts(*pair) for pair in sample], 0) for sample in corpora])
     assert bleu_of(sums) == pytest.approx(np.array(scores), abs=1e-12, rel=0)
-    with pytest.raises(ValueError, match="zip"):                # texts that do not pair
+    with pytest.raises(ValueError, match="zip"):                # lists of different lengths
         bleu(["a", "b"], ["a"])
 
 
@@ -86,10 +83,7 @@ def test_bleu_is_that_of_sacrebleu(pairs):
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Directories of two random encoders, BERT's kind and RoBERTa's, with 3 layers.
-
-    The pieces of their tokenizers are single characters and single bytes.
-    """
+    """A folder with random 3-layer encoders: "bert" on characters and "roberta" on bytes."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
     small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
@@ -98,8 +92,7 @@ def encoders(tmp_path_factory):
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
     BertTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)},
                   model_max_length=100).save_pretrained(folder / "bert")
-    BertModel(BertConfig(vocab_size=len(vocabulary),
-                         **small)).save_pretrained(folder / "bert")
+    BertModel(BertConfig(vocab_size=len(vocabulary), **small)).save_pretrained(folder / "bert")
     vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>",
                   *sorted(pre_tokenizers.ByteLevel.alphabet())]
     RobertaTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[],
@@ -111,22 +104,23 @@ def encoders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_bert_score_is_that_of_the_package(encoders, pairs, name, monkeypatch):
-    """Empty, repeated, too long texts among them; the first and the last layer."""
-    for kind in (BertTokenizer, RobertaTokenizer):
-        # The package encodes an empty text with this, which transformers 5 took away.
-        monkeypatch.setattr(kind, "build_inputs_with_special_tokens",
+    """Uses the first and the last layer, and texts that are empty, repeated or too long."""
+    for tokenizer_class in (BertTokenizer, RobertaTokenizer):
+        # The package calls this method for empty texts, but transformers 5 removed it.
+        monkeypatch.setattr(tokenizer_class, "build_inputs_with_special_tokens",
                             lambda self, ids: self.encode(""), raising=False)
-    some = pairs[:62] + pairs[:5] + [
+    sample = pairs[:62] + pairs[:5] + [
         ("x " * 90, "a cat " * 60), ("\u200b", "the mat"), ("", "a")]
-    predictions, references = map(list, zip(*some))
+    predictions, references = map(list, zip(*sample))
     encoder, tokenizer, _ = load_encoder(encoders / name)
     for layer in (0, 3):
-        scores = bert_score(predictions, references, encoder, tokenizer, layer)
-        ours = np.array([[row["precision"], row["recall"], row["f1"]] for row in scores])
-        theirs = bert_score_package.score(predictions, references, num_layers=layer, nthreads=0,
-                                          model_type=str(encoders / name), device="cpu")
-        assert np.abs(ours - torch.stack(theirs, 1).numpy()).max() < 1e-5
-    assert (ours[-1] == 0).all() and ours.std() > 0.05
+        rows = bert_score(predictions, references, encoder, tokenizer, layer)
+        scores = np.array([[row["precision"], row["recall"], row["f1"]] for row in rows])
+        expected = bert_score_package.score(
+            predictions, references, num_layers=layer, nthreads=0,
+            model_type=str(encoders / name), device="cpu")
+        assert np.abs(scores - torch.stack(expected, 1).numpy()).max() < 1e-5
+    assert (scores[-1] == 0).all() and scores.std() > 0.05
 
 
 def test_the_layer_is_known_or_given(encoders):
@@ -134,13 +128,13 @@ def test_the_layer_is_known_or_given(encoders):
     assert layer == 2
     with pytest.raises(InputError, match="bert:x: the layer .x. is not a number"):
         load_encoder(f"{encoders / 'bert'}:x")
-    for layer, said in ((None, "layer None"), (4, "layer 4.*to 3"), (-1, "layer -1")):
-        with pytest.raises(InputError, match=said):
+    for layer, message in ((None, "layer None"), (4, "layer 4.*to 3"), (-1, "layer -1")):
+        with pytest.raises(InputError, match=message):
             bert_score(["a"], ["b"], encoder, tokenizer, layer)
-    packages = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
-    assert BERT_SCORE_LAYERS == {name: packages[name] for name in BERT_SCORE_LAYERS}
-    encoder.config._name_or_path, encoder.config.num_hidden_layers = (
-        "models/bert-base-uncased/", 2)
+    layers = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
+    assert BERT_SCORE_LAYERS == {name: layers[name] for name in BERT_SCORE_LAYERS}
+    encoder.config._name_or_path = "models/bert-base-uncased/"
+    encoder.config.num_hidden_layers = 2
     with pytest.raises(InputError, match="layer 9"):
         bert_score(["a"], ["b"], encoder, tokenizer)
     with pytest.raises(InputError, match="cannot load an encoder from .*nowhere"):
@@ -157,7 +151,7 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
         torch.nn.init.normal_(tensor, std=0.2)
     prompts = ["Sum up the post.", "One", "A much longer prompt than the others are, by far."]
     texts = ["They met in May and parted in June.", "", "Yes."]
-    seen = []
+    sums = []                              # (nats, tokens) of each adapter and text
     for adapter in (None, "policy"):
         for prompt, text in zip(prompts, texts):
             ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids,
@@ -166,15 +160,15 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
             with torch.no_grad(), use_lora(model, adapter):
                 logits = model(
                     torch.cat([torch.tensor(x), ids])[None]).logits[0, len(x) - 1 : -1]
-            each = F.cross_entropy(logits, ids, reduction="none")
-            scored, = answer_logprobs(model, [(list(x), ids.tolist())], adapter)
-            assert scored == pytest.approx((-each).tolist(), abs=1e-5)
-            seen.append((each.sum().item(), len(ids)))
-    rows = perplexity(model, tokenizer, prompts, texts)  # in one batch, the bare base
-    assert np.array(rows) == pytest.approx(np.array(seen[:3]), abs=1e-4)
-    total = np.array(rows).sum(0)
-    assert corpus(rows, perplexity_of) == pytest.approx(math.exp(total[0] / total[1]))
-    assert abs(seen[0][0] - seen[3][0]) > 1e-3
+            losses = F.cross_entropy(logits, ids, reduction="none")
+            logprobs, = answer_logprobs(model, [(list(x), ids.tolist())], adapter)
+            assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
+            sums.append((losses.sum().item(), len(ids)))
+    rows = perplexity(model, tokenizer, prompts, texts)    # one batch, without the adapter
+    assert np.array(rows) == pytest.approx(np.array(sums[:3]), abs=1e-4)
+    nats, tokens = np.array(rows).sum(0)
+    assert corpus(rows, perplexity_of) == pytest.approx(math.exp(nats / tokens))
+    assert abs(sums[0][0] - sums[3][0]) > 1e-3, "the adapter has no effect"
     with pytest.raises(InputError, match="row 2: prompt and text have .* the model's context"):
         perplexity(model, tokenizer, ["a", "b"],
                    ["short", "long " * model.config.max_position_embeddings])
@@ -189,7 +183,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
                 subsets = list(combinations([True] * c + [False] * (n - c), k))
                 assert (pass_at_k(n, c, k)
                         == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12))
-    # Chen et al.'s own product
+    # the product formula of Chen et al.
     product = 1 - math.prod(1 - 100 / i for i in range(10_001 - 7, 10_001))
     assert pass_at_k(10_000, 7, 100) == pytest.approx(product, abs=1e-12)
     for n, c, k in ((2, 1, 3), (2, 3, 1), (2, -1, 1), (2, 1, 0), (0, 0, 1)):
@@ -198,8 +192,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
 
 
 def test_bootstrap_of_a_mean_is_a_plain_loop():
-    """Each of the 10,000 resamples has draws of its own, over all the chunks: of 30 rows,
-    3,333 resamples fit into one chunk."""
+    """The 10,000 resamples are independent across chunks, which hold 3,333 resamples each."""
     values = np.random.default_rng(3).normal(size=30)
     rng = np.random.default_rng(0)
     means = [values[rng.integers(30, size=30)].mean() for _ in range(10_000)]
@@ -215,25 +208,25 @@ def test_paired_bootstrap_is_that_of_the_differences():
     assert (paired_bootstrap(before, after, n=500)
             == pytest.approx(bootstrap(after - before, n=500)))
     low, high = paired_bootstrap(before, after)
-    # apart only when paired
+    # without pairing, the two intervals overlap
     assert 0.4 < low < high < 0.6 and bootstrap(after)[0] < bootstrap(before)[1]
     rows = rng.poisson(20, size=(30, 2)) + 1.0
     low, high = paired_bootstrap(rows, rows * [2, 1], perplexity_of, n=200)
-    drawn = np.random.default_rng(0)
-    sums = [rows[drawn.integers(30, size=30)].sum(0) for _ in range(200)]
+    rng = np.random.default_rng(0)
+    sums = [rows[rng.integers(30, size=30)].sum(0) for _ in range(200)]
     differences = [math.exp(2 * a / b) - math.exp(a / b) for a, b in sums]
     assert (low, high) == pytest.approx(tuple(np.quantile(differences, [0.025, 0.975])))
 
 
 def test_a_share_of_0_or_1_has_wilsons_interval():
-    """Its ends p solve |p̂ − p| = 1.96 √(p (1 − p) / N); within them the bootstrap is asked."""
+    """Its ends p solve |p̂ − p| = 1.96 √(p (1 − p) / N); other shares use the bootstrap."""
     for N in (1, 3, 50, 164):
-        for p, end in ((0, 1), (1, 0)):
-            found = interval([p] * N, share)
-            assert found[p] == p and corpus([p] * N, share) == p
-            assert (abs(p - found[end])
-                    == pytest.approx(1.96 * math.sqrt(found[end] * (1 - found[end]) / N)))
-    # a row is a case
+        for share_of_rows, i in ((0, 1), (1, 0)):
+            ends = interval([share_of_rows] * N, share)
+            p = ends[i]
+            assert ends[share_of_rows] == corpus([share_of_rows] * N, share) == share_of_rows
+            assert abs(share_of_rows - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N))
+    # N is the number of rows with a case, not the number of cases
     assert interval([(9, 9), (0, 0), (4, 4)], share) == interval([1, 1], share)
     assert interval([0, 1, 1], share) == bootstrap([0, 1, 1]) and interval([0, 0]) == (0, 0)
     assert interval([], share) is interval([(0, 0)], share) is None
@@ -242,9 +235,9 @@ def test_a_share_of_0_or_1_has_wilsons_interval():
 def test_intervals_refuse_what_cannot_be_averaged():
     assert corpus([]) is bootstrap([]) is bootstrap([1.0]) is paired_bootstrap([1], [2]) is None
     assert corpus([(0, 0), (0, 0)]) is None and bootstrap([(0, 0), (0, 0)]) is None
-    # 0/0 in one draw of 27
+    # one resample of 27 is 0/0 in the first case, and one of 16 in the second
     assert bootstrap([(0, 0), (1, 1), (1, 2)]) == pytest.approx((0.5, 1))
-    assert bootstrap([(0, 0), (0, 0), (1, 1), (1, 2)]) is None  # in one of 16
+    assert bootstrap([(0, 0), (0, 0), (1, 1), (1, 2)]) is None
     for rows in ([0.5, math.nan], [0.5, None], [0.5, math.inf], [(1, 2), (math.nan, 2)]):
         with pytest.raises(InputError, match="row 2 of the values is"):
             bootstrap(rows)

@@ -1,6 +1,6 @@
-"""The sandbox: right code passes, wrong code does not, and responses get their outcomes.
+"""The sandbox: verdicts on right and wrong code, and the test outcomes of responses.
 
-How it is closed off, and what it does to attacks, is in test_attacks.py.
+test_attacks.py tests its isolation.
 """
 
 import ast
@@ -20,7 +20,7 @@ from measures import sandbox
 from measures.benchmarks import read_problems
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
-# Without the layers, which a machine may lack.
+# Some machines do not support the isolation, which test_attacks.py tests.
 run_python = functools.partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
@@ -39,7 +39,7 @@ def status(code, tests="assert True", **limits):
     ("assert f(1) == 3", "failed"),
     ("from solution import f\nimport solution\nassert solution.f is f and f(1) == 2", "passed"),
     ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", "passed"),
-    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # never called
+    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # no call of check
     ("f(1)", "error"), ("", "error"), ("for x in []:\n    assert f(x)", "error"),
     ("assert f('1')", "error"), ("assert g(1)", "error"), ("assert f(1", "error"),
     ("assert f(1) == 2\nraise SystemExit(0)", "error"),
@@ -48,7 +48,7 @@ def status(code, tests="assert True", **limits):
     ("def test_f():\n    f('1')", "error"),
     ("from solution import nothing\ndef test_f():\n    pass", "error"),
 ])
-def test_the_status_says_what_the_tests_found(tests, expected):
+def test_the_status_is_the_verdict_of_the_tests(tests, expected):
     assert status(INCREMENT, tests) == expected
 
 
@@ -59,17 +59,17 @@ def test_code_that_cannot_be_loaded_is_an_error_with_its_reason(code):
     assert (result.passed, result.status) == (False, "error") and "Error" in result.stderr
 
 
-def test_the_traceback_names_the_line_of_the_tests_and_no_place_of_this_machine():
+def test_the_traceback_names_lines_but_no_paths_of_this_machine():
     code = "def f(x):\n    print('here')\n    return g(x)\ndef g(x):\n    return 1 / x"
-    told = run_python(code, "assert f(0) == 2").stderr
-    assert told.startswith("here\nTraceback (most recent call last):\n"
-                           "  File \"tests.py\", line 1, in <module>\n")
-    assert ("    assert f(0) == 2\n" in told and "    return 1 / x\n" in told
-            and told.endswith("division by zero\n"))
-    assert "sandbox" not in told and tempfile.gettempdir() not in told
+    stderr = run_python(code, "assert f(0) == 2").stderr
+    assert stderr.startswith("here\nTraceback (most recent call last):\n"
+                             "  File \"tests.py\", line 1, in <module>\n")
+    assert ("    assert f(0) == 2\n" in stderr and "    return 1 / x\n" in stderr
+            and stderr.endswith("division by zero\n"))
+    assert "sandbox" not in stderr and tempfile.gettempdir() not in stderr
 
 
-def test_names_of_the_tests_and_of_the_code_are_apart():
+def test_the_tests_and_the_code_have_separate_namespaces():
     code = "def help():\n    return 1\ndef f():\n    return help()"
     assert status(code, "def help():\n    return 2\n"
                   "def test_f():\n    assert f() == 1 and help() == 2") == "passed"
@@ -81,52 +81,51 @@ def test_names_of_the_tests_and_of_the_code_are_apart():
 def test_any_text_is_code_and_any_bytes_are_output():
     assert status("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2") == "passed"
     assert status("x = 1", "assert '\ud800'") == "error"
-    said = run_python("import os\nos.write(1, b'a\\xff\\xc3z')\nos.write(2, 'é'.encode())",
-                      "assert True")
-    assert said.passed and said.stderr == "a\ufffd\ufffdzé"
+    result = run_python("import os\nos.write(1, b'a\\xff\\xc3z')\nos.write(2, 'é'.encode())",
+                        "assert True")
+    assert result.passed and result.stderr == "a\ufffd\ufffdzé"
 
 
-class Operator(ast.NodeTransformer):
+class ChangeOperator(ast.NodeTransformer):
     """Replaces the n-th operator of a program by another one."""
-    others = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Mult,
-              ast.FloorDiv: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE,
-              ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt, ast.In: ast.NotIn,
-              ast.And: ast.Or, ast.Or: ast.And}
+    substitutes = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Mult,
+                   ast.FloorDiv: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+                   ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt,
+                   ast.In: ast.NotIn, ast.And: ast.Or, ast.Or: ast.And}
 
     def __init__(self, n: int):
         self.n = n
 
     def generic_visit(self, node):
-        if other := self.others.get(type(node)):
+        if type(node) in self.substitutes:
             self.n -= 1
-            node = other() if self.n == -1 else node
+            node = self.substitutes[type(node)]() if self.n == -1 else node
         return super().generic_visit(node)
 
 
-def test_no_solution_with_another_operator_passes(shared):
-    """Of those that fail in plain Python, which is asked without a sandbox."""
+def test_verdicts_on_solutions_with_another_operator_are_those_of_plain_python(shared):
     pairs = []
     for problem in read_problems(shared / "data" / "mbpp_first50.jsonl")[:: 1 if SLOW else 4]:
         for n in range(6):
-            tree = Operator(n).visit(ast.parse(problem.solution))
-            if (code := ast.unparse(tree)) != ast.unparse(ast.parse(problem.solution)):
+            code = ast.unparse(ChangeOperator(n).visit(ast.parse(problem.solution)))
+            if code != ast.unparse(ast.parse(problem.solution)):
                 pairs.append((code, problem.tests))
 
     def judge(pair):
         try:
-            plain = subprocess.run([sys.executable, "-I", "-c", "\n".join(pair)], timeout=5,
-                                   capture_output=True).returncode
+            status = subprocess.run([sys.executable, "-I", "-c", "\n".join(pair)], timeout=5,
+                                    capture_output=True).returncode
         except subprocess.TimeoutExpired:
-            plain = 1
-        return plain == 0, run_python(*pair, timeout=2).passed
+            status = 1
+        return status == 0, run_python(*pair, timeout=2).passed
 
     with ThreadPoolExecutor(2) as pool:
         verdicts = list(pool.map(judge, pairs))
-    assert all(plain == ours for plain, ours in verdicts)
-    assert sum(not plain for plain, _ in verdicts) >= (100 if SLOW else 20)
+    assert all(passes == verdict for passes, verdict in verdicts)
+    assert sum(not passes for passes, _ in verdicts) >= (100 if SLOW else 20)
 
 
-# ── pytest, which most tests import and few use
+# ── Tests that use pytest
 
 def test_a_test_may_use_pytest():
     tests = "import pytest\ndef test_f():\n    with pytest.raises({}):\n        int({!r})"
@@ -145,26 +144,25 @@ def test_a_test_may_use_pytest():
     ("async def test_f():\n    assert False", "test_f"),
     ("def test_f():\n    yield\n    assert False", "test_f"),
     ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
-def test_what_cannot_be_run_here_is_an_error_that_says_so(tests, word):
+def test_unsupported_tests_are_an_error(tests, word):
     result = run_python("", tests)
     assert (result.passed, result.status) == (False, "error") and word in result.stderr
 
 
-# ── What code does to get away
+# ── Code that tries to evade its tests
 
 @pytest.mark.parametrize("code", [
     "quit()", "raise KeyboardInterrupt", "import os\nprint('passed')\nos._exit(0)",
     "import os\nos.closerange(3, 100)",
     "def f():\n    import os\n    os._exit(0)", "def f():\n    raise SystemExit(0)"])
-def test_leaving_early_and_writing_everywhere_is_no_pass(code):
+def test_exiting_early_or_closing_files_does_not_pass(code):
     assert (status(code + "\n", "assert f() == 1" if "def f" in code else "assert True")
             in ("error", "killed"))
 
 
-def test_a_loop_ends_at_the_timeout_and_a_signal_is_told(monkeypatch):
+def test_a_loop_ends_at_the_timeout_and_a_signal_is_reported(monkeypatch):
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
-    assert (result.status == "timeout"
-            and result.stderr == "begun\nstopped after 0.5 s\n")
+    assert result.status == "timeout" and result.stderr == "begun\nstopped after 0.5 s\n"
     monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
     result = run_python("import os\nos.abort()", "assert True")
@@ -176,7 +174,7 @@ def test_a_loop_ends_at_the_timeout_and_a_signal_is_told(monkeypatch):
     ("x = [0] * 10**10", ""), ("x = []\nwhile True:\n    x.append(bytearray(1000))", ""),
     ("def f():\n    return bytes(400 << 20)", "assert f()"),
     ("", "x = []\nwhile True: x.append(bytearray(1000))")])
-def test_memory_has_a_bound(code, tests):
+def test_memory_is_limited(code, tests):
     assert status(code, tests, memory_mb=300) == "memory"
     assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
 
@@ -190,7 +188,7 @@ def test_endless_output_is_stopped_and_its_end_kept():
     assert status("open('large', 'wb').write(bytes(40 << 20))") == "error"
 
 
-def test_a_thread_that_never_ends_does_not_hold_up_a_pass():
+def test_an_endless_thread_does_not_delay_a_pass():
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
     assert status(code) == "passed"
 
@@ -201,15 +199,15 @@ def test_the_environment_and_the_input_are_empty_and_home_is_temporary(monkeypat
     code = ("import json, os, sys\nprint(json.dumps([dict(os.environ), os.getcwd(), sys.path, "
             "sorted(os.listdir()), sys.stdin.read()]))")
     output = run_python(code, "assert True").stderr
-    environment, directory, path, files, given = json.loads(output)
+    environment, directory, path, files, stdin = json.loads(output)
     assert ({"HOME", "TMPDIR"} <= set(environment)
             <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"})
     assert directory == os.path.realpath(directory) and "/somewhere" not in path
     assert {"solution.py"} <= set(files) <= {"solution.py", "__pycache__"}
-    assert given == ""
+    assert stdin == ""
 
 
-# ── Responses: what is code, and what the tests say of it
+# ── Responses: their code and its test outcomes
 
 SHOWN = 'def f(x):\n    """Adds one.\n\n    ```\n    f(1)\n    ```\n    """\n    return x + 1\n'
 PART = "def g(x):\n    return x\n"
@@ -230,13 +228,13 @@ PART = "def g(x):\n    return x\n"
     (f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```", INCREMENT),
     (f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```", INCREMENT),
     (f"```code\n{INCREMENT}```", INCREMENT)])
-def test_what_stands_in_fences_is_the_program_and_without_them_the_text_is(text, program):
-    """A fence within a string of the program is none, bare or in fences of its own."""
-    found = code_of(text)
-    assert ([line for line in found.split("\n") if line]
+def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(text, program):
+    """A fence inside a string of the program does not count."""
+    code = code_of(text)
+    assert ([line for line in code.split("\n") if line]
             == [line for line in program.split("\n") if line])
     if "def f" in program:
-        assert status(found, "assert f(1) == 2") == "passed"
+        assert status(code, "assert f(1) == 2") == "passed"
 
 
 def kodcode(response: str, **more) -> dict:
@@ -244,7 +242,7 @@ def kodcode(response: str, **more) -> dict:
     return {"question": "Add one.", "response": response} | tests | more
 
 
-def test_outcomes_are_what_the_tests_say_in_the_order_of_the_rows():
+def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     rows = [kodcode(f"```python\nimport time\ntime.sleep(0.5)\n{INCREMENT}```"),
             kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"),
             kodcode("x", outcome="Mine."),
@@ -252,13 +250,14 @@ def test_outcomes_are_what_the_tests_say_in_the_order_of_the_rows():
             kodcode("def f(:", test_code="assert f")]
     task = replace(get_task("kodcode"),
                    responses=lambda row: [{"response": "a"}, {"response": "b"}])
-    found = add_outcomes(rows, task, unsafe=True)
-    assert found[0] == rows[0] | {"outcome": "All tests passed."}
-    head, said = found[1]["outcome"].split("\n", 1)
+    outcomes = add_outcomes(rows, task, unsafe=True)
+    assert outcomes[0] == rows[0] | {"outcome": "All tests passed."}
+    head, output = outcomes[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
-    assert len(said) == 1500 and said.startswith("yyy") and said.endswith("AssertionError\n")
-    assert (found[2:4] == rows[2:4] and "(error)" in found[4]["outcome"]
-            and "SyntaxError" in found[4]["outcome"])
+    assert len(output) == 1500 and output.startswith("yyy")
+    assert output.endswith("AssertionError\n")
+    assert (outcomes[2:4] == rows[2:4] and "(error)" in outcomes[4]["outcome"]
+            and "SyntaxError" in outcomes[4]["outcome"])
 
 
 def test_a_file_of_rows_gets_its_outcomes(tmp_path):
@@ -266,20 +265,20 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
     command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
-    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):  # then none is left
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert line in done.stdout, done.stderr
-        assert f"annotate.py --task kodcode --data {path}" in done.stdout
+    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):       # the second run
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert line in process.stdout, process.stderr
+        assert f"annotate.py --task kodcode --data {path}" in process.stdout
     outcomes = [row["outcome"][:17] for row in read_rows(path)]
     assert outcomes == ["All tests passed.", "The tests did not", "Mine."]
 
 
-def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkeypatch):
+def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(tmp_path, monkeypatch):
     def run(*flags, rows=None):
         write_rows(tmp_path / "rows.jsonl", rows or [kodcode("f = abs")])
         return error_message("measures/sandbox.py", tmp_path / "rows.jsonl", *flags)
 
-    def no_layers(code, tests, unsafe):
+    def run_without_sandbox(code, tests, unsafe):
         if unsafe:
             return sandbox.Result(True, "passed", "")
         raise SandboxError("the sandbox lacks files")
@@ -291,7 +290,7 @@ def test_rows_without_outcomes_are_refused_in_one_line_and_stay(tmp_path, monkey
     assert ("--task ultrafeedback: this task has no tests"
             in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
     assert "no such file" in error_message("measures/sandbox.py", tmp_path / "none.jsonl")
-    monkeypatch.setattr(sandbox, "run_python", no_layers)
+    monkeypatch.setattr(sandbox, "run_python", run_without_sandbox)
     assert run() == "the sandbox lacks files"
     assert "outcome" not in read_rows(tmp_path / "rows.jsonl")[0]
     with pytest.raises(InputError, match="lacks files"):
@@ -318,7 +317,7 @@ def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     trials = [trial for row in rows for trial in row["trials"].values()]
     for code in [trial["solution_code"] for trial in trials]:
         assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
-    found = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
+    verdicts = statuses([(trial["solution_code"], trial["test_code"]) for trial in trials])
     assert len(trials) == 3 * len(rows)
-    assert ([status == "passed" for status in found]
+    assert ([verdict == "passed" for verdict in verdicts]
             == [trial["test_result"] == "Pass" for trial in trials])

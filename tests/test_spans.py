@@ -1,4 +1,4 @@
-"""spans.py recomputed another way: by hand, by brute force, by an HTML parser."""
+"""spans.py against values computed by hand, by brute force and with an HTML parser."""
 
 import json
 import random
@@ -33,42 +33,44 @@ def counted(gold, good=(), poor=(), text=TEXT):
 
 def test_a_hand_counted_response():  # Table 1; Table 6
     gold = marked("The cat", "the mat") + marked("all day", label=-1)
-    got = counted(gold, good=["The cat", "mat and", "a dog"], poor=["sat"])
-    told = figures(got)
-    # good: marked The cat the mat; predicted The cat mat and → 3 hits of 4, and 3 of 4 found
-    assert (told["good_precision"], told["good_recall"], told["good_f1"]) == (0.75, 0.75, 0.75)
-    assert (told["poor_precision"], told["poor_recall"], told["poor_f1"]) == (0, 0, 0)
-    assert span_table(got) == [["good", 2, 3, 1, 1], ["poor", 1, 1, 0, 0]]
-    # "mat" of "the mat and"
-    assert told["good_overlap_index"] == pytest.approx((1 + 3 / 11) / 2)
-    # "a dog" is a prediction, too; "mat and": 3 of 6 letters are no majority
-    assert told["good_exact"] == told["good_near"] == pytest.approx(1 / 3)
-    assert told["good_agreement"] == pytest.approx(1 / 3)
-    assert told["unmatched"] == 0.25 and told["unparseable"] == 0
+    counts = counted(gold, good=["The cat", "mat and", "a dog"], poor=["sat"])
+    rates = figures(counts)
+    # Good words: marked are "The cat the mat", predicted "The cat mat and"; they share three.
+    assert [rates[f"good_{name}"] for name in ("precision", "recall", "f1")] == [0.75] * 3
+    assert [rates[f"poor_{name}"] for name in ("precision", "recall", "f1")] == [0] * 3
+    assert span_table(counts) == [["good", 2, 3, 1, 1], ["poor", 1, 1, 0, 0]]
+    # "the mat" and "mat and" share 3 of the 11 characters of "the mat and".
+    assert rates["good_overlap_index"] == pytest.approx((1 + 3 / 11) / 2)
+    # The unmatched "a dog" counts as a prediction; 3 of the 6 letters of "mat and" are a tie.
+    assert rates["good_exact"] == rates["good_near"] == pytest.approx(1 / 3)
+    assert rates["good_agreement"] == pytest.approx(1 / 3)
+    assert rates["unmatched"] == 0.25 and rates["unparseable"] == 0
 
 
 def test_an_unreadable_critique_is_wrong_and_not_left_out():
     echo = '{"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": []}'
-    assert readable(echo) and readable(f"You say {echo}", echo) is None    # nothing of its own
+    assert readable(echo)
+    assert readable(f"You say {echo}", echo) is None         # it only repeats the response
     gold = marked("The cat")
-    unread = compare(TEXT, words(TEXT), gold, readable("I like it."))
-    both = figures(total([counted(gold, good=["The cat"]), unread]))
-    assert (both["good_recall"], both["unparseable"]) == (0.5, 0.5)
-    assert figures(unread)["good_recall"] == 0 and figures(unread)["good_precision"] is None
+    unreadable = compare(TEXT, words(TEXT), gold, readable("I like it."))
+    rates = figures(total([counted(gold, good=["The cat"]), unreadable]))
+    assert (rates["good_recall"], rates["unparseable"]) == (0.5, 0.5)
+    rates = figures(unreadable)
+    assert rates["good_recall"] == 0 and rates["good_precision"] is None
 
 
 def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 16
-    """Of a span of 20 characters 18 are near, 17 are not; neither is exact, both agree."""
-    text = "!#$%&()*+,-./:;<=>?@"                     # of which any part may be quoted
+    """A prediction of 18 of 20 characters is near the span; one of 17 only agrees with it."""
+    text = "!#$%&()*+,-./:;<=>?@"                     # a quote may start or end anywhere
     for n, near in ((20, 1), (18, 1), (17, 0)):
-        got = compare(text, [(0, 20)], [Span(0, 20, 1)], Feedback("c", [text[:n]], []))
-        told = figures(got)
-        assert (told["good_exact"], told["good_near"]) == (n == 20, near)
-        assert (told["good_overlap_index"], told["good_agreement"]) == (n / 20, 1)
-        assert span_table(got)[0] == ["good", 1, 1, n == 20, n < 20]
+        counts = compare(text, [(0, 20)], [Span(0, 20, 1)], Feedback("c", [text[:n]], []))
+        rates = figures(counts)
+        assert (rates["good_exact"], rates["good_near"]) == (n == 20, near)
+        assert (rates["good_overlap_index"], rates["good_agreement"]) == (n / 20, 1)
+        assert span_table(counts)[0] == ["good", 1, 1, n == 20, n < 20]
     gold = [Span(0, 8, 1), Span(8, 20, -1)]
-    apart = compare(text, [(0, 20)], gold, Feedback("c", [text], []))
-    assert figures(apart)["good_agreement"] == 0            # 8 of 20 characters are no majority
+    counts = compare(text, [(0, 20)], gold, Feedback("c", [text], []))
+    assert figures(counts)["good_agreement"] == 0           # 8 of 20 characters: no majority
     # White space at the ends of a span changes nothing.
     assert overlaps(TEXT, [Span(3, 8, 1)], marked("cat")) == [(1.0, 1.0)]           # " cat "
     assert overlaps(TEXT, [Span(3, 4, 1)], [Span(3, 4, 1)]) == []
@@ -78,34 +80,35 @@ def test_pairs_are_one_to_one_and_the_best_come_first():
     rng, text = random.Random(1), "x" * 30
     for _ in range(300):
         starts = (rng.sample(range(24), rng.randint(0, 4)) for _ in range(2))
-        gold, predicted = ([Span(a, a + rng.randint(1, 6), 1) for a in some] for some in starts)
+        gold, predicted = ([Span(a, a + rng.randint(1, 6), 1) for a in group]
+                           for group in starts)
         pairs = overlaps(text, gold, predicted)
         share = lambda g, p: max(0, min(g.end, p.end) - max(g.start, p.start)) / (
             max(g.end, p.end) - min(g.start, p.start))
-        every = [share(g, p) for g in gold for p in predicted]
+        shares = [share(g, p) for g in gold for p in predicted]
         assert len(pairs) <= min(len(gold), len(predicted))
-        assert max(every, default=0) == max((either for either, _ in pairs), default=0)
+        assert max(shares, default=0) == max((index for index, _ in pairs), default=0)
 
 
 def test_token_counts_against_brute_force_over_characters():  # Table 1
     rng, places = random.Random(2), words(TEXT)
 
     def tokens_of(sign, spans):
-        """The tokens whose only label is the sign."""
+        """The indices of the tokens that have only this label."""
         labels = [{s.label for s in spans if s.start <= start and end <= s.end}
                   for start, end in places]
         return {i for i, signs in enumerate(labels) if signs == {sign}}
 
     for _ in range(200):
-        chosen = rng.choices(places, k=rng.randint(0, 6))
-        gold = [Span(start, end, rng.choice((1, -1))) for start, end in chosen]
+        gold = [Span(start, end, rng.choice((1, -1)))
+                for start, end in rng.choices(places, k=rng.randint(0, 6))]
         quotes = [TEXT[s:e] for s, e in rng.sample(places, rng.randint(0, 5))]
         good = [quote for quote in quotes if rng.random() < 0.5]
         poor = [quote for quote in quotes if quote not in good]
         counts = counted(gold, good, poor)
-        placed = ground(TEXT, Feedback("c", good, poor)).spans
+        predicted_spans = ground(TEXT, Feedback("c", good, poor)).spans
         for name, sign in SIGNS.items():
-            gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, placed)
+            gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, predicted_spans)
             assert getattr(counts, name).marked_tokens == len(gold_tokens)
             assert getattr(counts, name).predicted_tokens == len(predicted)
             assert getattr(counts, name).hit_tokens == len(gold_tokens & predicted)
@@ -121,21 +124,21 @@ def span(start, end, label):
 
 
 def row(response="The cat sat on the mat.", good=("cat",), poor=("mat",), **fields):
-    """An annotated row whose quotes each occur once."""
-    found = [span(response.index(q), response.index(q) + len(q), label)
+    """An annotated row in which each quote occurs once."""
+    spans = [span(response.index(q), response.index(q) + len(q), label)
              for label, quotes in ((1, good), (-1, poor)) for q in quotes]
     return {"id": "r", "prompt": "p", "response": response, "critique": "c",
-            "good_spans": list(good), "poor_spans": list(poor), "spans": found, "unmatched": [],
+            "good_spans": list(good), "poor_spans": list(poor), "spans": spans, "unmatched": [],
             "ambiguous": 0, "conflicting": 0, **fields}
 
 
-def test_labels_have_names_and_numbers_and_a_text_must_stand_at_its_offsets():
-    given_ = [span(4, 8, "good"), span(23, 26, "Poor"), span(0, 3, 1), span(0, 3, "-1")]
-    read = read_spans(row(RESPONSE, (), ()) | {"spans": given_})
+def test_labels_are_names_or_numbers_and_the_text_of_a_span_must_match_its_offsets():
+    spans = [span(4, 8, "good"), span(23, 26, "Poor"), span(0, 3, 1), span(0, 3, "-1")]
+    read = read_spans(row(RESPONSE, (), ()) | {"spans": spans})
     assert [s.label for s in read] == [1, -1, 1, -1]
-    # A browser counts the rocket twice, so that its offsets are one too many.
-    there = [span(4, 10, 1) | {"text": "rocket"}]
-    rocket = {"id": "r7", "response": "A 🚀 rocket", "spans": there}
+    # JavaScript counts the emoji as two characters, so its offsets are off by one.
+    spans = [span(4, 10, 1) | {"text": "rocket"}]
+    rocket = {"id": "r7", "response": "A 🚀 rocket", "spans": spans}
     assert read_spans(rocket) == [Span(4, 10, 1)]
     with pytest.raises(InputError, match="row r7: .*'text': 'rocke"):
         read_spans(rocket | {"spans": [span(5, 10, 1) | {"text": "rocket"}]})
@@ -144,17 +147,17 @@ def test_labels_have_names_and_numbers_and_a_text_must_stand_at_its_offsets():
 @pytest.mark.parametrize("bad", [
     {"response": "y"}, {"spans": []}, {"response": 1, "spans": []},
     {"response": "y", "spans": 0},
-    *({"response": "yes", "spans": [one]} for one in (
+    *({"response": "yes", "spans": [bad_span]} for bad_span in (
         [0, 1, 1], {"start": 0, "end": 1}, span(0, 4, 1), span(2, 1, 1), span(1, 1, 1),
         span(-1, 1, 1), span(0, 1, 0), span(0, "1", 1), span(0, 1.0, 1),
         span(0, 1, ["good"])))])
-def test_a_row_that_is_not_annotated_is_refused_by_its_name(bad):
+def test_the_error_of_an_invalid_row_names_it(bad):
     with pytest.raises(InputError, match="row r7"):
         audit([row(), {"id": "r7", **bad}])
 
 
 def random_spans(text, rng):
-    """Up to six spans of a text."""
+    """Up to six random spans of a text."""
     ends = [sorted(rng.sample(range(len(text) + 1), 2)) for _ in range(rng.randint(0, 6))]
     return [Span(start, end, rng.choice((1, -1))) for start, end in ends]
 
@@ -163,7 +166,7 @@ def test_length_and_accuracy_of_a_span_are_counted_character_by_character():
     rng = random.Random(4)
     for _ in range(300):
         text = "".join(rng.choices("ab .\n🏠", k=rng.randint(1, 25)))
-        # Tokens that cover the text, with the white space that tokenizers leave at ends.
+        # As from a tokenizer, the tokens cover the text and include white space at their ends.
         tokens = list(pairwise(sorted({0, len(text), *rng.choices(range(len(text)), k=6)})))
         gold = random_spans(text, rng)
         labels = character_labels(text, gold)
@@ -174,52 +177,57 @@ def test_length_and_accuracy_of_a_span_are_counted_character_by_character():
                       if text[start : i + 1].strip() and text[i:end].strip()]
             touched = [(a, b) for a, b in tokens if any(a <= i < b for i in inside)]
             assert span_length(text, tokens, part) == len(touched)
-            marks = [{s.label for s in gold if s.start <= i < s.end}
-                     for i in range(start, end) if not text[i].isspace()]
-            share = sum(mark == {part.label} for mark in marks) / max(len(marks), 1)
+            gold_labels = [{s.label for s in gold if s.start <= i < s.end}
+                           for i in range(start, end) if not text[i].isspace()]
+            right = sum(signs == {part.label} for signs in gold_labels)
+            share = right / max(len(gold_labels), 1)
             assert span_accuracy(text, part, labels) == share
 
 
 # ── The paper's tables
 
 def lines(rows, name, places=None):
-    """{first cell: the others} of the table that has this name in its title."""
-    (_, _, found), = [one for one in audit(rows, places) if name in one[0]]
-    return {first: others for first, *others in found}
+    """{first cell: the other cells} of the table with this name in its title."""
+    (_, _, cells), = [table for table in audit(rows, places) if name in table[0]]
+    return {first: values for first, *values in cells}
 
 
 def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
-    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),             # kept in its list
-            row(unmatched=["dog", "dog"], ambiguous=2),                    # or dropped from it
-            {"response": "a b", "spans": []}]                              # no quotes are known
-    found = lines(rows, "Table 15")
-    assert found["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
-    assert found["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
+    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),   # good_spans includes it
+            row(unmatched=["dog", "dog"], ambiguous=2),          # these are in neither list
+            {"response": "a b", "spans": []}]                    # a row without quotes
+    table = lines(rows, "Table 15")
+    assert table["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
+    assert table["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
     rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
-    found = lines(rows, "§3.3")                               # "c" has both signs, and so none
+    table = lines(rows, "§3.3")                        # "c" is good and poor, so it counts as 0
     names = "good words", "poor words", "labelled words"
-    assert [found[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
+    assert [table[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
 
 
 def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Tables 18 and 19
     rng, text = random.Random(0), " ".join(f"w{i}" for i in range(100, 200))
     gold = [span(0, 249, 1), span(250, 400, -1)]
-    spans, lengths, right = [], {"good": [], "poor": []}, {"good": [], "poor": []}
+    spans = []
+    lengths = {"good": [], "poor": []}
+    shares = {"good": [], "poor": []}                  # share of words with the right label
     for _ in range(30):
-        a, n, name = rng.randrange(60), rng.randrange(1, 30), rng.choice(("good", "poor"))
-        spans.append(span(5 * a, 5 * (a + n) - 1, name))
+        start, n = rng.randrange(60), rng.randrange(1, 30)
+        name = rng.choice(("good", "poor"))
+        spans.append(span(5 * start, 5 * (start + n) - 1, name))
         lengths[name].append(n)
-        true = ["good" if i < 50 else "poor" if i < 80 else "" for i in range(a, a + n)]
-        right[name].append(true.count(name) / n)
-    found = lines([row(text, (), ()) | {"spans": spans, "gold_spans": gold}], "Table 18")
-    unknown = lines([row(text, (), ()) | {"spans": spans}], "Table 18")
+        gold_names = ["good" if i < 50 else "poor" if i < 80 else ""
+                      for i in range(start, start + n)]
+        shares[name].append(gold_names.count(name) / n)
+    table = lines([row(text, (), ()) | {"spans": spans, "gold_spans": gold}], "Table 18")
+    without_gold = lines([row(text, (), ()) | {"spans": spans}], "Table 18")
     for name, sizes in lengths.items():
         cuts = [*np.quantile(sizes, [.25, .5, .75]), max(sizes)]
-        for k, (low, high) in enumerate(zip([0, *cuts], cuts)):
-            inside = [r for r, n in zip(right[name], sizes) if low < n <= high]
+        for k, (low, high) in enumerate(zip([0, *cuts], cuts), 1):
+            inside = [share for share, n in zip(shares[name], sizes) if low < n <= high]
             expected = [high, len(inside), len(inside), pytest.approx(100 * np.mean(inside))]
-            assert found[f"{name}, quarter {k + 1}"] == expected
-            assert unknown[f"{name}, quarter {k + 1}"] == [high, len(inside), 0, None]
+            assert table[f"{name}, quarter {k}"] == expected
+            assert without_gold[f"{name}, quarter {k}"] == [high, len(inside), 0, None]
     assert lines([row("a", [], [])], "Table 18") == {}
 
 
@@ -230,7 +238,7 @@ def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tabl
         {"response": "a", "spans": []},
         row("cat mat", usage={"prompt_tokens": 300, "completion_tokens": 40}, usd=0.004),
     ]
-    found = lines(rows, "Table 12")
+    table = lines(rows, "Table 12")
     reply, _ = written_replies(rows[1])
     assert annotate.parse_feedback(reply) == Feedback("It is it.", ["cat"], ["mat"])
     replies = {"reply with spans": '{"good_spans": ["cat"], "poor_spans": ["mat"]}',
@@ -239,17 +247,17 @@ def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tabl
     for name, json_ in replies.items():
         n = [len(re.findall(r"\w+|[^\w\s]", f"{critique} {json_}"))
              for critique in ("c", "It is it.", "c")]
-        assert found[name] == [3, sum(n) / 3, sum(n)]
-    assert found["tokens asked, billed"] == [2, 200, 400]
-    assert found["tokens replied, billed"] == [2, 30, 60]
-    assert found["thousandths of a USD"] == [2, 2.5, 5.0]
+        assert table[name] == [3, sum(n) / 3, sum(n)]
+    assert table["tokens asked, billed"] == [2, 200, 400]
+    assert table["tokens replied, billed"] == [2, 30, 60]
+    assert table["thousandths of a USD"] == [2, 2.5, 5.0]
     assert lines([row()], "Table 14")["thousandths of a USD"] == [0, None, None]
 
 
 def test_a_tokenizer_makes_every_table_count_tokens():
     characters = lambda text: [(i, i + 1) for i in range(len(text))]
-    found = lines([row("cat mat")], "§3.3", characters)
-    assert found["good tokens"] == [3, 7, pytest.approx(300 / 7)]
+    table = lines([row("cat mat")], "§3.3", characters)
+    assert table["good tokens"] == [3, 7, pytest.approx(300 / 7)]
     assert lines([row("cat mat")], "Table 18", characters)["good, quarter 4"][0] == 3
     assert lines([row("cat mat")], "Table 12", characters)["reply with spans"][1] == len(
         'c\n{"good_spans": ["cat"], "poor_spans": ["mat"]}')
@@ -258,41 +266,41 @@ def test_a_tokenizer_makes_every_table_count_tokens():
 # ── The page
 
 def test_the_very_characters_of_each_span_are_coloured():  # Figure 2
-    """Offsets count code points: an emoji is one, a letter and its accent are two."""
+    """Offsets count code points: an emoji is one, a letter with a combining accent is two."""
     cases = [
         (row("a 🏠 cat 👨‍👩‍👧 </b><script> e\u0301 mat", ["🏠 cat", "👧", "\u0301"],
              ["</b><script>"]),
          [("+1", "🏠 cat"), ("+1", "👧"), ("-1", "</b><script>"), ("+1", "\u0301")]),
         (row("The cat sat", ["The cat"], ["cat sat"]), [("+1", "The "), ("-1", " sat")]),
         (row("نص عربي", ["عربي"], []), [("+1", "عربي")])]
-    for one, expected in cases:
-        found = Page(colour_spans(one["response"], read_spans(one))).all("span")
-        assert [(a["title"], text) for a, text in found if a["title"] != "+0"] == expected
-        assert "".join(text for _, text in found) == one["response"]
+    for example, expected in cases:
+        tags = Page(colour_spans(example["response"], read_spans(example))).all("span")
+        assert [(a["title"], text) for a, text in tags if a["title"] != "+0"] == expected
+        assert "".join(text for _, text in tags) == example["response"]
 
 
-def test_rows_with_lost_quotes_come_first_and_the_page_has_an_end(
-        tmp_path, monkeypatch):
-    """No text of a row becomes markup."""
+def test_the_page_shows_a_few_rows_and_those_with_unmatched_quotes_first(tmp_path, monkeypatch):
+    """All texts of a row are escaped."""
     monkeypatch.setattr(script, "MOST_ROWS", 4)
     evil = " ".join(HOSTILE)
     rows = [row(id=f"fine {i}") for i in range(4)] + [
         row(f"{evil} cat mat", prompt=evil, critique=evil, id=f"b {evil}", annotator=evil,
             unmatched=["<i>gone</i>", evil])]
-    texts = []
-    for title, shown in ((evil, rows), ("title", rows[:4])):
-        feedback_page(tmp_path / "page.html", title, shown)
-        texts.append((tmp_path / "page.html").read_text("utf-8"))
-        assert_closed(texts[-1])
-    found = Page(texts[0])
-    assert [text.split()[0] for _, text in found.all("b")] == ["b", "fine", "fine", "fine"]
-    badges = [text for _, text in found.all("span", **{"class": "badge"})]
+    pages = []
+    for title, page_rows in ((evil, rows), ("title", rows[:4])):
+        feedback_page(tmp_path / "page.html", title, page_rows)
+        text = (tmp_path / "page.html").read_text("utf-8")
+        assert_closed(text)
+        pages.append(Page(text))
+    page, harmless_page = pages
+    assert [text.split()[0] for _, text in page.all("b")] == ["b", "fine", "fine", "fine"]
+    badges = [text for _, text in page.all("span", **{"class": "badge"})]
     assert badges[0] == "unmatched: <i>gone</i>" and len(badges) == 2
-    assert found.all("p")[0][1] == "4 of 5 responses, those with unmatched quotes first"
-    assert {tag for tag, *_ in found.tags} == {tag for tag, *_ in Page(texts[1]).tags}
+    assert page.all("p")[0][1] == "4 of 5 responses, those with unmatched quotes first"
+    assert {tag for tag, *_ in page.tags} == {tag for tag, *_ in harmless_page.tags}
 
 
-# ── What people marked
+# ── Annotations by people
 
 def people_row(spans=(), critique="", **fields):
     return {"id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": critique,
@@ -314,15 +322,15 @@ QUOTES_ROW = {"prompt": "Sum up.", "response": RESPONSE, "feedback": "It is Rob.
               "good_spans": ["plot"], "poor_spans": ["Bob"]}
 
 
-def test_offsets_and_quotes_are_read_as_the_same_annotation():
+def test_offsets_and_quotes_give_the_same_annotation():
     marks = [span(4, 8, 1), span(23, 26, -1)]
     by_offsets, = read_people([people_row(marks, "It is Rob.")])
     by_quotes, = read_people([QUOTES_ROW | {"id": 7, "annotator": "anna"}])
     assert by_offsets == by_quotes == {
         "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
         "annotator": "anna", "spans": marks, "unmatched": [], "ambiguous": 0}
-    lost, = read_people([QUOTES_ROW | {"good_spans": ["plot", "is", "gone"]}])
-    assert lost["unmatched"] == ["gone"] and lost["ambiguous"] == 1 and lost["spans"] == marks
+    read, = read_people([QUOTES_ROW | {"good_spans": ["plot", "is", "gone"]}])
+    assert read["unmatched"] == ["gone"] and read["ambiguous"] == 1 and read["spans"] == marks
 
 
 def test_a_finegrained_error_is_a_poor_span_that_the_critique_explains():
@@ -344,17 +352,18 @@ def test_a_finegrained_error_is_a_poor_span_that_the_critique_explains():
 def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared, name):
     rows = read_rows(shared / "data" / f"{name}.jsonl")
     merged, _ = merge(read_people(rows))
-    for one, read in zip(rows, merged, strict=True):
-        errors = one["feedback"]["errors"]
-        marked_ = [-any(e["start"] <= i < e["end"] for e in errors)
-                   for i in range(len(read["response"]))]
-        pairs = zip(read["response"], marked_, labelled(read))
+    for source, read in zip(rows, merged, strict=True):
+        errors = source["feedback"]["errors"]
+        labels = [-any(e["start"] <= i < e["end"] for e in errors)
+                  for i in range(len(read["response"]))]
+        pairs = zip(read["response"], labels, labelled(read))
         assert all(a == b for char, a, b in pairs if not char.isspace())
-        said = max(len(errors), 1) + len(one["feedback"]["missing-info"])
-        assert len(read["critique"].splitlines()) == said
-        assert read["response"] == one["prediction 1"] and one["question"] in read["prompt"]
+        sentences = max(len(errors), 1) + len(source["feedback"]["missing-info"])
+        assert len(read["critique"].splitlines()) == sentences
+        assert read["response"] == source["prediction 1"]
+        assert source["question"] in read["prompt"]
         assert all(sentence.split("\n\n")[-1] in read["prompt"]
-                   for p in one["passages"] for sentence in p)
+                   for passage in source["passages"] for sentence in passage)
 
 
 ERROR = {"start": 0, "end": 17, "error type": "Wrong-Grounding", "explanation": ""}
@@ -373,7 +382,7 @@ ERROR = {"start": 0, "end": 17, "error type": "Wrong-Grounding", "explanation": 
         ([ERROR | {"error type": "Dull", "explanation": 7}], []))),
     finegrained_row(feedback=None), finegrained_row(passages=[[]]),
     finegrained_row(question="\ud800")])
-def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(bad):
+def test_the_error_of_an_unreadable_row_says_what_to_do(bad):
     with pytest.raises(InputError, match="^row 2 cannot be read: .*; correct it or remove it$"):
         read_people([people_row(), bad])
 
@@ -382,12 +391,12 @@ def test_a_field_that_cannot_be_is_named_with_its_row_and_the_remedy(bad):
 
 @st.composite
 def annotations(draw, people=5):
-    """Of one response, by different people, some with several; as rows."""
+    """Annotation rows of one response by several people, some of whom annotate it twice."""
     response = draw(st.text("ab \n", min_size=1, max_size=30).filter(str.strip))
     n = len(response)
-    one = st.builds(lambda start, size, label: span(start, min(start + size, n), label),
-                    st.integers(0, n - 1), st.integers(1, 9), st.sampled_from([1, -1]))
-    marks = st.lists(one, max_size=5)
+    mark = st.builds(lambda start, size, label: span(start, min(start + size, n), label),
+                     st.integers(0, n - 1), st.integers(1, 9), st.sampled_from([1, -1]))
+    marks = st.lists(mark, max_size=5)
     names = draw(st.lists(st.sampled_from("vwxyz"[:people]), min_size=1, max_size=people))
     critiques = st.sampled_from(["", "good", "it\nis poor"])
     return [people_row(draw(marks), draw(critiques), response=response, annotator=name)
@@ -395,13 +404,13 @@ def annotations(draw, people=5):
 
 
 def votes(rows) -> dict[str, list[int]]:
-    """Each annotator's label of each character, by definition."""
-    out = {}
-    for who in sorted({a["annotator"] for a in rows}):
-        spans = [s for a in rows if a["annotator"] == who for s in a["spans"]]
-        out[who] = [sum({s["label"] for s in spans if s["start"] <= i < s["end"]})
-                    for i in range(len(rows[0]["response"]))]
-    return out
+    """The label of each character by each annotator."""
+    labels = {}
+    for name in sorted({a["annotator"] for a in rows}):
+        spans = [s for a in rows if a["annotator"] == name for s in a["spans"]]
+        labels[name] = [sum({s["label"] for s in spans if s["start"] <= i < s["end"]})
+                        for i in range(len(rows[0]["response"]))]
+    return labels
 
 
 def labelled(row) -> list[int]:
@@ -415,31 +424,31 @@ def labelled(row) -> list[int]:
 
 @often
 @given(annotations())
-def test_a_character_has_the_label_that_more_than_half_gave_and_spans_are_whole_and_trimmed(
-        rows):
+def test_the_majority_label_of_each_character_and_the_longest_trimmed_spans(rows):
     [merged], _ = merge(read_people(rows))
-    count = [Counter(column) for column in zip(*votes(rows).values())]
-    expected = [next((c for c in (1, -1) if 2 * column[c] > column.total()), 0)
-                for column in count]
-    text, got = merged["response"], labelled(merged)
-    assert [g for g, c in zip(got, text) if not c.isspace()] == [
-        e for e, c in zip(expected, text) if not c.isspace()]
+    counts = [Counter(labels) for labels in zip(*votes(rows).values())]
+    expected = [next((label for label in (1, -1) if 2 * count[label] > count.total()), 0)
+                for count in counts]
+    text = merged["response"]
+    visible = [i for i, char in enumerate(text) if not char.isspace()]
+    labels = labelled(merged)
+    assert [labels[i] for i in visible] == [expected[i] for i in visible]
     for s in merged["spans"]:
         assert text[s["start"]:s["end"]].strip() == text[s["start"]:s["end"]] != ""
         assert set(expected[s["start"]:s["end"]]) == {s["label"]}
-    for a, b in zip(merged["spans"], merged["spans"][1:]):      # between two is another label
-        between = set(expected[a["end"]:b["start"]])
-        assert a["label"] != b["label"] or a["end"] < b["start"] and between != {a["label"]}
+    for a, b in zip(merged["spans"], merged["spans"][1:]):      # they differ or have a gap
+        separators = set(expected[a["end"]:b["start"]])
+        assert a["label"] != b["label"] or a["end"] < b["start"] and separators != {a["label"]}
     for sign, name in ((1, "good_spans"), (-1, "poor_spans")):
-        own = [s for s in merged["spans"] if s["label"] == sign]
-        assert merged[name] == [text[s["start"] : s["end"]] for s in own]
-    several = len({a["annotator"] for a in rows})
-    assert merged["annotator"] == (f"{several} people" if several > 1 else "a person")
-    # The order of annotators never matters.
+        assert merged[name] == [text[s["start"] : s["end"]]
+                                for s in merged["spans"] if s["label"] == sign]
+    people = len({a["annotator"] for a in rows})
+    assert merged["annotator"] == (f"{people} people" if people > 1 else "a person")
+    # The order of the rows does not matter.
     assert merge(read_people(rows[::-1])) == merge(read_people(rows))
 
 
-def test_rows_of_one_response_belong_together_and_without_a_name_are_different_people():
+def test_rows_are_grouped_by_response_and_rows_without_a_name_are_by_different_people():
     rows = [{"prompt": p, "response": RESPONSE, "spans": [span(4, 8, 1)]} for p in "aba"]
     merged, _ = merge(read_people(rows))
     assert [(r["id"], r["prompt"], r["annotator"]) for r in merged] == [
@@ -451,15 +460,17 @@ def test_rows_of_one_response_belong_together_and_without_a_name_are_different_p
     (["123321412...", "1233224125.3", ".3332342251.", "12332441251."], 0.743),
     ([".....34121133.3", "1.213343.......", "..21344.21133.4"], 0.691)])
 def test_alpha_of_published_examples(coders, alpha):
-    """Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), A to C; three coders."""
+    """Examples A to C of Krippendorff, Computing Krippendorff's Alpha-Reliability (2011).
+
+    The last example has three coders.
+    """
     units = [Counter(v for v in unit if v != ".") for unit in zip(*coders, strict=True)]
     assert krippendorff_alpha(units) == pytest.approx(alpha, abs=5e-4)
 
 
 @often
 @given(st.lists(annotations(people=3), min_size=1, max_size=4))
-def test_agreement_pools_the_visible_characters_of_responses_with_two_annotators_or_more(
-        groups):
+def test_agreement_pools_the_visible_characters_of_all_responses(groups):
     rows, columns = [], []
     for n, group in enumerate(groups):
         rows += [{**a, "prompt": str(n)} for a in group]
@@ -481,14 +492,14 @@ def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, capsys, share
     printed = capsys.readouterr().out
     assert "Table 19: tokens of a span" in printed and "100.00" in printed
     assert "1 rows without feedback were left out" in printed
-    assert audit_text(audit([row()])[:1]) not in printed                  # which are words
+    assert audit_text(audit([row()])[:1]) not in printed                # that table has words
     assert len(Page(html.read_text()).all("article")) == 1
     run_main("--audit", file, module=script)
     assert "Table 18, Table 19: words" in capsys.readouterr().out
 
 
-def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(tmp_path, capsys):
-    """A JSON array of two who agree on one of two spans."""
+def test_annotations_by_people_become_feedback_rows(tmp_path, capsys):
+    """Two people agree on one of two spans."""
     export, output = tmp_path / "e.json", tmp_path / "f.jsonl"
     rows = [people_row([span(4, 8, 1), span(23, 26, -1)], "It is Rob."),
             people_row([span(4, 8, 1)], annotator="bert")]
@@ -511,7 +522,7 @@ def test_what_people_marked_becomes_rows_of_feedback_that_training_reads(tmp_pat
     ("[{}]", "--audit e.json --output x/../e.json", "--output must .* other than .*e.json"),
     ("[{}]", "--people e.json", "--output must name a file to write"),
     ("[{}]", "--audit e.json", "row None: 'response' must be a text and 'spans' a list")])
-def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, text, flags, message):
+def test_invalid_input_is_an_error_and_nothing_is_written(tmp_path, text, flags, message):
     (tmp_path / "e.json").write_text(text)
     flags = [str(tmp_path / flag) if "json" in flag else flag for flag in flags.split()]
     assert re.search(message, error_message("measures/spans.py", *flags))
