@@ -20,7 +20,7 @@ for package in ("nbformat", "nbclient", "ipykernel", "IPython"):
     pytest.importorskip(package, reason=f"{package} is not installed: no notebook is tested")
 import nbformat
 
-from notebooks.build import executed, without_chance
+from notebooks.build import execute_notebook, remove_run_details
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROOMS = {"toy", "measures", "experiments"}
@@ -94,7 +94,7 @@ def runs(request):
     tested = {item.callspec.params["path"] for item in request.session.items
               if item.originalname == "test_runs_in_a_clean_kernel_and_says_what_is_stored"}
     pool = ThreadPoolExecutor(2)
-    yield {path: pool.submit(executed, path)
+    yield {path: pool.submit(execute_notebook, path)
            for path in sorted(tested, key=lambda path: [*LIVE, path.stem].index(path.stem))}
     pool.shutdown(cancel_futures=True)
 
@@ -114,7 +114,7 @@ def test_holds_nothing_that_changes_from_run_to_run(path):
     text, notebook = path.read_text(), nbformat.read(path, as_version=4)
     assert not re.search(r"/(home|root|tmp|Users)/|iopub|stderr|Warning|0x[0-9a-f]{6,}", text)
     assert all(not cell.metadata for cell in notebook.cells)
-    assert text == nbformat.writes(without_chance(notebook)) + "\n"
+    assert text == nbformat.writes(remove_run_details(notebook)) + "\n"
 
 
 @each
@@ -285,7 +285,7 @@ def test_runs_in_a_clean_kernel_and_says_what_is_stored(path, runs):
     own asserts, so cells that show figures also bound them.
     """
     # Raises where a cell, or its assert, fails.
-    fresh, stored = without_chance(runs[path].result()), code(path)
+    fresh, stored = remove_run_details(runs[path].result()), code(path)
     again = [cell for cell in fresh.cells if cell.cell_type == "code"]
     for number, (now, then) in enumerate(zip(again, stored, strict=True), 1):
         place = f"code cell {number}"
