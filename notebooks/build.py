@@ -1,10 +1,10 @@
-"""Run the notebooks and store their outputs, without what changes from run to run:
+"""Run the notebooks and store their outputs:
 
-    python notebooks/build.py                  # all; or name some
-    python notebooks/build.py notebooks/2_from_critique_to_delta.ipynb
+    python notebooks/build.py                                             # all notebooks
+    python notebooks/build.py notebooks/2_from_critique_to_delta.ipynb    # one notebook
 
-Each runs in a kernel of its own. Times, warnings and the kernel's version are left out, so that
-a second build gives the same bytes wherever the numbers are the same.
+Each notebook runs in a new kernel. Times, warnings and the kernel's version are removed, so
+that a second build writes the same bytes if it computes the same numbers.
 """
 
 from __future__ import annotations
@@ -19,45 +19,50 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
-PLAIN = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-         "language_info": {"name": "python"}}
-# No hub, and one thread, which is enough for a model this small.
+METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"}}
+# The notebooks need no network, and one thread is enough for their small model.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def executed(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
-    """The notebook with the outputs of a clean kernel.
+def execute_notebook(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
+    """Run a notebook in a new kernel and return it with its outputs.
 
-    Raises CellExecutionError where a cell fails, CellTimeoutError after `timeout` seconds.
+    Raises CellExecutionError if a cell fails, and CellTimeoutError if a cell runs longer than
+    `timeout` seconds.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     client = NotebookClient(notebook, timeout=timeout, kernel_name="python3",
                             record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(HERE)}})
-    # The kernel's own log is dropped; an error in a cell raises here.
+    # Discard the kernel's log. An error in a cell still raises an exception here.
     client.execute(env=os.environ | ENVIRONMENT, stderr=subprocess.DEVNULL)
     return notebook
 
 
-def without_chance(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The same without standard error, and with numbered cells and plain metadata."""
-    notebook.metadata = nbformat.from_dict(PLAIN)
+def remove_run_details(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Remove standard error, number the cells, and set fixed metadata, in place."""
+    notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells, 1):
-        cell.id, cell.metadata = f"cell-{number:02d}", nbformat.from_dict({})
+        cell.id = f"cell-{number:02d}"
+        cell.metadata = nbformat.from_dict({})
         if cell.cell_type == "code":
-            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
 def main():
-    """Run the notebooks named, or all beside this file."""
-    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(HERE.glob("*.ipynb")):
-        started = time.time()
-        nbformat.write(without_chance(executed(path)), path)
-        print(f"{path.name}: {time.time() - started:.0f} s")
+    """Run the notebooks given on the command line, or all notebooks in this directory."""
+    paths = [Path(argument) for argument in sys.argv[1:]] or sorted(HERE.glob("*.ipynb"))
+    for path in paths:
+        start_time = time.time()
+        notebook = execute_notebook(path)
+        nbformat.write(remove_run_details(notebook), path)
+        print(f"{path.name}: {time.time() - start_time:.0f} s")
 
 
 if __name__ == "__main__":

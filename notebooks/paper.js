@@ -1,10 +1,10 @@
-// One response by hand: a critique's quotes → spans → δ → r → A, as it is typed.
-// `parse`, `ground`, `rewards` are annotate.py's (Algorithm 2), `advantages` is text2grad.py's
-// (Algorithm 4 l.14–17); tests/test_paper.py holds their numbers against Python's, with node.
-// Left out: replies with more than one JSON object, scripts without spaces between words.
+// Recomputes one response while its critique is edited: quotes → spans → δ → r → A.
+// `parse`, `ground` and `rewards` follow annotate.py (Algorithm 2), `advantages` follows
+// text2grad.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
+// Not supported: replies with several JSON objects, languages without spaces between words.
 "use strict";
 
-// A reply that ends in one JSON object → {good, poor}; throws its reason (Alg. 2 l.13).
+// Reads {good, poor} from a reply that ends in a JSON object; throws the reason if it cannot.
 function parse(reply) {
   const end = reply.lastIndexOf("}") + 1;
   for (const { index } of reply.matchAll(/\{\s*"/g)) {
@@ -13,51 +13,51 @@ function parse(reply) {
       for (const [key, part] of Object.entries(JSON.parse(reply.slice(index, end))))
         value[key.toLowerCase().replace(/[^a-z]+/g, "_").replace(/^_|_$/g, "")] = part;
     } catch { continue; }
-    const said = value.textual_feedback ?? value.critique ?? reply.slice(0, index);
-    if (!String(said).trim()) throw Error("it labels spans but holds no critique");
+    const critique = value.textual_feedback ?? value.critique ?? reply.slice(0, index);
+    if (!String(critique).trim()) throw Error("the reply labels spans but has no critique");
     const { good_spans: good, poor_spans: poor } = value;
     if (![good, poor].every((list) => list?.every?.((quote) => typeof quote === "string")))
       throw Error("good_spans and poor_spans must be lists of strings");
     return { good, poor };
   }
-  throw Error("it does not end in a JSON object with good_spans and poor_spans");
+  throw Error("the reply does not end in a JSON object with good_spans and poor_spans");
 }
 
 const normal = (text) => text.replace(/\s+/g, " ").normalize("NFD")
   .replace(/[‘’‚‛`´]/g, "'").replace(/[“”„‟«»]/g, '"');
 
-// Whether a place lies inside a word, or before what joins the character before it.
-function splits(text, at) {
-  const parted = `${text.slice(0, at)}\0${text.slice(at)}`;
+// Whether a cut at this index would split a word, or a character from its combining marks.
+function splits(text, index) {
+  const halves = `${text.slice(0, index)}\0${text.slice(index)}`;
   const inWord = /[\p{L}\p{N}\p{Mn}\p{Mc}\p{Pc}]\0[\p{L}\p{N}\p{Mn}\p{Mc}\p{Pc}]/u;
-  return inWord.test(parted) || /.\0[\p{M}\u200d]|\u200d\0./su.test(parted);
+  return inWord.test(halves) || /.\0[\p{M}\u200d]|\u200d\0./su.test(halves);
 }
 
 function exactPlaces(text, quote) {
   const places = [];
-  let at = quote.trim() ? text.indexOf(quote) : -1;
-  for (; at >= 0; at = text.indexOf(quote, at + 1))
-    if (!splits(text, at) && !splits(text, at + quote.length))
-      places.push([at, at + quote.length]);
+  let start = quote.trim() ? text.indexOf(quote) : -1;
+  for (; start >= 0; start = text.indexOf(quote, start + 1))
+    if (!splits(text, start) && !splits(text, start + quote.length))
+      places.push([start, start + quote.length]);
   return places;
 }
 
 function normalPlaces(response, quote) {
-  const origin = [];                       // of each character of the normal form
-  for (const found of response.matchAll(/\s+|\S/gu)) {
-    const place = [found.index, found.index + found[0].length];
-    for (let i = normal(found[0]).length; i > 0; i--) origin.push(place);
+  const origin = [];     // character of the normal form → [start, end] in the response
+  for (const match of response.matchAll(/\s+|\S/gu)) {
+    const place = [match.index, match.index + match[0].length];
+    for (let i = normal(match[0]).length; i > 0; i--) origin.push(place);
   }
   return exactPlaces(normal(response), normal(quote).trim())
     .map(([start, end]) => [origin[start][0], origin[end - 1][1]]);
 }
 
-// The k-th repeat of a quote takes the k-th occurrence; no place is guessed (§3.3, Appendix L).
+// The k-th repeat of a quote labels its k-th occurrence; extra occurrences make it ambiguous.
 function ground(response, { good, poor }) {
   const spans = [], unmatched = [], ambiguous = [];
   for (const [label, quotes] of [[1, good], [-1, poor]])
     for (const quote of new Set(quotes)) {
-      const repeats = quotes.filter((other) => other === quote).length;
+      const repeats = quotes.filter((text) => text === quote).length;
       let places = exactPlaces(response, quote);
       if (!places.length) places = normalPlaces(response, quote);
       if (places.length > repeats) { ambiguous.push(quote); continue; }
@@ -67,26 +67,26 @@ function ground(response, { good, poor }) {
   return { spans, unmatched, ambiguous };
 }
 
-// δ_t, the sum of the labels of the spans that hold token t (§3.3, Alg. 2 l.15–28); and the
-// tokens that get 0 since they are in spans of both signs, or half in one.
+// δ_t of each token: +1 in a good span, −1 in a poor span, else 0 (§3.3, Alg. 2 l.15–28).
+// `conflicts` lists the tokens in spans of both signs, `half` the tokens partly in a span.
 function rewards(text, offsets, spans) {
-  const units = [0];                                     // Python counts characters, not halves
+  const units = [0];    // Python offsets count characters, JavaScript counts UTF-16 units
   for (const char of text) units.push(units.at(-1) + char.length);
-  const found = { delta: [], conflicts: [], half: [] };
+  const result = { delta: [], conflicts: [], half: [] };
   offsets.forEach(([first, last], t) => {
     const piece = text.slice(units[first], units[last]), word = piece.trim() || piece;
     const start = units[first] + piece.indexOf(word), end = start + word.length;
     const holds = (span) => span.start <= start && start < end && end <= span.end;
     const labels = new Set(spans.filter(holds).map((span) => span.label));
-    found.delta.push(labels.has(1) - labels.has(-1));
-    if (labels.size > 1) found.conflicts.push(t);
+    result.delta.push(labels.has(1) - labels.has(-1));
+    if (labels.size > 1) result.conflicts.push(t);
     const part = (s) => text.slice(Math.max(start, s.start), Math.min(end, s.end)).trim();
-    if (!labels.size && spans.some(part)) found.half.push(t);
+    if (!labels.size && spans.some(part)) result.half.push(t);
   });
-  return found;
+  return result;
 }
 
-// r_t = δ_t − β (log π − log π_ref), A_t by GAE with V = 0 after y, and A_t whitened.
+// Returns r_t = δ_t − β (log π − log π_ref), A_t by GAE with V = 0 after y, and A_t whitened.
 function advantages(delta, logRatio, values, { gamma, lam, beta }) {
   const r = delta.map((d, t) => d - beta * logRatio[t]), A = Array(r.length).fill(0);
   for (let t = r.length - 1; t >= 0; t--) {
@@ -100,11 +100,11 @@ function advantages(delta, logRatio, values, { gamma, lam, beta }) {
 
 if (typeof module !== "undefined") module.exports = { parse, ground, rewards, advantages };
 
-// ── The page: PAGE is {text, tokens, offsets, log_ratio}, put there by paper.py
+// ── The page: paper.py defines PAGE = {text, tokens, offsets, log_ratio}
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 
-// A cell or a token in report.py's colours: green above 0, vermillion below, deepest at ±limit.
+// An element in report.py's colours: green above 0, vermillion below, strongest at ±limit.
 function coloured(tag, text, value, limit) {
   const node = document.createElement(tag), level = Math.min(1, Math.abs(value) / limit);
   const [ink, line] = value < 0 ? ["213 94 0", "wavy"] : ["0 158 115", "solid"];
@@ -121,21 +121,21 @@ function update() {
     slider.nextElementSibling.textContent = set[slider.id].toFixed(2);
   }
   let quotes = { good: [], poor: [] }, unreadable = "";
-  try { quotes = parse(at("critique").value); } catch (error) { unreadable = error.message; }
+  try { quotes = parse(byId("critique").value); } catch (error) { unreadable = error.message; }
   const { spans, unmatched, ambiguous } = ground(PAGE.text, quotes);
   const { delta, conflicts, half } = rewards(PAGE.text, PAGE.offsets, spans);
   const values = delta.map(() => set.value);
   const { r, A, white } = advantages(delta, PAGE.log_ratio, values, set);
-  const idle = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
+  const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
     "tokens half inside": half.map((t) => PAGE.tokens[t]),
     "tokens in spans of both signs": conflicts.map((t) => PAGE.tokens[t]) };
-  const lines = Object.entries(idle).filter(([, some]) => some.length)
-    .map(([what, some]) => `${what}: ‹${some.join("› ‹")}›`);
-  const found = [`${spans.length} spans`, ...lines].join("; ");
-  at("said").textContent = unreadable ? `No reward: ${unreadable}.` : found;
+  const lines = Object.entries(unrewarded).filter(([, items]) => items.length)
+    .map(([name, items]) => `${name}: ‹${items.join("› ‹")}›`);
+  const summary = [`${spans.length} spans`, ...lines].join("; ");
+  byId("result").textContent = unreadable ? `No reward: ${unreadable}.` : summary;
   for (const [id, row, limit] of [["delta", delta, 1], ["raw", A, 2], ["white", white, 2]])
-    at(id).replaceChildren(...PAGE.tokens.map((y, t) => coloured("span", y, row[t], limit)));
-  at("numbers").replaceChildren(...PAGE.tokens.map((token, t) => {
+    byId(id).replaceChildren(...PAGE.tokens.map((y, t) => coloured("span", y, row[t], limit)));
+  byId("numbers").replaceChildren(...PAGE.tokens.map((token, t) => {
     const line = document.createElement("tr");
     line.append(coloured("td", token.trim(), 0, 1));
     for (const row of [delta, PAGE.log_ratio, r, A, white])
@@ -145,6 +145,6 @@ function update() {
 }
 
 if (typeof document !== "undefined") {
-  at("touch").addEventListener("input", update);
+  byId("touch").addEventListener("input", update);
   update();
 }

@@ -1,9 +1,9 @@
-"""Write paper.html, the paper beside the code, from PAPER.md's map and the tags in the code:
+"""Write paper.html, which shows the paper beside the code:
 
     python notebooks/paper.py
 
-Left is each equation and each line of Algorithms 1 to 4 that acts; right its code, the tests
-that fail without it, a study's figure. Above is a response with a critique to edit (paper.js).
+Each row of PAPER.md's map becomes a row of the page: the equation or step on the left, and its
+code, tests and study figure on the right. Above is one response with an editable critique.
 """
 
 import ast
@@ -18,13 +18,12 @@ from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 import toy  # noqa: E402
 from annotate import token_offsets  # noqa: E402
 from report import page, split_text, write_page  # noqa: E402
 
 LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
-# Where PAPER.md is too terse to be read beside the paper.
+# Formulas for the rows whose text in PAPER.md is too short for this page.
 WORDS = dict(line.split(" | ") for line in """\
 Eq. §3.1 Definition 1 | ∇_NL(c → y) = Σ_t δ_t ∇_θ log π_θ(y_t ∣ x, y_<t)
 Eq. §3.4 L_R | p_φ(z ∣ x, y) = Π_j p_φ(z_j ∣ z_<j, x, y); L_R(φ) = −E log p_φ(z ∣ x, y)
@@ -37,8 +36,9 @@ Alg. 4 l.23 | L^CLIP_t = min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t)
 Alg. 4 l.24 | L^VF_t = (V(x, y_<t) − R_t)^2; R_t = Σ_{k≥t} γ^{k−t} r_k or, by default, A_t + V
 Alg. 4 l.25 | L^ENT_t = H(π_θ(· ∣ x, y_<t))
 Alg. 4 l.27 | E_t[L^CLIP_t + β L^ENT_t], maximised; printed −β (errata)""".splitlines())
-# An equation that is a line of a longer function; whose study's figure belongs to a place.
+# Equations that are implemented by a tagged line of an algorithm.
 SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14"}
+# The number of the study whose figure is shown in a row.
 STUDIES = {"Eq. §3.3 δ": 2, "Eq. §3.6 A^A": 8, "Eq. §3.6 A^B": 9, "Alg. 1 l.18": 1,
            "Alg. 2 l.5–9": 3, "Alg. 2 l.10–11": 6, "Alg. 2 l.18–25": 4, "Alg. 4 l.12": 7}
 HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #8885; }
@@ -48,10 +48,10 @@ mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f
 a { color: inherit; } label { display: block; } .scroll > svg { min-width: 44rem; }
 textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }</style>
-<p>Left <a href="https://arxiv.org/abs/2505.22338">the paper</a>, right the code.</p>"""
+<p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right.</p>"""
 TOUCH = """<section id="touch"><h2>One response, token by token</h2><div class="columns"><div>
 <p class="small">Post: {post}</p><textarea id="critique" rows="7">{reply}</textarea>
-<p class="small" id="said"></p>
+<p class="small" id="result"></p>
 <label>γ <input type="range" id="gamma" max="1" step=".01" value="1"> <output></output></label>
 <label>λ <input type="range" id="lam" max="1" step=".01" value=".95"> <output></output></label>
 <label>β <input type="range" id="beta" max="1" step=".01" value=".2"> <output></output></label>
@@ -64,28 +64,27 @@ log π − log π_ref and one V for all tokens</summary><div class="scroll"><tab
 
 
 def tags(doc: str, source: str) -> set[tuple[int, int]]:
-    """(algorithm, line) of every line of the paper that a piece of code names."""
-    found = re.findall(rf"Alg\. (\d) {LINES}", source)
+    """The (algorithm, line) pairs that the comments and the docstring of some code name."""
+    matches = re.findall(rf"Alg\. (\d) {LINES}", source)
     for text in re.findall(rf"# {LINES}", source):
-        found += [(n, text) for n in re.findall(r"(?:Alg\.|Algorithm) (\d)", doc)]
-    ends = [(int(n), part.split("–")) for n, text in found for part in text.split(", ")]
-    return {(n, i) for n, part in ends for i in range(int(part[0]), int(part[-1]) + 1)}
+        matches += [(n, text) for n in re.findall(r"(?:Alg\.|Algorithm) (\d)", doc)]
+    ranges = [(int(n), part.split("–")) for n, text in matches for part in text.split(", ")]
+    return {(n, i) for n, part in ranges for i in range(int(part[0]), int(part[-1]) + 1)}
 
 
-def extent(tree: ast.AST, line: int, alone: bool) -> range:
-    """The lines that a comment names: its statement or, where it is alone, what begins below;
-    of a block of several statements the head."""
+def extent(tree: ast.AST, line: int, is_alone: bool) -> range:
+    """The lines that a comment tags: its statement (or, if the comment `is_alone` on its line,
+    the next statement), without the body of a long block."""
     nodes = [node for node in ast.walk(tree) if hasattr(node, "end_lineno")]
-    begins = [node.lineno for node in nodes if isinstance(node, ast.stmt)]
-    start = line + 1 if alone else max(begin for begin in begins if begin <= line)
+    first_lines = [node.lineno for node in nodes if isinstance(node, ast.stmt)]
+    start = line + 1 if is_alone else max(first for first in first_lines if first <= line)
     node = max((n for n in nodes if n.lineno == start), key=lambda n: n.end_lineno)
-    block = isinstance(getattr(node, "body", None), list) and len(node.body) > 1
-    return range(start, node.body[0].lineno if block else node.end_lineno + 1)
+    is_block = isinstance(getattr(node, "body", None), list) and len(node.body) > 1
+    return range(start, node.body[0].lineno if is_block else node.end_lineno + 1)
 
 
 def excerpt(place: str, name: str) -> str:
-    """The code that the map has for a place as HTML, its lines marked: all of it where it is
-    short or no line is named, else the marked lines and two around each."""
+    """The HTML of `module.name`: lines tagged with this place are marked, long code is cut."""
     module, name = name.split(".")
     path = [*ROOT.glob(f"{module}.py"), *ROOT.glob(f"*/{module}.py")][0]
     text, marked, html = path.read_text("utf-8"), set(), ""
@@ -93,24 +92,25 @@ def excerpt(place: str, name: str) -> str:
     first, lines = text.count("\n", 0, piece.start()), piece[0].splitlines()
     for i, line in enumerate(lines, 1):
         code, _, comment = line.partition("#")
-        wanted = tags("", SAME.get(place, place))
-        if wanted & tags(piece[0], "#" + comment) or place in comment:
+        place_tags = tags("", SAME.get(place, place))
+        if place_tags & tags(piece[0], "#" + comment) or place in comment:
             marked |= {*extent(ast.parse(piece[0]), i, not code.strip())}
     near = {i for m in marked for i in range(m - 2, m + 3)} or range(40)
     for i, line in enumerate(lines, 1):
         shown = f"{first + i:4} {escape(line)}\n"
-        hidden = len(lines) > 24 and i > 1 and i not in near
-        html += "   ⋯\n" if hidden else f"<mark>{shown}</mark>" if i in marked else shown
-    where = f"{path.relative_to(ROOT)}:{first + min(marked, default=1)}"
-    return f"<b>{where}</b> {name}</p><pre>" + re.sub("(   ⋯\n)+", "   ⋯\n", html) + "</pre>"
+        is_hidden = len(lines) > 24 and i > 1 and i not in near
+        html += "   ⋯\n" if is_hidden else f"<mark>{shown}</mark>" if i in marked else shown
+    position = f"{path.relative_to(ROOT)}:{first + min(marked, default=1)}"
+    html = re.sub("(   ⋯\n)+", "   ⋯\n", html)
+    return f"<b>{position}</b> {name}</p><pre>{html}</pre>"
 
 
-def row(place: str, what: str, code: str, tests: str) -> str:
-    """A row of the map: the paper at #slug, the code at #slug-code."""
-    slug, words = re.sub(r"\W+", "-", place).lower(), escape(WORDS.get(place, what))
+def row(place: str, description: str, code: str, tests: str) -> str:
+    """A row of the page: the paper's side has the anchor #slug, the code's #slug-code."""
+    slug, words = re.sub(r"\W+", "-", place).lower(), escape(WORDS.get(place, description))
     for mark, tag in (("_", "sub"), (r"\^", "sup")):                   # as in y_<t, γ^{k−t}
-        raised = rf"{mark}(?:{{(.+?)}}|((?:&lt;)?[^\W_]+))"
-        words = re.sub(raised, rf"<{tag}>\1\2</{tag}>", words)
+        pattern = rf"{mark}(?:{{(.+?)}}|((?:&lt;)?[^\W_]+))"
+        words = re.sub(pattern, rf"<{tag}>\1\2</{tag}>", words)
     right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
                     for name in re.findall(r"`(\w+\.\w+)`", code))
     right += '<p class="small">Fails without it: '
@@ -124,7 +124,7 @@ def row(place: str, what: str, code: str, tests: str) -> str:
 
 
 def touch() -> str:
-    """The response and its critique, to be edited; paper.js computes the rest."""
+    """The HTML of the response and its editable critique; paper.js computes the numbers."""
     example, tokenizer = toy.rows("eval", 13)[12], AutoTokenizer.from_pretrained(toy.BASE)
     draft = toy.write_draft(example["facts"], random.Random(12))
     ids = [*tokenizer(draft).input_ids, tokenizer.eos_token_id]
@@ -137,7 +137,7 @@ def touch() -> str:
 
 
 def build() -> str:
-    """The page, the same from the same sources."""
+    """The whole page. Equal sources give equal bytes."""
     text, body = (ROOT / "PAPER.md").read_text("utf-8"), HEAD + touch()
     for line in re.findall(r"(?m)^\| ((?:Eq|Alg)\. .*) \|$", text.split("\n## Errata")[0]):
         title = "Equations" if line[0] == "E" else f"Algorithm {line[5]}"

@@ -1,7 +1,7 @@
-"""Asserts that mirror the equations: each of the core's, but for annotate.py, is broken once.
+"""Each assert of the core modules, except annotate.py's, fails once when its equation is broken.
 
-Those of annotate.py are broken in test_annotate.py. What asserts cost is a row of bench.py; -O
-takes them out (test_pipeline.py).
+test_annotate.py breaks those of annotate.py. bench.py measures the cost of the asserts, and
+test_pipeline.py checks that -O removes them.
 """
 
 import ast
@@ -29,7 +29,7 @@ IDS = torch.ones(1, 2).long()
 HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
 TARGETS = torch.zeros(5).long()
 SHORTER = SimpleNamespace(base_model=lambda ids, **_: SimpleNamespace(
-    last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that loses a column
+    last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that drops a column
 CONFIG = Config(micro_batch_size=6, minibatch_size=6)
 ROW = {"prompt": "x", "response": "y", "critique": "c", "good_spans": [], "poor_spans": []}
 
@@ -42,18 +42,18 @@ def messages(module: str) -> list[str]:
 
 
 def test_the_core_asserts_its_equations():
-    """At least 25, each naming its equation or line; all but annotate.py's are broken below."""
-    every = [message for module in CORE for message in messages(module)]
-    assert len(every) >= 25
+    """At least 25 asserts name their equation or line; BROKEN lists all but annotate.py's."""
+    all_messages = [message for module in CORE for message in messages(module)]
+    assert len(all_messages) >= 25
     places = ("§", "Alg.", "Appendix", "Definition")
-    assert all(any(place in message for place in places) for message in every
+    assert all(any(place in message for place in places) for message in all_messages
                if message not in ("whitened advantages have mean 0", "the head is frozen here"))
     broken = [message for message, _, _ in BROKEN]
-    not_broken = {message for message in every if not any(part in message for part in broken)}
-    assert not_broken <= set(messages("annotate"))
+    rest = {message for message in all_messages if not any(part in message for part in broken)}
+    assert rest <= set(messages("annotate"))
 
 
-# ── Calls that an assert must stop: of model, value head, rollouts and tokenizer
+# ── Calls that must fail an assert, with the arguments model, value head, rollouts, tokenizer
 
 def sample(model, head, rollouts, tokenizer):
     rows = get_task("toy").rows("train", 2, 0)
@@ -61,7 +61,7 @@ def sample(model, head, rollouts, tokenizer):
 
 
 def judge_as(judge_row, hole=0):
-    """A call of add_feedback with judge_row(n) for each row of n tokens."""
+    """A call of add_feedback in which each row of n tokens has the δ' judge_row(n)."""
     def call(model, head, rollouts, tokenizer):
         rollouts.mask[0, 1] = 1 - hole
         lengths = rollouts.mask.sum(1).tolist()
@@ -92,16 +92,16 @@ def write(model, head, rollouts, tokenizer):
     reward_model.write_critiques(model, tokenizer, ["x"], ["y"], 3)
 
 
-# ── Functions that take the place of the core's
+# ── Replacements for functions of the core
 
 def log_probs_of(*numbers):
-    """token_logprobs that gives one of the numbers at each call, in turn."""
+    """A token_logprobs that returns one of the numbers in each call, in turn."""
     turn = cycle(numbers)
     return lambda hidden, *_: torch.full((len(hidden),), float(next(turn)))
 
 
 def moved_gae(by_advantage, by_return):
-    """gae with numbers added to what it gives."""
+    """A gae that adds constants to its advantages and returns."""
     def moved(*arguments):
         advantages, returns = gae(*arguments)
         return advantages + by_advantage, returns + by_return
@@ -115,7 +115,7 @@ def pad_without_the_last(*arguments):
     return *others, mask
 
 
-# (a part of the message, what is patched, the call)
+# (a part of the message, the patched names, the call)
 BROKEN = [
     ("Definition 1", {}, lambda *_: text2grad.nl_gradient_loss(ONES, SHORT, ONES)),
     ("one r_t and V per token", {}, lambda *_: text2grad.gae(ONES, SHORT, ONES, 1, 1)),

@@ -72,7 +72,7 @@ def imports(tree: ast.Module):
 
 
 def words(node: ast.AST) -> list[str]:
-    """Every name that is read: x, a.x, and x in a text such as "toy:x" or in ("x", "y")."""
+    """All names that are read: x, a.x, and x in strings such as "toy:x" or in ("x", "y")."""
     found = []
     for one in ast.walk(node):
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load):
@@ -99,10 +99,8 @@ def wrong_imports(root: Path) -> list[str]:
 
 
 def imported_tests(root: Path) -> list[str]:
-    """Imports of a test file or a benchmark: both are only run.
-
-    What several tests need is in helpers.py, conftest.py and loopback.py.
-    """
+    """Imports of test files or benchmarks, which are not modules. Shared test code belongs in
+    helpers.py, conftest.py and loopback.py."""
     paths = [path for place in ("tests", "notebooks") for path in (root / place).glob("*.py")]
     return [f"{path.name} imports {name}" for path in sorted(paths)
             for name, _ in imports(ast.parse(path.read_text("utf-8")))
@@ -110,10 +108,8 @@ def imported_tests(root: Path) -> list[str]:
 
 
 def loose_ends(root: Path) -> list[str]:
-    """What ruff sees: unused or unknown names, wide lines, public code without a docstring.
-
-    Of tests, benchmarks and notebooks it sees names and wide lines alone.
-    """
+    """Ruff's findings: unused or unknown names, wide lines, and (outside tests, benchmarks and
+    notebooks) public code without a docstring."""
     places = [place for place in ("tests", "bench", "notebooks") if (root / place).exists()]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache",
                "--output-format", "json", "--select", RULES, "--config", "line-length = 96",
@@ -125,7 +121,7 @@ def loose_ends(root: Path) -> list[str]:
 
 
 def without_caller(root: Path) -> list[str]:
-    """Public functions and methods that only they themselves, or tests, read."""
+    """Public functions and methods that only they themselves or tests refer to."""
     trees = [*sources(root).values(), *map(ast.parse, cells(root))]
     read = Counter(word for tree in trees for word in words(tree))
     return [f"{file}: {node.name}" for file, tree in sources(root).items()
@@ -135,7 +131,7 @@ def without_caller(root: Path) -> list[str]:
 
 
 def unread_flags(root: Path) -> list[str]:
-    """Fields made by flag(…) whose name is read in no file that has their class."""
+    """Flags (fields set by flag(…)) that no file with their class reads."""
     found, texts = [], {file: (root / file).read_text("utf-8") for file in sources(root)}
     read = {file: {*words(tree)} for file, tree in sources(root).items()}
     for file, tree in sources(root).items():
@@ -153,7 +149,7 @@ def docstring(node: ast.AST) -> str:
 
 
 def public(tree: ast.Module):
-    """(definition, docstring of the class around it) of what is public in a file."""
+    """(definition, docstring of its class) for each public definition of a file."""
     for node in tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name[0] != "_":
             yield node, ""
@@ -173,8 +169,8 @@ def has_tensor(node: ast.AST) -> bool:
 def poor_docstrings(root: Path) -> list[str]:
     """Public docstrings of the core that lack a shape or a place in the paper.
 
-    A Tensor in a signature needs a shape: [B, T], "scalar" or "any shape"; the file's docstring
-    explains its letters. The place may stand in the file's docstring too, as for helpers.
+    A function with a Tensor in its signature needs a shape ([B, T], "scalar" or "any shape");
+    the file's docstring explains the letters and may name the place.
     """
     found = []
     for file in CORE & sources(root).keys():

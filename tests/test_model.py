@@ -1,4 +1,4 @@
-"""model.py and sampling.py against autograd, PEFT, transformers' generate, counting, a kill."""
+"""model.py, sampling.py and checkpoints, tested against autograd, PEFT and transformers."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def base(request):
 
 @pytest.fixture()
 def gpt(tiny):
-    """A tiny GPT-2: it learns absolute positions, and its linear layers are Conv1D."""
+    """A tiny GPT-2, which has learnt absolute positions and Conv1D instead of linear layers."""
     path = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
     return load_model(path, device="cpu")
 
@@ -79,7 +79,7 @@ def tiny(tmp_path, toy_model):
 
 @pytest.fixture()
 def bos_tokenizer(toy_model):
-    """The toy tokenizer with a BOS that it writes in front of every text, as Llama's does."""
+    """The toy tokenizer, changed to put BOS before every text, as Llama's does."""
     tokenizer = toy_model[1]
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -132,7 +132,7 @@ def logits_of(model, ids):
 
 
 def peft_adapter(model, directory, targets=("q_proj", "v_proj"), **options):
-    """An adapter with random weights, made and saved by PEFT on a fresh copy of the base."""
+    """An adapter with random weights that PEFT creates and saves on a new copy of the base."""
     fresh = AutoModelForCausalLM.from_pretrained(directory_of(model))
     peft = get_peft_model(fresh, LoraConfig(r=3, lora_alpha=7, target_modules=list(targets),
                                             task_type="CAUSAL_LM", **options))
@@ -147,7 +147,7 @@ def up_to_eos(row, eos):
 
 
 def transformers_greedy(model, prompts, max_new_tokens, eos):
-    """What transformers' generate makes of the left-padded batch, cut after each EOS."""
+    """The greedy output of transformers' generate for the left-padded batch, cut at EOS."""
     ids, mask, *_ = pad_batch(prompts, [])
     out = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=eos,
                          max_new_tokens=max_new_tokens, pad_token_id=0)
@@ -160,7 +160,8 @@ def transformers_greedy(model, prompts, max_new_tokens, eos):
 
 
 def staggering_eos(rows):
-    """The two ids that, as EOS, end these rows at the most different times; the cut rows."""
+    """Two EOS ids that end these rows at as many different lengths as possible, and the rows
+    cut at these ids."""
     pairs = combinations(sorted({token for row in rows for token in row[1:]}), 2)
     best = max(pairs, key=lambda eos: len({len(up_to_eos(row, eos)) for row in rows}))
     cut = [up_to_eos(row, best) for row in rows]
@@ -178,7 +179,7 @@ def refused(match, call, *arguments, **options):
 
 @contextmanager
 def sizes_of(model):
-    """The [B, columns] of the ids of every pass through the model inside."""
+    """Collects the shape [B, columns] of the input ids of every forward pass."""
     sizes = []
     hook = model.base_model.register_forward_pre_hook(
         lambda _, args: sizes.append(tuple(args[0].shape)))
@@ -187,7 +188,7 @@ def sizes_of(model):
 
 
 class Outputs(TorchDispatchMode):
-    """Every tensor that an operator returns while this is on."""
+    """Records every tensor that an operator returns while this mode is active."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +206,8 @@ class Outputs(TorchDispatchMode):
 @pytest.mark.parametrize("n, temperature", [(1, 0.6), (7, 1.0), (64, 0.6), (1100, 1.0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, device):
-    """Values, and gradients in the hidden states under a random upstream gradient, of each."""
+    """Compare the values and, for random upstream gradients, the gradients of the hidden
+    states."""
     hidden, weight, targets, *upstream = drawn(n, 203, 24, dtype, device)
     all_ours = both(hidden, weight, targets, temperature)
     all_theirs = naive(hidden, weight, targets, temperature)
@@ -221,7 +223,7 @@ def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, d
 
 
 def test_entropy_of_a_flat_and_of_a_certain_distribution():
-    """log V where all logits are equal, 0 where one token has all the probability."""
+    """Entropy is log V if all logits are equal and 0 if one token has all the probability."""
     weight = torch.tensor([[900.0], [0], [0], [0], [0]])
     logp, entropy = both(torch.tensor([[0.0], [1.0]]), weight, torch.tensor([3, 0]))
     torch.testing.assert_close(entropy, torch.tensor([5.0, 1.0]).log())
@@ -245,7 +247,7 @@ def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
         head = weight.untyped_storage().data_ptr()
         return [t.numel() for t in outputs.tensors if t.untyped_storage().data_ptr() != head]
 
-    assert max(sizes(naive)) >= n * v, "the recorder must see the tensor where it is made"
+    assert max(sizes(naive)) >= n * v, "the recorder must see the full logits of naive()"
     ours = sizes(both)
     assert max(ours) <= most and v * h not in ours
 
@@ -254,7 +256,7 @@ def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "gate_proj")])
 def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
-    """The logits and gradients of PEFT; dropout in training; PEFT reads save_lora's files."""
+    """Logits and gradients equal PEFT's, dropout acts in training, PEFT reads our files."""
     model, tokenizer = base
     ids = tokenizer(LONG).input_ids
     peft = peft_adapter(model, tmp_path / "peft", targets, lora_dropout=0.5)
@@ -283,7 +285,8 @@ def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
 
 
 def test_two_adapters_do_not_mix(toy_model, tmp_path):
-    """Each gives what it gives alone. What was before comes back; no merged weights stay."""
+    """Each adapter acts as if it were alone. Leaving use_lora restores the former adapter and
+    removes merged weights."""
     model, tokenizer = toy_model
     ids = tokenizer(LONG).input_ids
     alone = {None: logits_of(model, ids)}
@@ -318,7 +321,8 @@ def test_two_adapters_do_not_mix(toy_model, tmp_path):
 
 
 def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
-    """The update is made in float32 and rounded once; nor is it merged, which would lose it."""
+    """The update is computed in float32 and rounded once. It is not merged, as merging in
+    bfloat16 would lose it."""
     model, _ = load_model(directory_of(toy_model[0]), dtype="bfloat16", device="cpu")
     parameters = add_lora(model, "policy")
     randomise(parameters, 0.2)
@@ -343,7 +347,8 @@ def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
 ], ids=["mistral-sliding", "mistral", "qwen2", "qwen2-mixed"])
 def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architecture, config,
                                                       extra):  # Table 5
-    """load_model, generate (against transformers) and LoRA (against PEFT), windows included."""
+    """load_model, generate (against transformers) and LoRA (against PEFT), also with sliding
+    windows."""
     model, tokenizer = load_model(tiny(architecture, config, **extra), device="cpu")
     assert type(model) is architecture and not any(p.requires_grad for p in model.parameters())
     if "max_window_layers" in extra:
@@ -363,7 +368,7 @@ def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architectu
 # ── load_model, fingerprint, ValueHead
 
 def test_half_precision_becomes_float32_on_a_cpu_unless_asked_for(toy_model, tmp_path):
-    """A bfloat16 checkpoint loads as float32 on a CPU, same values; dtype= is obeyed."""
+    """A bfloat16 checkpoint loads as float32 on a CPU, with equal values; dtype= overrides."""
     half, tokenizer = load_model(directory_of(toy_model[0]), torch.bfloat16, "cpu")
     assert head_weight(half).dtype == torch.bfloat16
     half.save_pretrained(tmp_path)
@@ -374,7 +379,7 @@ def test_half_precision_becomes_float32_on_a_cpu_unless_asked_for(toy_model, tmp
 
 
 def test_a_fingerprint_names_the_base_and_not_its_precision(toy_model, stories):
-    """Equal in bfloat16 and under an adapter, different for other weights or another depth."""
+    """bfloat16 and adapters do not change the fingerprint; other weights or depths do."""
     model, _ = toy_model
     name = fingerprint(model)
     assert name != fingerprint(stories[0])
@@ -402,7 +407,7 @@ def test_value_head_is_zero_and_then_linear():
 # ── Errors
 
 def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
-    """Nothing there; a pickle alone; damaged safetensors; a tokenizer of another model."""
+    """A missing directory, a pickle, damaged safetensors, and another model's tokenizer."""
     model, tokenizer = toy_model
     refused(str(tmp_path / "nowhere"), load_model, tmp_path / "nowhere", device="cpu")
     refused("--model", load_model, str(tmp_path / "nowhere"), device="cpu")
@@ -418,7 +423,8 @@ def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
 
 
 def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):
-    """A soft cap, whatever the padding token, whose embedding is zero; a bias. Not without."""
+    """Models with a soft cap on the logits (for any padding token) or a bias in the head are
+    rejected, and load without them."""
     for pad in (0, 3):
         gemma = dict(head_dim=8, query_pre_attn_scalar=8, initializer_range=1.0,
                      pad_token_id=pad)
@@ -433,7 +439,7 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
-    """The directory and the file are named, whether it is torn or absent."""
+    """The error names the directory and the truncated or missing file."""
     model, _ = toy_model
     add_lora(model, "policy")
     save_lora(model, "policy", tmp_path / "adapter")
@@ -446,7 +452,8 @@ def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
 
 
 def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
-    """By shape, an absent layer, the head, the fingerprint, half a pair; the model stays."""
+    """Wrong shapes, missing layers, the head, another fingerprint and half a LoRA pair are
+    rejected, and the model is unchanged."""
     model, _ = toy_model
     small, _ = load_model(tiny(MistralForCausalLM, MistralConfig, num_hidden_layers=3))
     shallow, _ = load_model(tiny(Qwen2ForCausalLM, Qwen2Config, "shallow", num_hidden_layers=1))
@@ -478,7 +485,7 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
     ("r", {}, "r is missing"),
     ("lora_alpha", {}, "lora_alpha is missing")])
 def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, message):
-    """What PEFT computes in another way; without its scale, for which nothing is guessed."""
+    """Adapters with unsupported PEFT options, or without the rank or α that give the scale."""
     model, _ = toy_model
     peft_adapter(model, tmp_path)
     path = tmp_path / "adapter_config.json"
@@ -490,7 +497,7 @@ def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, m
 
 
 def test_unknown_names_are_refused(toy_model, gpt, tmp_path):
-    """A target that the model lacks or that is not linear, an adapter unknown or known."""
+    """Missing or non-linear target modules, unknown adapters, and a name that is in use."""
     model, _ = toy_model
     refused("W_pack", add_lora, model, "policy", target_modules=("q_proj", "W_pack"))
     refused("gate_proj", add_lora, model, "policy", target_modules=("W_pack",))
@@ -502,7 +509,8 @@ def test_unknown_names_are_refused(toy_model, gpt, tmp_path):
 
 
 def test_prompts_that_cannot_be_answered_are_refused(toy_model):
-    """No tokens, too many, or layers whose cache is not keys and values; one just fits."""
+    """Empty prompts, prompts that are too long, and layers without a key-value cache; a prompt
+    of the maximal length is accepted."""
     model, _ = toy_model
     limit = model.config.max_position_embeddings
     refused("no tokens", generate, model, [[5], []], 4)
@@ -517,7 +525,7 @@ def test_prompts_that_cannot_be_answered_are_refused(toy_model):
 # ── Prompts and answers
 
 def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
-    """The ids are those of the rendered text, whose BOS the template wrote: exactly one."""
+    """The ids are those of the rendered text, with exactly one BOS from the template."""
     bos_tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}")
@@ -529,7 +537,7 @@ def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_path):
-    """What goes on tomorrow, R_φ and evaluation see the prompt of today."""
+    """A run that resumes on another day, R_φ and the evaluation all use the same prompt."""
     base = shutil.copytree(ROOT / "toy" / "base", tmp_path / "base")
     (base / "chat_template.jinja").write_text(
         "{{ strftime_now('%d %b') }} {{ strftime_now(\"%Y\") }}: {{ messages[0]['content'] }}")
@@ -539,19 +547,20 @@ def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_pa
 
 def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, tmp_path,
                                                                      monkeypatch):
-    """A directory by its absolute path, a hub id as it is."""
+    """A directory is stored as an absolute path, a hub id without change."""
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
     monkeypatch.chdir(ROOT)
-    for name, told in (("toy/base", str(ROOT / "toy" / "base")), ("org/model", "org/model")):
+    for name, stored in (("toy/base", str(ROOT / "toy" / "base")), ("org/model", "org/model")):
         model.config._name_or_path = name
         save_lora(model, "policy", tmp_path / "adapter")
         config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == told
+        assert config["base_model_name_or_path"] == stored
 
 
 def test_the_plain_template_stands_after_one_bos(bos_tokenizer):
-    """Without a chat template: BOS, the prompt, a blank line and 'Answer:', for every turn."""
+    """Without a chat template each turn is the prompt, a blank line and 'Answer:', after one
+    BOS."""
     ids = encode_prompt(bos_tokenizer, "Why {so}?")
     assert ids.count(bos_tokenizer.bos_token_id) == 1
     assert bos_tokenizer.decode(ids) == "<bos>Why {so}?\n\nAnswer:\n"
@@ -563,7 +572,8 @@ def test_the_plain_template_stands_after_one_bos(bos_tokenizer):
 
 
 def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
-    """The text and EOS, no BOS; the tokenizer's EOS, then the config's, each once."""
+    """An answer is the text and EOS, without BOS. eos_ids lists the tokenizer's EOS first, then
+    the config's, without duplicates."""
     model, tokenizer = toy_model[0], bos_tokenizer
     ids = encode_answer(tokenizer, "Because.")
     assert tokenizer.decode(ids[:-1]) == "Because." and ids[-1] == tokenizer.eos_token_id
@@ -578,7 +588,7 @@ def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
 
 @with_positions
 def test_scores_are_those_of_the_unpadded_sequence(base):
-    """Each row of a padded batch has the log-softmax of prompt and response alone."""
+    """Each row of a padded batch gets the log-probs of its unpadded prompt and response."""
     model, tokenizer = base
     rows = prompts_of(tokenizer)
     prompts = [row[:k] for k, row in zip((3, 1, 1, 2, 5, 9, 4, 6), rows)]
@@ -598,7 +608,8 @@ def test_scores_are_those_of_the_unpadded_sequence(base):
 
 @pytest.mark.parametrize("size", [8, 128_256])
 def test_no_token_without_probability_is_drawn(size):
-    """The ends of the vocabulary and every other token have none; u is torch.rand's extreme."""
+    """Tokens at both ends of the vocabulary, and every other token between, have probability 0;
+    u is the smallest or largest value of torch.rand."""
     u = torch.tensor([0, 1 - 2**-24]).repeat(8)[:, None]
     for nothing in (-torch.inf, -1e4):
         logits = torch.full((16, size), nothing)
@@ -612,10 +623,10 @@ def test_no_token_without_probability_is_drawn(size):
 
 @with_positions
 def test_greedy_is_transformers_greedy(base, monkeypatch):
-    """Token for token on unequal prompts whose rows end at different times; EOS is kept.
+    """Equal tokens, including EOS, for prompts of unequal length that end at different times.
 
-    The prompts are read in parts of two columns, into a cache that is allocated once, with a
-    column per token; rows that have ended leave the batch.
+    The prefill processes two columns at a time, the cache is allocated once, and finished rows
+    leave the batch.
     """
     model, tokenizer = base
     prompts, caches, update = prompts_of(tokenizer), set(), StaticCache.update
@@ -642,10 +653,8 @@ def test_greedy_is_transformers_greedy(base, monkeypatch):
 
 
 def test_every_token_is_the_one_its_uniform_says(base):
-    """y_t is where the distribution function of the uncached model passes u.
-
-    At T = 0.8, under an adapter, in any order of the batch, rows leaving early.
-    """
+    """y_t is the token at which the CDF of the uncached model exceeds u (T = 0.8, with an
+    adapter, for any order of the batch, and with rows that end early)."""
     model, tokenizer = base
     randomise(add_lora(model, "policy"))
     prompts = prompts_of(tokenizer)
@@ -681,7 +690,7 @@ def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
         observed, wanted = (torch.cat([x[common], x[~common].sum()[None]])
                             for x in (counts, expected))
         freedom = len(wanted) - 1
-        assert freedom > 10, "the distribution must have a breadth"
+        assert freedom > 10, "the distribution must not be too narrow"
         chi2 = ((observed - wanted) ** 2 / wanted).sum()
         return float((chi2 - freedom) / (2 * freedom) ** 0.5)
 
@@ -696,7 +705,7 @@ def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
 @needs_cuda
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_the_captured_step_is_the_eager_step(toy_model, temperature):
-    """CUDA: ids with and without the graph, rows ending early, over two widths of the cache."""
+    """CUDA: the graph gives the ids of eager decoding, also if rows end early."""
     model, tokenizer = toy_model
     model.cuda()
     prompts = prompts_of(tokenizer)
@@ -710,7 +719,7 @@ def test_the_captured_step_is_the_eager_step(toy_model, temperature):
 
 @needs_cuda
 def test_the_host_waits_only_every_16_tokens(toy_model):
-    """CUDA: the synchronisations that PyTorch reports do not grow with an endless row."""
+    """CUDA: the number of host–device syncs does not grow with the length of one row."""
     model, _ = toy_model
     model.cuda()
     waits = []
@@ -728,7 +737,7 @@ def test_the_host_waits_only_every_16_tokens(toy_model):
 # ── Recomputed activations
 
 def test_recomputed_activations_give_the_same_gradients(base):
-    """Bit for bit, though backward runs after the adapter's block was left, beside another."""
+    """The gradients are bit-identical, although backward runs after use_lora has ended."""
     model, tokenizer = base
     prompts = prompts_of(tokenizer)
     policy, other = add_lora(model, "policy", dropout=0.2), add_lora(model, "reward")
@@ -749,7 +758,7 @@ def test_recomputed_activations_give_the_same_gradients(base):
     decoder_blocks(model)[0].self_attn.register_forward_hook(lambda *_: runs.append(1))
     for a, b in zip(plain, gradients(), strict=True):
         assert torch.equal(a, b) and a.abs().sum() > 0
-    assert len(runs) == 2, "once forward, once in backward, however often it is asked for"
+    assert len(runs) == 2, "one forward and one recomputation, even if enabled twice"
     assert all(p.grad is None for p in other)
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert set(map(id, trainable)) == set(map(id, [*policy, *other])), "the base is frozen"
@@ -759,7 +768,7 @@ def test_recomputed_activations_give_the_same_gradients(base):
 # ── Checkpoints
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
-    """Every dtype and layout, NaN and −0 included, and every number of the state."""
+    """Tensors of every dtype and layout, with NaN and −0, and every number of the state."""
     odd, shared = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]), torch.randn(4, 6)
     tensors = {"odd": odd, "half": torch.randn(3, 5).bfloat16(), "step": torch.tensor(7.0),
                "double": torch.randn(2).double(), "rng": torch.get_rng_state(),
@@ -769,7 +778,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     state = {"beta": 0.1 + 0.2, "small": 5e-324, "iteration": 2**53 + 1, "kl": None, "on": True,
              "list": [1, [2.5, "χ²"]]}
     save_checkpoint(tmp_path / "checkpoint", {"gone": odd}, {"gone": 1})
-    # A killed process may have had the same number: the first of any container has.
+    # A killed process may have had the same PID, as the first process of every container has.
     for kind in ("new", "old"):
         shutil.copytree(tmp_path / "checkpoint", tmp_path / f".checkpoint.{kind}-{os.getpid()}")
     save_checkpoint(tmp_path / "checkpoint", tensors, state)
@@ -783,14 +792,15 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
 
 
 def kept(run, n, former, **state):
-    """Checkpoint-n of forty numbers n, which grew from that of `former`."""
+    """Save checkpoint n, which holds forty numbers n, after resuming from `former`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.full((40,), float(n)))])
     keep_checkpoint(run, optimizer, {"iteration": n, **state}, 10**9, former, n)
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys):
-    """Absent, torn anywhere, any bit flipped: it is named, and the one before is taken."""
+    """A missing or truncated file or a flipped bit: the error names it, and the previous
+    checkpoint is used."""
     for n in (9, 10):
         kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)  # 1e-05 is 1E-05, a flip away
     path, tensors, state = newest_checkpoint(tmp_path)
@@ -818,7 +828,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys)
 
 
 def test_the_checkpoint_just_written_stays_and_the_damaged_ones_go(tmp_path):
-    """3 to 9 are damaged, whatever their numbers, where 2 was taken up: then 4 is written."""
+    """A run resumes from 2, as 3 to 9 are damaged. Writing 4 removes the damaged ones."""
     for n in (2, 3, 6, 9):
         save_checkpoint(tmp_path / f"checkpoint-{n}", {}, {"iteration": n})
     kept(tmp_path, 4, 2)
@@ -826,9 +836,10 @@ def test_the_checkpoint_just_written_stays_and_the_damaged_ones_go(tmp_path):
 
 
 def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys):
-    """A process ends at its k-th touch of the disk, for every k: the newest is whole."""
+    """For every k, a process exits at its k-th file operation; the newest checkpoint is
+    complete."""
     def dies_at(k, run):
-        """In a process of its own, without clean-up, as SIGKILL ends one: its exit status."""
+        """The exit status of a child process that ends without clean-up, as by SIGKILL."""
         child = os.fork()
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -863,7 +874,7 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys
 
 @pytest.mark.parametrize("what", ["checkpoint", "adapter"])
 def test_a_full_disk_leaves_what_was_there(toy_model, tmp_path, monkeypatch, what):
-    """ENOSPC in save_file or in fsync: the former stands, nothing lies beside it."""
+    """After ENOSPC in save_file or fsync the old files remain, and no temporary ones."""
     model, _ = toy_model
     parameters = add_lora(model, "policy")
 

@@ -1,6 +1,6 @@
-"""The notebooks: each runs in a clean kernel and says what is stored, and defines no algorithm.
+"""Each notebook gives its stored outputs in a new kernel and defines no algorithm.
 
-An exercise is four cells: a question, a cell with a blank, its check, the folded solution.
+An exercise has four cells: a question, a cell with a blank, its check, and a folded solution.
 """
 
 import ast
@@ -20,16 +20,16 @@ for package in ("nbformat", "nbclient", "ipykernel", "IPython"):
     pytest.importorskip(package, reason=f"{package} is not installed: no notebook is tested")
 import nbformat
 
-from notebooks.build import executed, without_chance
+from notebooks.build import execute_notebook, remove_run_details
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROOMS = {"toy", "measures", "experiments"}
 OURS = {path.stem for path in ROOT.glob("*.py")} | ROOMS
 MAY_IMPORT = OURS | {"IPython", "dataclasses", "itertools", "json", "math", "os", "random",
                      "re", "sys", "tokenizers", "torch", "transformers", "unittest"}
-# They train a model, which is chaotic: each processor gives other numbers. The longest first.
+# These notebooks train a model, so their numbers depend on the processor. The longest first.
 LIVE = ["5_ten_ways_to_get_it_wrong", "4_what_the_critic_learned"]
-# It changes functions on purpose, so it may hold algorithms: wrong ones.
+# This notebook may define algorithms, because it shows wrong versions of functions.
 WRONG = "5_ten_ways_to_get_it_wrong"
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 BLANK = "...  # yours"
@@ -41,7 +41,7 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def code(path: Path) -> list:
-    """The cells of code, as they are stored."""
+    """The stored code cells of a notebook."""
     cells = nbformat.read(path, as_version=4).cells
     return [cell for cell in cells if cell.cell_type == "code"]
 
@@ -51,14 +51,14 @@ def nodes(cell) -> list:
 
 
 def imported(cells) -> set[str]:
-    """Names that these cells take from our scripts."""
+    """The names that these cells import from the project."""
     return {alias.asname or alias.name for cell in cells for node in nodes(cell)
             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
             if getattr(node, "module", alias.name).split(".")[0] in OURS}
 
 
 def ours() -> set[str]:
-    """Every function and class of the scripts and the rooms."""
+    """The names of all functions and classes of the scripts and packages."""
     files = [path for room in ROOMS for path in (ROOT / room).glob("[a-z]*.py")]
     rooms = [f"{path.parent.name}.{path.stem}" for path in files]
     modules = [importlib.import_module(name) for name in sorted(OURS) + rooms]
@@ -74,7 +74,7 @@ def pictures(cell) -> list:
 
 
 def words(cell) -> list[str]:
-    """What a reader sees of a cell's outputs: what is printed, and the words of pictures."""
+    """The words in a cell's outputs: printed text, HTML, and the text of SVG pictures."""
     texts = [output.text for output in cell.outputs if output.output_type == "stream"]
     texts += [" ".join(picture.itertext()) for picture in pictures(cell)]
     for data in (output.data for output in cell.outputs if "data" in output):
@@ -87,22 +87,20 @@ def words(cell) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def runs(request):
-    """Path → the future of a notebook's run in a clean kernel.
-
-    Two run at a time, the longest first, while the other tests of this file go on.
-    """
+    """Path → the future of a notebook's run in a new kernel; two run at a time, the longest
+    first, while the other tests of this file continue."""
     tested = {item.callspec.params["path"] for item in request.session.items
               if item.originalname == "test_runs_in_a_clean_kernel_and_says_what_is_stored"}
     pool = ThreadPoolExecutor(2)
-    yield {path: pool.submit(executed, path)
+    yield {path: pool.submit(execute_notebook, path)
            for path in sorted(tested, key=lambda path: [*LIVE, path.stem].index(path.stem))}
     pool.shutdown(cancel_futures=True)
 
 
-# ── What stands in them
+# ── The contents of the cells
 
 def test_the_notebooks_and_exercises_are_there():
-    """So that a folder or a mark that changed does not pass every other test here."""
+    """Without notebooks or blanks, the other tests of this file would pass vacuously."""
     assert len(NOTEBOOKS) == 5 and {*LIVE, WRONG} <= {path.stem for path in NOTEBOOKS}
     blanks = [path.read_text("utf-8").count(BLANK) for path in WITH_EXERCISES]
     assert len(blanks) >= 4 and sum(blanks) >= 15
@@ -110,19 +108,17 @@ def test_the_notebooks_and_exercises_are_there():
 
 @each
 def test_holds_nothing_that_changes_from_run_to_run(path):
-    """A second build gives the same bytes: no times, no version, no path, no warnings."""
+    """The files contain no times, versions, paths or warnings, so builds are reproducible."""
     text, notebook = path.read_text(), nbformat.read(path, as_version=4)
     assert not re.search(r"/(home|root|tmp|Users)/|iopub|stderr|Warning|0x[0-9a-f]{6,}", text)
     assert all(not cell.metadata for cell in notebook.cells)
-    assert text == nbformat.writes(without_chance(notebook)) + "\n"
+    assert text == nbformat.writes(remove_run_details(notebook)) + "\n"
 
 
 @each
 def test_needs_no_network_and_defines_no_algorithm_of_its_own(path):
-    """It imports harmless modules, torch, tokenizers and ours, and has no address or shell.
-
-    A class, a function over three lines or of one of our names would be a second truth.
-    """
+    """Only listed modules are imported, and no cell has a URL or a shell command. Classes, long
+    functions, and functions with names of the project are forbidden."""
     known, taken = ours(), imported(code(path))
     assert len(taken & known) >= 5, "the scripts' own functions are called"
     for cell in code(path):
@@ -142,10 +138,8 @@ def test_needs_no_network_and_defines_no_algorithm_of_its_own(path):
 
 @each
 def test_calculations_by_hand_call_nothing_of_ours(path):
-    """A cell "# By hand" asserts, and of our functions it calls the switch `use_lora` alone.
-
-    In the first notebook one stands after each cell that prints a number.
-    """
+    """A cell "# By hand" has an assert and calls no function of the project but `use_lora`. In
+    the first notebook such a cell follows each cell that prints a number."""
     cells = code(path)
     by_hand = [cell for cell in cells if cell.source.startswith("# By hand")]
     for cell in by_hand:
@@ -163,7 +157,7 @@ def test_calculations_by_hand_call_nothing_of_ours(path):
 # ── Exercises
 
 def run(source: str, names: dict) -> str:
-    """What a cell prints; `names` are the notebook's variables."""
+    """Run a cell with the notebook's variables `names`; returns what it prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(compile(source, "cell", "exec"), names)
@@ -171,13 +165,13 @@ def run(source: str, names: dict) -> str:
 
 
 def answer_name(source: str) -> str:
-    """The name that the blank is to give a value: x = ..., or a function that returns it."""
+    """The name that the cell with the blank defines: a variable or a function."""
     node = ast.parse(source).body[-1]
     return node.name if isinstance(node, ast.FunctionDef) else node.targets[0].id
 
 
 def wrong_answers(value) -> list:
-    """The answer with one of its parts changed, for each part; of a function, its results."""
+    """Copies of the answer with one part changed each; of a function, its result is changed."""
     if callable(value):
         return [lambda *args: wrong_answers(value(*args))[0]]
     if isinstance(value, bool):
@@ -203,12 +197,10 @@ def test_every_part_of_an_answer_is_changed():
 
 @pytest.mark.parametrize("path", WITH_EXERCISES, ids=lambda path: path.stem)
 def test_a_blank_is_blank_the_solution_right_and_the_rest_wrong(path, monkeypatch):
-    """An answer that differs from the solution anywhere fails its check.
-
-    The notebook runs in this process, without what trains, to the last exercise.
-    """
+    """The check rejects every answer that differs from the solution in one part. The notebook
+    runs in this process up to the last exercise, without the cells after a training."""
     monkeypatch.chdir(path.parent)
-    monkeypatch.setenv("TQDM_DISABLE", "1")                # as the first cells do, for ever
+    monkeypatch.setenv("TQDM_DISABLE", "1")                # undoes what the first cells set
     monkeypatch.setattr(sys, "path", [*sys.path])
     cells, names, has_trained = nbformat.read(path, as_version=4).cells, {}, False
     places = [i for i, cell in enumerate(cells)
@@ -234,28 +226,28 @@ def test_a_blank_is_blank_the_solution_right_and_the_rest_wrong(path, monkeypatc
         run(cell.source, names)
 
 
-# ── They run, and say what is stored: last here, as the runs go on meanwhile
+# ── The outputs: last in this file, because the notebooks run in the background
 
 def tolerance(now: str, stored: str) -> float:
-    """How far apart two printed numbers may be.
+    """The largest allowed difference between two printed numbers.
 
-    Integers are exact, as no cell rounds a number to one: they are counts, ids, places, sums of
-    ±1 and constants. Decimals are rounded, and processors add in different orders: two units
-    of the last place, or 1 %. "1" beside "0.9999" is one too: legends drop zeros at the end.
+    Integers must be equal, because cells print only exact ones (counts, ids, positions).
+    Decimals may differ by two units of the last digit or 1 %, as rounding depends on the
+    processor. "1" counts as a decimal beside "0.9999", as legends drop trailing zeros.
     """
     decimals = max(len(number.partition(".")[2]) for number in (now, stored))
     return max(2.01 * 10.0**-decimals, abs(float(stored)) / 100) if decimals else 0
 
 
 def same(now: str, stored: str) -> bool:
-    """Equal words, whose numbers are equal up to rounding."""
+    """Whether two words are equal and their numbers are equal up to rounding."""
     pairs = zip(NUMBER.findall(now), NUMBER.findall(stored))
     return (NUMBER.sub("#", now) == NUMBER.sub("#", stored)
             and all(abs(float(a) - float(b)) <= tolerance(a, b) for a, b in pairs))
 
 
 def test_rounding_is_forgiven_and_nothing_else():
-    """The comparison itself; integers, words and signs of large numbers are exact."""
+    """`same` tolerates rounding; integers, words and signs of large numbers must be equal."""
     for now, stored in (("0.262", "0.261"), ("[+the+]", "[+the+]"), ("a,-0.02", "a,0.00"),
                         ("0.9999", "1"), ("-1", "-0.9999")):
         assert same(now, stored)
@@ -265,13 +257,13 @@ def test_rounding_is_forgiven_and_nothing_else():
 
 
 def kinds(cell) -> list:
-    """What kind of outputs a cell has: streams by name, and the forms of its results."""
+    """The types of a cell's outputs, with the names of streams and the formats of results."""
     return [(output.output_type, output.get("name"), sorted(output.get("data", {})))
             for output in cell.outputs]
 
 
 def coordinates(cell) -> list[float]:
-    """Where the lines of a cell's pictures go, in pixels."""
+    """The coordinates of the curves in a cell's pictures, in pixels."""
     paths = [path for picture in pictures(cell) for path in picture.iter("{*}path")]
     return [float(number) for path in paths
             for number in re.findall(r"-?\d+(?:\.\d+)?", path.get("d"))]
@@ -279,13 +271,13 @@ def coordinates(cell) -> list[float]:
 
 @each
 def test_runs_in_a_clean_kernel_and_says_what_is_stored(path, runs):
-    """No error, every output stored, words equal and numbers too. The file is not written.
+    """The new outputs equal the stored ones; the file is not written.
 
-    Of a notebook that trains live the kinds of outputs are compared; what it claims is in its
-    own asserts, so cells that show figures also bound them.
+    For notebooks that train, only the types of the outputs are compared. Their claims are in
+    asserts, so several cells that print figures must also bound them.
     """
-    # Raises where a cell, or its assert, fails.
-    fresh, stored = without_chance(runs[path].result()), code(path)
+    # This raises an exception if a cell, or its assert, fails.
+    fresh, stored = remove_run_details(runs[path].result()), code(path)
     again = [cell for cell in fresh.cells if cell.cell_type == "code"]
     for number, (now, then) in enumerate(zip(again, stored, strict=True), 1):
         place = f"code cell {number}"

@@ -446,6 +446,6 @@ def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path)
     shown = re.findall(r'<span title="(.*?)"[^>]*>(.*?)</span>', shown)
     assert [float(value) for value, _ in shown] == found.delta
     assert "".join(unescape(text) for _, text in shown) == data["text"] + "▯"
-    said = re.search(r'id="said">(.*?)<', done.stdout)[1]
-    assert said.startswith(f"{len(found.spans)} spans") and found.ambiguous == 1
-    assert "ambiguous" in said and "half inside" in said and "unmatched" not in said
+    summary = re.search(r'id="result">(.*?)<', done.stdout)[1]
+    assert summary.startswith(f"{len(found.spans)} spans") and found.ambiguous == 1
+    assert "ambiguous" in summary and "half inside" in summary and "unmatched" not in summary

@@ -1,5 +1,5 @@
-"""The scripts as a user runs them: all phases, reuse, real rows with a loopback annotator,
-a task of one's own, bad input, and the probe of R_φ against the annotator."""
+"""The scripts from the command line: all phases, resuming, real rows with a fake annotator
+server, user-defined tasks, bad input, and the probe of R_φ against the annotator."""
 
 import importlib
 import json
@@ -54,8 +54,7 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
 
 
 def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
-    """Alg. 4 l.29–33: the newest checkpoint's weights are the ones that are saved,
-    and not B = 0."""
+    """Alg. 4 l.29–33: the saved weights equal the newest checkpoint's, and B is not 0."""
     tensors = load_file(finished_run / "policy" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     head = load_file(finished_run / "value_head.safetensors")
@@ -67,21 +66,20 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
 
 
 def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
-    """Alg. 4 l.5: no KL to π_ref in the first rollouts and V = 0;
-    both are so no more after it."""
+    """Alg. 4 l.5: KL to π_ref and V are 0 in the first iteration, and not 0 afterwards."""
     first, *later = read_jsonl(finished_run / "metrics.jsonl")
     assert abs(first["kl"]) < 1e-5 and first["explained_variance"] == 0
     assert all(row["kl"] != 0 and row["explained_variance"] != 0 for row in later)
 
 
-@pytest.mark.parametrize("lost, said", [(2, True), (1, False)])
+@pytest.mark.parametrize("unreadable, is_warned", [(2, True), (1, False)])
 def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_path, capsys,
-                                                               lost, said):
-    """Two of six are over a fifth, one is not; the reason and the remedy are told. Responses
-    that are cut off are counted, too."""
+                                                               unreadable, is_warned):
+    """A warning appears if more than a fifth is unreadable; truncated responses are counted."""
     def critic(rollouts, model, tokenizer, config):
         judged = length_critic(rollouts, model, tokenizer, config)
-        return [replace(found, reason="no JSON" * (i < lost)) for i, found in enumerate(judged)]
+        return [replace(judgement, reason="no JSON" * (i < unreadable))
+                for i, judgement in enumerate(judged)]
 
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
@@ -89,11 +87,10 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
     config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
                     max_new_tokens=3, probe_rows=0)
     text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
-    told = capsys.readouterr().out
-    assert ("33% of the critiques cannot be read and give no reward (one: no JSON); stop"
-            in told) == said
-    assert (json.loads((tmp_path / "result.json").read_text())["before"]["truncated responses"]
-            == 1)
+    warning = "33% of the critiques cannot be read and give no reward (one: no JSON); stop"
+    assert (warning in capsys.readouterr().out) == is_warned
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["before"]["truncated responses"] == 1
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
 
 
@@ -104,8 +101,8 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, capsys):
             ("config.json", "report.html", "phases.jsonl", ".lock")]
     before = {p: p.stat().st_mtime_ns for p in kept}
     run_main(*SMALL, "--output_dir", finished_run)
-    said = capsys.readouterr().out
-    assert said.count("reused") == 3 and "fact accuracy" in said
+    output = capsys.readouterr().out
+    assert output.count("reused") == 3 and "fact accuracy" in output
     assert before == {p: p.stat().st_mtime_ns for p in kept}
     with closing(lock_directory(finished_run)):
         assert "another process" in refused(*SMALL, "--output_dir", finished_run)
@@ -114,14 +111,14 @@ def test_a_second_run_reuses_every_phase_and_says_so(finished_run, capsys):
 @pytest.mark.parametrize("flag, was, now", [("learning_rate", 0.001, 0.0007),
                                             ("temperature", 1.0, 0.7), ("kl_coef", 0.5, 0.3)])
 def test_other_settings_in_the_same_directory_are_refused(finished_run, flag, was, now):
-    told = refused(*SMALL, f"--{flag}", now, "--output_dir", finished_run)
-    assert f"{flag} was {was}, is {now}" in told and "another --output_dir" in told
-    assert f"--reward_model {finished_run / 'reward' / 'adapter'}" in told
+    message = refused(*SMALL, f"--{flag}", now, "--output_dir", finished_run)
+    assert f"{flag} was {was}, is {now}" in message and "another --output_dir" in message
+    assert f"--reward_model {finished_run / 'reward' / 'adapter'}" in message
 
 
 def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
-    """After phase 2 another --learning_rate is taken; another --temperature,
-    which the responses depend on, is not. --micro_batch_size never binds."""
+    """After phase 2 --learning_rate may change, but not --temperature, which the responses
+    depend on. --micro_batch_size may always change."""
     out = tmp_path / "run"
     shutil.copytree(finished_run, out)
     for path in [*out.glob("checkpoint-*"), out / "policy"]:
@@ -129,23 +126,22 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
         (out / name).unlink()
     for name, value in (("temperature", 0.7), ("mode", "no_cot")):
-        assert f"{name} was" in refused(*SMALL, f"--{name}", value,
-                                        "--output_dir", out)
+        assert f"{name} was" in refused(*SMALL, f"--{name}", value, "--output_dir", out)
     run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 2
-    settings = (out / "config.json").read_text()                # the second version's names
+    settings = (out / "config.json").read_text()                # names of the second version
     (out / "config.json").write_text(
         settings.replace('"annotator_function": "toy:critique"', '"critic": "a:b"'))
     assert "annotator_function was a:b" in refused(*SMALL, "--output_dir", out)
     (out / "config.json").write_text(settings)
     (out / "feedback.jsonl").unlink()
-    told = refused(*SMALL, "--annotator_function", "toy:none", "--output_dir", out)
-    assert "cannot import" in told, "who annotates is free again, once it is to be done"
+    message = refused(*SMALL, "--annotator_function", "toy:none", "--output_dir", out)
+    assert "cannot import" in message, "the annotator may change if no feedback exists"
 
 
 def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
-    """Other rows under the same name, one bit of an adapter: named. A password is not kept."""
+    """Changed rows and a flipped bit of an adapter are reported. Passwords are not stored."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "run"
     adapter = tmp_path / "adapter"
     shutil.copytree(reward, adapter)
@@ -157,7 +153,7 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     run_main(*flags)
     write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
     assert "sha256 of --data was" in refused(*flags)
-    settings = (out / "config.json").read_text()                # the second version's names
+    settings = (out / "config.json").read_text()                # names of the second version
     (out / "config.json").write_text(settings.replace("sha256 of", "what lies behind"))
     assert "sha256 of --data was" in refused(*flags)
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
@@ -165,13 +161,12 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     flipped = bytearray(tensors.read_bytes())
     flipped[-9] ^= 1
     tensors.write_bytes(flipped)
-    told = refused(*flags)
-    assert all(f"of --{name} was" in told for name in ("adapter", "reward_model"))
+    message = refused(*flags)
+    assert all(f"of --{name} was" in message for name in ("adapter", "reward_model"))
 
 
 def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, monkeypatch):
-    """As python -O compiles it: the asserts only look. That they are gone is seen from one
-    that would fail."""
+    """Compiled as by python -O, a run gives the same result, and a failing assert is absent."""
     monkeypatch.setattr(SourceFileLoader, "get_code", lambda self, name: compile(
         self.get_data(self.path), self.path, "exec", optimize=1))
     for name in ("annotate", "ask", "data", "model", "report", "reward_model", "runtime",
@@ -202,7 +197,7 @@ def test_the_deletion_test(tmp_path):
 
 @pytest.fixture()
 def server(monkeypatch):
-    """A loopback chat-completions server; counts its calls."""
+    """A local chat-completions server that counts its calls."""
     with loopback() as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         yield server
@@ -210,7 +205,7 @@ def server(monkeypatch):
 
 @pytest.fixture()
 def long_stories(shared, tmp_path):
-    """stories260K with room for the posts."""
+    """stories260K with a context that is long enough for the posts."""
     base = tmp_path / "stories260K"
     shutil.copytree(shared / "models" / "stories260K", base)
     for path in (base, *base.iterdir()):
@@ -228,17 +223,17 @@ TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_ba
 
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_stories, tmp_path,
                                                         capsys):
-    """stories260K, SLF5K posts, feedback over HTTP; the second run asks the server nothing."""
+    """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
     flags = ["--task", "slf5k", "--model", long_stories,
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
              "--annotated_rows", 5, *TINY, "--output_dir", tmp_path / "run"]
     run_main(*flags)
-    asked, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
-    assert asked == len(feedback) == 5
+    calls, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
+    assert calls == len(feedback) == 5
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
     assert "left out" in capsys.readouterr().out
     run_main(*flags)
-    assert server.stats()["calls"] == asked and capsys.readouterr().out.count("reused") == 3
+    assert server.stats()["calls"] == calls and capsys.readouterr().out.count("reused") == 3
 
 
 MY_TASK = '''
@@ -263,7 +258,7 @@ def critic(row, response):
 
 
 def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch):
-    """--task module:NAME: its prompt, its needs, its settings over the paper's common ones."""
+    """--task module:NAME uses its prompt and fields; its settings override the defaults."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     data = tmp_path / "rows.jsonl"
@@ -277,8 +272,7 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
     assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
     assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")
-    told = refused("--task", "my_task:critic", "--data", data)
-    assert "expected a Task" in told
+    assert "expected a Task" in refused("--task", "my_task:critic", "--data", data)
 
 
 # ── Bad input
@@ -310,7 +304,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
                    for i in range(20)]
     tested = tmp_path / "tested.jsonl"
     write_rows(tested, [*tested_rows, *({"question": f"g{i}", "test": "t"} for i in range(9))])
-    for said, *flags in (
+    for message, *flags in (
             ("needs --data", *real),
             ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl",
              "--annotator_function", "toy:critique"),
@@ -336,7 +330,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
         with monkeypatch.context() as patch:
             if "kodcode" in flags:
                 patch.setenv("OPENAI_API_KEY", "any")
-            assert said in refused(*flags, "--output_dir", out), flags
+            assert message in refused(*flags, "--output_dir", out), flags
     assert [path.name for path in out.iterdir()] == [".lock"]
 
 
@@ -363,13 +357,13 @@ def test_an_unknown_task_is_refused_by_every_script(script):
 
 
 def test_help_names_every_flag_once(capsys):
-    """In groups, the first of which is what a newcomer needs."""
+    """Flags are in groups, and the first group has the ten that a beginner needs."""
     with pytest.raises(SystemExit):
         run_main("--help")
-    said = capsys.readouterr().out
-    flags = re.findall(r"--\w+", said)
+    output = capsys.readouterr().out
+    flags = re.findall(r"--\w+", output)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
-    first = said[said.index("start here:"):said.index("\nphases 1 and 2:")]
+    first = output[output.index("start here:"):output.index("\nphases 1 and 2:")]
     assert len(set(re.findall(r"--[a-z_]+", first))) == 10, first
 
 
@@ -380,8 +374,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
     flags = ["--task", "ultrafeedback", "--data", data,
              "--model", "toy/base", "--reward_model", reward, *TINY,
              "--output_dir", tmp_path / "r"]
-    told = refused(*flags, "--max_new_tokens", 480)
-    assert "no row is left" in told and "--max_new_tokens" in told
+    message = refused(*flags, "--max_new_tokens", 480)
+    assert "no row is left" in message and "--max_new_tokens" in message
     capsys.readouterr()
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
     from model import drop_long_rows, load_model
@@ -400,59 +394,59 @@ def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
     assert metrics["training_rows"] == 36 and metrics["held_out_rows"] == 4
     with closing(lock_directory(out)):
         assert "another process" in error_message("reward_model.py", *flags)
-    said = capsys.readouterr().out
-    assert "next: python text2grad.py" in said and "poor tokens precision" in said
+    output = capsys.readouterr().out
+    assert "next: python text2grad.py" in output and "poor tokens precision" in output
 
 
-# ── The probe: R_φ beside the annotator on the policy's own rollouts
+# ── The probe: R_φ compared with the annotator on the policy's rollouts
 
-ASKED = []                                # the responses that an annotator below received
+REQUESTS = []                             # the responses that the annotators below received
 
 
 def word_critic(row, response):
-    """An annotator that praises "right", blames "wrong", and is at a loss for anything else."""
-    ASKED.append(response)
+    """An annotator that praises "right" and blames "wrong"; else its reply is unreadable."""
+    REQUESTS.append(response)
     good, poor = re.findall("right", response), re.findall("wrong", response)
-    said = json.dumps({"good_spans": good, "poor_spans": poor})
-    return f"I read it.\n{said}" if good + poor else "What is this?"
+    spans = json.dumps({"good_spans": good, "poor_spans": poor})
+    return f"I read it.\n{spans}" if good + poor else "What is this?"
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    ASKED.clear()
+def _clear_requests():
+    REQUESTS.clear()
 
 
-def rollouts_of(said: dict[str, list[int]], rows: list[dict]) -> Rollouts:
-    """A batch of these texts, a token for each word and one of EOS, with R_φ's δ' of each."""
-    offsets = [[*(m.span() for m in re.finditer(r" ?\S+", y)), (len(y),) * 2] for y in said]
-    judged = [Judgement("", list(map(float, delta))) for delta in said.values()]
-    assert all(len(found.delta) == len(at) for found, at in zip(judged, offsets))
-    none = [None] * 4                                # ids and masks, which nobody reads
-    return Rollouts(rows, [], [*said], offsets, *none, judged)
+def rollouts_of(deltas: dict[str, list[int]], rows: list[dict]) -> Rollouts:
+    """A batch of these texts with R_φ's δ'; the tokens are words and EOS."""
+    offsets = [[*(m.span() for m in re.finditer(r" ?\S+", y)), (len(y),) * 2] for y in deltas]
+    judged = [Judgement("", list(map(float, delta))) for delta in deltas.values()]
+    assert all(len(item.delta) == len(places) for item, places in zip(judged, offsets))
+    return Rollouts(rows, [], [*deltas], offsets, *[None] * 4, judged)    # no ids, no masks
 
 
 def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path):
-    """R_φ misses every second wrong token and praises one token of no merit; neither the empty
-    response nor the unreadable reply nor sha256 of --probe_rows has any part in it."""
-    said = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
-            "so so": [-1, 1, 0],                               # the reply to it is unreadable
-            "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
-    batch = rollouts_of(said, toy.rows("train", 5))
+    """R_φ misses every second wrong token and praises one neutral token. Empty responses and
+    unreadable replies do not count."""
+    deltas = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
+              "so so": [-1, 1, 0],                             # the reply to it is unreadable
+              "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
+    batch = rollouts_of(deltas, toy.rows("train", 5))
     config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4)
     figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
                "good_recall": 2 / 2, "good_precision": 2 / 3}
     assert probe(batch, config, tmp_path) == pytest.approx(figures)
-    first, empty, unread, last, _ = said
-    assert sorted(ASKED) == sorted([first, unread, last])
+    first, empty, unread, last, _ = deltas
+    assert sorted(REQUESTS) == sorted([first, unread, last])
     assert probe(batch, config, tmp_path) == pytest.approx(figures)
-    assert ASKED[3:] == [unread], "what was answered once is not asked again"
+    assert REQUESTS[3:] == [unread], "only the unreadable reply is requested again"
 
 
 def test_where_nothing_can_be_read_there_is_no_figure(tmp_path):
-    """No 0 either, which a curve would show as indifference."""
+    """The figures are None. A 0 in the report's curves would look like a measurement."""
     batch = rollouts_of({"so so": [-1, 1, 0], "": [0]}, toy.rows("train", 2))
     figures = probe(batch, Config(annotator_function="test_pipeline:word_critic"), tmp_path)
-    assert ASKED == ["so so"] and {*figures} >= {"true_delta", "poor_recall", "good_precision"}
+    assert REQUESTS == ["so so"]
+    assert {*figures} >= {"true_delta", "poor_recall", "good_precision"}
     assert {*figures.values()} == {None}
 
 
@@ -463,39 +457,39 @@ def test_what_cannot_be_divided_is_none_and_no_zero():
 
 
 def test_tokens_half_inside_get_nothing_and_are_counted_beside_conflicting_ones():
-    """The quotes do not speak of the full stops; "Bob" is praised and blamed."""
+    """The quotes exclude the full stops; "Bob" is praised and blamed."""
     text = "Bob ran home. Ann sat down."
     offsets = [m.span() for m in re.finditer(r" ?\S+", text)]
     spans = {"good_spans": ["Bob", "home", "down"], "poor_spans": ["Bob ran"]}
-    found = judge(f"I read it.\n{json.dumps(spans)}", text, offsets)
-    assert found.delta == [0, -1, 0, 0, 0, 0]
-    assert (found.quotes, found.conflicts, found.half_inside) == (4, 1, 2)
+    judgement = judge(f"I read it.\n{json.dumps(spans)}", text, offsets)
+    assert judgement.delta == [0, -1, 0, 0, 0, 0]
+    assert (judgement.quotes, judgement.conflicts, judgement.half_inside) == (4, 1, 2)
 
 
 def half_blind(rollouts, model, tokenizer, config):
-    """In R_φ's place: misses every second poor token, and is else at one with the annotator."""
+    """A critic that misses every second poor token and otherwise equals the annotator."""
     judged = []
     for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets):
-        found = judge(toy.critique(row, text) if text.strip() else "", text, offsets)
-        poor = [t for t, d in enumerate(found.delta) if d < 0]
+        judgement = judge(toy.critique(row, text) if text.strip() else "", text, offsets)
+        poor = [t for t, d in enumerate(judgement.delta) if d < 0]
         for t in poor[1::2]:
-            found.delta[t] = 0.0
-        judged.append(found)
+            judgement.delta[t] = 0.0
+        judged.append(judgement)
     return judged
 
 
 def toy_critic(row, response):
-    ASKED.append((row["id"], response))
+    REQUESTS.append((row["id"], response))
     return toy.critique(row, response)
 
 
 def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tmp_path,
                                                                    monkeypatch):
-    """Killed behind a probe, before its line in metrics.jsonl: the same run does the iteration
-    again, with the same texts, whose replies lie in the journal."""
+    """The run stops after a probe and before it writes the metrics. The resumed run repeats the
+    iteration with the same texts and reads their replies from the journal."""
     model, tokenizer = toy_model
     add_lora(model, "policy")
-    rows, whole, lost = toy.rows("train", 64, length=1), text2grad.write_metrics, []
+    rows, unpatched, lost = toy.rows("train", 64, length=1), text2grad.write_metrics, []
     config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
                     save_every=8)
@@ -508,15 +502,15 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
         if metrics["iteration"] == 10:
             lost.append({k: x for k, x in metrics.items() if not k.startswith("seconds")})
             raise KeyboardInterrupt
-        whole(metrics, *args)
+        unpatched(metrics, *args)
 
     monkeypatch.setattr(text2grad, "write_metrics", killed)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "run")
-    before = len(ASKED)
-    monkeypatch.setattr(text2grad, "write_metrics", whole)
+    before = len(REQUESTS)
+    monkeypatch.setattr(text2grad, "write_metrics", unpatched)
     metrics = start(tmp_path / "run")
-    assert [metrics[9]] == lost and len(ASKED) == len({*ASKED}) > before > 16
+    assert [metrics[9]] == lost and len(REQUESTS) == len({*REQUESTS}) > before > 16
     probed = [row for row in metrics if "true_delta" in row]
     assert [row["iteration"] for row in probed] == [*range(2, 21, 2)]
     assert all(row["poor_precision"] in (1, None) for row in probed)
@@ -525,18 +519,18 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
     missed = [row for row in probed if row["poor_recall"] not in (1, None)]
     assert missed and all(row["true_delta"] < row["delta"] for row in missed)
 
-    ASKED.clear()
+    REQUESTS.clear()
     metrics = start(tmp_path / "none", replace(config, probe_rows=0, iterations=1))
-    assert not ASKED and not {"true_delta", "poor_recall"} & metrics[0].keys()
+    assert not REQUESTS and not {"true_delta", "poor_recall"} & metrics[0].keys()
     assert not [*(tmp_path / "none").glob("*.journal")]
 
 
 def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
-    """What phase 1 has asked is not asked again; what it has left is all that a probe may cost.
-    Nobody is told of tests that another response has passed."""
+    """A probe reuses the replies of phase 1 and may spend only the rest of its budget. The
+    prompt omits the test outcome of the row's own response."""
     rows = [{"id": str(i), "prompt": f"Question {i}?"} for i in range(3)]
     texts = [f"{i} is right and {i} was wrong" for i in range(3)]
-    rows[2]["outcome"] = "All tests passed."                  # of a response of the row's own
+    rows[2]["outcome"] = "All tests passed."                  # outcome of the row's response
     batch = rollouts_of(dict.fromkeys(texts, [1] * 8), rows)
     first = [row | {"response": text} for row, text in zip(rows, texts)][:2]
     write_rows(tmp_path / "responses.jsonl", first)
@@ -557,13 +551,14 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
         assert asked_and_billed() == (2, spent)
         figures = probe(batch, config(1e6), tmp_path)
         assert asked_and_billed()[0] == 3 and figures["good_recall"] == 1
-        assert texts[2] in (said := str(server.stats()["recent"][-1])) and "passed" not in said
+        request = str(server.stats()["recent"][-1])
+        assert texts[2] in request and "passed" not in request
         assert probe(batch, config(0.0), tmp_path) == figures
         assert asked_and_billed()[0] == 3
 
 
 def test_a_key_that_probes_will_need_is_missed_before_anything_is_done(tmp_path, monkeypatch):
-    """Though phases 1 and 2, which need one too, are made already."""
+    """The run needs no annotator for phase 1, but the probes of phase 3 do."""
     monkeypatch.delenv("OPENAI_API_KEY")
     flags = ["--task", "slf5k", "--data", tmp_path / "none", "--output_dir", tmp_path / "run",
              "--reward_model", tmp_path / "r"]

@@ -1,4 +1,4 @@
-"""Several processes on one machine and the CPU (gloo) must do what one process does."""
+"""Two ranks on one CPU (gloo) must give the same results as one process."""
 
 import json
 import os
@@ -16,41 +16,41 @@ from torch.multiprocessing import ProcessRaisedException, start_processes
 import reward_model
 import text2grad
 
-# AdamW turns the rounding of a gradient near 0 into a share of the learning rate.
+# A low learning rate, as AdamW turns rounding errors of small gradients into steps of its size.
 SMALL = ["--iterations", 3, "--batch_size", 8, "--minibatch_size", 4, "--micro_batch_size", 2,
          "--ppo_epochs", 2, "--max_new_tokens", 24, "--max_critique_tokens", 100,
          "--eval_rows", 3, "--dtype", "float32", "--learning_rate", 2e-4]
 
 
 def as_rank(rank, port, module, flags):
-    """A script's main as one of two ranks, in a fork of a process that had loaded it alone."""
+    """Run a script's main as one of two ranks, in a fork of a process that is not a rank."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for one in [*sys.modules.values()]:
-        if vars(one).get("WORLD_SIZE") == 1:                   # which its import read of these
-            one.RANK, one.WORLD_SIZE = rank, 2
+    for loaded in [*sys.modules.values()]:
+        if vars(loaded).get("WORLD_SIZE") == 1:         # read from the environment at import
+            loaded.RANK, loaded.WORLD_SIZE = rank, 2
     run_main(*flags, module=module)
 
 
 def on_two_ranks(out, *flags, module=text2grad, join=True):
-    """The same as torchrun makes it, but for the seconds of loading: `start` is torchrun."""
+    """Run a script on two ranks by fork, which saves torchrun's loading time (cf. `start`)."""
     arguments = free_port(), module, (*flags, "--output_dir", out)
     return start_processes(as_rank, arguments, 2, join, start_method="fork")
 
 
 def wait_for(path, ended):
-    """Until the file is there, as long as the run goes on; at most two minutes."""
+    """Wait at most two minutes until the file exists; fail if the run ends before."""
     for _ in range(2400):
         if path.exists():
             return
         assert not ended(), "the run ended too early"
         time.sleep(0.05)
-    raise AssertionError("two minutes have passed")
+    raise AssertionError(f"{path} does not exist after two minutes")
 
 
 @pytest.fixture(scope="module")
 def alone(reward, tmp_path_factory):
-    """Three iterations on one rank."""
+    """The output directory of three iterations on one rank."""
     out = tmp_path_factory.mktemp("ranks") / "alone"
     run_main(*SMALL, "--reward_model", reward, "--output_dir", out)
     return out
@@ -58,18 +58,15 @@ def alone(reward, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(reward, tmp_path_factory):
-    """The same on two ranks, each with a copy of the base."""
+    """The output directory of the same run on two ranks, each with a copy of the base."""
     out = tmp_path_factory.mktemp("ranks") / "two"
     on_two_ranks(out, *SMALL, "--reward_model", reward, "--save_every", 2)
     return out
 
 
 def assert_close_in_norm(file, expected_file, tolerance):
-    """Each tensor differs from the expected one by at most this share of its norm.
-
-    AdamW turns the rounding of a gradient near 0 into a share of the learning rate, so a single
-    element may differ by more.
-    """
+    """The norm of each tensor's error is below `tolerance` times the expected norm. Single
+    elements may differ by more, as AdamW amplifies the rounding of gradients near 0."""
     tensors = load_file(file)
     for name, expected in load_file(expected_file).items():
         assert expected.abs().max() > 1e-4
@@ -78,11 +75,8 @@ def assert_close_in_norm(file, expected_file, tolerance):
 
 
 def assert_same_run(out, alone):
-    """The same texts; metrics and trained tensors are equal beyond rounding.
-
-    Largest differences on three instruction sets (default, AVX2, AVX-512): 1.3e-6 of a metric,
-    1.8e-5 of a tensor's norm. The bounds are over 50 times as large.
-    """
+    """Equal texts; metrics and trained tensors are equal up to rounding (measured: 1.3e-6 of a
+    metric and 1.8e-5 of a tensor's norm, less than a fiftieth of the bounds)."""
     samples, expected = (read_jsonl(run / "samples.jsonl") for run in (out, alone))
     for name in ("response", "critique"):
         assert [row[name] for row in samples] == [row[name] for row in expected]
@@ -102,18 +96,17 @@ def test_two_ranks_are_one_rank(alone, two):
 
 
 def test_two_ranks_with_a_sharded_base_are_one_rank(alone, reward, tmp_path):
-    """FSDP2, and activations computed twice: less memory, the same numbers."""
+    """FSDP2 and activation checkpointing do not change the numbers."""
     on_two_ranks(tmp_path, *SMALL, "--reward_model", reward, "--shard",
                  "--activation_checkpointing")
     assert_same_run(tmp_path, alone)
 
 
 def test_two_ranks_are_one_rank_in_phases_1_and_2(tmp_path):
-    """Responses, feedback and R_φ: sampled, fitted and judged by both ranks, with a sharded
-    base, and by reward_model.py alone. 27 rows leave one rank without a row of the last batch.
+    """Phases 1 and 2 with a sharded base, and reward_model.py alone, equal one rank.
 
-    Largest relative difference of a loss after six steps of AdamW: 1.3e-6. What R_φ then writes
-    may differ in a token, so the judged rows are compared, not the critiques.
+    With 27 rows one rank has no row in the last batch. The losses differ by 1.3e-6 at most. As
+    critiques of R_φ may differ in a token, only the judged rows are compared.
     """
     phases = [*SMALL, "--annotated_rows", 27, "--iterations", 1, "--learning_rate", 0]
     run_main(*phases, "--output_dir", tmp_path / "one")
@@ -136,7 +129,7 @@ def test_two_ranks_are_one_rank_in_phases_1_and_2(tmp_path):
 
 
 def test_a_rank_that_dies_ends_the_run(reward, tmp_path):
-    """torchrun ends the other one."""
+    """torchrun ends the remaining rank."""
     process = start(2, tmp_path, *SMALL, "--reward_model", reward, "--iterations", 500)
     wait_for(tmp_path / "metrics.jsonl", process.poll)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -148,7 +141,7 @@ def test_a_rank_that_dies_ends_the_run(reward, tmp_path):
 
 
 def test_a_rank_that_hangs_ends_the_run(reward, tmp_path):
-    """Alive but silent: the other one waits --rank_timeout, says so, and ends."""
+    """If a rank hangs, the other waits --rank_timeout, reports it and ends."""
     ranks = on_two_ranks(tmp_path, *SMALL, "--reward_model", reward, "--iterations", 500,
                          "--rank_timeout", 0.05, join=False)
     wait_for(tmp_path / "metrics.jsonl", lambda: not all(p.is_alive() for p in ranks.processes))
@@ -161,8 +154,7 @@ def test_a_rank_that_hangs_ends_the_run(reward, tmp_path):
 
 def test_another_number_of_ranks_goes_on_and_says_that_it_is_not_exact(alone, two, reward,
                                                                        tmp_path, capsys):
-    """A checkpoint of two ranks, taken up by one: it says so, and is still the unbroken run
-    beyond rounding."""
+    """One rank resumes a checkpoint of two, says so, and gives the same run up to rounding."""
     out = tmp_path / "one"
     shutil.copytree(two, out)
     for done in ("policy", "checkpoint-3"):

@@ -1,4 +1,4 @@
-"""What report.py draws and writes, read back by parsers of HTML and XML."""
+"""The text, charts and pages of report.py, read back with HTML and XML parsers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, colour_tokens, curves, heatmap, html_table,
                     run_report, sample_row, split_text, svg_line, table, ticks)
 
-METRICS = [*NOTES]                       # test_pipeline: they are all that a run measures
+METRICS = [*NOTES]                       # all metrics of a run (checked in test_pipeline)
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
 texts = st.one_of(st.sampled_from(HOSTILE),
                   st.text("<>/!-'\"\ud800🏠é\u0301\n\t x", max_size=20))
@@ -81,7 +81,7 @@ def test_colours_are_symmetric_deepest_at_the_limit_and_told_apart_by_lines():
 # ── Curves
 
 def drawn(svg):
-    """The curves of a chart: (x, value) in unbroken pieces, read back by its axes' labels."""
+    """The connected segments of a chart's curves as (x, value), read from its axis labels."""
     root = xml.fromstring(svg)
     (y0, v0), *_, (y1, v1) = [(float(e.get("y")) - 4, float(e.text))
                               for e in root.iter() if e.get("class") == "y"]
@@ -100,7 +100,7 @@ def drawn(svg):
 @given(st.lists(numbers | st.sampled_from([None, math.nan, math.inf]), min_size=2, max_size=30),
        st.integers(-3, 3))
 def test_the_points_of_a_curve_are_the_metrics(values, power):
-    """Those that are not finite, or not there, break the line; the legend has the last."""
+    """Missing and non-finite values break the line; the legend shows the last finite value."""
     values = [value and value * 10.0 ** power for value in values]
     places = [*range(1, len(values) + 1)]
     svg = svg_line("t", places, {"a": values, "b": values[::-1]})
@@ -129,14 +129,14 @@ def test_ticks_are_round_evenly_spaced_and_reach_around_the_numbers(a, b, most):
 
 @pytest.mark.parametrize("low, high", [(-1, 1), (0, 1), (1, 4), (1, 1)])
 def test_ticks_forgive_a_rounding(low, high):
-    """Some processors make 1.0000001 of a cosine of 1: the axis is the same."""
+    """The axis tolerates rounding, as some processors compute a cosine of 1.0000001."""
     for error in (1 - 1e-7, 1 + 1e-7):
         assert ticks(low, high * error) == ticks(low * error, high) == ticks(low, high)
 
 
 def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # Figure 3
-    """What is measured now and then, as `text2grad.probe`'s, is a curve of those iterations;
-    R_φ's δ stands beside the annotator's."""
+    """A metric of some iterations only, such as those of `probe`, gives a curve of these; δ of
+    R_φ and of the annotator share a chart."""
     rows = read_jsonl(run / "metrics.jsonl")
     for row in rows:
         row |= {"new <thing>": 1.0 * row["iteration"], "delta": row["iteration"] / 10}
@@ -147,7 +147,7 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
     for figure in re.findall("(?s)<figure>.*?</figure>", curves(rows)):
         root = xml.fromstring(re.search("(?s)<svg.*</svg>", figure)[0])
         found[root[0].text] = drawn(xml.tostring(root)), Page(figure).all("figcaption")[0][1]
-    assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's own come first
+    assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's metrics come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS]
     for key, note in [*NOTES.items(), ("new <thing>", "")]:
         ((points,), *_), caption = found[key.replace("_", " ")]
@@ -216,7 +216,7 @@ def test_a_run_is_shown_examples_first_and_every_file_below(run):
 
 
 def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_token(run):
-    """Figure 4; 7 of 20, evenly, and no token's δ_t lost."""
+    """Figure 4: the page shows 7 of 20 samples, evenly spaced, with δ_t of every token."""
     text = run_report(run).read_text()
     shown = [int(i) for i in re.findall(r"<b>held-out row-(\d+)</b>", text)]
     assert shown == [0, 3, 6, 9, 12, 15, 18]
@@ -262,7 +262,7 @@ def test_no_text_of_a_run_becomes_markup(run, text):
 
 
 def test_an_unfinished_run_says_what_is_not_there_yet(run):
-    """After two iterations; the examples before it are shown already."""
+    """After two iterations the page already shows the examples from before training."""
     for name in ("after_samples.jsonl", "result.json"):
         (run / name).unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(True)
@@ -290,7 +290,7 @@ def test_a_damaged_line_is_named_and_the_old_page_stays(run):
 
 
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
-    """Tokens of padding count for nothing; KL is per response, counts per critique or quote."""
+    """Padding is ignored; KL is per response, counts are per critique or per quote."""
     judged = [SimpleNamespace(critique="c", delta=[1.0, 0.0], reason="", quotes=3, unmatched=1,
                               ambiguous=0, conflicts=1, half_inside=0),
               SimpleNamespace(critique="d", delta=[-1.0], reason="unread", quotes=1,

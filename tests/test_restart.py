@@ -1,4 +1,4 @@
-"""Stopping and going on: SIGKILL at any instant, damaged checkpoints, harmful steps, memory."""
+"""Resuming runs after SIGKILL or damaged files; harmful steps and out-of-memory errors."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ from runtime import checkpoints
 
 @pytest.fixture()
 def broken(unbroken, tmp_path):
-    """A copy of it as it stood between its last checkpoint and its end."""
+    """A copy of the run `unbroken`, as if it had stopped right after its last checkpoint."""
     out = tmp_path / "broken"
     shutil.copytree(unbroken, out)
     shutil.rmtree(out / "policy")
@@ -36,36 +36,36 @@ def broken(unbroken, tmp_path):
 @pytest.mark.parametrize("number", range(20 if SLOW else 1))
 def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unbroken, reward,
                                                                tmp_path, number):
-    """SIGKILL, then the same command: the adapters, metrics, samples of the run that nothing
-    stopped. In any phase with SLOW=1, else in phase 3."""
-    whole, flags, begins = (
+    """After SIGKILL the same command gives the adapters, metrics and samples of an
+    uninterrupted run. SLOW=1 kills in any phase, otherwise only in phase 3."""
+    reference, flags, begins = (
         (finished_run, SMALL, "responses.jsonl") if SLOW else
         (unbroken, [*PHASE_3, "--reward_model", reward], "before_samples.jsonl"))
-    began, ended = ((whole / name).stat().st_mtime for name in (begins, "result.json"))
+    start, end = ((reference / name).stat().st_mtime for name in (begins, "result.json"))
     words = [sys.executable, "text2grad.py", *flags, "--output_dir", out := tmp_path / "killed"]
     process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None and not (out / begins).exists():
         time.sleep(0.05)
     try:
-        process.communicate(timeout=random.Random(number).random() * (ended - began))
+        process.communicate(timeout=random.Random(number).random() * (end - start))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
     run_main(*flags, "--output_dir", out)
-    assert_equal_runs(out, whole)
+    assert_equal_runs(out, reference)
     if SLOW:
         assert_equal_tensors(*(run / "reward/adapter/adapter_model.safetensors"
-                               for run in (out, whole)))
+                               for run in (out, reference)))
 
 
 @pytest.mark.parametrize("killed_after", [1, 3])
 def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, tmp_path,
                                                               monkeypatch, killed_after):
-    """Before the first checkpoint (2) and after it; metrics.jsonl ends in half a line."""
-    out, whole = tmp_path / "stopped", text2grad.write_metrics
+    """Stop before and after the first checkpoint (2), with half a line in metrics.jsonl."""
+    out, unpatched = tmp_path / "stopped", text2grad.write_metrics
 
     def stops(metrics, *args):
-        whole(metrics, *args)
+        unpatched(metrics, *args)
         if metrics["iteration"] == killed_after:
             with open(out / "metrics.jsonl", "a") as file:
                 file.write('{"iteration": 9')
@@ -75,35 +75,35 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, 
     flags = [*PHASE_3, "--reward_model", reward, "--output_dir", out]
     with pytest.raises(KeyboardInterrupt):
         run_main(*flags)
-    gc.collect()                                         # the stopped run's lock goes with it
-    monkeypatch.setattr(text2grad, "write_metrics", whole)
+    gc.collect()                                         # release the lock of the stopped run
+    monkeypatch.setattr(text2grad, "write_metrics", unpatched)
     run_main(*flags)
     assert_equal_runs(out, unbroken)
 
 
 def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, reward, capsys):
-    """It names the checkpoint, does two iterations again and replaces it."""
+    """The run names the damaged checkpoint, repeats two iterations and replaces it."""
     path = broken / "checkpoint-6" / "tensors.safetensors"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data)
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
-    said = capsys.readouterr().out
-    assert f"{broken / 'checkpoint-6'}" in said and "resumed after iteration 4" in said
+    output = capsys.readouterr().out
+    assert f"{broken / 'checkpoint-6'}" in output and "resumed after iteration 4" in output
     assert_equal_runs(broken, unbroken)
 
 
 def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, capsys):
-    """Inside a character of UTF-8, zeros of a power cut, half a value: the run ends as ever."""
+    """Files may end in half a UTF-8 character, zeros after a power cut, or half a value."""
     torn = {"metrics.jsonl": '{"iteration": 9, "x": "δ'.encode()[:-1],
             "samples.jsonl": b"\0" * 99, "phases.jsonl": b"[1, 2\n"}
     for name, damage in torn.items():
         with open(broken / name, "ab") as file:
             file.write(damage)
-    (broken / "result.json").write_bytes(b"")              # as good as none
+    (broken / "result.json").write_bytes(b"")              # counts as missing
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
-    said = capsys.readouterr().out
-    assert all(f"{broken / name}, line" in said for name in torn)
+    output = capsys.readouterr().out
+    assert all(f"{broken / name}, line" in output for name in torn)
     assert_equal_runs(broken, unbroken)
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, name)
 
 
 def fitted(out, stops_after=None, seed=0):
-    """The losses and tensors of a fit with dropout, stopped once and begun again."""
+    """The losses, tensors and step count of a fit with dropout, which may stop early."""
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(30)]
     config = RewardConfig(batch_size=4, epochs=2, lora_dropout=0.3, seed=seed)
@@ -134,22 +134,22 @@ def fitted(out, stops_after=None, seed=0):
 
 
 def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
-    """Killed in its 11th of 16 steps, it goes on after the 9th; another seed begins anew."""
+    """A fit killed in step 11 of 16 resumes after step 9; with another seed it starts over."""
     monkeypatch.setattr(reward_model, "SAVE_EVERY", 3)
     losses, tensors, _ = fitted(None)
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, stops_after=11)
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-9"]
-    again, found, steps = fitted(tmp_path)
-    assert again == losses and len(losses) == 16 and steps == 7
-    assert all(torch.equal(a, b) for a, b in zip(tensors, found, strict=True))
+    resumed_losses, resumed, steps = fitted(tmp_path)
+    assert resumed_losses == losses and len(losses) == 16 and steps == 7
+    assert all(torch.equal(a, b) for a, b in zip(tensors, resumed, strict=True))
     assert fitted(tmp_path, seed=1)[2] == 16
 
 
 # ── Guards
 
 def without_gradient(loss, stats):
-    """The loss that is logged is finite, its gradient is not."""
+    """The logged loss is finite, but its gradient is not."""
     return loss * float("nan"), stats
 
 
@@ -162,15 +162,15 @@ def infinite(loss, stats):
 
 
 def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, capsys):
-    """Six of 24 steps, each harmful in its own way: AdamW counts 18, and the run ends well. Of
-    most in an iteration it is said."""
-    whole, calls = text2grad.minibatch_loss, []
+    """Six of 24 steps are harmful, so AdamW takes 18. A warning appears if most steps of an
+    iteration are skipped."""
+    unpatched, calls = text2grad.minibatch_loss, []
 
     def spoil(*args):
         calls.append(1)
         harm = {2: without_gradient, 7: far_off, 12: infinite, 21: far_off, 22: infinite,
                 24: far_off}.get(len(calls))
-        return harm(*whole(*args)) if harm else whole(*args)
+        return harm(*unpatched(*args)) if harm else unpatched(*args)
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
@@ -188,12 +188,12 @@ def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, capsys):
 
 
 def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeypatch):
-    """The weights of the last checkpoint stay, and the error says what to turn."""
-    whole, calls = text2grad.minibatch_loss, []
+    """The last checkpoint stays, and the error suggests a lower --learning_rate."""
+    unpatched, calls = text2grad.minibatch_loss, []
 
     def spoil(*args):
         calls.append(1)
-        return without_gradient(*whole(*args)) if len(calls) > 12 else whole(*args)
+        return without_gradient(*unpatched(*args)) if len(calls) > 12 else unpatched(*args)
 
     monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
@@ -212,7 +212,7 @@ def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
 
 
 def test_metrics_and_state_are_json_alone(unbroken):
-    """No pickle lies in a run directory (invariant 8)."""
+    """A run directory contains no pickle files (invariant 8)."""
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     state = json.loads((unbroken / "checkpoint-6" / "state.json").read_text())

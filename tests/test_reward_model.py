@@ -1,7 +1,7 @@
-"""Algorithm 3 as `fit_adapter` runs it, and what `fit` and `write_critiques` pass on.
+"""Algorithm 3 in `fit_adapter`, and the inputs of `fit` and `write_critiques`.
 
-Each test compares a step's inputs (batches, rates, dropout masks, uniforms, the adapter that is
-judged) with values that are written out here, or with a closed form.
+Each test compares a step's inputs (batches, learning rates, dropout masks, uniforms, the judged
+adapter) with explicit values or a closed form.
 """
 
 import json
@@ -31,13 +31,13 @@ def no_gradient(model, part):
 # ── Algorithm 3
 
 def expected_rates(peak, steps, warm_up):
-    """The written schedule: `warm_up` steps to the peak, under a line from the peak to 0."""
+    """The expected schedule: the minimum of a linear warm-up and a linear decay to 0."""
     return [peak * min((step + 1) / warm_up, (steps - step) / steps) for step in range(steps)]
 
 
 def test_the_learning_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_zero(toy_model,
                                                                                 monkeypatch):
-    """40 steps: two of warm-up, then a line to 0 that the step after the last would reach."""
+    """40 steps: two of warm-up, then a linear decay that would reach 0 after the last step."""
     rates = []
 
     class Recorder(torch.optim.AdamW):
@@ -110,7 +110,7 @@ def test_dropout_is_active_and_every_step_has_its_own_mask(toy_model, monkeypatc
 
 @pytest.mark.parametrize("problem", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(toy_model, capsys, problem):
-    """The third of ten steps: the weights are those of the other nine, which all count."""
+    """The third of ten steps is skipped: the weights are those after the other nine."""
     calls = []
 
     def broken(model, part):
@@ -186,7 +186,7 @@ def test_tokens_of_graded_delta_count_by_their_sign():
                                      "poor_precision": 1 / 2, "poor_recall": 1 / 3}
 
 
-# ── What phase 3 asks of R_φ (Alg. 4 l.12)
+# ── Critiques in phase 3 (Alg. 4 l.12)
 
 @pytest.fixture()
 def critic_model(toy_model):
@@ -202,7 +202,7 @@ def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
 
 
 def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model):
-    """Of ["", y] y's critique is that of y alone with the second row of the uniforms."""
+    """In the batch ["", y], y gets the critique that it gets alone with the second uniforms."""
     uniforms = torch.rand(2, 16, generator=torch.Generator().manual_seed(0))
 
     def critiques(prompts, responses, u):

@@ -1,4 +1,5 @@
-"""A base spread over two ranks (FSDP2, gloo) against one: numbers, memory, gathers, files."""
+"""A base sharded over two ranks (FSDP2, gloo) gives the numbers and files of one process, with
+less memory and few all-gathers."""
 
 import os
 import subprocess
@@ -33,7 +34,7 @@ def prepared(path):
 
 
 def trained(model, rows, total):
-    """Hidden states, log-probs, adapter gradients of their sum over `total`, for some rows."""
+    """Hidden states, log-probs, and the adapter gradients of the log-probs' sum / `total`."""
     batch = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows])
     at = batch[3].bool()
     with use_lora(model, "policy"):
@@ -45,14 +46,14 @@ def trained(model, rows, total):
 
 
 def sampled(model, tokens=12):
-    """Samples of all prompts under the adapter, rows ending at different times."""
+    """Sampled responses to all prompts with the adapter; the rows end at different times."""
     with gathered(model), use_lora(model, "policy"):
         return generate(model, PROMPTS, tokens, eos_token_id=list(range(0, 700, 3)),
                         generator=torch.Generator().manual_seed(2))
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the all-gathers that are asked for while it is on."""
+    """Counts the all-gathers that are issued while this mode is active."""
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -62,20 +63,20 @@ class Gathers(TorchDispatchMode):
 
 
 def gathers(model, tokens):
-    """All-gathers of a rollout of so many tokens."""
+    """The number of all-gathers in a rollout of this many tokens."""
     with Gathers() as seen, gathered(model):
         assert [len(row) for row in generate(model, PROMPTS, tokens)] == [tokens] * len(PROMPTS)
     return seen.count
 
 
 def local_bytes(model):
-    """Of the parameters, as far as they lie on this rank."""
+    """Bytes of the parameters that this rank holds."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(p.nbytes for p in local)
 
 
 def on_a_rank(rank, port, path, directory, checkpointed):
-    """Everything that the tests look at, saved to `directory` by each rank."""
+    """Save all results that the tests check to `directory`, on each rank."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
                             world_size=2)
     model = prepared(path)
@@ -93,7 +94,7 @@ def on_a_rank(rank, port, path, directory, checkpointed):
     for gradient in gradients:
         dist.all_reduce(gradient)
     assert local_bytes(model) == resting, "what was gathered must be freed"
-    if rank == 1:                        # one rank alone can save: no collective is in it
+    if rank == 1:                        # saving needs no collective, so one rank can do it
         save_lora(model, "policy", directory / "adapter")
     torch.save({"hidden": hidden, "logprobs": logprobs, "gradients": gradients, "ids": ids,
                 "counts": counts, "each_pass": each_pass.count, "share": resting / before[0],
@@ -104,7 +105,7 @@ def on_a_rank(rank, port, path, directory, checkpointed):
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def runs(request, tmp_path_factory):
-    """(path of the base, directory, what two ranks made), for a tied head and for one's own."""
+    """(path of the base, directory, results of two ranks), with a tied and an untied head."""
     path, directory = ROOT / "toy" / "base", tmp_path_factory.mktemp(request.param)
     untied = request.param == "untied"
     if untied:
@@ -146,10 +147,8 @@ dist.destroy_process_group()
 # ── Tests
 
 def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
-    """A model of 300 MB in parts of 50 MB; the peak of each rank counts the files' pages too.
-
-    Measured: .72 of the model on both ranks, and 1.12 where the check of the head reads all.
-    """
+    """Load 300 MB in shards of 50 MB. The measured peak of each rank, including file pages, is
+    .72 of the model, and 1.12 if the check of the head reads all shards."""
     torch.manual_seed(4)
     config = LlamaConfig(vocab_size=900, hidden_size=640, intermediate_size=1920,
                          num_hidden_layers=14, num_attention_heads=10)
@@ -172,7 +171,7 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
 
 @pytest.mark.parametrize("script", [text2grad, reward_model])
 def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_path):
-    """They are on the CPU, whatever the device, until `shard` moves each rank's part."""
+    """The weights stay on the CPU until `shard` moves each rank's part to the device."""
     class Stop(Exception):
         pass
 
@@ -188,7 +187,7 @@ def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_pat
 
 
 def test_two_ranks_make_the_numbers_of_one(runs):
-    """Hidden states, log-probs of each rank's rows; the adapter's summed gradients; samples."""
+    """Hidden states, log-probs, summed adapter gradients and samples equal one process's."""
     path, _, ranks = runs
     *_, gradients = trained(prepared(path), range(6), sum(map(len, RESPONSES)))
     ids = sampled(prepared(path))
@@ -202,10 +201,8 @@ def test_two_ranks_make_the_numbers_of_one(runs):
 
 
 def test_a_rank_holds_half_and_gathers_it_once(runs):
-    """At most 55 % of the parameters' bytes, whole adapters included.
-
-    As many gathers for 24 tokens as for 8, about those of one pass that is not in `gathered`.
-    """
+    """Each rank holds at most 55 % of the parameter bytes, including full adapters. A rollout
+    gathers the weights once, whether it has 8 or 24 tokens."""
     for result in runs[2]:
         assert 0.45 < result["share"] <= 0.55
         assert result["each_pass"] >= 5, "embeddings, three blocks and the rest"
@@ -213,7 +210,7 @@ def test_a_rank_holds_half_and_gathers_it_once(runs):
 
 
 def test_an_adapter_of_a_sharded_model_is_whole(runs):
-    """Saved by one rank, it loads on one, weight for weight, and knows its base."""
+    """An adapter saved by one rank loads in one process with equal weights and its base."""
     path, directory, ranks = runs
     model, _ = load_model(path, device="cpu")
     for ours, theirs in zip(load_lora(model, "policy", directory / "adapter"),

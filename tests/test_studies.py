@@ -1,4 +1,4 @@
-"""The studies' machinery: statistics, the cache, remedies, Appendix A, the committed pages."""
+"""The studies: statistics, cached runs, remedies, Appendix A, and the committed pages."""
 
 import json
 import math
@@ -29,13 +29,13 @@ from sampling import head_weight
 from text2grad import Config, nl_gradient_loss, sample_rollouts
 
 
-HERE = SimpleNamespace(map=map)                  # a pool that does the work in this process
+HERE = SimpleNamespace(map=map)                  # a pool that works in this process
 
 
 # ── Statistics
 
 def test_the_interval_holds_95_percent_of_students_t():
-    """The half width of [−1, 1, …] gives the quantile back; the density is integrated anew."""
+    """The half width of [−1, 1, …] gives the quantile, compared with an integrated density."""
     for degrees in range(1, 10):
         values = [random.Random(i).random() for i in range(degrees + 1)]
         centre, half = seed_interval(values)
@@ -49,7 +49,7 @@ def test_the_interval_holds_95_percent_of_students_t():
 
 
 def test_rollouts_to_a_goal_by_hand():
-    """Of the smoothed curve's best so far, on a line between two points; or never."""
+    """The running maximum of the smoothed curve, interpolated linearly, or "never"."""
     def values(*curves):
         return Arm("a", Run(batch=100), [{"curve": [*curve]} for curve in curves]).rollouts_to
 
@@ -113,7 +113,7 @@ def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
 
 
 def test_half_way_r_phi_learns_from_the_policys_own_responses(tmp_path, monkeypatch, toy_model):
-    """Once, on all rows so far, and the critic judges every batch as before."""
+    """R_φ is refitted once, on all rows so far, and judges every later batch."""
     fits, judged = [], []
     monkeypatch.setattr(studies, "fit", lambda *_: fits.append(len(judged)))
     monkeypatch.setattr(studies, "reward_model_critic",
@@ -217,10 +217,10 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
         assert record["run"]["method"] == "look" or 0 <= record["accuracy"] <= 1
         assert len(record.get("curve", [])) in (0, 2)                  # DPO is not a rollout
     svg = ElementTree.parse(path.with_suffix(".svg"))
-    assert len(svg.findall("{*}svg")) == 3                 # a chart of each curve, and a look
+    assert len(svg.findall("{*}svg")) == 3
     words = "## What was found\n\nIt works.\n\n## Table and figure"
     path.write_text(page.replace("## Table and figure", words))
-    monkeypatch.setattr(studies, "work", None)                         # nothing is left to do
+    monkeypatch.setattr(studies, "work", None)                         # no run may be repeated
     do_study(2, study, config, do)
     assert words in path.read_text()
 
@@ -241,7 +241,7 @@ def test_the_rate_is_the_smallest_that_tunes_well(monkeypatch):
 
 # Figure 5; Figure 6
 def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts():
-    """Each chart's mean and interval, and the first arm's mean, read back by its axes."""
+    """Each chart shows its mean and interval and the first arm's mean, read from its axes."""
     curves = {"with": [[.2, .5, .8, .9], [.3, .5, .7, .9], [.2, .6, .9, .9]],
               "without": [[.2, .4, .5], [.3, .3, .4]]}
     arms = [Arm(name, Run(batch=batch), [{"curve": curve} for curve in curves[name]])

@@ -49,7 +49,7 @@ def test_a_fault_rate_that_cannot_be_is_one_line(rate):
 
 @pytest.mark.parametrize("length", toy.LENGTHS)
 def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
-    """Of which the critics have nothing bad to say."""
+    """Summaries in which the critics find nothing poor."""
     for row in toy.rows("train", 100, 0, length):
         for text in (row["post"], row["reference"]):
             phrases = [value for _, _, value in toy.said_facts(text)]
@@ -62,7 +62,7 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
-    """The base tells two phrases apart by them; phrases in one another stand in one slot."""
+    """Phrases of a slot are distinguishable; a phrase that contains another has its slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
     assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
     for values in toy.SLOTS.values():
@@ -88,7 +88,7 @@ def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not
 
 
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
-    """Recomputed from the facts that went into it; every quote is found, none is ambiguous."""
+    """The labels follow from the facts of the draft; every quote is found, none is ambiguous."""
     rng = random.Random(1)
     for row in toy.rows("train", 300, length=2):
         said = toy.confuse(row["facts"], rng)
@@ -115,11 +115,11 @@ ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "
      ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
     ("A driver, a nurse from New York lost the bike.", ["New York", "bike"],
      ["driver", "nurse"], "The job driver was nurse, wrong.", 2 / 3, 0),
-    # A clause said twice: what it says is quoted once, which is ambiguous; the repeat is poor.
+    # A repeated clause: its fact is quoted once and so ambiguous, and the repetition is poor.
     ("A nurse comes from New York, comes from New York, as the bike shows.",
      ["nurse", "New York", "bike"], [", comes from New York"],
      "It says comes from New York twice.", 2 / 3, 1),
-    # The first person: "bike" is right, "my bike" is not, so nobody knows of "bike".
+    # The first person: "bike" is good and "my bike" is poor, so "bike" gets 0.
     ("A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
      "It speaks of my bike as the writer.", 1, 0)])
 def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
@@ -136,11 +136,11 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
 
 @pytest.mark.parametrize("response, poor, said, supported, ambiguous", [
     ("The sister opened it in March.", [], None, 1, 0),
-    # Runs of words, each once: what is said twice is ambiguous.
+    # Runs of words are quoted once each, so repeated runs are ambiguous.
     ("A polar bear opened it, a 16-year-old bear.", ["polar bear", "16-year-old bear"],
      "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
     ("A bear opened it, a bear.", ["bear"], "The post has no bear.", 1 / 3, 1),
-    # What begins as a word of the post does, or tells a post, is no news; facts are apart.
+    # Inflected words of the post and words about posts are no additions; facts are separate.
     ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"],
      "The post has no dinner.", 5 / 7, 0),
     ("Slightly rephrased for clarity", ["Slightly rephrased", "clarity"],
@@ -177,11 +177,8 @@ def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occu
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_temperature_solves_the_committed_base(toy_model, length):
-    """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB.
-
-    Over eight seeds .35 ± .01 (greedy) to .58 ± .03 of one sentence, .51 ± .01 (greedy) to
-    .66 ± .02 of two.
-    """
+    """README: at most .75 of the facts at any temperature, on held-out posts; ≤ 3 MB. Eight
+    seeds give .35 ± .01 to .58 ± .03 for one sentence, .51 ± .01 to .66 ± .02 for two."""
     size = sum(path.stat().st_size for path in (ROOT / "toy" / "base").iterdir())
     assert size <= 3 * 1024 * 1024
     model, tokenizer = toy_model
@@ -195,7 +192,7 @@ def test_no_temperature_solves_the_committed_base(toy_model, length):
 
 
 def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
-    """Critiques within max_critique_tokens; all, with the instruction, within the context."""
+    """Critiques fit in max_critique_tokens, and with prompt and instruction in the context."""
     _, tokenizer = toy_model
     rng = random.Random(2)
     for row in toy.rows("train", 500):

@@ -1,7 +1,7 @@
-"""What Algorithms 1 and 4 hand from one step to the next: seeds, adapters, rates, counts, rows.
+"""The inputs of each step of Algorithms 1 and 4: seeds, adapters, learning rates, counts, rows.
 
-A run compared with another run of the same code passes every systematic error. These tests
-compare each step's inputs with values that are written out here.
+Comparing two runs of the same code cannot reveal a systematic error. So these tests compare
+each step's inputs with explicit values.
 """
 
 import json
@@ -89,10 +89,8 @@ def test_every_row_of_every_decoding_chunk_has_its_own_uniforms(model_and_tokeni
 # ── Algorithm 4
 
 def test_every_iteration_has_its_own_seed(model_and_tokenizer, rows, tmp_path, monkeypatch):
-    """Learning rate 0, one row: two iterations draw different y and different minibatches.
-
-    Both are the draws of the documented seed.
-    """
+    """With learning rate 0 and one row, two iterations draw different y and minibatches, as the
+    documented seeds say."""
     model, tokenizer = model_and_tokenizer
     responses, orders = [], []
 
@@ -116,7 +114,7 @@ def test_every_iteration_has_its_own_seed(model_and_tokenizer, rows, tmp_path, m
                                                   (None, [0.2, 0.15, 0.1, 0.05])])
 def test_both_learning_rates_decay_to_zero(model_and_tokenizer, rows, tmp_path, monkeypatch,
                                            value_rate, expected):
-    """Linear schedule over four iterations: θ's rate and ψ's, which is θ's where it is None."""
+    """Linear schedule over four iterations, for θ and ψ; value_learning_rate=None means θ's."""
     rates = []
 
     def record(rollouts, model, value_head, optimizer, config, rng):
@@ -185,10 +183,10 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
 
 
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
-    """δ = 0, β = 1 fixed: eight iterations take the KL to a small part of its first value.
+    """δ = 0, β = 1 fixed: eight iterations shrink the KL to a small part of its first value.
 
-    Measured: last over first is .10 ± .11 (10 seeds, at most .30). The bound is 4 standard
-    deviations above; a policy that nothing pulls back stays at 1.
+    The ratio last / first is .10 ± .11 (10 seeds, at most .30). The bound is 4 standard
+    deviations above; without a penalty the ratio stays at 1.
     """
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 16, 32)[1::2], 0.15)                # B of every layer
@@ -289,7 +287,7 @@ def test_the_run_passes_on_the_split(reward, tmp_path, monkeypatch):
 
 
 def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
-    """Nothing would be left to evaluate on."""
+    """One prompt cannot be split, as no row would be left for the evaluation."""
     write_rows(data := tmp_path / "rows.jsonl", [{"prompt": "Say 1."}] * 12)
     flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data,
              "--annotator_function", "toy:critique", "--output_dir", tmp_path]
