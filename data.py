@@ -81,6 +81,7 @@ class Task:
 
     def check(self, row: dict, place: str):
         """Raise InputError where a row does not fit the task. place: its file and line."""
+        row = _RecordingRow(row)
         try:
             if not is_prompt(self.policy_prompt(row)):
                 raise TypeError("the prompt is not a text or a list of chat messages")
@@ -88,8 +89,21 @@ class Task:
                 if not response["response"].strip():
                     raise ValueError("the response is empty")
         except Exception as error:                  # functions of a task may raise anything
-            raise InputError(f"{place}: the row does not fit the task {self.name} "
-                             f"({type(error).__name__}: {error}); fix or drop it") from error
+            raise InputError(f"{place}: field {row.last_name!r} does not fit the task "
+                             f"{self.name} ({type(error).__name__}: {error}); fix or drop the "
+                             f"row") from error
+
+
+class _RecordingRow(dict):
+    """A row that remembers which field was read last, to name it in an error."""
+    last_name = ""
+
+    def __getitem__(self, name):
+        self.last_name = name
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
 
 
 def _slf5k_prompt(row: dict) -> str:
@@ -106,8 +120,8 @@ def _slf5k_responses(row: dict) -> list[dict]:
 
 
 def _ultrafeedback_responses(row: dict) -> list[dict]:
-    sides = [row[side] for side in ("chosen", "rejected") if row.get(side)]
-    return [{"response": turns[-1]["content"]} for turns in sides]
+    return [{"response": row[side][-1]["content"]} for side in ("chosen", "rejected")
+            if row.get(side)]
 
 
 def _kodcode_responses(row: dict) -> list[dict]:

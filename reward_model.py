@@ -69,6 +69,8 @@ class RewardConfig:
     GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
+# Fields of feedback.jsonl; the lists of spans may be empty.
+FEEDBACK_FIELDS = ("id", ("prompt",), ("response",), ("critique",), "good_spans", "poor_spans")
 MAX_GRAD_NORM = 1.0                                       # as in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
 # Settings that may change when a fit resumes; at most they change its dropout masks.
@@ -367,7 +369,7 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
     """Phase 2 (Alg. 1 l.13–14, Algorithm 3): read rows, train R_φ, evaluate it → metrics."""
-    rows = read_rows(config.data, (("prompt",), ("response",), ("critique",)))
+    rows = read_rows(config.data, FEEDBACK_FIELDS)
     limit = min(config.max_tokens, context_length(model))
     out = Path(config.output_dir)
     _lock = lock_directory(out)                                      # until the function ends
