@@ -248,8 +248,8 @@ MUTATIONS = [
              REWARD, "a fit without a finite step succeeds"),
 
     # ── annotate.py
-    Mutation("annotate.py", "_exact_places(response, quote), repeats + 1)",
-             "_exact_places(response, quote), repeats)",
+    Mutation("annotate.py", "            if len(places) > repeats:",
+             "            places = places[:repeats]\n            if False:",
              ANNOTATE, "ambiguous quotes get the first place"),
     Mutation("annotate.py", "(-1, feedback.poor_spans)", "(+1, feedback.poor_spans)",
              ANNOTATE, "poor spans are good"),
