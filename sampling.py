@@ -53,8 +53,8 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
               multiple: int = 1):
     """Pad prompts on the left and responses on the right.
 
-    Returns the prompt ids and their mask, both [B, P], and the response ids and their mask, both
-    [B, T]. P is rounded up to a multiple of `multiple`. The padding id is 0, because every
+    Returns the prompt ids and their mask, [B, P], and the response ids and their mask, [B, T].
+    P is rounded up to a multiple of `multiple`. The padding id is 0, because every
     model has a token 0. The masks exclude padding from attention.
     """
     P = round_up(max(map(len, prompt_ids)), multiple)
@@ -63,12 +63,12 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
     prompt_mask = [[0] * (P - len(x)) + [1] * len(x) for x in prompt_ids]
     responses = [y + [0] * (T - len(y)) for y in response_ids]
     mask = [[1] * len(y) + [0] * (T - len(y)) for y in response_ids]
-    batch = prompts, prompt_mask, responses, mask
-    return tuple(torch.tensor(x, device=device) for x in batch)
+    return tuple(torch.tensor(x, device=device)
+                 for x in (prompts, prompt_mask, responses, mask))
 
 
 def positions_of(attention: Tensor) -> Tensor:
-    """The position of each token, [B, columns], from the attention mask. Padding counts as 0."""
+    """The position of each token from the attention mask, [B, columns], counted from 0."""
     return (attention.cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -86,7 +86,7 @@ def head_weight(model) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a, b):
     """Compute a @ b in float32, without float32 copies of a and b; float64 stays float64."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -102,7 +102,7 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 # ── Scoring: log π(y) and entropy, without an [N, V] tensor of logits
 
-def _tiles(rows: int, weight: Tensor) -> list[slice]:
+def _tiles(rows: int, weight: Tensor):
     """Split the vocabulary into slices. The logits of one slice are a tile, [rows, width].
 
     A float32 tile takes at most 4 MiB on a CPU, so that it fits into the cache, and 64 MiB on
@@ -111,7 +111,7 @@ def _tiles(rows: int, weight: Tensor) -> list[slice]:
     """
     budget = 1 << (26 if weight.is_cuda else 22)
     width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
-    width = round_up(max(width, 1), 128)
+    width = round_up(width, 128)
     return [slice(i, i + width) for i in range(0, len(weight), width)]
 
 
@@ -135,16 +135,16 @@ class _FusedLogProbs(torch.autograd.Function):
         """[rows, H], [V, H], [rows, 1] → log p(y) [rows]."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_gradient = ctx.needs_input_grad[0]
-        z_y = hidden.new_zeros(len(hidden), 1, dtype=dtype)
+        z_y = torch.zeros_like(targets, dtype=dtype)             # [rows, 1]
         log_sum = z_y - torch.inf                                # log Σ e^z so far, [rows, 1]
         if needs_gradient:
             mean_weight = torch.zeros_like(hidden, dtype=dtype)  # pᵀW so far, [rows, H]
         for tile in _tiles(len(hidden), weight):
             w = weight[tile]
             z = head_logits(hidden, w, temperature)              # [rows, width]
-            in_tile = (targets >= tile.start) & (targets < tile.stop)
-            column = (targets - tile.start).clamp(0, len(w) - 1)
-            z_y = torch.where(in_tile, z.gather(1, column), z_y)
+            column = targets - tile.start        # index of y in this tile, or outside of it
+            clamped = column.clamp(0, len(w) - 1)
+            z_y = torch.where(column == clamped, z.gather(1, clamped), z_y)
             p = z.softmax(1)            # reads each row while it is in the CPU's cache
             # p = e^z / Σ e^z, so log Σ e^z = z − log p. This is most exact at the largest z.
             tile_log_sum = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
@@ -177,9 +177,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     assert hidden.ndim == weight.ndim == 2 and targets.shape == hidden.shape[:1], \
         "§3.5: log π(y_i) takes one h_i and one y_i for each token: [N, H], [V, H], [N]"
     assert not (weight.requires_grad and torch.is_grad_enabled()), "the head is frozen here"
-    chunks = zip(hidden.split(ROWS), targets.split(ROWS))
     return torch.cat([_FusedLogProbs.apply(h, weight, y[:, None], temperature)
-                      for h, y in chunks])
+                      for h, y in zip(hidden.split(ROWS), targets.split(ROWS))])
 
 
 def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
@@ -208,9 +207,9 @@ class StaticCache:
     columns: int                                # number of allocated columns
     cache_position: Tensor | None = None        # indices of the columns to write in this pass
     width: int = 0                              # number of columns that attention reads
-    layers: dict[int, list[Tensor]] = field(default_factory=dict)       # [keys, values]
+    layers: dict = field(default_factory=dict)  # index of the layer → [keys, values]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
+    def update(self, keys, values, layer: int, *_, **__) -> tuple[Tensor, ...]:
         """Store new keys and values; return all keys and values that attention reads.
 
         The attention layers of transformers call this method of their cache.
@@ -223,11 +222,11 @@ class StaticCache:
         return tuple(stored[:, :, : self.width] for stored in self.layers[layer])
 
     def get_seq_length(self, *_) -> int:
-        """The number of columns that earlier passes have written."""
+        """The number of columns that this pass reads without writing them."""
         return self.width - len(self.cache_position)
 
 
-def _masks(config, mask: Tensor, cache_position: Tensor):
+def _masks(config, mask, cache_position):
     """Make the attention masks of all layer types from `mask`, [B, 1, queries, columns].
 
     Returns a dict from layer type to mask, or the mask itself if the model has only one type.
@@ -251,7 +250,7 @@ def _masks(config, mask: Tensor, cache_position: Tensor):
 
 # ── Sampling: y_t ~ π(·|x, y_<t)
 
-def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+def _draw(logits, uniforms, temperature: float) -> Tensor:
     """Draw tokens by the inverse CDF; T = 0 means argmax. [B, V], u [B, 1] → [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
@@ -275,7 +274,7 @@ def can_capture(model) -> bool:
     rope = getattr(model.config, "rope_parameters", None) or {}
     options = [rope, *rope.values()]                # rope may contain one dict per layer type
     rope_types = {x.get("rope_type") for x in options if isinstance(x, dict)}
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded = isinstance(model.base_model, FSDPModule)
     return not is_sharded and not rope_types & {"dynamic", "longrope"}
 
 
@@ -295,20 +294,19 @@ class Decoder:
         self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
         self.ids = prompts[:, -1:].clone()                           # the last token, [B, 1]
         self.positions = attention.sum(1, keepdim=True) - 1          # its position, [B, 1]
-        self.uniforms = uniforms[:, :1].clone()                      # u of the next token, [B, 1]
-        # The mask is added to the attention scores: 0 if a column is visible, −∞ if not.
-        # Its shape is [B, 1, 1, columns].
+        self.uniforms = uniforms[:, :1].clone()                      # u for the next, [B, 1]
+        # Added to attention scores, [B, 1, 1, columns]: 0 where visible, −∞ elsewhere.
         mask = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
         self.mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
 
-    def last_hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def last_hidden(self, ids, mask, positions) -> Tensor:
         """Run a forward pass over `ids`; return the hidden state of the last column, [B, H]."""
         masks = _masks(self.model.config, mask, self.cache.cache_position)
         output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
                                        past_key_values=self.cache, use_cache=True)
         return output.last_hidden_state[:, -1]
 
-    def prefill(self, prompts: Tensor, attention: Tensor):
+    def prefill(self, prompts, attention):
         """Fill the cache with the prompts, [B, P], and draw the first token."""
         cache = self.cache
         positions = positions_of(attention)
@@ -344,7 +342,7 @@ class Decoder:
         self.draw(self.last_hidden(self.ids, mask, self.positions))
 
     def captured_step(self):
-        """Capture `step` in a CUDA graph, which launches all its kernels at once; return replay.
+        """Capture `step` in a CUDA graph and return a function that runs the graph.
 
         Raises torch.OutOfMemoryError if the graph does not fit into memory.
         """
@@ -389,17 +387,18 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     """Sample one answer per prompt (Alg. 4 l.11); an answer includes its EOS token.
 
     temperature: 0 means greedy decoding; otherwise tokens are drawn from
-    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: an id, a list of
-    ids or None. uniforms: random numbers in [0, 1), [B, T], one for each token; None draws them
-    from `generator`. cuda_graph: False disables CUDA graphs, for debugging. Raises ModelError
-    if a prompt is empty or too long, or if the model has layers of an unsupported type.
+    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: list of the ids
+    that end an answer, or None. uniforms: random numbers in [0, 1), [B, T], one for each token;
+    None draws them from `generator`. cuda_graph: False disables CUDA graphs, for debugging.
+    Raises ModelError if a prompt is empty or too long, or if the model has layers of an
+    unsupported type.
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
     lengths = [len(prompt) for prompt in prompt_ids]
     longest = max(lengths)
     limit = context_length(model)
-    if min(lengths) == 0:
+    if 0 in lengths:
         raise ModelError(f"prompt {lengths.index(0)} of the batch has no tokens; drop that row")
     if longest + max_new_tokens > limit:
         raise ModelError(
@@ -411,15 +410,14 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     if uniforms is None:
         uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
     assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
-    eos = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    eos = [token for token in eos if token is not None]
+    eos = eos_token_id or []
     bucket = 64 if device.type == "cuda" else 1          # keeps the number of shapes small
     prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
     columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
     uniforms = uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)
-    capture = cuda_graph and device.type == "cuda" and can_capture(model)
+    capture = cuda_graph and uniforms.is_cuda and can_capture(model)
     tokens, lengths = _decode(decoder, uniforms, eos, capture)
     answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
@@ -429,25 +427,24 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
 
 @dataclass(frozen=True)
 class DecodePolicy:
-    """How often `_decode` checks for ended rows, when it drops them, and how the cache grows."""
+    """How often `_decode` checks for ended rows, when it drops them, how the cache grows."""
     width_step: int         # the number of columns read is a multiple of this
     check_every: int        # number of tokens between two checks for ended rows
     max_active: float       # ended rows are dropped if at most this share is active
 
 
-# On CUDA, checks synchronize with the host, and each new width or batch size needs a new graph.
+# On CUDA, a check synchronizes with the host, and a new width or batch size needs a new graph.
 CUDA_POLICY = DecodePolicy(width_step=256, check_every=16, max_active=0.5)
 CPU_POLICY = DecodePolicy(width_step=1, check_every=1, max_active=0.75)
 
 
-def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
-    """Decode after `prefill`; return the ids of all new tokens, [B, T], and the lengths, [B]."""
+def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
+    """Decode after `prefill`; return the ids of all new tokens [B, T] and the lengths [B]."""
     cache = decoder.cache
-    device = decoder.model.device
-    policy = CUDA_POLICY if device.type == "cuda" else CPU_POLICY
+    policy = CUDA_POLICY if uniforms.is_cuda else CPU_POLICY
     B, T = uniforms.shape
     P = cache.width
-    ends = torch.tensor(eos, dtype=torch.long, device=device)
+    ends = torch.tensor(eos, dtype=torch.long, device=uniforms.device)
     tokens = ends.new_zeros(B, T)
     lengths = ends.new_zeros(B)
     step = None
@@ -463,8 +460,7 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
         tokens[decoder.rows, t] = decoder.ids[:, 0]
         lengths[decoder.rows] += ~decoder.has_ended
         decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
-        needs_check = (t + 1) % policy.check_every == 0 and t + 1 < T
-        if eos and needs_check:
+        if eos and (t + 1) % policy.check_every == 0:
             alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
             if len(alive) == 0:
                 break
