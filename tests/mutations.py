@@ -158,7 +158,7 @@ MUTATIONS = [
     Mutation("reward_model.py", "[0.0] * len(offsets), str(error)",
              "[-1.0] * len(offsets), str(error)",
              EQUATIONS, "unreadable critique punishes every token"),
-    Mutation("reward_model.py", "sign_pairs.count((sign, sign))", "predicted_signs.count(sign)",
+    Mutation("reward_model.py", "is_marked and is_predicted", "is_predicted",
              SPANS, "every predicted token counts as a hit"),
     Mutation("reward_model.py", '("recall", "marked")', '("recall", "predicted")',
              "tests/test_pipeline.py -k counted_against", "recall divided by predicted tokens"),
