@@ -143,7 +143,7 @@ def _json_objects(text: str):
     return objects, syntax_error
 
 
-def _is_part_of_larger_text(outside, keys) -> bool:
+def _is_part_of_larger_text(outside, keys):
     """Whether the texts outside of the candidates look like the rest of a larger JSON text."""
     is_enclosed = any(re.search(r"""(["']\s*:|[\[{])\s*\Z""", before)
                       or re.match(r"[\s`]*[]},]", after)
@@ -153,7 +153,7 @@ def _is_part_of_larger_text(outside, keys) -> bool:
     return is_enclosed or bool(has_key)
 
 
-def _plain_keys(pairs) -> dict:
+def _plain_keys(pairs):
     """Make a dict from the (key, value) pairs of a JSON object, with keys in snake_case."""
     value = {}
     for name, item in pairs:
@@ -207,7 +207,7 @@ class Grounding:
     unmatched: quotes that do not occur in the response. ambiguous: number of distinct quotes
     that occur more often than they were quoted; these quotes have no span.
     """
-    spans: list[Span]
+    spans: list[Span] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
     ambiguous: int = 0
 
@@ -587,8 +587,8 @@ def check_annotator(config: AnnotateConfig):
     if os.path.realpath(config.data) == os.path.realpath(config.output):
         raise InputError(f"--data and --output are one file, {config.data}; choose another "
                          f"--output")
-    check_asking(*config.prices, config.base_url,
-                 is_free=config.annotator_function or config.dry_run)
+    is_free = config.annotator_function or config.dry_run
+    check_asking(*config.prices, config.base_url, is_free)
 
 
 def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
