@@ -135,7 +135,7 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row:
 # ── Algorithm 3: teacher forcing
 
 def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
-    """−Σ_j log p_φ(z_j | z_<j, x, y), summed over all pairs (§3.4, Algorithm 3), in nats."""
+    """−Σ_j log p_φ(z_j | z_<j, x, y) of all pairs (§3.4, Algorithm 3): a scalar in nats."""
     prompts, z_ids = zip(*pairs)
     *inputs, mask = pad_batch(prompts, z_ids, model.device)
     indices = mask.flatten().nonzero().squeeze(1)           # tokens of z in the flat batch, [N]
