@@ -1,4 +1,4 @@
-"""One frozen base model for every role: LoRA adapters, value head, sharding with FSDP2.
+"""One frozen base model for all roles, with LoRA adapters, a value head and FSDP2 sharding.
 
     model, tokenizer = load_model("toy/base")
     add_lora(model, "policy", r=16, alpha=32)
@@ -11,7 +11,7 @@ B rows, P prompt tokens (padded left), T response tokens (padded right), H hidde
 
 Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading, ranks or
 files. Departure from common practice: adapters are merged into the base only for decoding in
-float32. In bfloat16, rounding would remove a merged update as small as PPO's.
+float32. In bfloat16, rounding would cancel most of a small update, such as that of PPO.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ DATE = date(2024, 7, 26)
 # The prompt format of a model without a chat template (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
-# On Hopper GPUs cuDNN's attention returns NaN gradients for masked inputs of 64, 192, 320, …
-# tokens (pytorch issue 196678). It also builds a new plan for each shape. The other kernels do
-# not have these problems.
+# On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
+# 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
+# other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# With one of these PEFT options, an adapter does not compute W x + (alpha / r) B A x.
+# PEFT options that change the formula W x + (alpha / r) B A x. They are not supported.
 UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern",
                        "modules_to_save", "fan_in_fan_out", "lora_bias")
 
@@ -58,14 +58,15 @@ UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"
 # ── Loading and prompts
 
 def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
-    """Load a frozen causal LM and its tokenizer from a directory or hub id; never a pickle.
+    """Load a frozen causal LM and its tokenizer from a directory or hub id.
 
-    dtype: a torch dtype or its name. None means float32 on a CPU, where bfloat16 is slow, and
-    bfloat16 on a GPU. to_shard: keep the weights in memory-mapped files until `shard` moves
-    them to `device`. Chat templates that insert today's date get DATE instead.
-    Raises ModelError where the model cannot be loaded, where the tokenizer has more tokens than
-    the model, where the logits are not exactly `hidden @ weight.T`, or where the GPU does not
-    support bfloat16.
+    Only safetensors files are read, because pickle files can run code. dtype: a torch dtype or
+    its name. None means float32 on a CPU, where bfloat16 is slow, and bfloat16 on a GPU.
+    to_shard: keep the weights in memory-mapped files until `shard` moves them to `device`. Chat
+    templates insert DATE instead of today's date.
+    Raises ModelError if the model cannot be loaded, if the tokenizer has more tokens than the
+    model, if the logits are not exactly `hidden @ weight.T`, or if the GPU does not support
+    bfloat16.
     """
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -74,7 +75,7 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
                          f"float32, or float16 to save memory")
     try:
-        # The caller checks the length of each row, so the tokenizer has no limit.
+        # Callers check the length of each row, so the tokenizer needs no limit.
         tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
@@ -82,10 +83,10 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         raise ModelError(f"cannot load a model from {path}: {reason}; give --model a hub id "
                          f"or a directory in Hugging Face format") from error
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise ModelError(f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and the "
+        raise ModelError(f"{path}: the tokenizer has {tokenizer.vocab_size} tokens and the "
                          f"model {model.config.vocab_size}; use the tokenizer of this model")
     if isinstance(tokenizer.chat_template, str):
-        # The prompt x must be the same on every day, for resumed runs, R_φ and eval.py.
+        # A resumed run, R_φ and eval.py must see the same prompt x on any day.
         tokenizer.chat_template = re.sub(
             r"""strftime_now\((["'])(.*?)\1\)""",
             lambda match: repr(DATE.strftime(match[2])), tokenizer.chat_template)
@@ -98,15 +99,15 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
 
 @torch.no_grad()
 def _check_plain_head(model, path):
-    """Raise ModelError where the model caps, scales or biases its logits after the head.
+    """Raise ModelError if the model caps or scales its logits, or adds a bias to them.
 
-    Sampling and scoring compute only `hidden @ weight.T`. The check runs without the decoder
-    blocks, because a model that will be sharded should not read all its weights here.
+    Sampling and scoring compute only `hidden @ weight.T`. The check skips the decoder
+    blocks, so that a model that will be sharded does not read all its weights yet.
     """
     blocks = getattr(model.base_model, "layers", None)
     if blocks:
         model.base_model.layers = nn.ModuleList()
-    # Ids start at 1, because the embedding of 0 may be all zeros (padding).
+    # The ids start at 1, because the embedding of id 0 may be all zeros (padding).
     ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
     expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
     logits = model(ids).logits
@@ -118,9 +119,9 @@ def _check_plain_head(model, path):
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
-    """Token ids of a user turn, or of chat messages that end with one; the answer follows."""
+    """Encode a user turn, or chat messages, as a prompt that the model continues to answer."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template:                            # the template adds BOS itself
+    if tokenizer.chat_template:                            # the chat template adds BOS
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False).input_ids
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -130,12 +131,12 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
 
 
 def encode_answer(tokenizer, text: str) -> list[int]:
-    """Target ids for teacher forcing: the text and EOS, so that the model learns to stop."""
+    """Encode a text as training target. It ends with EOS, so that the model learns to stop."""
     return tokenizer(text, add_special_tokens=False).input_ids + [eos_ids(tokenizer)[0]]
 
 
 def eos_ids(tokenizer, model=None) -> list[int]:
-    """Ids that end an answer: the EOS of the tokenizer, then those of the generation config."""
+    """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
     config = getattr(model, "generation_config", None)
     config_ids = getattr(config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id,
@@ -148,7 +149,7 @@ def eos_ids(tokenizer, model=None) -> list[int]:
 
 
 def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
-    """The rows whose prompt, response and critique fit the context; prints how many do not."""
+    """Keep rows whose prompt, response and critique fit the context; print how many do not."""
     instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
     limit = (context_length(model) - instruction - config.max_new_tokens
              - config.max_critique_tokens)
@@ -160,32 +161,33 @@ def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
     too_long = len(rows) - len(fitting_rows)
     if too_long:
         print_rank0(f"{source}: left out {too_long} of {len(rows)} rows, whose prompts have "
-                    f"over {limit} tokens")
+                    f"more than {limit} tokens")
     if not fitting_rows:
-        raise InputError(f"{source}: no row is left to train or evaluate on; lower "
+        raise InputError(f"{source}: all prompts are too long, so no row is left; lower "
                          f"--max_new_tokens or raise --max_prompt_tokens")
     return fitting_rows
 
 
-# ── LoRA by hand (Hu et al. 2021): W x + (alpha / r) B A x
+# ── LoRA (Hu et al. 2021): W x + (alpha / r) B A x
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with named low-rank updates. At most one of them is active."""
+    """A frozen linear layer with named LoRA adapters. At most one adapter is active."""
 
     def __init__(self, base_layer: nn.Linear):
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A = nn.ParameterDict()                 # A of each adapter, [r, in]
-        self.lora_B = nn.ParameterDict()                 # B of each adapter, [out, r]
+        self.lora_A = nn.ParameterDict()                 # adapter → A, [r, in]
+        self.lora_B = nn.ParameterDict()                 # adapter → B, [out, r]
         self.scaling = {}                                # adapter → alpha / r
         self.dropout = {}                                # adapter → dropout probability
         self.active: str | None = None                   # name of the active adapter
         self.merged: Tensor | None = None                # W + (alpha / r) B A, [out, in]
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
-        """Add an adapter: A uniform as in nn.Linear, B zero. Its first update is zero.
+        """Add an adapter. It does not change the output at first, because B is zero.
 
-        A is drawn on the CPU, so that its values do not depend on the device.
+        A is initialized like the weight of nn.Linear. It is drawn on the CPU, so that its
+        values do not depend on the device.
         """
         weight = self.base_layer.weight
         A = torch.empty(r, weight.shape[1])
@@ -197,7 +199,7 @@ class LoRALinear(nn.Module):
         self.dropout[name] = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out] in the base layer's dtype. The update uses float32."""
+        """[..., in] → [..., out] in the base layer's dtype. The adapter runs in float32."""
         if self.merged is not None:
             return F.linear(x, self.merged, self.base_layer.bias)
         y = self.base_layer(x)
@@ -212,19 +214,19 @@ class LoRALinear(nn.Module):
 
 
 def _lora_layers(model, name: str | None = None) -> dict[str, LoRALinear]:
-    """Path → LoRA layer: all of them, or only those with the adapter `name`."""
+    """A dict from path to LoRA layer, for all layers or those with the adapter `name`."""
     return {path: layer for path, layer in model.named_modules()
             if isinstance(layer, LoRALinear) and (name is None or name in layer.lora_A)}
 
 
 def _linear_layers(model) -> dict[str, nn.Linear]:
-    """Path → linear layer that an adapter may change, wrapped in a LoRALinear or not."""
+    """A dict from path to linear layer, for all layers but the head, adapted or not."""
     return {path.removesuffix(".base_layer"): layer for path, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
 
 
 def _wrap(model, path: str) -> LoRALinear:
-    """The LoRALinear at `path`. An nn.Linear at this path is wrapped first."""
+    """Return the LoRALinear at `path`. If there is an nn.Linear, replace it first."""
     layer = model.get_submodule(path)
     if isinstance(layer, nn.Linear):
         layer = LoRALinear(layer).train(layer.training)
@@ -239,9 +241,9 @@ def _check_name(model, name: str, should_exist: bool):
 
 
 def target_layers(model, target_modules) -> list[str]:
-    """Paths of the linear layers whose last name is a target.
+    """Paths of all linear layers with a target name, such as "q_proj", at the end.
 
-    Raises ModelError where the model has no linear layer of that name.
+    Raises ModelError if no linear layer of the model has that name.
     """
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
     choices = set(names.values())
@@ -254,9 +256,9 @@ def target_layers(model, target_modules) -> list[str]:
 
 def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 0.0,
              target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
-    """Add an adapter to each linear layer whose last name is a target; return its parameters.
+    """Add an adapter to the layers in `target_modules`; return the adapter's parameters.
 
-    Raises ModelError where the name is in use or a target does not exist.
+    Raises ModelError if the adapter's name is in use or if a target does not exist.
     """
     _check_name(model, name, should_exist=False)
     for path in target_layers(model, target_modules):
@@ -268,9 +270,9 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 def use_lora(model, name: str | None, merge: bool = False):
     """Use only this adapter inside the `with` block; None means the base without adapters.
 
-    merge: one matrix product per layer instead of three, where the base is float32 and not
-    sharded. This is for decoding, which has many small passes. The merged weights need as much
-    memory as those layers.
+    merge: add the adapter to the base weights, if these are float32 and not sharded. Decoding
+    is then faster, because each layer needs one matrix product instead of three. The merged
+    weights take as much memory as the base weights of these layers.
     """
     if name is not None:
         _check_name(model, name, should_exist=True)
@@ -293,7 +295,7 @@ def use_lora(model, name: str | None, merge: bool = False):
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:
-    """The tensors of one adapter in a fixed order: A [r, in] and B [out, r] of each layer."""
+    """The parameters of an adapter in a fixed order: A [r, in] and B [out, r] of each layer."""
     parameters = []
     for _, layer in sorted(_lora_layers(model, name).items()):
         parameters += [layer.lora_A[name], layer.lora_B[name]]
@@ -301,10 +303,10 @@ def lora_parameters(model, name: str) -> list[nn.Parameter]:
 
 
 def fingerprint(model) -> str:
-    """Hash of the base's shapes and of parts of its weights; equal in float32 and bfloat16."""
+    """A hash of the base's shape and a sample of its weights; equal in float32 and bfloat16."""
     embeddings = model.get_input_embeddings().weight
     if isinstance(embeddings, DTensor):
-        # `shard` stores it, so that one rank can save an adapter without the others.
+        # `shard` has stored the hash, so that one rank can save an adapter on its own.
         return model.fingerprint_before_sharding
     samples = [weight.detach()[:: max(1, len(weight) // 64), :64].bfloat16().tolist()
                for weight in (embeddings, head_weight(model))]
@@ -313,9 +315,9 @@ def fingerprint(model) -> str:
 
 
 def save_lora(model, name: str, directory):
-    """Write one adapter in PEFT's format, completely or not at all.
+    """Save an adapter in PEFT's format; an error leaves no incomplete directory.
 
-    The path of the base is absolute, so PEFT finds it from any working directory.
+    The path of the base is absolute, so that PEFT finds it from any working directory.
     """
     _check_name(model, name, should_exist=True)
     layers = _lora_layers(model, name)
@@ -339,8 +341,8 @@ def save_lora(model, name: str, directory):
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
-    Raises ModelError where a file is missing or damaged, where the adapter is not plain LoRA
-    (DoRA, rsLoRA, …), or where it was trained on another base. The model is not changed then.
+    Raises ModelError if a file is missing or damaged, if the adapter is not plain LoRA (but
+    DoRA, rsLoRA, …), or if it was trained on another base. The model then stays unchanged.
     """
     _check_name(model, name, should_exist=False)
     config_path, path = find_files(directory, *ADAPTER_FILES)
@@ -358,7 +360,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     if metadata.get("base_fingerprint", model_hash) != model_hash:
         raise ModelError(f"{directory}: this adapter was trained on another base ({base}), not "
                          f"on {model.config._name_or_path}; choose its base with --model")
-    pairs = {}                                        # path of the layer → its A and B
+    pairs = {}                                        # path of a layer → {"A": A, "B": B}
     for key, tensor in tensors.items():
         path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
         pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
@@ -385,7 +387,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
 class ValueHead(nn.Module):
     """V_ψ(x, y_<t) (§3.5, Alg. 4 l.5): a linear layer on the policy's last hidden state.
 
-    All its weights start at 0.
+    Its weights and bias are initialized to 0.
     """
 
     def __init__(self, hidden_size: int, device=None):
@@ -401,7 +403,7 @@ class ValueHead(nn.Module):
 
 def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tensor,
                     mask: Tensor) -> Tensor:
-    """Hidden states that predict the response: h_t depends on x and y_<t (Alg. 4 l.22, 24).
+    """The hidden states h_t that predict y_t from x and y_<t (Alg. 4 l.22, 24).
 
     prompts, prompt_mask: [B, P]; responses, mask: [B, T] → [B, T, H]
     """
@@ -414,21 +416,21 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     return hidden
 
 
-# ── Less memory: activation checkpointing, and a base sharded over the ranks (FSDP2)
+# ── Less memory: activation checkpointing and sharding (FSDP2)
 
 def decoder_blocks(model) -> list[nn.Module]:
-    """The decoder layers in order; Llama, Mistral, Qwen and Phi call the list `layers`."""
+    """The decoder layers in order. Llama, Mistral, Qwen and Phi store them in `layers`."""
     if not hasattr(model.base_model, "layers"):
-        raise ModelError(f"{model.config._name_or_path}: the model has no list `layers`; "
+        raise ModelError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "
                          f"run without --shard and --activation_checkpointing")
     return list(model.base_model.layers)
 
 
 def checkpoint_activations(model):
-    """Make each block keep only its input; the backward pass then runs the block again.
+    """Store only the input of each block; the backward pass computes its activations again.
 
-    transformers' `gradient_checkpointing_enable` works only in training mode. The second run
-    also needs the same active adapter as the first, even after the `use_lora` block has ended.
+    `gradient_checkpointing_enable` of transformers works only in training mode. The second
+    forward pass must use the same adapter as the first, even if the `use_lora` block has ended.
     """
     for block in decoder_blocks(model):
         if not isinstance(block.forward, partial):
@@ -436,7 +438,7 @@ def checkpoint_activations(model):
 
 
 def _run_checkpointed(block, forward, *args, **kwargs):
-    """Run `forward`; the backward pass runs it again with the adapter that is active now."""
+    """Run `forward` now, and again in the backward pass with the same active adapter."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     adapter = next((layer.active for layer in _lora_layers(block).values()
@@ -448,13 +450,14 @@ def _run_checkpointed(block, forward, *args, **kwargs):
 def shard(model, device):
     """Shard the frozen base over all ranks with FSDP2 and return the model, now on `device`.
 
-    A model from `load_model(…, to_shard=True)` is read one unit at a time, so a device never
-    holds more than its shard and two units. While sampling, `gathered` holds all weights.
+    A model from `load_model(…, to_shard=True)` is read one FSDP unit at a time, so that a
+    device never holds more than its shard and two units. For sampling, `gathered` puts all
+    weights on each device.
 
-    The FSDP units are the embeddings, every block, the head, and the rest of the base. The
-    adapters are not sharded, whether they are loaded before or after. Every rank holds them in
-    float32, because all parameters of an FSDP unit must have one dtype. Any single rank can
-    therefore save them. The caller sums their gradients over the ranks.
+    The FSDP units are the embeddings, each block, the head, and the remaining parts of the
+    base. Adapters are not sharded, whether they are loaded before or after this call: they are
+    float32, and all parameters of an FSDP unit must have one dtype. Each rank holds all
+    adapters, so any single rank can save them. The caller sums their gradients over the ranks.
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -471,10 +474,10 @@ def shard(model, device):
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
     if is_tied:
-        head.weight = embeddings.weight              # now the sharded weight
+        head.weight = embeddings.weight              # tie them again: the weight is now sharded
     for parameter in adapters:
         parameter.data = parameter.data.to(device)
-    with torch.no_grad():         # FSDP finds its root modules in the first forward pass
+    with torch.no_grad():         # the first forward pass lets FSDP find its root modules
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         if not is_tied:
@@ -486,8 +489,8 @@ def shard(model, device):
 def gathered(model):
     """Hold all weights of a sharded model on every rank during a `with` block.
 
-    Inside, no rank waits for another. Without this, sampling would gather the weights for every
-    token.
+    Inside the block, no rank waits for another. Without `gathered`, sampling would gather all
+    weights for each token.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

@@ -1,15 +1,16 @@
-"""Phase 2: R_φ learns to write z = [critique ; span JSON] of a response (§3.4, Algorithm 3).
+"""Phase 2: R_φ learns to write z, a critique and its spans as JSON (§3.4, Algorithm 3).
 
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL
     torchrun --nproc_per_node 8 reward_model.py …       # the same on eight ranks
 
-R_φ is a LoRA adapter on the base that the policy shares. It is trained by teacher forcing:
-L_R(φ) = −E[log p_φ(z | x, y)], prompt masked, EOS trained. It is evaluated on held-out rows:
-by its loss, and by its spans against the annotator's, token by token (§4.2, Table 1). Phase 3
-calls `write_critiques` and `judge` (Alg. 4 l.12–13).
+R_φ is a LoRA adapter; it shares its base model with the policy. It is trained by teacher
+forcing with the loss L_R(φ) = −E[log p_φ(z | x, y)]. The tokens of the prompt have no loss, but
+the EOS token does. The evaluation on held-out rows reports the loss, and it compares the spans
+of R_φ with those of the annotator, token by token (§4.2, Table 1). Phase 3 calls
+`write_critiques` and `judge` (Alg. 4 l.12–13).
 
-Departures: quotes that are not in the response are removed from z before training (Appendix L
-removes them from the annotation). A critique that does not parse counts as one without spans.
+Departures: quotes that do not occur in the response are removed from z before training, whereas
+Appendix L removes them from the annotation. If a critique cannot be parsed, its δ' is zero.
 B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
@@ -20,7 +21,6 @@ import random
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -42,24 +42,24 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 
 @dataclass
 class RewardConfig:
-    """Settings of phase 2: the toy world's defaults; --task sets the release's (Table 9)."""
-    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
+    """Settings of phase 2. These defaults suit the toy task; --task sets others (Table 9)."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
     model: str = flag("toy/base", "base: directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
-    seed: int = flag(0, "random seed of the split, the order and the adapter", most=10**9)
+    seed: int = flag(0, "random seed", most=10**9)
     epochs: int = flag(3, "passes over the rows (release: 3)", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float = flag(3e-3, "peak of AdamW (release: 1e-5, KodCode 2e-5)", most=10)
-    weight_decay: float = flag(0.0, "AdamW's decay (release: 3e-7, KodCode .01)", most=10)
+    learning_rate: float = flag(3e-3, "peak value (release: 1e-5, KodCode 2e-5)", most=10)
+    weight_decay: float = flag(0.0, "decay (release: 3e-7, KodCode .01)", most=10)
     lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
     lora_alpha: float = flag(64, "LoRA α; the update is scaled by α / r (release: 32)")
     lora_dropout: float = flag(0.0, "dropout of the adapter (release: .05, .1)", most=0.99)
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-                             "layers with an adapter (release: q_proj,v_proj)")
-    max_tokens: int = flag(512, "longest x, y and z in tokens; drops longer rows", least=1)
-    max_critique_tokens: int = flag(96, "longest z in tokens (release: 500, 768)", least=1)
-    held_out: int = flag(200, "prompts held out for evaluation, at most a tenth of all")
+                             "adapted layers (release: q_proj,v_proj)")
+    max_tokens: int = flag(512, "drop rows with more tokens in x, y, z", least=1)
+    max_critique_tokens: int = flag(96, "token limit of z (release: 500, 768)", least=1)
+    held_out: int = flag(200, "prompts held out, at most a tenth")
     dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",
                              DTYPES)
     micro_batch_size: int = flag(16, "rows per forward pass; affects dropout masks", least=1)
@@ -71,9 +71,9 @@ class RewardConfig:
 
 # Fields of feedback.jsonl; the lists of spans may be empty.
 FEEDBACK_FIELDS = ("id", ("prompt",), ("response",), ("critique",), "good_spans", "poor_spans")
-MAX_GRAD_NORM = 1.0                                       # as in the release
+MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-# Settings that may change when a fit resumes; at most they change its dropout masks.
+# Settings that may differ when training resumes. They can change only the dropout masks.
 FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
 PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
              lora_dropout=0.1, lora_targets="q_proj,v_proj", learning_rate=1e-5,
@@ -82,17 +82,18 @@ PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
 
 
 def reward_preset(task: str) -> dict:
-    """Defaults of a task: the release's common values, replaced by the task's own (Table 9)."""
+    """Defaults of a task: the settings of the release, then those of the task (Table 9)."""
     return {} if task == "toy" else {**PAPER, **get_task(task).reward}
 
 
-# ── Rows as token sequences [x ; y ; z]
+# ── From rows to token sequences [x ; y ; z]
 
 def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
-    """(kept rows, (ids of x and y, ids of z) of each) from rows as [x ; y ; z] (§3.4).
+    """Tokenize rows as [x ; y ; z] (§3.4); return (kept rows, their token ids).
 
-    Rows of more than max_tokens tokens are dropped. Quotes that `ground` does not find in the
-    response are removed from z, so that R_φ does not learn to invent quotes.
+    The token ids of a row are a pair (ids of x and y, ids of z). Rows with more than
+    max_tokens tokens are dropped. Quotes that `ground` does not find in the response are
+    removed from z, so that R_φ does not learn to invent quotes.
     """
     kept_rows = []
     pairs = []
@@ -112,12 +113,13 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     return kept_rows, pairs
 
 
-def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=itemgetter("prompt"),
+def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row: row["prompt"],
                least: int = 0) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows) (§4.1). All rows of a prompt are in the same part.
+    """Split rows into (training rows, held-out rows) by their prompts (§4.1).
 
-    held_out: number of held-out prompts, at most a tenth of all, but never fewer than `least`.
-    prompt_of(row): the prompt of a row. Both parts keep the order of `rows`.
+    All rows of a prompt are in the same part, and both parts keep the order of `rows`.
+    held_out: number of held-out prompts. It is reduced to a tenth of all prompts, but not below
+    `least`. prompt_of(row): the prompt of a row.
     """
     prompts = [str(prompt_of(row)) for row in rows]
     order = sorted(set(prompts))
@@ -135,11 +137,10 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=itemgetter(
 # ── Algorithm 3: teacher forcing
 
 def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
-    """−Σ_j log p_φ(z_j | z_<j, x, y) over z (§3.4, Algorithm 3): a scalar, in nats."""
-    prompts = [x for x, _ in pairs]
-    z_ids = [z for _, z in pairs]
+    """−Σ_j log p_φ(z_j | z_<j, x, y) of all pairs (§3.4, Algorithm 3): a scalar in nats."""
+    prompts, z_ids = zip(*pairs)
     *inputs, mask = pad_batch(prompts, z_ids, model.device)
-    indices = mask.flatten().nonzero().squeeze(1)           # of z in a flat batch [B · T], [N]
+    indices = mask.flatten().nonzero().squeeze(1)           # tokens of z in the flat batch, [N]
     hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[indices]              # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
     targets = inputs[2].flatten()[indices]                                                # [N]
@@ -147,7 +148,7 @@ def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
 
 
 def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[list[tuple]]:
-    """Shuffled batches of pairs with similar lengths: sorted within pools of 16 batches."""
+    """Shuffle pairs into batches of similar length, by sorting random pools of 16 batches."""
     order = []
     for pool in chunks(rng.sample(pairs, len(pairs)), 16 * size):
         order += sorted(pool, key=lambda pair: sum(map(len, pair)))
@@ -156,24 +157,24 @@ def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[l
 
 
 def _resume(out, optimizer, fingerprint, name) -> tuple[int, list]:
-    """(steps taken, their losses) of the newest checkpoint in `out`, if it is of this fit."""
+    """Resume from the newest checkpoint in `out` if it fits; return (step, losses so far)."""
     if not out:
         return 0, []
     path, tensors, state = newest_checkpoint(out)
     if state.get("made_of") != fingerprint:
         return 0, []
-    print_rank0(f"fit {name}: resumed from {path}")
+    print_rank0(f"fit {name}: resuming from {path}")
     restore_optimizer(optimizer, tensors)
     return state["iteration"], state["losses"]
 
 
 def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
-    """Add this rank's gradients of a batch; return its mean loss over all ranks, in nats."""
+    """Accumulate gradients of this rank's part of a batch; return the batch's mean loss."""
     terms = sum(map(count_of, batch))
     mean_loss = 0.0
     for part in chunks(batch, config.micro_batch_size * WORLD_SIZE):
         rank_pairs = part[RANK::WORLD_SIZE]
-        # FSDP needs every rank in every forward pass; idle ranks run one with weight 0.
+        # FSDP needs all ranks in every forward pass; a rank without rows uses weight 0.
         weight = 1 if rank_pairs else 0
         loss = loss_of(model, rank_pairs or part[:1]) / terms * weight
         loss.backward()
@@ -182,7 +183,7 @@ def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
 
 
 def _optimizer_step(optimizer, parameters, mean_loss) -> bool:
-    """Step with the clipped gradient of all ranks; False: skipped, because it is not finite."""
+    """Sum gradients over ranks, clip and step. False: skipped, because they are not finite."""
     for p in parameters:
         all_sum(p.grad)
     norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
@@ -195,13 +196,14 @@ def _optimizer_step(optimizer, parameters, mean_loss) -> bool:
 
 def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                 loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None):
-    """Minimise the mean loss of an adapter, which is created unless it exists (Algorithm 3).
+    """Train an adapter by minimising its mean loss (Algorithm 3); return the loss of each step.
 
-    loss_of(model, pairs): summed loss in nats; count_of(pair): number of its terms, by default
-    the tokens of z. The ranks share each batch. out: directory of checkpoints; the fit resumes
-    from the newest.
-    Returns the mean loss of each step. A step whose loss or gradient is not finite is skipped
-    and has None in that list. Raises InputError where all steps are skipped.
+    The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
+    count_of(pair): the number of terms in this sum, by default the tokens of z. out: directory
+    of checkpoints; training resumes from the newest one. The ranks share each batch.
+
+    A step is skipped if its loss or gradient is not finite; its loss is None in the result.
+    Raises InputError if all steps are skipped.
     """
     torch.manual_seed(config.seed)
     parameters = lora_parameters(model, name) or add_lora(                              # l.4
@@ -222,7 +224,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                disable=RANK > 0)
     with use_lora(model, name):
         for step in bar:
-            # Each step and rank has its own dropout masks.
+            # Each step and rank draws different dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
             rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(batches))
             optimizer.param_groups[0]["lr"] = rate
@@ -244,26 +246,27 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     return losses
 
 
-# ── Using R_φ: z' ~ R_φ(z' | x, y) and its δ'
+# ── Inference with R_φ: z' ~ R_φ(z' | x, y) and its δ'
 
 @dataclass
 class Judgement:
-    """A critique of one response, and the token rewards it gives (Alg. 4 l.13)."""
+    """A critique of one response and the token rewards computed from it (Alg. 4 l.13)."""
     critique: str
-    delta: list[float]                    # δ'_t of every token of the response
-    reason: str = ""                      # why the critique is unreadable and δ' zero, or ""
-    quotes: int = 0
-    unmatched: int = 0                    # quotes that are not in the response
+    delta: list[float]                    # δ'_t of each token of the response
+    reason: str = ""                      # why the critique cannot be parsed, or ""
+    quotes: int = 0                       # number of quotes in the critique
+    unmatched: int = 0                    # quotes that do not occur in the response
     ambiguous: int = 0                    # quotes that occur more often than they are quoted
-    conflicts: int = 0                    # tokens in a good and in a poor span
-    half_inside: int = 0                  # tokens partly inside a span
+    conflicts: int = 0                    # tokens in both a good and a poor span
+    half_inside: int = 0                  # tokens that overlap a span without being inside any
     spans: list[Span] = field(default_factory=list)
 
 
 def judge(critique: str, text: str, offsets) -> Judgement:
-    """Parse A'(y) from a critique and map it to δ' (Alg. 4 l.13); zeros if it is unreadable.
+    """Parse A'(y) from a critique and compute δ' from it (Alg. 4 l.13).
 
-    offsets: the characters [start, end) of each token of the text.
+    If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
+    token of the text.
     """
     try:
         if not critique:
@@ -276,7 +279,7 @@ def judge(critique: str, text: str, offsets) -> Judgement:
 
 
 def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:
-    """δ' of grounded feedback (Alg. 4 l.13), and counts of what gives no reward."""
+    """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
     spans = grounding.spans
     delta = token_rewards(text, offsets, spans)                                        # l.13
     assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
@@ -288,17 +291,17 @@ def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Jud
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
                     max_new_tokens: int, temperature=0.0, uniforms=None) -> list[str]:
-    """One critique per response from the adapter "reward" (Alg. 4 l.12).
+    """Write one critique per response with the adapter "reward" (Alg. 4 l.12).
 
-    Decoding is greedy by default, so that rewards do not depend on chance; l.12 samples z'.
-    With a temperature, uniforms [B, max_new_tokens] in [0, 1) decide the tokens. A response
-    that is empty, or too long for the context, gets "".
+    By default decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'.
+    With a temperature above 0, `uniforms` decide the draws, [B, max_new_tokens]. The critique
+    is "" if the response is empty or too long for the context.
     """
     max_prompt_tokens = context_length(model) - max_new_tokens
-    prompt_ids = {}                                                  # by index of the response
+    prompt_ids = {}                        # index of a response → prompt ids
     for i, (x, y) in enumerate(zip(prompts, responses)):
-        ids = encode_prompt(tokenizer, reward_prompt(x, y)) if y.strip() else []
-        if ids and len(ids) <= max_prompt_tokens:
+        ids = encode_prompt(tokenizer, reward_prompt(x, y))
+        if y.strip() and len(ids) <= max_prompt_tokens:
             prompt_ids[i] = ids
     u = None if uniforms is None else uniforms[list(prompt_ids)]
     with use_lora(model, "reward", merge=True):
@@ -311,35 +314,37 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     return critiques
 
 
-# ── Judging R_φ on held-out rows (§4.2, Table 1)
+# ── Evaluation of R_φ on held-out rows (§4.2, Table 1)
 
 def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
-    """Marked, predicted and correctly predicted tokens of a response (Table 1). [T], [T]
+    """Count the marked, predicted and correctly predicted tokens of a response (Table 1).
 
-    Only the signs of δ are compared, so that graded values such as .75 count as well.
+    truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
+    that graded values such as .75 count as well.
     """
-    true_signs, predicted_signs = ([(x > 0) - (x < 0) for x in delta]
-                                   for delta in (truth, predicted))
-    sign_pairs = list(zip(true_signs, predicted_signs))
     counts = Counter()
-    for name, sign in (("good", 1), ("poor", -1)):
-        counts[f"{name} marked"] = true_signs.count(sign)
-        counts[f"{name} predicted"] = predicted_signs.count(sign)
-        counts[f"{name} hit"] = sign_pairs.count((sign, sign))
+    for true_delta, predicted_delta in zip(truth, predicted):
+        for name, sign in (("good", 1), ("poor", -1)):
+            is_marked = true_delta * sign > 0
+            is_predicted = predicted_delta * sign > 0
+            counts[f"{name} marked"] += is_marked
+            counts[f"{name} predicted"] += is_predicted
+            counts[f"{name} hit"] += is_marked and is_predicted
     return counts
 
 
 def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
-    """R_φ's critiques of annotated rows against the annotator's (Table 1): (figures, samples).
+    """Compare R_φ with the annotator on annotated rows (Table 1); return (figures, samples).
 
-    The ranks share the rows. A figure is None where its denominator is 0. unparseable: share
-    of critiques that cannot be parsed.
+    figures: precision and recall, and "unparseable", the share of critiques that cannot be
+    parsed. samples: the critiques of both for each row. The ranks share the rows.
     """
     counts = Counter()
     samples = []
     for part in tqdm(chunks(rows[RANK::WORLD_SIZE], 64), "judge the reward model",
                      disable=RANK > 0):
-        prompts, responses = ([row[key] for row in part] for key in ("prompt", "response"))
+        prompts = [row["prompt"] for row in part]
+        responses = [row["response"] for row in part]
         critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
         for row, z in zip(part, critiques):
             ids = tokenizer(row["response"], add_special_tokens=False).input_ids
@@ -353,12 +358,12 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
                             "annotator": row["critique"], "reward_model": z,
                             "unreadable": judgement.reason})
     counts = sum(gather_rows([counts]), Counter())
-    unparseable = counts["unparseable"] / max(1, len(rows))
-    return {"unparseable": unparseable, **token_figures(counts)}, gather_rows(samples)
+    figures = {"unparseable": counts["unparseable"] / max(1, len(rows))}
+    return figures | token_figures(counts), gather_rows(samples)
 
 
 def token_figures(counts: Counter) -> dict[str, float | None]:
-    """Precision and recall from summed `count_tokens`; None where the denominator is 0."""
+    """Precision and recall from the sums of `count_tokens`; None if a denominator is 0."""
     figures = {}
     for name in ("good", "poor"):
         for figure, denominator in (("precision", "predicted"), ("recall", "marked")):
@@ -368,11 +373,11 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
 
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
-    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): read rows, train R_φ, evaluate it → metrics."""
+    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics."""
     rows = read_rows(config.data, FEEDBACK_FIELDS)
     limit = min(config.max_tokens, context_length(model))
     out = Path(config.output_dir)
-    _lock = lock_directory(out)                                      # until the function ends
+    _lock = lock_directory(out)                       # held until the function ends
     training, evaluation = split_rows(rows, config.held_out, config.seed)
     _, pairs = encode_rows(training, tokenizer, limit)
     held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
@@ -382,7 +387,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),
-               "final_loss": next(x for x in reversed(losses) if x is not None)}
+               "final_loss": [x for x in losses if x is not None][-1]}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
         parts = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
@@ -395,15 +400,15 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
         save_lora(model, "reward", out / "adapter")                                      # l.8
         write_rows(out / "samples.jsonl", samples)
         write_rows(out / "config.json", [asdict(config)])
-        # This file is written last: it marks the phase as finished.
+        # This file is written last, because its presence marks the phase as finished.
         write_rows(out / "metrics.json", [metrics])
     return metrics
 
 
 def summary(metrics: dict) -> str:
-    """One line about R_φ: its held-out loss, and precision and recall of its tokens."""
+    """One line with the held-out loss of R_φ and the precision and recall of its tokens."""
     if "held_out_loss" not in metrics:
-        return "trained; too few rows for a held-out set"
+        return "trained, but not evaluated: too few rows to hold any out"
     texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
     return (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
             f"{texts['poor_precision']}, recall {texts['poor_recall']}; good tokens "
@@ -412,10 +417,10 @@ def summary(metrics: dict) -> str:
 
 
 def main():
-    """Train and evaluate a reward model from the command line."""
+    """Train and evaluate a reward model, with settings from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
     if config.shard and WORLD_SIZE == 1:
-        raise InputError("--shard needs several ranks, but there is one; start the script with "
+        raise InputError("--shard needs more than one rank; start the script with "
                          "torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)

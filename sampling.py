@@ -1,4 +1,4 @@
-"""The distribution π(·|x): sampling with a key-value cache, and scoring with fused log-probs.
+"""Sample from π(·|x) with a key-value cache, and score tokens without storing all logits.
 
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
@@ -10,10 +10,11 @@ B rows, P prompt tokens (padded on the left), T response tokens (padded on the r
 of a flat batch, H hidden size, V vocabulary.
 
 Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25). The paper does
-not describe how to compute them. Departure from common practice: one uniform number per row and
-step decides the token. On a CPU in float32, a text therefore depends neither on the other rows
-of the batch nor on the number of ranks. A GPU chooses its kernels by the shape of the batch, so
-the last bits of the logits can differ there, and sometimes a token.
+not describe how to compute them. Departure from common practice: each token is drawn with one
+uniform random number, which the caller can fix in advance. On a CPU in float32, a text
+therefore depends neither on the other rows of the batch nor on the number of ranks. A GPU
+chooses its kernels by the shape of the batch. The last bits of the logits can therefore differ,
+and in rare cases so does a token.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 
 from data import ModelError
 
-PREFILL_TOKENS = 1 << 16   # prompt tokens in one forward pass
-ROWS = 1024                # tokens scored at a time; enough for fast matrix products
-LOGITS = 1 << 24           # logits at a time in the entropy; 64 MiB in float32
+PREFILL_TOKENS = 1 << 16   # maximum number of prompt tokens per forward pass
+ROWS = 1024                # number of tokens scored at a time; enough for fast matrix products
+LOGITS = 1 << 24           # maximum number of logits per step of the entropy; 64 MiB in float32
 
 
-# ── Prompts and responses as tensors
+# ── Batches of prompts and responses
 
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not less than n."""
@@ -50,10 +51,11 @@ def context_length(model) -> int:
 
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device=None,
               multiple: int = 1):
-    """Pad prompts on the left and responses on the right: ids, mask [B, P], ids, mask [B, T].
+    """Pad prompts on the left and responses on the right.
 
-    multiple: P is a multiple of it. The padding id is 0, which every model has; the masks
-    exclude it from attention.
+    Returns the prompt ids and their mask, [B, P], and the response ids and their mask, [B, T].
+    P is rounded up to a multiple of `multiple`. The padding id is 0, because every
+    model has a token 0. The masks exclude padding from attention.
     """
     P = round_up(max(map(len, prompt_ids)), multiple)
     T = max(map(len, response_ids), default=0)
@@ -61,70 +63,71 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
     prompt_mask = [[0] * (P - len(x)) + [1] * len(x) for x in prompt_ids]
     responses = [y + [0] * (T - len(y)) for y in response_ids]
     mask = [[1] * len(y) + [0] * (T - len(y)) for y in response_ids]
-    batch = prompts, prompt_mask, responses, mask
-    return tuple(torch.tensor(x, device=device) for x in batch)
+    return tuple(torch.tensor(x, device=device)
+                 for x in (prompts, prompt_mask, responses, mask))
 
 
 def positions_of(attention: Tensor) -> Tensor:
-    """Attention mask [B, columns] → position of each token; the first real token has 0."""
+    """The position of each token from the attention mask, [B, columns], counted from 0."""
     return (attention.cumsum(dim=1) - 1).clamp(min=0)
 
 
-# ── The head: z = h Wᵀ / T
+# ── The language-model head: z = h Wᵀ / T
 
 def head_weight(model) -> Tensor:
     """The weight of the language-model head, [V, H].
 
-    A sharded weight is gathered into a new tensor, which lives as long as the caller holds it.
+    A sharded weight is gathered into a new tensor. The caller should not keep it for long.
     """
-    # FSDP manages a tied weight through the embeddings, so it is read from there.
+    # If the head shares its weight with the embeddings, FSDP manages it with the embeddings.
     is_tied = model.config.tie_word_embeddings
     module = model.get_input_embeddings() if is_tied else model.get_output_embeddings()
     weight = module.weight
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as a new float32 tensor (float64 stays float64), without float32 copies of a, b."""
+def _product(a, b):
+    """Compute a @ b in float32, without float32 copies of a and b; float64 stays float64."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    product = a @ b                     # a CPU rounds half-precision products here
+    product = a @ b                     # on a CPU, half-precision products are rounded here
     return product if product.dtype == torch.float64 else product.float()
 
 
 def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """The logits for both sampling and scoring: [N, H], [V, H] → [N, V], float32."""
+    """Compute the logits for sampling and scoring: [N, H], [V, H] → [N, V] in float32."""
     logits = _product(hidden, weight.T)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-# ── Scoring: log π(y) and entropy without an [N, V] tensor of logits
+# ── Scoring: log π(y) and entropy, without an [N, V] tensor of logits
 
-def _tiles(rows: int, weight: Tensor) -> list[slice]:
-    """Slices of the vocabulary, each for one float32 tile of logits, [rows, width].
+def _tiles(rows: int, weight: Tensor):
+    """Split the vocabulary into slices. The logits of one slice are a tile, [rows, width].
 
-    A tile has 4 MiB on a CPU, so that it stays in the cache, and 64 MiB on CUDA. Its width is
-    at most a quarter of a large vocabulary, and a multiple of 128 for the GPU's matrix units.
+    A float32 tile takes at most 4 MiB on a CPU, so that it fits into the cache, and 64 MiB on
+    CUDA. Its width is at most a quarter of a large vocabulary. It is a multiple of 128, which
+    suits the matrix units of a GPU.
     """
     budget = 1 << (26 if weight.is_cuda else 22)
     width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
-    width = round_up(max(width, 1), 128)
+    width = round_up(width, 128)
     return [slice(i, i + width) for i in range(0, len(weight), width)]
 
 
 class _FusedLogProbs(torch.autograd.Function):
     """log p(y) and its gradient with respect to `hidden`, in one pass over the vocabulary.
 
-    With V = 128,256 the logits of 8,192 tokens take 4 GB in float32, and log_softmax holds
-    several such tensors. This function computes the vocabulary in tiles instead. With
+    With V = 128,256 the float32 logits of 8,192 tokens take 4 GB, and log_softmax needs several
+    tensors of this size. This function therefore processes the vocabulary in tiles. With
     z = h Wᵀ / T and p = softmax(z):
 
         log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
 
     The forward pass computes this gradient, because it already has p. The backward pass only
-    multiplies it by the upstream gradient. It does not need the head, which FSDP has freed by
-    then. Each tile has its own softmax and its own log Σ e^z. They are combined as in
-    FlashAttention: each new tile reduces the share of the previous tiles in p.
+    multiplies it by the upstream gradient, so it does not need the head, which FSDP may have
+    freed. Each tile has its own softmax and its own log Σ e^z. They are combined as in
+    FlashAttention: with each new tile, the results of the previous tiles are scaled down.
     """
 
     @staticmethod
@@ -132,24 +135,24 @@ class _FusedLogProbs(torch.autograd.Function):
         """[rows, H], [V, H], [rows, 1] → log p(y) [rows]."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needs_gradient = ctx.needs_input_grad[0]
-        z_y = hidden.new_zeros(len(hidden), 1, dtype=dtype)
+        z_y = torch.zeros_like(targets, dtype=dtype)             # [rows, 1]
         log_sum = z_y - torch.inf                                # log Σ e^z so far, [rows, 1]
         if needs_gradient:
             mean_weight = torch.zeros_like(hidden, dtype=dtype)  # pᵀW so far, [rows, H]
         for tile in _tiles(len(hidden), weight):
             w = weight[tile]
             z = head_logits(hidden, w, temperature)              # [rows, width]
-            in_tile = (targets >= tile.start) & (targets < tile.stop)
-            column = (targets - tile.start).clamp(0, len(w) - 1)
-            z_y = torch.where(in_tile, z.gather(1, column), z_y)
-            p = z.softmax(1)            # row by row, while the row is in the CPU's cache
-            # p = e^z / Σ e^z, so log Σ e^z = z − log p. The largest z and p are the most exact.
+            column = targets - tile.start        # index of y in this tile, or outside of it
+            clamped = column.clamp(0, len(w) - 1)
+            z_y = torch.where(column == clamped, z.gather(1, clamped), z_y)
+            p = z.softmax(1)            # reads each row while it is in the CPU's cache
+            # p = e^z / Σ e^z, so log Σ e^z = z − log p. This is most exact at the largest z.
             tile_log_sum = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
             previous = log_sum
             log_sum = torch.logaddexp(previous, tile_log_sum)
             if needs_gradient:
                 mean_weight.mul_((previous - log_sum).exp())
-                tile_share = (tile_log_sum - log_sum).exp()      # of Σ e^z
+                tile_share = (tile_log_sum - log_sum).exp()      # share of this tile in Σ e^z
                 mean_weight.addcmul_(_product(p.to(w.dtype), w), tile_share)
         logprobs = z_y - log_sum
         assert not (logprobs > 1e-3 * (1 + log_sum.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
@@ -166,23 +169,22 @@ class _FusedLogProbs(torch.autograd.Function):
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0):
-    """log π(y_i | x, y_<i) of N sampled tokens (§3.5, Alg. 4 l.22), with no [N, V] tensor.
+    """Compute log π(y_i | x, y_<i) of N sampled tokens (§3.5, Alg. 4 l.22).
 
-    hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32. Only
-    `hidden` gets a gradient.
+    hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32. The
+    function never stores a tensor of shape [N, V]. Only `hidden` gets a gradient.
     """
     assert hidden.ndim == weight.ndim == 2 and targets.shape == hidden.shape[:1], \
         "§3.5: log π(y_i) takes one h_i and one y_i for each token: [N, H], [V, H], [N]"
     assert not (weight.requires_grad and torch.is_grad_enabled()), "the head is frozen here"
-    chunks = zip(hidden.split(ROWS), targets.split(ROWS))
     return torch.cat([_FusedLogProbs.apply(h, weight, y[:, None], temperature)
-                      for h, y in chunks])
+                      for h, y in zip(hidden.split(ROWS), targets.split(ROWS))])
 
 
 def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
-    """H(π(·|x, y_<i)) at N positions (Alg. 4 l.25): [N, H], [V, H] → [N] in nats.
+    """Compute H(π(·|x, y_<i)) at N positions (Alg. 4 l.25): [N, H], [V, H] → [N] in nats.
 
-    Only some rows have logits at a time. The backward pass computes them again.
+    Logits are computed for a few rows at a time, and again in the backward pass.
     """
     def chunk_entropy(h):
         dtype = torch.promote_types(h.dtype, torch.float32)
@@ -201,16 +203,16 @@ def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> T
 
 @dataclass
 class StaticCache:
-    """Keys and values of all layers, allocated once: [B, heads, columns, head size] each."""
-    columns: int                                # the number of allocated columns
-    cache_position: Tensor | None = None        # the columns that this pass writes
-    width: int = 0                              # the number of columns that attention reads
-    layers: dict[int, list[Tensor]] = field(default_factory=dict)       # [keys, values]
+    """Keys and values of all layers, each a preallocated [B, heads, columns, head size]."""
+    columns: int                                # number of allocated columns
+    cache_position: Tensor | None = None        # indices of the columns to write in this pass
+    width: int = 0                              # number of columns that attention reads
+    layers: dict = field(default_factory=dict)  # index of the layer → [keys, values]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, ...]:
-        """Store new keys and values and return all that attention reads.
+    def update(self, keys, values, layer: int, *_, **__) -> tuple[Tensor, ...]:
+        """Store new keys and values; return all keys and values that attention reads.
 
-        Attention layers call this method, as with the caches of transformers.
+        The attention layers of transformers call this method of their cache.
         """
         if layer not in self.layers:
             self.layers[layer] = [x.new_zeros(*x.shape[:2], self.columns, x.shape[3])
@@ -220,21 +222,22 @@ class StaticCache:
         return tuple(stored[:, :, : self.width] for stored in self.layers[layer])
 
     def get_seq_length(self, *_) -> int:
-        """The number of columns before those of this pass."""
+        """The number of columns that this pass reads without writing them."""
         return self.width - len(self.cache_position)
 
 
-def _masks(config, mask: Tensor, cache_position: Tensor):
-    """Mask [B, 1, queries, columns] → the mask of each layer type, or of the only one.
+def _masks(config, mask, cache_position):
+    """Make the attention masks of all layer types from `mask`, [B, 1, queries, columns].
 
-    In layers with a sliding window, a token does not see columns before its window.
+    Returns a dict from layer type to mask, or the mask itself if the model has only one type.
+    In a layer with a sliding window, a token does not attend to columns before its window.
     """
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None)
                       or ["sliding_attention" if window else "full_attention"])
     unsupported = layer_types - {"full_attention", "sliding_attention"}
     if unsupported:
-        raise ModelError(f"{config._name_or_path}: sampling does not support the layers "
+        raise ModelError(f"{config._name_or_path}: sampling does not support layers of type "
                          f"{', '.join(sorted(unsupported))}; use a model with full attention "
                          f"or sliding windows")
     masks = {"full_attention": mask}
@@ -247,8 +250,8 @@ def _masks(config, mask: Tensor, cache_position: Tensor):
 
 # ── Sampling: y_t ~ π(·|x, y_<t)
 
-def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """Draw tokens by the inverse CDF at u; T = 0 takes the most probable. [B, V] → [B, 1]"""
+def _draw(logits, uniforms, temperature: float) -> Tensor:
+    """Draw tokens by the inverse CDF; T = 0 means argmax. [B, V], u [B, 1] → [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
@@ -258,27 +261,28 @@ def _draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
 
 @cache
 def _side_stream():
-    """One CUDA stream for all captures, because cuBLAS keeps a workspace for each stream."""
+    """The CUDA stream for all captures: cuBLAS allocates a workspace for every new stream."""
     return torch.cuda.Stream()
 
 
 def can_capture(model) -> bool:
-    """Whether a decode step needs nothing from the host, so that a CUDA graph can hold it.
+    """Whether a decoding step can be captured in a CUDA graph, because it runs only on the GPU.
 
-    FSDP's gathers need the host. So does RoPE whose frequencies depend on the current length.
+    Models that FSDP shards cannot be captured. Nor can models whose RoPE frequencies depend on
+    the current length.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
-    options = [rope, *rope.values()]                # `rope` may have one dict per layer type
+    options = [rope, *rope.values()]                # rope may contain one dict per layer type
     rope_types = {x.get("rope_type") for x in options if isinstance(x, dict)}
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded = isinstance(model.base_model, FSDPModule)
     return not is_sharded and not rope_types & {"dynamic", "longrope"}
 
 
 class Decoder:
-    """The rows that are still decoding, and the state that decides their next tokens.
+    """The state of decoding: the rows that have not ended, their cache and their last tokens.
 
-    `step` changes tensors in place and needs nothing from the host, so a CUDA graph can hold
-    it. `keep` replaces these tensors, so after it a new graph is needed.
+    `step` changes tensors in place and runs only on the GPU, so that a CUDA graph can capture
+    it. `keep` replaces these tensors, so it must be followed by a new capture.
     """
 
     def __init__(self, model, temperature: float, prompts, attention, uniforms, columns: int):
@@ -287,29 +291,29 @@ class Decoder:
         self.cache = StaticCache(columns)
         self.weight = head_weight(model)                             # [V, H]
         self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
-        self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # after its EOS, [B]
+        self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
         self.ids = prompts[:, -1:].clone()                           # the last token, [B, 1]
         self.positions = attention.sum(1, keepdim=True) - 1          # its position, [B, 1]
-        self.uniforms = uniforms[:, :1].clone()                      # u of the next, [B, 1]
-        # Added to the attention scores, [B, 1, 1, columns]: 0 if visible, −∞ if not.
+        self.uniforms = uniforms[:, :1].clone()                      # u for the next, [B, 1]
+        # Added to attention scores, [B, 1, 1, columns]: 0 where visible, −∞ elsewhere.
         mask = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
         self.mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
 
-    def last_hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Run one forward pass over `ids`: the hidden state of the last column, [B, H]."""
+    def last_hidden(self, ids, mask, positions) -> Tensor:
+        """Run a forward pass over `ids`; return the hidden state of the last column, [B, H]."""
         masks = _masks(self.model.config, mask, self.cache.cache_position)
         output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
                                        past_key_values=self.cache, use_cache=True)
         return output.last_hidden_state[:, -1]
 
-    def prefill(self, prompts: Tensor, attention: Tensor):
+    def prefill(self, prompts, attention):
         """Fill the cache with the prompts, [B, P], and draw the first token."""
         cache = self.cache
         positions = positions_of(attention)
         B, P = prompts.shape
         size = max(1, PREFILL_TOKENS // B)
         if size > 64:
-            size -= size % 64            # GPU kernels copy masks of any other width
+            size -= size % 64            # for other widths, GPU kernels copy the mask
         columns = torch.arange(P, device=prompts.device)
         for start in range(0, P, size):
             cache.width = min(start + size, P)
@@ -318,7 +322,7 @@ class Decoder:
             queries = columns[chunk, None]
             keys = columns[: cache.width]
             mask = self.mask[..., : cache.width].masked_fill(keys > queries, -torch.inf)
-            # A padding token sees itself, because attention over −∞ alone gives NaN.
+            # Each token attends to itself: a padding token with only −∞ scores would give NaN.
             mask = mask.masked_fill(keys == queries, 0)
             hidden = self.last_hidden(prompts[:, chunk], mask, positions[:, chunk])
         cache.cache_position = cache.cache_position[-1:].clone()
@@ -330,7 +334,7 @@ class Decoder:
         self.ids.copy_(_draw(logits, self.uniforms, self.temperature))
 
     def step(self):
-        """Run the last token through the model in the next column, and draw a new token."""
+        """Run the last token of each row through the model and draw the next token."""
         self.cache.cache_position.add_(1)
         self.positions.add_(1)
         self.mask.index_fill_(3, self.cache.cache_position, 0)
@@ -338,11 +342,11 @@ class Decoder:
         self.draw(self.last_hidden(self.ids, mask, self.positions))
 
     def captured_step(self):
-        """`step` as a CUDA graph, which launches its thousand kernels at once.
+        """Capture `step` in a CUDA graph and return a function that runs the graph.
 
-        Raises torch.OutOfMemoryError where the graph does not fit into memory.
+        Raises torch.OutOfMemoryError if the graph does not fit into memory.
         """
-        # The first step on a side stream initializes libraries. Then its changes are undone.
+        # A trial step on the side stream initializes CUDA libraries. Its changes are undone.
         state = self.cache.cache_position, self.positions, self.ids
         saved = [x.clone() for x in state]
         stream = _side_stream()
@@ -357,7 +361,7 @@ class Decoder:
             with torch.cuda.graph(graph, stream=stream):
                 self.step()
         except RuntimeError as error:
-            # The end of a failed capture raises a second error, which hides the cause.
+            # Leaving a failed capture raises a second error, which hides the first one.
             cause = error
             while cause and not isinstance(cause, torch.OutOfMemoryError):
                 cause = cause.__context__
@@ -365,7 +369,7 @@ class Decoder:
         return graph.replay
 
     def keep(self, alive: Tensor):
-        """Continue only with the B rows at the indices `alive`, [B]."""
+        """Keep only the rows at the B indices in `alive`, [B]."""
         self.rows = self.rows[alive]
         self.has_ended = self.has_ended[alive]
         self.mask = self.mask[alive]
@@ -380,20 +384,21 @@ class Decoder:
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
              eos_token_id=None, generator=None, uniforms: Tensor | None = None,
              cuda_graph: bool = True) -> list[list[int]]:
-    """Draw one answer per prompt, with at most max_new_tokens tokens and its EOS (Alg. 4 l.11).
+    """Sample one answer per prompt (Alg. 4 l.11); an answer includes its EOS token.
 
-    temperature: 0 is greedy; otherwise the distribution is softmax(logits / temperature), which
-    `token_logprobs` scores. eos_token_id: an id, a list of ids or None. uniforms: numbers in
-    [0, 1) that decide the draws, [B, T]; None draws them from `generator`. cuda_graph: False
-    makes errors easier to find. Raises ModelError where a prompt is empty or too long, or where
-    the model has layers without a key-value cache.
+    temperature: 0 means greedy decoding; otherwise tokens are drawn from
+    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: list of the ids
+    that end an answer, or None. uniforms: random numbers in [0, 1), [B, T], one for each token;
+    None draws them from `generator`. cuda_graph: False disables CUDA graphs, for debugging.
+    Raises ModelError if a prompt is empty or too long, or if the model has layers of an
+    unsupported type.
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
     lengths = [len(prompt) for prompt in prompt_ids]
     longest = max(lengths)
     limit = context_length(model)
-    if min(lengths) == 0:
+    if 0 in lengths:
         raise ModelError(f"prompt {lengths.index(0)} of the batch has no tokens; drop that row")
     if longest + max_new_tokens > limit:
         raise ModelError(
@@ -405,15 +410,14 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     if uniforms is None:
         uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
     assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
-    eos = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    eos = [token for token in eos if token is not None]
-    bucket = 64 if device.type == "cuda" else 1          # fewer shapes for CUDA graphs
+    eos = eos_token_id or []
+    bucket = 64 if device.type == "cuda" else 1          # keeps the number of shapes small
     prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
     columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
     uniforms = uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)
-    capture = cuda_graph and device.type == "cuda" and can_capture(model)
+    capture = cuda_graph and uniforms.is_cuda and can_capture(model)
     tokens, lengths = _decode(decoder, uniforms, eos, capture)
     answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
@@ -423,25 +427,24 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
 
 @dataclass(frozen=True)
 class DecodePolicy:
-    """When `_decode` looks for ended rows and removes them, and how it widens the cache."""
-    width_step: int         # attention reads a multiple of this many columns
-    check_every: int        # tokens between two checks for rows that have ended
-    max_active: float       # ended rows leave when at most this share of rows is active
+    """How often `_decode` checks for ended rows, when it drops them, how the cache grows."""
+    width_step: int         # the number of columns read is a multiple of this
+    check_every: int        # number of tokens between two checks for ended rows
+    max_active: float       # ended rows are dropped if at most this share is active
 
 
-# On CUDA a check makes the host wait, and a new width or fewer rows need a new graph.
+# On CUDA, a check synchronizes with the host, and a new width or batch size needs a new graph.
 CUDA_POLICY = DecodePolicy(width_step=256, check_every=16, max_active=0.5)
 CPU_POLICY = DecodePolicy(width_step=1, check_every=1, max_active=0.75)
 
 
-def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
-    """All new tokens, from the one that `prefill` has drawn on: ids [B, T], lengths [B]."""
+def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
+    """Decode after `prefill`; return the ids of all new tokens [B, T] and the lengths [B]."""
     cache = decoder.cache
-    device = decoder.model.device
-    policy = CUDA_POLICY if device.type == "cuda" else CPU_POLICY
+    policy = CUDA_POLICY if uniforms.is_cuda else CPU_POLICY
     B, T = uniforms.shape
     P = cache.width
-    ends = torch.tensor(eos, dtype=torch.long, device=device)
+    ends = torch.tensor(eos, dtype=torch.long, device=uniforms.device)
     tokens = ends.new_zeros(B, T)
     lengths = ends.new_zeros(B)
     step = None
@@ -450,15 +453,14 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: list[int], capture: bool):
             width = min(cache.columns, round_up(P + t, policy.width_step))
             if step is None or width != cache.width:
                 cache.width = width
-                step = None       # frees the memory of the old graph before the next capture
+                step = None       # frees the old graph before the next capture
                 step = decoder.captured_step() if capture else decoder.step
             decoder.uniforms.copy_(uniforms[decoder.rows, t : t + 1])
             step()
         tokens[decoder.rows, t] = decoder.ids[:, 0]
         lengths[decoder.rows] += ~decoder.has_ended
         decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
-        needs_check = (t + 1) % policy.check_every == 0 and t + 1 < T
-        if eos and needs_check:
+        if eos and (t + 1) % policy.check_every == 0:
             alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
             if len(alive) == 0:
                 break

@@ -158,7 +158,7 @@ MUTATIONS = [
     Mutation("reward_model.py", "[0.0] * len(offsets), str(error)",
              "[-1.0] * len(offsets), str(error)",
              EQUATIONS, "unreadable critique punishes every token"),
-    Mutation("reward_model.py", "sign_pairs.count((sign, sign))", "predicted_signs.count(sign)",
+    Mutation("reward_model.py", "is_marked and is_predicted", "is_predicted",
              SPANS, "every predicted token counts as a hit"),
     Mutation("reward_model.py", '("recall", "marked")', '("recall", "predicted")',
              "tests/test_pipeline.py -k counted_against", "recall divided by predicted tokens"),
@@ -248,8 +248,8 @@ MUTATIONS = [
              REWARD, "a fit without a finite step succeeds"),
 
     # ── annotate.py
-    Mutation("annotate.py", "_exact_places(response, quote), repeats + 1)",
-             "_exact_places(response, quote), repeats)",
+    Mutation("annotate.py", "            if len(places) > repeats:",
+             "            places = places[:repeats]\n            if False:",
              ANNOTATE, "ambiguous quotes get the first place"),
     Mutation("annotate.py", "(-1, feedback.poor_spans)", "(+1, feedback.poor_spans)",
              ANNOTATE, "poor spans are good"),

@@ -648,7 +648,7 @@ def test_greedy_is_transformers_greedy(base, monkeypatch):
     assert ours == transformers_greedy(model, prompts, 24, eos) == cut
     rows = [n for n, _ in sizes]
     assert rows == sorted(rows, reverse=True) and rows[-1] < len(prompts) * 3 / 4
-    one_eos = generate(model, prompts, 24, 0, eos[0])
+    one_eos = generate(model, prompts, 24, 0, eos[:1])
     assert one_eos == [up_to_eos(row, eos[:1]) for row in long] != ours
 
 
