@@ -122,11 +122,15 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
     return value, prose
 
 
+MOST_FAULTS = 100                     # broken objects in a reply; parsing stops there
+
+
 def _json_objects(text: str):
     """All outermost JSON objects as (value, start, end), and the first syntax error or ""."""
     decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
     objects = []
     syntax_error = ""
+    faults = 0
     end = 0
     for match in re.finditer(r'\{\s*"', text):
         start = match.start()
@@ -136,6 +140,9 @@ def _json_objects(text: str):
             value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             syntax_error = syntax_error or f"the JSON is broken or cut off ({error.msg})"
+            faults += 1
+            if faults == MOST_FAULTS:                      # each costs time for the whole text
+                raise FeedbackError(f"the reply has {faults} broken JSON objects") from error
             continue
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error
@@ -527,7 +534,7 @@ def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Ground
 class AnnotateConfig:
     """Settings of phase 1, which annotates responses with critiques and spans."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
-    data: str = flag("", "JSON lines file of rows with responses")
+    data: str | None = flag(None, "JSON lines file of rows with responses")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
     limit: int | None = flag(None, "responses to annotate; None: all", least=1)
@@ -587,6 +594,8 @@ def check_annotator(config: AnnotateConfig):
     if os.path.realpath(config.data) == os.path.realpath(config.output):
         raise InputError(f"--data and --output are one file, {config.data}; choose another "
                          f"--output")
+    if os.path.isdir(config.output):
+        raise InputError(f"--output {config.output} is a directory; name a file in it")
     is_free = config.annotator_function or config.dry_run
     check_asking(*config.prices, config.base_url, is_free)
 
@@ -594,7 +603,7 @@ def check_annotator(config: AnnotateConfig):
 def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
     """Yield the request for each response of --data, in order."""
     task = get_task(config.task)
-    for example in islice(examples(task, iter_rows(config.data, task.needs)), config.limit):
+    for example in islice(examples(task, iter_rows(config.data, task=task)), config.limit):
         needs_outcome = task.tests and not (config.annotator_function or config.dry_run)
         if needs_outcome and "outcome" not in example:
             raise InputError(f"{config.data}, row {example['id']}: the field 'outcome' with "

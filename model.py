@@ -16,6 +16,7 @@ float32. In bfloat16, rounding would cancel most of a small update, such as that
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,9 +64,9 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
     its name. None means float32 on a CPU, where bfloat16 is slow, and bfloat16 on a GPU.
     to_shard: keep the weights in memory-mapped files until `shard` moves them to `device`. Chat
     templates insert DATE instead of today's date.
-    Raises ModelError if the model cannot be loaded, if the tokenizer has more tokens than the
-    model, if the logits are not exactly `hidden @ weight.T`, or if the GPU does not support
-    bfloat16.
+    Raises ModelError if the model cannot be loaded, if weights are missing or not finite, if
+    the tokenizer has more tokens than the model, if the logits are not exactly `hidden @
+    weight.T`, or if the GPU does not support bfloat16.
     """
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -75,13 +75,25 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
                          f"float32, or float16 to save memory")
     try:
-        # Callers check the length of each row, so the tokenizer needs no limit.
-        tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, SafetensorError) as error:
+        return _read_model(path, dtype, device, to_shard)
+    except ModelError:
+        raise
+    except Exception as error:                 # a malformed directory may raise any type
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"cannot load a model from {path}: {reason}; give --model a hub id "
-                         f"or a directory in Hugging Face format") from error
+        raise ModelError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
+                         f"give --model a hub id or a directory in Hugging Face format"
+                         ) from error
+
+
+def _read_model(path, dtype, device, to_shard):
+    # Callers check the length of each row, so the tokenizer needs no limit.
+    tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, use_safetensors=True, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{path}: {len(missing)} weights are missing, the first is "
+                         f"{missing[0]}; restore the files of the model")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(f"{path}: the tokenizer has {tokenizer.vocab_size} tokens and the "
                          f"model {model.config.vocab_size}; use the tokenizer of this model")
@@ -93,8 +105,17 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
     model.requires_grad_(False).eval()
     if not to_shard:
         model.to(device)
+        _check_finite(dict(model.named_parameters()), path)
     _check_plain_head(model, path)
     return model, tokenizer
+
+
+def _check_finite(tensors: dict[str, Tensor], source):
+    """Raise ModelError if a weight, of any shape, is NaN or infinite."""
+    for name, x in tensors.items():
+        local = x.to_local() if isinstance(x, DTensor) else x
+        if not local.detach().sum(dtype=torch.float32).isfinite():     # needs no copy of x
+            raise ModelError(f"{source}: {name} has a NaN or infinite value; restore the file")
 
 
 @torch.no_grad()
@@ -332,17 +353,26 @@ def save_lora(model, name: str, directory):
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
-    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model),
+                "sha256": _adapter_hash(config, tensors)}
     with atomic_directory(directory) as temporary:
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, temporary / ADAPTER_FILES[1], metadata)
+
+
+def _adapter_hash(config, tensors):
+    names = ("r", "lora_alpha", "lora_dropout", "target_modules")
+    hashes = {key: hashlib.sha256(x.contiguous().view(torch.uint8).numpy()).hexdigest()
+              for key, x in sorted(tensors.items())}
+    return checksum(state=[[config.get(name) for name in names], hashes])
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
     Raises ModelError if a file is missing or damaged, if the adapter is not plain LoRA (but
-    DoRA, rsLoRA, …), or if it was trained on another base. The model then stays unchanged.
+    DoRA, rsLoRA, …), if it lacks a target layer, or if it was trained on another base. The
+    model then stays unchanged.
     """
     _check_name(model, name, should_exist=False)
     config_path, path = find_files(directory, *ADAPTER_FILES)
@@ -351,10 +381,17 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     if options:
         raise ModelError(f"{directory}: the adapter sets {options[0]}, which is not supported; "
                          f"use plain LoRA")
-    missing = {"r", "lora_alpha"} - config.keys()
-    if missing:
-        raise ModelError(f"{config_path}: {min(missing)} is missing; save the adapter again")
+    numbers = {"lora_dropout": 0, **config}
+    invalid = [key for key, limit in (("r", 1e4), ("lora_alpha", 1e6), ("lora_dropout", 1))
+               if type(numbers.get(key)) not in (int, float) or not 0 <= numbers[key] < limit]
+    if invalid:
+        raise ModelError(f"{config_path}: {invalid[0]} is missing or no valid number; save the "
+                         f"adapter again")
     tensors, metadata = read_tensors(path)
+    _check_finite(tensors, path)
+    if metadata.get("sha256", "") not in ("", _adapter_hash(config, tensors)):
+        raise ModelError(f"{directory} is damaged: its sha256 does not match the weights and "
+                         f"{config_path.name}; restore it")
     model_hash = fingerprint(model)
     base = config.get("base_model_name_or_path")
     if metadata.get("base_fingerprint", model_hash) != model_hash:
@@ -365,6 +402,10 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
         path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
         pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
     shapes = {path: list(layer.weight.shape) for path, layer in _linear_layers(model).items()}
+    targets = config.get("target_modules")
+    if isinstance(targets, list):                     # PEFT also accepts a pattern
+        for path in target_layers(model, targets):
+            pairs.setdefault(path, {})                # {}: the adapter lacks this layer
     for path, pair in pairs.items():
         is_pair = pair.keys() == {"A", "B"}
         shape = [*pair["B"].shape[:1], *pair["A"].shape[1:]] if is_pair else "no LoRA pair"
@@ -372,11 +413,12 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
             raise ModelError(f"{directory}: the adapter does not fit the base: {path} is "
                              f"{shapes.get(path, 'absent')} here and {shape} in the adapter; "
                              f"choose another adapter or --model")
+        if not len(pair["A"]) == pair["B"].shape[1] == config["r"]:
+            raise ModelError(f"{directory}: {path} has rank {len(pair['A'])}, but "
+                             f"{config_path.name} says r = {config['r']}; restore the file")
     for path, pair in pairs.items():
         layer = _wrap(model, path)
-        r = len(pair["A"])
-        alpha = config["lora_alpha"] * r / config["r"]
-        layer.add(name, r, alpha, config.get("lora_dropout", 0))
+        layer.add(name, config["r"], config["lora_alpha"], numbers["lora_dropout"])
         layer.lora_A[name].data.copy_(pair["A"])
         layer.lora_B[name].data.copy_(pair["B"])
     return lora_parameters(model, name)
@@ -477,6 +519,7 @@ def shard(model, device):
         head.weight = embeddings.weight              # tie them again: the weight is now sharded
     for parameter in adapters:
         parameter.data = parameter.data.to(device)
+    _check_finite(dict(model.named_parameters()), model.config._name_or_path)
     with torch.no_grad():         # the first forward pass lets FSDP find its root modules
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import toy
 from annotate import AnnotateConfig, annotation_questions
 from data import InputError, get_task, is_prompt, is_text, is_texts, read_rows
 from helpers import ROOT, SLOW
@@ -29,7 +30,7 @@ ROWS = {
     "kodcode": ({"question_id": "q", "question": "Add.", "test": "assert add(1, 1) == 2",
                  "trials": {"t": {"solution_code": "def add(a, b):\n    return a + b",
                                   "test_result": "passed"}}}, ["question", "trials"]),
-    "toy": ({"id": 1, "prompt": "Post: x", "response": "A summary."}, ["prompt", "response"]),
+    "toy": ({**toy.rows("train", 1)[0], "response": "A summary."}, ["post", "response"]),
 }
 FEEDBACK = {"id": "a", "prompt": "Why?", "response": "Because it is.", "critique": "Good.",
             "good_spans": ["it is"], "poor_spans": [], "usage": {}, "usd": None}
