@@ -1,8 +1,8 @@
-"""PAPER.md's map and errata, held against the code, the tests and the paper's own figures;
-paper.html, which is made of them, and its paper.js against Python.
+"""The map and the errata in PAPER.md agree with the code and the tests; paper.html is current,
+and paper.js computes what Python computes.
 
-A function says where it stands in the paper: "Alg. 4 l.22" or "§3.5" in its docstring or in a
-comment, or "# l.22" alone where its docstring names the algorithm. Ranges and lists count.
+A function names its place in the paper: "Alg. 4 l.22" or "§3.5" in its docstring or a comment,
+or "# l.22" if its docstring names the algorithm. Ranges and lists are allowed.
 """
 
 import ast
@@ -32,8 +32,8 @@ from text2grad import KL_HORIZON, Config, gae, preset, sample_rollouts, whiten, 
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
-# The lines of Algorithms 1 to 4 that do something: not those with inputs, outputs, headings,
-# "else" and "end"; and how many lines there are.
+# The lines of Algorithms 1 to 4 that do something (no inputs, outputs, headings, "else" or
+# "end"), and the number of lines of each algorithm.
 ACTING = {1: {5, 6, 7, 8, 9, 10, 14, 17, 18, 19},
           2: {*range(5, 12), *range(15, 21), 22, 23, 24, 28},
           3: {4, 5, 6, 7, 8},
@@ -44,7 +44,7 @@ DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 @cache
 def paper(heading: str) -> list[list[str]]:
-    """The cells of the table rows under a heading of PAPER.md, to the next of its level."""
+    """The cells of the table rows in a section of PAPER.md."""
     text = (ROOT / "PAPER.md").read_text("utf-8").split(f"\n## {heading}\n")[1]
     rows = re.findall(r"(?m)^\| (?!-)(.*)\|$", text.split("\n## ")[0])
     return [[cell.strip() for cell in row.split("|")] for row in rows]
@@ -56,7 +56,7 @@ def mapped() -> list[list[str]]:
 
 @cache
 def pieces(path: Path) -> dict[str, tuple[str, str]]:
-    """Name → (docstrings, source) of each function, class and constant at the top of a file."""
+    """Name → (docstrings, source) of each top-level function, class and constant of a file."""
     text = path.read_text("utf-8")
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
@@ -81,7 +81,7 @@ def says(place: str, doc: str, source: str) -> bool:
 
 
 def named(cell: str, rooms=ROOMS) -> dict[str, tuple[str, str] | None]:
-    """`file.name` of a cell → (docstring, source), or None where it is not there."""
+    """`file.name` in a cell → (docstring, source), or None if it does not exist."""
     found = {}
     for module, name in re.findall(r"`(\w+)\.(?!py`)(\w+)`", cell):
         paths = [p for room in rooms if (p := ROOT / room / f"{module}.py").exists()]
@@ -90,7 +90,7 @@ def named(cell: str, rooms=ROOMS) -> dict[str, tuple[str, str] | None]:
 
 
 def lost(cell: str, rooms=ROOMS) -> list[str]:
-    """What a cell names that is not there; or that it names nothing."""
+    """The names in a cell that do not exist, or ["–"] if the cell names nothing."""
     found = named(cell, rooms)
     return [name for name, piece in found.items() if piece is None] if found else ["–"]
 
@@ -108,10 +108,10 @@ def test_every_row_of_the_map_has_its_code_which_names_it_and_its_tests():
 
 
 def wrong_lines(path: Path) -> list[str]:
-    """Comments that name no line of the map, a line after the last, or no algorithm."""
+    """Comments that name no line of the map, a line beyond the end, or no algorithm."""
     known = {tag for place, *_ in mapped() for tag in tags("", place)}
     wrong = []
-    # Only the docstring of a function says which algorithm "# l.3" is of.
+    # The docstring of the function says to which algorithm "# l.3" refers.
     whole_file = path.read_text("utf-8").replace("# l.", "")
     for doc, source in [*pieces(path).values(), ("", whole_file)]:
         for comment in re.findall(r".*(?:# |Alg\. \d )l\.\d.*", source):
@@ -127,9 +127,9 @@ def test_the_code_names_no_line_that_the_map_lacks():
 
 
 def test_the_map_is_whole():
-    """Lines that act, equations of §3.1 to §3.6 and Appendix A, 19 tables, 6 figures."""
+    """The map has all acting lines, equations of §3.1–§3.6 and Appendix A, tables, figures."""
     known = [row[0] for row in mapped()]
-    assert len(known) == len(set(known)), "a row stands twice"
+    assert len(known) == len(set(known)), "PAPER.md has a row twice"
     lines = {tag for place in known for tag in tags("", place)}
     assert {(n, i) for n, acting in ACTING.items() for i in acting} <= lines
     places = {place.split()[1] for place in known if place.startswith("Eq.")}
@@ -167,7 +167,7 @@ def test_what_is_missing_is_seen(tmp_path):
 # ── Slips that are arithmetic (errata)
 
 def test_prose_against_tables():
-    """§4.3, §4.4 speak of gains that Tables 2 and 3 do not have; the paper's figures, in %."""
+    """The gains in the text of §4.3 and §4.4 disagree with Tables 2 and 3 (in %)."""
     gain = lambda ours, theirs: round(ours - theirs, 1)
     assert gain(29.1, 26.2) == 2.9                            # ROUGE-L over PPO; prose: 6.7
     assert gain(29.1, 22.4) == 6.7                            # over DPO
@@ -178,7 +178,7 @@ def test_prose_against_tables():
 
 
 def test_presets_are_the_release_s_hyperparameters():
-    """Tables 9 and 10 are lost; these are the release's values, typed from its scripts."""
+    """Tables 9 and 10 are not available; these values are from the release's scripts."""
     paper = {"slf5k": (1e-6, "linear", 12, 0.2, 6.0, 89, 500, 5000),
              "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768, 10000),     # §4.1 says 9K
              "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768, 10000)}
@@ -200,8 +200,8 @@ def test_presets_are_the_release_s_hyperparameters():
 
 
 def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
-    """Alg. 4 l.8, 11, 12: y as it was sampled, never encoded again; z′ is R_φ's greedy text,
-    one forward pass for each of its tokens, where App. K speaks of one."""
+    """Alg. 4 l.8, 11, 12: rollouts keep the sampled ids of y; z′ is R_φ's greedy text, with one
+    forward pass per token, whereas App. K speaks of a single pass."""
     model, tokenizer = toy_model
     for name in ("policy", "reward"):
         for p in add_lora(model, name):
@@ -252,7 +252,7 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
 
 
 def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():
-    """Appendix A, t = 3 of 6, Δr_k ≥ 0: true of A_t^B summed from t, false from 1 (GAE's)."""
+    """Appendix A, t = 3 of 6, Δr_k ≥ 0: true if A_t^B sums from t, false from 1 (as in GAE)."""
     weight, change = 0.95, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     t, T = 3, len(change)
     a = sum(weight ** (k - t) * change[k - 1] for k in range(t, T + 1))
@@ -287,7 +287,7 @@ def test_the_page_is_made_of_the_sources_as_they_are():
 
 
 def test_every_row_of_the_map_stands_on_both_sides_and_no_link_is_dead():
-    """Left a place leads to its code, right "↩ place" leads back."""
+    """The left side links to the code of its place, and "↩ place" links back."""
     places = {row[0] for row in mapped() if row[0].startswith(("Eq.", "Alg."))}
     assert len(places) >= 50
     for slug, html in page_rows().items():
@@ -303,7 +303,7 @@ def test_every_row_of_the_map_stands_on_both_sides_and_no_link_is_dead():
 
 
 def test_the_page_loads_nothing_and_is_small():
-    """Names of SVG's language are no addresses; a policy in the page forbids all else."""
+    """The only URLs are the paper's and SVG's namespace; a policy forbids all requests."""
     text = page()
     assert {*re.findall(r"\w+://[^\s\"'<]*", text)} <= {PAPER, "http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|\bfetch\b|XMLHttp|import\(", text)
@@ -330,7 +330,7 @@ def test_the_line_that_is_tagged_is_marked(slug, code):
 
 
 def test_every_line_with_a_tag_of_its_own_is_marked():
-    """Only rows whose code says its line in the docstring alone are shown whole."""
+    """Only rows whose docstring alone names the line have no marked lines."""
     unmarked = {slug for slug, html in page_rows().items()
                 if slug.startswith("alg-4-") and "<mark>" not in html}
     assert unmarked <= {"alg-4-l-12", "alg-4-l-13"}
@@ -354,12 +354,12 @@ console.log(JSON.stringify(cases.map(answer)));
 """
 STRANGE = (" It is 5 \u201cs\u201d\t of  cafe\u0301, a 👩\u200d💻, 2 m² and a na\u00efve one, "
            "one by one.")
-# In another form of Unicode than there, before a mark or a joiner, and what is not there.
+# Quotes in another Unicode form, before a mark or a joiner, or not in the text at all.
 OTHER = "caf\u00e9", "na\u0069\u0308ve", "cafe", "5 's'", "👩", "m2", "zebra"
 
 
 def quotes_of(rng, text: str) -> list[str]:
-    """Some phrases of the text; some changed, cut, or repeated as often as there or more."""
+    """Random phrases of the text, some of them changed, cut or repeated."""
     words = [word.span() for word in re.finditer(r"\S+", text)]
     half, quotes = re.search(r'\w+[.?]?(?="|$)', text)[0], []          # half of the token ."
     for _ in range(rng.randrange(6)):
@@ -400,7 +400,7 @@ def one_case(rng, tokenizer) -> dict:
 def test_fifty_cases_are_what_python_makes_of_them(toy_model):
     """Spans, δ, r, A, A whitened, and what is counted, to 1e-5."""
     if not (node := shutil.which("node")):
-        pytest.skip("node is not installed: paper.js is not held against Python")
+        pytest.skip("node is not installed, so paper.js is not compared with Python")
     rng, tokenizer, seen = random.Random(0), toy_model[1], Counter()
     cases = [one_case(rng, tokenizer) for _ in range(50)]
     done = subprocess.run([node, "-e", RUN, str(ROOT / "notebooks" / "paper.js")], check=True,
@@ -432,9 +432,9 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
 
 
 def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path):
-    """paper.html from disk, with no network: tokens, their δ and what gave nothing."""
+    """paper.html, opened from disk, shows the tokens, their δ and the quotes without reward."""
     if not (browser := shutil.which("chromium")):
-        pytest.skip("chromium is not installed: the page is not opened")
+        pytest.skip("chromium is not installed, so the page is not opened")
     flags = ("--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--dump-dom")
     done = subprocess.run([browser, *flags, (ROOT / "paper.html").as_uri()], check=True,
                           capture_output=True, text=True, timeout=300)
