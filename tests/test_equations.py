@@ -102,13 +102,13 @@ def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.
             part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")))
         logprobs = token_logprobs(hidden.flatten(0, 1), head_weight(model),
                                   part["response_ids"].flatten())
-        got = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, part["mask"]),
+        gradient = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, part["mask"]),
                         parameters)
         g_nl = sum(delta[row, t] * gradients(brute(model, x, y)[0][t, token], parameters)
                    for row, (x, y) in enumerate(unpadded(rollouts)[:3])
                    for t, token in enumerate(y))
     assert g_nl.norm() > 1e-3
-    close(got, -g_nl / 3, rtol=1e-3, atol=1e-5 * g_nl.norm().item())
+    close(gradient, -g_nl / 3, rtol=1e-3, atol=1e-5 * g_nl.norm().item())
 
 
 # ── §3.5: advantages

@@ -148,8 +148,9 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     ("It is what it is.", [], None, 1, 0)])
 def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported,
                                                              ambiguous):
-    feedback, found = read(response, toy.critique_prose(POST, response))
-    assert feedback.poor_spans == poor and not found.unmatched and found.ambiguous == ambiguous
+    feedback, grounding = read(response, toy.critique_prose(POST, response))
+    assert feedback.poor_spans == poor
+    assert not grounding.unmatched and grounding.ambiguous == ambiguous
     assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
     assert toy.supported_words(POST, response) == pytest.approx(supported)
 
