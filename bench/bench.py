@@ -1,21 +1,21 @@
-"""Every figure of speed and memory in this repository: one command, one page of ratios.
+"""Measure all speed and memory figures of this repository, as ratios to other implementations:
 
-    python bench/bench.py --write                  # all that a CPU can measure → BENCHMARKS.md
+    python bench/bench.py --write                  # all CPU measurements → BENCHMARKS.md
     python bench/bench.py --only ppo decode          # some groups
     python bench/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
-    python bench/bench.py --tiny                     # the GPU's rows, toy-sized, on a CPU
+    python bench/bench.py --tiny                     # the GPU cases at toy size, on a CPU
 
-Two peers live in environments of their own; without them their rows say how to make one:
+Two peers need separate Python environments; without one, its rows say how to create it:
 
     --trl_python PATH     TRL 0.11.3's PPOTrainer.step, the engine of the authors' release
     --trl1_python PATH    TRL 1.x's chunked log-probs
 
-How it measures. Each side of a row is built in a process of its own (bench_work.py), of the
-same weights and inputs, and warmed; then called once for its memory (resident set; torch's
-allocator on CUDA) and for a number that must be the same for all sides. Then they take turns,
---rounds times, .3 s or one call a turn; where that takes over --patience s, twice at least
-(on CUDA one side after the other: a card may not hold two). A ratio is that of the fastest
-runs, in brackets the least and the greatest of a round.
+Method. Each side of a comparison runs in its own process (bench_work.py) with the same weights
+and inputs. After a warm-up, one call measures the memory (resident set; on CUDA torch's
+allocator) and returns a number that must be equal for all sides. Then the sides take turns for
+--rounds rounds, each with .3 s or one call per side. Rounds stop after --patience seconds, but
+not before the second. On CUDA one side runs after the other, because the GPU may not hold two.
+A ratio is that of the fastest runs, with the smallest and largest ratio of a round in brackets.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ SIDES = {"naive": "log_softmax, gather", "products": "its two matrix products al
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured against each of some peers; `whole`: by one process that has both sides.
+    """One comparison of our code with one or more peers.
 
-    peers: a side, or the words for it → the most that ours / peer may be: (time, memory).
+    peers maps each peer to the upper limits of ours / peer: (time, memory), None without limit.
+    whole: a single process measures both sides. rounds: the minimal number of rounds.
     """
     group: str
     what: str
@@ -70,7 +71,7 @@ class Case:
     peers: dict[str, tuple]
     options: dict = field(default_factory=dict)
     whole: bool = False
-    rounds: int = 2                       # at least
+    rounds: int = 2
     ranks: int = 0
 
 
@@ -89,13 +90,13 @@ GRID = sorted(product((256, 1024, 4096), (512, 2048), (32000, 128256, 151936)), 
 
 
 def sweep(what: str, build: str, key: str, points, options: dict) -> Case:
-    """The same work at growing sizes. points: (size, the option's value)."""
+    """A case that runs the same work at growing sizes; points: (size, value of option key)."""
     options = {"build": build, "key": key, "points": points} | options
     return Case("growth", what, "growth", {"linear": (1, None)}, options, whole=True)
 
 
 def cpu_cases(stories: str) -> list[Case]:
-    """What a CPU can measure."""
+    """The cases for a CPU."""
     found = []
     for n, h, v in [(256, 128, 900), (1344, 128, 900), *GRID]:
         peers = {"naive": (0.8 if v > 900 else 1, 1 / 8 if v >= 128000 else None),
@@ -148,7 +149,7 @@ def cpu_cases(stories: str) -> list[Case]:
 
 
 def rest_cases() -> list[Case]:
-    """The rows of both devices that are one process's."""
+    """The cases for both devices in which one process measures both sides."""
     ranks = {"not sharded": (0.55, None), "of a rollout of 10 tokens": (1, None)}
     return [Case("rest", "asserts, an iteration of the toy world", "asserts",
                  {"the iteration": (0.01, None)}, whole=True),
@@ -157,10 +158,10 @@ def rest_cases() -> list[Case]:
 
 
 def cuda_cases(shape: str, tiny: bool) -> list[Case]:
-    """What a GPU is to measure; tiny: every row at a size that a CPU walks through."""
+    """The cases for a GPU; tiny makes all of them small enough for a CPU."""
     n, h, v, batch = (256, 128, 900, 4) if tiny else (8192, 4096, 128256, 64)
     rollouts, new = (4, 8) if tiny else (32, 128)
-    peers = {"eager": (1 / 1.5, None)}                # else the captured step has to go
+    peers = {"eager": (1 / 1.5, None)}                # the gain that justifies the CUDA graph
     many = {"peft": (0.8, None), "static": (0.8, None), "merged": (None, None)}
     base = {"shape": shape, "prompts": (20, 60), "new": 8 if tiny else 100}
     card = ("the weights", None) if tiny else ("a card of 40 GB", 40e9)
@@ -183,11 +184,11 @@ def cuda_cases(shape: str, tiny: bool) -> list[Case]:
 
 # ── Measuring
 
-LONG = 4.0         # s: so long a call is timed while its memory is watched, as a round
+LONG = 4.0         # s: for longer calls, the call that measures memory also counts as a round
 
 
 class Worker:
-    """A process that holds one side of a row."""
+    """A process that runs one side of a comparison."""
 
     def __init__(self, python: str):
         self.errors = tempfile.TemporaryFile("w+")
@@ -196,13 +197,13 @@ class Worker:
             stdout=subprocess.PIPE, stderr=self.errors, env=ENVIRONMENT)
 
     def ask(self, mode: str, **task):
-        """What it answers to a task; RuntimeError with its last words where it ends instead."""
+        """Send a task and return the result; RuntimeError with stderr if the process ends."""
         print(json.dumps({"mode": mode, **task}), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("RESULT "):
                 return json.loads(line[7:])
         self.errors.seek(0)
-        raise RuntimeError(self.errors.read().strip()[-2000:] or "it ended without a word")
+        raise RuntimeError(self.errors.read().strip()[-2000:] or "the process printed no error")
 
     def __enter__(self):
         return self
@@ -213,7 +214,7 @@ class Worker:
 
 
 def compare(case: Case, arguments) -> dict[str, dict]:
-    """Each peer's figures beside ours; {"note": why} where it could not be measured."""
+    """The figures of each peer and of ours, or {"note": reason} if there are none."""
     options, found = case.options | {"device": arguments.device}, {}
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if options.get("GB", 0) > free:
@@ -234,7 +235,7 @@ def compare(case: Case, arguments) -> dict[str, dict]:
                 worker = ends.enter_context(Worker(python))
                 worker.ask("build", build=build, side=side, options=options)
                 found[side] = worker.ask("first")
-                if arguments.device != "cpu":          # a card may not hold two of them
+                if arguments.device != "cpu":          # the GPU may not hold two sides
                     take_turns({side: worker}, found, case, arguments)
                     worker.__exit__()
                 there[side] = worker
@@ -252,7 +253,7 @@ def compare(case: Case, arguments) -> dict[str, dict]:
 
 
 def take_turns(workers: dict[str, Worker], found: dict, case: Case, arguments):
-    """Put lists of seconds, one for each round, into found[side]["seconds"]."""
+    """Time all sides and store the seconds of each round in found[side]["seconds"]."""
     long, start = min(found[side]["seconds"] for side in workers) > LONG, time.time()
     for side in workers:
         found[side]["seconds"] = [found[side]["seconds"]] * long
@@ -264,7 +265,7 @@ def take_turns(workers: dict[str, Worker], found: dict, case: Case, arguments):
 
 
 def agree(case: Case, checks: dict[str, float | None], device: str):
-    """Raises RuntimeError where sides, but those that do a part, computed something else."""
+    """Raise RuntimeError if results differ; None marks a side that does part of the work."""
     tolerance = 1e-3 if device == "cpu" else 2e-2
     apart = [side for side, x in checks.items()
              if x is not None and not math.isclose(x, checks["ours"], rel_tol=tolerance)]
@@ -273,7 +274,7 @@ def agree(case: Case, checks: dict[str, float | None], device: str):
 
 
 def measure(case: Case, arguments) -> list[dict]:
-    """The rows of a case, as cells by column."""
+    """The table rows of a case, as dictionaries from column to cell."""
     if case.ranks and arguments.device != "cpu" and torch.cuda.device_count() < case.ranks:
         return [cells(case, peer) for peer in case.peers]
     if not case.whole:
@@ -288,7 +289,7 @@ def measure(case: Case, arguments) -> list[dict]:
 # ── The table and its page
 
 def cells(case: Case, peer: str, found: dict | None = None) -> dict[str, str]:
-    """One row as text by column: what was measured, or what should be."""
+    """One table row as {column: text}, with the measured figures or only the limits."""
     time_limit, memory_limit = case.peers[peer]
     row = {"what": case.what, "peer": SIDES.get(peer, peer), "group": case.group}
     if not found or found.keys() == {"note"}:
@@ -311,12 +312,12 @@ def cells(case: Case, peer: str, found: dict | None = None) -> dict[str, str]:
 
 
 def spread(times: list[float]) -> str:
-    """The fastest and the slowest of the rounds."""
+    """The times of the fastest and of the slowest round, as text."""
     return f"{min(times):.3g}–{max(times):.3g}" if len(times) > 1 else f"{times[0]:.3g}"
 
 
 def judged(ratio: float, limit: float | None, rounds=()) -> str:
-    """A ratio with its range; ≈ where that holds 1; ✓ or ✗ where there is a limit."""
+    """A ratio with its range; ≈ if the range includes 1; ✓ or ✗ if there is a limit."""
     text = f"**{ratio:.3g}**"
     if len(rounds) > 1:
         text += f" ({min(rounds):.3g}–{max(rounds):.3g})"
@@ -329,7 +330,7 @@ COLUMNS = ["what", "peer", "ours, s", "peer, s", "ours / peer", "ours, MB", "pee
 
 
 def machine(device: str) -> str:
-    """Processor or GPU, cores, memory, and the versions that matter."""
+    """The processor or GPU, cores, memory, and the versions of the main packages."""
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     cores = len(os.sched_getaffinity(0))
@@ -350,7 +351,7 @@ def pipes(header: list[str], rows: list[list]) -> str:
 
 
 def tables(rows: list[dict]) -> str:
-    """A table for each group, without the columns that are empty in it."""
+    """One table for each group, without its empty columns."""
     out = ""
     for group, title in GROUPS.items():
         if mine := [row for row in rows if row["group"] == group]:
@@ -361,7 +362,7 @@ def tables(rows: list[dict]) -> str:
 
 
 def old_rows(text: str) -> list[dict]:
-    """The rows that `tables` wrote."""
+    """Parse the tables that `tables` wrote."""
     rows, group, header = [], "", None
     for line in text.splitlines():
         if found := re.match(r"\*\*(\w+)\.\*\*", line):
@@ -377,7 +378,7 @@ def old_rows(text: str) -> list[dict]:
 
 
 def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, arguments):
-    """Put the rows into their section of the page; the same machine's other rows stay."""
+    """Write the rows to their section of the page, and keep the machine's other rows."""
     text, here = page.read_text() if page.exists() else "", machine(arguments.device)
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
     known = {(case.what, SIDES.get(peer, peer)): cells(case, peer)
@@ -415,14 +416,14 @@ higher others were at work, and the seconds mean little. How, in detail: the top
 
 
 def main():
-    """Measure the rows that were asked for and print or write them."""
+    """Measure the selected groups and print or write their tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="GROUP", choices=GROUPS, default=[*GROUPS])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES, help="the GPU's rows'")
-    parser.add_argument("--tiny", action="store_true", help="walk the GPU's rows on a CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the sides take turns")
-    parser.add_argument("--patience", type=float, default=15.0, help="s of turns for a row")
+    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES, help="GPU model")
+    parser.add_argument("--tiny", action="store_true", help="GPU cases at toy size")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing")
+    parser.add_argument("--patience", type=float, default=15.0, help="time limit per case (s)")
     parser.add_argument("--trl_python", help="an interpreter with TRL 0.11.3")
     parser.add_argument("--trl1_python", help="an interpreter with TRL 1.x")
     parser.add_argument("--stories", default=str(ROOT.parent / "shared/models/stories260K"))
@@ -435,7 +436,7 @@ def main():
     for case in (case for case in cases if case.group in arguments.only):
         try:
             more = measure(case, arguments)
-        except RuntimeError as error:                # one row's; the others are still worth it
+        except RuntimeError as error:                # only this case failed; measure the others
             print(f"{case.what} was not measured: {error}", file=sys.stderr)
             failures += 1
             continue

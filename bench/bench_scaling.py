@@ -41,8 +41,8 @@ EAGER, CAPTURED = 5e-6, 1e-6             # seconds for an operation, assumed
 
 @dataclass(frozen=True)
 class Card:
-    """Sustained FLOP/s and bytes/s, memory, bytes a weight; the seconds of launching an
-    operation, and whether that goes on beside the work."""
+    """A device: sustained FLOP/s and bytes/s, memory, bytes per weight, launch seconds per
+    operation, and whether launches overlap with the work."""
     flops: float
     bandwidth: float
     memory: float
@@ -51,13 +51,13 @@ class Card:
     beside: bool = True
 
     def seconds(self, work: float, operations: int) -> float:
-        """Of a pass that takes `work` without its launches."""
+        """Seconds of a pass that takes `work` seconds without its launches."""
         host = operations * self.launch
         return max(work, host) if self.beside else work + host
 
 
 def sheet(flops: float, bandwidth: float, memory: float) -> Card:
-    """Of the data sheet 40 % in products, 75 % in reading."""
+    """A device that reaches 40 % of the data sheet's FLOP/s and 75 % of its bandwidth."""
     return Card(0.4 * flops, 0.75 * bandwidth, memory)
 
 
@@ -67,20 +67,20 @@ GRAPH = replace(H100, launch=CAPTURED, beside=False)
 
 @dataclass(frozen=True)
 class Work:
-    """The numbers of a task's presets, and what its rows bring."""
+    """The presets of a task and the sizes of its rows."""
     name: str
     policy: Config
     reward: RewardConfig
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """Tokens of x, y and z at most."""
+        """The largest number of tokens of x, y and z."""
         p = self.policy
         return p.max_prompt_tokens, p.max_new_tokens, p.max_critique_tokens
 
     @property
     def brought(self) -> int:
-        """Responses that a row brings; 0: the policy writes one."""
+        """Responses in each row; with 0 the policy writes one."""
         text = [{"content": "y"}]
         row = {"chosen": text, "rejected": text, SLF5K_RESPONSE: "y"}
         return len(get_task(self.name).responses(row))
@@ -91,7 +91,8 @@ WORKS = [Work(name, Config(**preset(name)), RewardConfig(**reward_preset(name)))
 
 
 def sizes(s: Shape) -> dict[str, int]:
-    """Numbers in blocks, head, input embedding, an adapter (r 16, q and v), a cached token."""
+    """Elements of the blocks, head, input embedding, an adapter (r 16, q and v), and the cache
+    of one token."""
     kv = s.kv * s.H // s.heads
     block = 2 * s.H * s.H + 2 * s.H * kv + 3 * s.H * s.I + 2 * s.H
     return {"blocks": s.L * block + s.H, "head": s.V * s.H,
@@ -100,7 +101,7 @@ def sizes(s: Shape) -> dict[str, int]:
 
 
 def base_bytes(s: Shape, width: int) -> int:
-    """The frozen base."""
+    """Bytes of the frozen base."""
     return width * sum(sizes(s)[key] for key in ("blocks", "head", "embedding"))
 
 
@@ -117,12 +118,12 @@ def terms(s: Shape, kind: str, width: int) -> list[float]:
 
 
 def activations(s: Shape, c: list[float], kind: str, width: int) -> float:
-    """Bytes per token of a pass."""
+    """Bytes per token of one training pass."""
     return sum(a * b for a, b in zip(c, terms(s, kind, width)))
 
 
 def memory(s: Shape, c, work: Work, ranks=1, sharded=False, card=H100) -> dict[str, float]:
-    """Bytes of a rank: sampling, its weights whole; training, with and without checkpoints."""
+    """Bytes per rank: sampling with full weights, training with and without checkpointing."""
     n, k, (x, y, z), p = sizes(s), card.width, work.lengths, work.policy
     base = base_bytes(s, k)
     held = base / ranks if sharded else base
@@ -144,7 +145,7 @@ def memory(s: Shape, c, work: Work, ranks=1, sharded=False, card=H100) -> dict[s
 # ── Time
 
 class Count(TorchDispatchMode):
-    """How many operations run that are more than another view of a tensor."""
+    """Counts the operations that compute something, that is, all except views."""
     n = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -153,7 +154,7 @@ class Count(TorchDispatchMode):
 
 
 def operations(s: Shape, dtype=torch.bfloat16) -> int:
-    """Of one decode step under an adapter: counted with two and four blocks, linear in them."""
+    """Operations of one decode step with an adapter, extrapolated from two and four blocks."""
     counts = {}
     for L in (2, 4):
         model = random_model(replace(SHAPES["small"], L=L, V=64)).to(dtype)
@@ -167,7 +168,7 @@ def operations(s: Shape, dtype=torch.bfloat16) -> int:
 
 
 def step_seconds(s: Shape, card: Card, rows: int, context: float, ops: int) -> float:
-    """One decode step: every weight multiplied, or read with the cache, whichever is longer."""
+    """Seconds of one decode step: the maximum of computing and of reading weights and cache."""
     n = sizes(s)
     weights = n["blocks"] + n["head"]
     read = card.width * (weights + rows * context * n["cache"]) / card.bandwidth
@@ -175,22 +176,22 @@ def step_seconds(s: Shape, card: Card, rows: int, context: float, ops: int) -> f
 
 
 def training_seconds(s: Shape, card: Card, tokens: int, scored: int, ops: int) -> float:
-    """A pass forward and back over a frozen base: 4 FLOP a weight and token, three times a
-    decode step's launches."""
+    """Seconds of forward and backward over a frozen base: 4 FLOP per weight and token, and
+    three times the launches of a decode step."""
     n = sizes(s)
     flops = 4 * (n["blocks"] * tokens + n["head"] * scored)
     return card.seconds(flops / card.flops, 3 * ops)
 
 
 def decode_seconds(s, card, ops, rows, prompt, new) -> float:
-    """Prefill and all steps of some rows."""
+    """Seconds of the prefill and of all decode steps of some rows."""
     step = step_seconds(s, card, rows, prompt + new / 2, ops)
     return 2 * sizes(s)["blocks"] * rows * prompt / card.flops + new * step
 
 
 def phase_seconds(s, card, work: Work, ranks: int, ops: int, decoding: Card):
-    """Seconds: of phases 1 and 2, and of the parts of one iteration of phase 3; the base is
-    whole on every rank. decoding: the card with its decode step captured, or not."""
+    """Seconds of phases 1 and 2 and of each part of a phase 3 iteration, with the full base on
+    every rank. decoding: the device with or without captured decode steps."""
     n, (x, y, z), p, r = sizes(s), work.lengths, work.policy, work.reward
     rows = math.ceil(p.batch_size / ranks)
     parts = math.ceil(rows / p.rollout_batch_size)
@@ -214,14 +215,14 @@ def phase_seconds(s, card, work: Work, ranks: int, ops: int, decoding: Card):
 # ── Constants and checks, measured here
 
 def footprints(name: str, rows: int, length: int) -> dict[str, float]:
-    """Bytes per token of a shape's passes, measured."""
+    """The measured bytes per token of a shape's training passes."""
     s, out = SHAPES[name], {}
     model = random_model(s)
     add_lora(model, "policy", 16, 32)
     prompts = sequences(rows, length, length, s.V, 1)
     ids = torch.tensor(prompts)
     mask = torch.ones_like(ids)
-    mask[0, :4] = 0                       # as in training: attention takes the padded way
+    mask[0, :4] = 0                       # padding, so that attention uses a mask
 
     def work():
         with use_lora(model, "policy"):
@@ -242,7 +243,7 @@ def footprints(name: str, rows: int, length: int) -> dict[str, float]:
 
 
 def fit_activations() -> list[float]:
-    """The seven constants, by least squares on the relative errors of the fit-* shapes."""
+    """Fit the seven constants to the fit-* shapes by least squares of the relative errors."""
     left = []
     for name in FIT:
         found = footprints(name, 8, 128)
@@ -253,7 +254,7 @@ def fit_activations() -> list[float]:
 
 
 def this_cpu() -> Card:
-    """Speeds of this processor in a product and in a sum, of no model."""
+    """The speed of this processor in a matrix product and in a sum."""
     square, long = torch.randn(1024, 1024), torch.randn(1 << 26)
     flops = 2 * 1024**3 / best(lambda: square @ square)
     return Card(flops, long.nbytes / best(long.sum), 0, 4, 0.0, False)
@@ -286,7 +287,8 @@ def speeds(name: str) -> tuple[float, float]:
 
 
 def checks(c: list[float]) -> list[list]:
-    """[what, formula, measured] where no constant came from; one of time is toy's step's."""
+    """Rows [what, formula, measured] for shapes that were not used to fit the constants; the
+    time of the toy base's step is an exception."""
     out, names = [], ("toy", "small", "middle")
     for name in names:
         found = footprints(name, 16, 160)
@@ -317,7 +319,7 @@ def gigabytes(x: float) -> str:
 
 
 def memory_rows(c: list[float]) -> list[list]:
-    """An 8B by preset; what checkpointing saves of the peak; and the 70B."""
+    """Memory of an 8B model for each preset, the saving by checkpointing, and a 70B model."""
     rows = []
     for name, ranks, sharded in (("llama3-8b", 1, False), ("llama3-8b", 8, False),
                                  ("llama3-8b", 8, True), ("llama3-70b", 8, True)):
@@ -333,7 +335,7 @@ def memory_rows(c: list[float]) -> list[list]:
 
 
 def hours_rows() -> list[list]:
-    """Phases 1 to 3 of the presets, for an 8B on H100s; decoding captured and one by one."""
+    """Hours of phases 1 to 3 for an 8B model on H100s, with and without captured decoding."""
     s, rows = SHAPES["llama3-8b"], []
     ops = operations(s)
     for work in WORKS:
@@ -351,7 +353,7 @@ def hours_rows() -> list[list]:
 
 
 def small_card(c: list[float]) -> list[list]:
-    """What a card of 24 GB takes: UltraFeedback's preset, then with what one would change."""
+    """Memory on a 24 GB GPU: UltraFeedback's preset, and with flags that reduce it."""
     work, rows = WORKS[1], []
     for name, batch, kind, ranks in (
             ("llama3-8b", None, "training", 1), ("llama3-8b", 8, "checkpointed", 1),
@@ -451,9 +453,9 @@ those of a machine that others use, and too long.
 
 
 def main():
-    """Measure, compute, print or write the page."""
+    """Measure the constants, compute the tables, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="to bench/SCALING.md")
+    parser.add_argument("--write", action="store_true", help="write bench/SCALING.md")
     write = parser.parse_args().write
     if os.environ.get(MALLOC := "MALLOC_MMAP_THRESHOLD_") != ENVIRONMENT[MALLOC]:
         os.execve(sys.executable, [sys.executable, *sys.argv], ENVIRONMENT)

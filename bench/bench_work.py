@@ -1,4 +1,4 @@
-"""The work that bench/bench.py measures, in processes of their own; how, stands there.
+"""The worker processes of bench/bench.py, which describes the method.
 
     python bench/bench_work.py '{"mode": "iteration", "options": {…}}'     # once, from JSON
     python bench/bench_work.py                                   # tasks from stdin, a line each
@@ -47,7 +47,7 @@ class Shape:
     tied: bool = False
 
     def config(self):
-        """As transformers' LlamaConfig; no token of its own ends a text."""
+        """The shape as a LlamaConfig without an EOS token."""
         from transformers import LlamaConfig
         return LlamaConfig(
             num_hidden_layers=self.L, hidden_size=self.H, intermediate_size=self.I,
@@ -56,7 +56,7 @@ class Shape:
             pad_token_id=0, max_position_embeddings=4096)
 
 
-# fit-*: their training passes give the constants of SCALING.md; the others check them.
+# The training passes of fit-* give the constants of SCALING.md; the other shapes check them.
 SHAPES = {
     "fit-a": Shape(8, 512, 512, 8, 4, 1024), "fit-b": Shape(8, 256, 1408, 8, 4, 1024),
     "fit-c": Shape(4, 1024, 2816, 8, 2, 1024), "fit-d": Shape(16, 256, 512, 8, 4, 1024),
@@ -69,7 +69,7 @@ SHAPES = {
 
 
 def random_model(shape: Shape, device="cpu"):
-    """A Llama, weights drawn from seed 0 on the device itself; bfloat16, on a CPU float32."""
+    """A Llama with weights drawn from seed 0 on the device: float32 on a CPU, else bfloat16."""
     from transformers import LlamaForCausalLM
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -82,7 +82,7 @@ def random_model(shape: Shape, device="cpu"):
 
 
 def base_model(options: dict):
-    """The model of a row: a directory, or a shape with random weights, V another if given."""
+    """The model of a case: a directory, or random weights of a shape with an optional V."""
     from model import load_model
     if "model" in options:
         return load_model(options["model"], device=options["device"])[0]
@@ -102,7 +102,7 @@ def word_tokenizer(vocabulary: int):
 
 
 def sequences(rows: int, low: int, high: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random ids but the special 0 to 3, lengths spread evenly over low..high."""
+    """Random ids without the special ids 0 to 3; lengths are spread evenly over low..high."""
     rng = random.Random(seed)
     lengths = [low + round(i * (high - low) / max(1, rows - 1)) for i in range(rows)]
     return [[rng.randrange(4, vocabulary) for _ in range(n)] for n in rng.sample(lengths, rows)]
@@ -110,14 +110,14 @@ def sequences(rows: int, low: int, high: int, vocabulary: int, seed: int) -> lis
 
 @lru_cache(1)
 def random_head(v: int, h: int, device: str):
-    """[V, H], kept for the next row: drawing a large one takes as long as the row."""
+    """A random head [V, H], cached because drawing a large one takes as long as a case."""
     draw = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return torch.randn(v, h, generator=draw, device=device, dtype=dtype).div_(h**0.5)
 
 
 def logprob_inputs(options: dict):
-    """Hidden states [N, H] that want a gradient, head [V, H], targets [N]."""
+    """Hidden states [N, H] that require a gradient, head [V, H], targets [N]."""
     n, h, v, device = (options[key] for key in ("N", "H", "V", "device"))
     weight, draw = random_head(v, h, device), torch.Generator(device).manual_seed(1)
     hidden = torch.randn(n, h, generator=draw, device=device, dtype=weight.dtype)
@@ -126,13 +126,13 @@ def logprob_inputs(options: dict):
 
 
 def warmed(work):
-    """The callable after one call, which loads what is loaded once."""
+    """Call the function once, so that one-time loading is done, and return it."""
     work()
     return work
 
 
 def count_calls(owner, name: str) -> list:
-    """A list that grows by one with each call of owner.name from now on."""
+    """Patch owner.name to record its calls; returns the list that grows with each call."""
     calls, method = [], getattr(owner, name)
 
     def counted(*args, **options):
@@ -193,7 +193,7 @@ def build_decode(side: str, options: dict):
     from sampling import generate, pad_batch
     model, new, device = base_model(options), options["new"], options["device"]
     prompts = sequences(options["batch"], *options["prompts"], model.config.vocab_size, seed=1)
-    if side == "copy":    # reads and writes: half as many bytes as decoding must read
+    if side == "copy":    # copies half of the bytes that decoding reads, so equal traffic
         table = model.get_input_embeddings().weight
         tied = table is model.get_output_embeddings().weight
         read = sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)
@@ -235,7 +235,7 @@ def build_decode(side: str, options: dict):
 
 
 def ppo_batch(options: dict, vocabulary: int):
-    """Prompts, responses and a score for each row: the same for both sides, by seeds."""
+    """Prompts, responses and scores, equal for both sides because of fixed seeds."""
     prompts, responses = (sequences(options["batch"], *options[key], vocabulary, seed)
                           for key, seed in (("prompts", 2), ("responses", 3)))
     rng = random.Random(4)
@@ -243,8 +243,8 @@ def ppo_batch(options: dict, vocabulary: int):
 
 
 def build_ppo(side: str, options: dict):
-    """PPOTrainer.step's work by text2grad.py: old log-probs of both policies and values,
-    advantages, the PPO epochs. Leaves base and adapter in options["work"] for TRL."""
+    """The work of PPOTrainer.step in text2grad.py: old log-probs of both policies, values,
+    advantages, PPO epochs. Saves base and adapter in options["work"] for TRL."""
     import text2grad as t2g
     from model import ValueHead, add_lora, save_lora
     from sampling import pad_batch
@@ -348,7 +348,7 @@ def build_lora(side: str, options: dict):
 # seconds (a list of rounds each), bytes or numbers
 
 def growth_worker(options: dict) -> list[dict]:
-    """The work at several sizes in turn; the last beside the first times what it has grown."""
+    """Run the work at several sizes; compare the last cost with linear growth of the first."""
     times, points = {}, options["points"]
     keep_memory()
     works = {n: BUILD[options["build"]]("ours", options | {options["key"]: x})
@@ -418,7 +418,7 @@ def train(model, tokenizer, rows, config, critic) -> list[dict]:
 
 
 def asserts_worker(options: dict) -> list[dict]:
-    """An iteration of the toy world, every assert of the scripts timed, beside the whole."""
+    """The time of all asserts in an iteration of the toy world, and of the whole iteration."""
     import ast
     import builtins
     from importlib.machinery import SourceFileLoader
@@ -426,7 +426,7 @@ def asserts_worker(options: dict) -> list[dict]:
     plain = SourceFileLoader.get_code
 
     class Timed(ast.NodeTransformer):
-        def visit_Assert(self, node):                    # one that fails ends the run anyway
+        def visit_Assert(self, node):                    # a failing assert would end the run
             before, after = ast.parse("_clock.append(-_now())\n_clock.append(_now())").body
             return [ast.copy_location(before, node), node, ast.copy_location(after, node)]
 
@@ -453,7 +453,7 @@ def asserts_worker(options: dict) -> list[dict]:
 
 
 def fsdp_worker(options: dict) -> list[dict]:
-    """On every rank of torchrun: parameter bytes, sharded and not; all-gathers by length."""
+    """On each rank of torchrun: parameter bytes with and without sharding, and all-gathers."""
     import torch.distributed as dist
     from model import add_lora, gathered, shard
     from sampling import generate
@@ -486,7 +486,7 @@ def fsdp_worker(options: dict) -> list[dict]:
 
 
 def annotation_worker(options: dict) -> list[dict]:
-    """2,000 rows from a server that answers in 200 ms, 64 at once; then a faulty server."""
+    """2,000 rows from a server that answers in 200 ms (64 at once), and from a faulty one."""
     import toy
     from data import write_rows
     from loopback import MIX, loopback
@@ -517,7 +517,7 @@ def annotation_worker(options: dict) -> list[dict]:
 
 
 def annotate_worker(options: dict) -> dict:
-    """Annotation by annotate.py, or a bare loop over the same client that only asks."""
+    """Annotation by annotate.py, or a plain loop of requests with the same client."""
     import asyncio
     import openai
     from annotate import AnnotateConfig, annotate, annotation_messages
@@ -548,7 +548,7 @@ def annotate_worker(options: dict) -> dict:
                                 timeout=2.0)
         try:
             said = annotate(config)
-        except InputError as error:                   # rows that the server never answered
+        except InputError as error:                   # the server failed on some rows
             said = str(error)
     return {"seconds": time.perf_counter() - start, "said": said,
             "peak": resident("VmHWM") - before}
@@ -583,7 +583,7 @@ def peak_bytes(work, device: str) -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL("libc.so.6").malloc_trim(0)      # what was freed must not count as held before
+    ctypes.CDLL("libc.so.6").malloc_trim(0)      # freed memory must not count as held before
     Path("/proc/self/clear_refs").write_text("5")        # the high-water mark starts again
     before = resident("VmRSS")
     work()
@@ -591,13 +591,13 @@ def peak_bytes(work, device: str) -> int:
 
 
 def keep_memory():
-    """From now on freed memory is kept for the next call, as usual: for times."""
+    """Let the allocator keep freed memory from now on, for realistic times."""
     for option, size in ((-3, 1 << 25), (-1, 1 << 26)):       # M_MMAP_, M_TRIM_THRESHOLD
         ctypes.CDLL("libc.so.6").mallopt(option, size)
 
 
 def seconds(work, device: str) -> float:
-    """Wall-clock time of one call, to the end of its work on the device."""
+    """Wall-clock seconds of one call, including its work on the device."""
     start = time.perf_counter()
     work()
     if device != "cpu":
@@ -606,7 +606,7 @@ def seconds(work, device: str) -> float:
 
 
 def timed(work, least: float, device: str) -> list[float]:
-    """The seconds of calls one after another, until they add up to `least`."""
+    """The seconds of repeated calls, until their sum reaches `least`."""
     found = [seconds(work, device)]
     while sum(found) < least:
         found.append(seconds(work, device))
@@ -614,7 +614,7 @@ def timed(work, least: float, device: str) -> list[float]:
 
 
 def once(task: dict, extra=(), python: str = sys.executable, ranks: int = 0):
-    """What a task returns that has a process of its own, or `ranks` of them."""
+    """Run a task in a new process, or in `ranks` processes, and return its result."""
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks else []
     command = [python, *launch, str(HERE / "bench_work.py"), json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True,
@@ -635,12 +635,12 @@ WHOLE = {"iteration": iteration_worker, "fsdp": fsdp_worker, "asserts": asserts_
 
 
 def serve():
-    """Tasks from stdin, a line of JSON each: build a side, call it for memory, or for time."""
+    """Serve tasks from stdin, one JSON line each: build a side, measure memory, or time it."""
     work, device = None, "cpu"
     for line in sys.stdin:
         task = json.loads(line)
         if task["mode"] == "build":
-            work = None                               # before the next is made
+            work = None                               # free it before the next side is built
             gc.collect()
             device = task["options"]["device"]
             work, out = BUILD[task["build"]](task["side"], task["options"]), None

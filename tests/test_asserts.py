@@ -1,4 +1,4 @@
-"""Each assert of the core modules, except annotate.py's, fails once when its equation is broken.
+"""Each assert of the core modules, except annotate.py's, fails once its equation is broken.
 
 test_annotate.py breaks those of annotate.py. bench.py measures the cost of the asserts, and
 test_pipeline.py checks that -O removes them.

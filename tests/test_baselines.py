@@ -1,5 +1,4 @@
-"""Reward designs and baselines: critics and losses against brute force and closed forms, then
-small runs."""
+"""Reward designs and baselines: critics and losses against closed forms, then small runs."""
 
 import json
 import math
@@ -83,7 +82,7 @@ def side(pairs, k):
 
 
 def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
-    """Row by row through the plain logits, so that padding changes nothing; log 2 at first."""
+    """The loss equals that of each unpadded row's logits, and log 2 per pair at first."""
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
     with use_lora(model, "policy"):
@@ -101,10 +100,10 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
     close(loss, dpo_loss(*sums, 0.1).sum(), rtol=1e-4, atol=1e-4)
 
 
-# ── Scores that are read from the head
+# ── Scores from the head's logits
 
 def test_scores_are_logit_differences_after_each_token(toy_model):
-    """ℓ_t = logit(+) − logit(−) of the plain model after y_≤t; r is that after the last."""
+    """ℓ_t = logit(+) − logit(−) of the plain model after y_≤t; r is the last ℓ_t."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
     plus, minus = (tokenizer(mark).input_ids[-1] for mark in "+-")
@@ -128,7 +127,7 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
 # ── Content words and steps
 
 def pieces(text):
-    """Tokens that carry their leading space, as most tokenizers cut them, and marks alone."""
+    """Offsets of words with their leading space, and of punctuation marks."""
     return [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])", text)]
 
 
@@ -171,13 +170,13 @@ def test_a_step_is_labelled_at_its_last_token():
 
 
 def faulty(row, seed=0):
-    """A summary with facts that are wrong, clauses said twice and a first person."""
+    """A summary with wrong facts, repeated clauses and the first person."""
     rng = random.Random(f"{row['id']} {seed}")
     return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
 
 
 def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
-    """An annotation in mode STEPS → labels; a clause with nothing wrong in it is correct."""
+    """An annotation in mode STEPS gives labels; a clause without errors is correct."""
     _, tokenizer = toy_model
     seen = set()
     for row in toy.rows("train", 12):
@@ -201,7 +200,7 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
-    """Those that err nowhere give a quote that stands there once its true label."""
+    """Annotators without errors give every unique quote its true label."""
     critic, kinds = load_object("--annotator_function", ANNOTATORS[name][0]), set()
     for row in toy.rows("train", 40):
         response = faulty(row)
@@ -222,7 +221,7 @@ def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
 
 
 def test_reasoning_stands_in_z_or_not():
-    """"The city Oslo was Berlin, wrong." against "The city is wrong."; the quotes are equal."""
+    """The quotes are equal with "The city Oslo was Berlin, wrong." and "The city is wrong."."""
     row = toy.rows("train", 1)[0]
     response = faulty(row, 3)
     careful, brief = (parse_feedback(critic(row, response))
@@ -270,7 +269,7 @@ def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
 # ── Reward designs
 
 def rollouts_of(tokenizer, start=0, end=6):
-    """Some of six summaries with faults, of which the last is empty."""
+    """Rollouts start..end of five faulty summaries and an empty one."""
     rows = toy.rows("train", 6)
     texts = [*map(faulty, rows[:5]), ""][start:end]
     rows = rows[start:end]
@@ -301,31 +300,31 @@ def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
 
 
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
-    """Appendix A: r_T = Σ δ_t, 0 before it; nothing else differs."""
-    rollouts, asked = rollouts_of(toy_model[1]), (*toy_model, Config())
-    placed, ends = (critic(rollouts, *asked) for critic in (true_critic, at_end(true_critic)))
-    for a, b in zip(placed, ends):
+    """Appendix A: r_T = Σ δ_t and 0 before; all other fields are equal."""
+    arguments = rollouts_of(toy_model[1]), *toy_model, Config()
+    by_token = true_critic(*arguments)
+    for a, b in zip(by_token, at_end(true_critic)(*arguments)):
         assert b.delta == [0.0] * (len(a.delta) - 1) + [sum(a.delta)]
         assert replace(b, delta=a.delta) == a
-    assert any(sum(found.delta) for found in placed)
+    assert any(sum(judgement.delta) for judgement in by_token)
 
 
 def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
-    rollouts, asked = rollouts_of(toy_model[1]), (*toy_model, Config())
-    clean, flipped, dropped = (critic(rollouts, *asked) for critic in (
+    arguments = rollouts_of(toy_model[1]), *toy_model, Config()
+    clean, flipped, dropped = (critic(*arguments) for critic in (
         true_critic, noisy(true_critic, "flipped", 100), noisy(true_critic, "dropped", 100)))
     for a, b, c in zip(clean, flipped, dropped, strict=True):
         assert b.delta == [-d for d in a.delta] and not any(c.delta)
-    some = noisy(true_critic, "flipped", 40)
-    again, twice = some(rollouts, *asked), some(rollouts, *asked)
-    assert again == twice and clean != again != flipped
+    partly_flipped = noisy(true_critic, "flipped", 40)
+    first, second = partly_flipped(*arguments), partly_flipped(*arguments)
+    assert first == second and clean != first != flipped
 
 
 @pytest.mark.parametrize("weighting, good, poor", [
     ("linear_decay", [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]),
     ("importance", [1, .2, 1], [.2, 1, .2, .2, .2, .2, .2, .2])])
 def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, poor):
-    """By hand (Appendix I.1): label · weight; a conflict stays 0, and counts for the decay."""
+    """Appendix I.1: δ = label · weight; a token in conflict stays 0 but counts in the decay."""
     text = "A nurse of York, sad, is not sad at all because of him."
     spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
@@ -341,10 +340,8 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, p
 
 
 def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch):
-    """Of four that say good, good, poor and nothing readable, δ is (1 + 1 − 1 + 0) / 4.
-
-    The random numbers behind a critique are those of its rollout, in any batch.
-    """
+    """Critiques that say good, good, poor and nothing readable give δ = (1 + 1 − 1 + 0) / 4.
+    The random numbers of a critique depend on its rollout, not on the batch."""
     config, alone = Config(), rollouts_of(toy_model[1], 2, 3)
     text, offsets = alone.texts[0], alone.offsets[0]
     fact = toy.said_facts(text)[0][2]
@@ -371,7 +368,7 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
 
 
 def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
-    """r at the last token alone; tanh(ℓ/2) at the end of every clause; of this rank's rows."""
+    """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
     rollouts, config = rollouts_of(tokenizer), Config(micro_batch_size=4)
@@ -383,8 +380,8 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
         assert scalar[i].delta[-1] == pytest.approx(scores[-1].item(), abs=1e-3)
         assert len(scalar[i].delta) == len(scores) and not any(scalar[i].delta[:-1])
         ends = mark_ends(text, rollouts.offsets[i], step_spans(text))
-        want = torch.tanh(scores / 2) * torch.tensor(ends)
-        assert steps[i].delta == pytest.approx(want.tolist(), abs=1e-3)
+        expected = torch.tanh(scores / 2) * torch.tensor(ends)
+        assert steps[i].delta == pytest.approx(expected.tolist(), abs=1e-3)
         assert [delta == 0 for delta in steps[i].delta] == [end == 0 for end in ends]
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
@@ -392,23 +389,23 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     for critic in (SCORED["steps"], true_critic, weighted(true_critic, "importance")):
         judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
-        assert [len(one.delta) for one in judged] == lengths
+        assert [len(judgement.delta) for judgement in judged] == lengths
 
 
-@pytest.mark.parametrize("flags, said", [
+@pytest.mark.parametrize("flags, message", [
     (["true", "--annotator_function", "none"], "needs --annotator_function"),
     (["best"], "'best': choose one of sft.* critique"), ([], "no method.*: choose one of"),
     (["dpo", "--annotator_function", "none:x"], "import")])
-def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, said):
+def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, message):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         baselines.main()
 
 
 # ── Rows, and whole runs
 
 def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
-    """Of each row two samples of the base, the better one first, ties left out."""
+    """Two samples of the base per row, the better one first; ties are omitted."""
     rows, config = toy.rows("train", 24), small(tmp_path)
     pairs = preferences(*toy_model, rows, config, tmp_path)
     row_of = {toy.prompt(row): row for row in rows}
@@ -420,7 +417,8 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
 
 
 def test_what_the_critique_names_is_mended():
-    """Facts of several words, clauses said twice, a first person; and nothing else."""
+    """Facts of several words, repeated clauses and the first person are mended; a correct text
+    stays as it is."""
     for row in toy.rows("train", 60):
         response = faulty(row)
         mended = mend(response, toy.critique(row, response))
@@ -437,7 +435,7 @@ def small(tmp_path, **more):
 @pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
 def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
                                                             name):
-    """To the nearest whole pass over its rows; and the loss on them falls."""
+    """Equal steps, rounded to full passes over the rows; the training loss falls."""
     (model, tokenizer), config, fits = toy_model, small(tmp_path, iterations=6), []
     fit = baselines.fit_adapter
 
@@ -457,10 +455,8 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 
 def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
-    """Its gradient is that of Σ_t KL(student ‖ teacher, which is held fixed) per token.
-
-    Row by row over the model's own logits, with the KL as torch has it.
-    """
+    """The gradient is that of Σ_t KL(student ‖ fixed teacher) per token, computed with torch's
+    KL from the logits of each unpadded row."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 4, 8))
     batch = rollouts_of(tokenizer, 2)
@@ -484,7 +480,7 @@ def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
 
 
 def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
-    """Each runs whole; a second answer is to the first one's critique, one for each post."""
+    """Each baseline runs; a second answer per post follows the critique of the first."""
     (model, tokenizer), rows = toy_model, toy.rows("train", 24)
     config = small(tmp_path, max_critique_tokens=16)
     baselines.start_policy(model, config)
@@ -516,13 +512,13 @@ def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, toy_model):
 
 
 def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsys):
-    """One command each: a table before and after; the sum at the last token, and no R_φ."""
+    """sft prints the evaluation command; true_end rewards the last token and trains no R_φ."""
     monkeypatch.chdir(ROOT)
     flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
              "--iterations", 1, "--ppo_epochs", 1]
     baselines.main(["sft", *map(str, flags), "--output_dir", str(tmp_path / "sft")])
-    said = capsys.readouterr().out
-    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in said
+    output = capsys.readouterr().out
+    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in output
     assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
     baselines.main(["true_end", *map(str, flags), "--output_dir", str(tmp_path / "end")])
     (sample,) = read_rows(tmp_path / "end" / "samples.jsonl")

@@ -1,4 +1,4 @@
-"""Every equation of the method, recomputed another way: double sums, brute force, autograd.
+"""Every equation of the method against a second computation: sums, brute force or autograd.
 
 The order is the paper's: Definition 1, §3.5 (GAE, PPO), §3.6 with Appendix A, Algorithms 3, 4.
 """
@@ -40,7 +40,7 @@ def prefix_mask(lengths):
 
 
 def noise(seed, *shape):
-    """Normal numbers in float64, so that only the formula can make a difference."""
+    """Normal numbers in float64, so that rounding errors are negligible."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed),
                        dtype=torch.float64)
 
@@ -53,12 +53,12 @@ def one_row(*rewards, values=None, gamma=1.0, lam=0.95):
 
 
 def end_reward(*delta):
-    """Setting B of Appendix A: the same total, all of it at the last token."""
+    """Setting B of Appendix A: the sum of all δ at the last token, 0 elsewhere."""
     return [0.0] * (len(delta) - 1) + [sum(delta)]
 
 
 def double_sum(rewards, values, gamma, lam, drop=0):
-    """§3.5 of one row in plain Python: Σ_l (γλ)^l td_error_{t+l}; drop=1: as it is printed."""
+    """§3.5 of one row: Σ_l (γλ)^l td_error_{t+l}; drop=1 gives the printed upper limit."""
     n, v = len(rewards), [*values, 0.0]
     td = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(n)]
     return [sum((gamma * lam) ** l * td[t + l] for l in range(n - t - drop)) for t in range(n)]
@@ -71,14 +71,14 @@ def unpadded(rollouts):
 
 
 def brute(model, x, y, temperature=1.0):
-    """log π(·|x, y_<t) [T, V] and hidden states [T, H] of a row, by the model's own logits."""
+    """log π(·|x, y_<t) [T, V] and hidden states [T, H] of a row, from the model's logits."""
     out = model(torch.tensor([x + y]), output_hidden_states=True)
     rows = slice(len(x) - 1, len(x) + len(y) - 1)
     return (out.logits[0, rows] / temperature).log_softmax(-1), out.hidden_states[-1][0, rows]
 
 
 def gradients(loss, parameters):
-    """The gradient as one flat vector; a parameter that the loss does not touch has zeros."""
+    """The gradient as one flat vector, with zeros for parameters that the loss does not use."""
     got = torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten()
                       for p, g in zip(parameters, got)])
@@ -92,7 +92,7 @@ def flat(parameters):
 # ── Definition 1
 
 def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.1 Definition 1
-    """g_NL = Σ_t δ_t ∇ log π(y_t | x, y_<t), by the plain model's logits; the mean of rows."""
+    """g_NL = Σ_t δ_t ∇ log π(y_t | x, y_<t) from the model's logits, averaged over rows."""
     model, _, rollouts = policy
     parameters, part = lora_parameters(model, "policy"), rollouts.part([0, 1, 2])
     # padding holds δ too
@@ -102,13 +102,13 @@ def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.
             part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")))
         logprobs = token_logprobs(hidden.flatten(0, 1), head_weight(model),
                                   part["response_ids"].flatten())
-        got = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, part["mask"]),
+        gradient = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, part["mask"]),
                         parameters)
         g_nl = sum(delta[row, t] * gradients(brute(model, x, y)[0][t, token], parameters)
                    for row, (x, y) in enumerate(unpadded(rollouts)[:3])
                    for t, token in enumerate(y))
     assert g_nl.norm() > 1e-3
-    close(got, -g_nl / 3, rtol=1e-3, atol=1e-5 * g_nl.norm().item())
+    close(gradient, -g_nl / 3, rtol=1e-3, atol=1e-5 * g_nl.norm().item())
 
 
 # ── §3.5: advantages
@@ -146,7 +146,7 @@ def test_gae_with_lambda_one_is_the_first_form_of_line_16(gamma):  # Alg. 4 l.15
 
 
 def test_printed_upper_limit_would_drop_the_last_td_error():
-    """With T−t−1, as printed, y_T gets no advantage, the others miss (γλ)^{T−t} td_error_T."""
+    """With the printed T−t−1, y_T gets no advantage, the others lack (γλ)^{T−t} td_error_T."""
     r, v = noise(1, 6).tolist(), noise(2, 6).tolist()
     printed, ours = double_sum(r, v, 1.0, 0.95, drop=1), one_row(*r, values=v).tolist()
     assert printed[-1] == 0
@@ -170,7 +170,8 @@ def test_without_values_the_advantage_is_the_discounted_sum_of_delta(delta, gamm
 @many
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=8), unit)
 def test_end_of_sequence_reward_spreads_the_whole_sum_backwards(delta, lam):  # Eq. §3.6 A^B
-    """§3.6, setting B: A_t = (γλ)^{T−t} Σ δ over all k, the printed Σ_{k=t} only at t = 1."""
+    """§3.6, setting B: A_t = (γλ)^{T−t} Σ_k δ_k over all k; the printed Σ_{k≥t} is right only
+    at t = 1."""
     n, got = len(delta), one_row(*end_reward(*delta), lam=lam).tolist()
     close(got, [lam ** (n - 1 - t) * sum(delta) for t in range(n)])
     printed = [lam ** (n - 1 - t) * sum(delta[t:]) for t in range(n)]
@@ -201,7 +202,7 @@ def advantage_differences(better, worse, shared, lam=0.95):
 @many
 @given(deltas, seeds)
 def test_token_rewards_discriminate_more_where_no_token_got_worse(pairs, seed):
-    """Appendix A: ΔA^A > ΔA^B where every Δr_k ≥ 0 and one before T is > 0; KL and V cancel."""
+    """Appendix A: ΔA^A > ΔA^B if every Δr_k ≥ 0 and one with k < T is > 0; KL and V cancel."""
     better, worse = ([f(p) for p in pairs] for f in (max, min))
     assume(any(b > w for b, w in zip(better[:-1], worse)))
     a, b = advantage_differences(better, worse, noise(seed, 2, len(pairs)))
@@ -222,7 +223,7 @@ def test_difference_of_the_two_settings(pairs, seed):
 
 
 def test_appendix_a_claims_too_much():
-    """"Whenever any Δr_k > 0 for k < T" is false: Δr = (−1, 1, 0) gives −0.05 against 0."""
+    """"Whenever any Δr_k > 0 for k < T" is false: for Δr = (−1, 1, 0), A gives −0.05, B 0."""
     change = (-1.0, 1.0, 0.0)
     a, b = one_row(*change)[0].item(), one_row(*end_reward(*change))[0].item()
     assert (a, b) == (pytest.approx(-0.05), 0.0)
@@ -242,7 +243,7 @@ def test_a_constant_value_subtracts_lambda_to_the_distance_from_the_end(lengths,
 
 
 def test_a_constant_value_is_gone_after_whitening_where_lambda_is_one():
-    """With γ = λ = 1 they sum to Σ_{k≥t} δ_k − c, one shift for all; not with λ = 0.95."""
+    """With γ = λ = 1, A_t = Σ_{k≥t} δ_k − c, a common shift; not so with λ = 0.95."""
     mask = prefix_mask([5, 2, 7])
     delta = noise(0, 3, 7) * mask
     advantages = lambda c, lam: gae(delta, torch.full_like(delta, c), mask, 1.0, lam)[0]
@@ -258,7 +259,7 @@ def test_a_constant_value_is_gone_after_whitening_where_lambda_is_one():
 @many
 @given(st.lists(st.integers(1, 7), min_size=2, max_size=4), seeds)
 def test_whiten_is_the_z_score_of_the_unpadded_tokens(lengths, seed):
-    """(x − mean) / population std over the tokens; 0 on padding, rubbish there ignored."""
+    """(x − mean) / population std over the tokens; padding is ignored and becomes 0."""
     mask = prefix_mask(lengths)
     x = 3 * noise(seed, *mask.shape) + 5
     tokens = x[mask.bool()]
@@ -272,7 +273,7 @@ def test_whiten_is_the_z_score_of_the_unpadded_tokens(lengths, seed):
 @pytest.mark.parametrize("value, tokens", [
     (0.0, 48), (4.0, 48), (0.1, 48), (4.1, 48), (7.3, 1)])
 def test_whiten_of_equal_tokens_is_zero(value, tokens):
-    """No spread gives 0, also where the mean is no float32: rounding is not blown up."""
+    """Equal values give 0, even if rounding of the mean leaves small differences."""
     got = whiten(torch.full((tokens, tokens), value), torch.ones(tokens, tokens).long())
     assert got.abs().max() < 1e-3                                       # NaN fails too
 
@@ -297,9 +298,9 @@ def test_ppo_loss_by_cases(ratio, advantage, loss, gradient):
 @pytest.mark.parametrize("rubbish", [1e30, -1e30])
 @pytest.mark.parametrize("loss", [ppo_loss, value_loss])
 def test_a_loss_is_the_mean_of_its_tokens(loss, rubbish):
-    """𝔼_t over all tokens, not of row means; padding reaches neither the loss nor the gradient.
+    """𝔼_t is over all tokens, not over row means; padding affects neither loss nor gradient.
 
-    Invariant 3: parts of unequal token counts, divided by the whole count, sum to the whole.
+    Invariant 3: the losses of parts, divided by the count of all tokens, sum to the full loss.
     """
     mask, (new, old, target) = prefix_mask([4, 2, 7, 1]), noise(0, 3, 4, 7)
     at = mask.bool()
@@ -350,7 +351,7 @@ def test_adaptive_kl_by_hand(kl, target, error):
 @pytest.mark.parametrize("temperature, sft, reference", [
     (1.0, None, None), (0.6, "sft/adapter", "reference")])
 def test_scores_are_those_of_the_full_softmax(policy, temperature, sft, reference):
-    """Alg. 4 l.7, 14, 16, 25: log π_old, H, log π_ref, V, by whole logits of unpadded rows."""
+    """Alg. 4 l.7, 14, 16, 25: log π_old, H, log π_ref, V, from the full logits of each row."""
     model, head, rollouts = policy
     randomise(add_lora(model, "reference", 4, 8))
     config = Config(temperature=temperature, micro_batch_size=4, adapter=sft)
@@ -428,7 +429,7 @@ def test_the_kl_penalty_has_the_gradient_of_minus_the_kl(T, monkeypatch):
 # ── Algorithm 4, l.19–32: the update
 
 def brute_loss(model, head, rollouts, config):
-    """−𝔼[L_CLIP] + c 𝔼[L_VF] − β 𝔼[H], token by token, by whole logits of unpadded rows."""
+    """−𝔼[L_CLIP] + c 𝔼[L_VF] − β 𝔼[H], token by token, from the full logits of each row."""
     total, count = 0.0, rollouts.mask.sum()
     for row, (x, y) in enumerate(unpadded(rollouts)):
         with use_lora(model, "policy"):
@@ -486,7 +487,7 @@ def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.2
 
 
 def test_ratio_is_one_at_the_old_policy_and_only_there(policy):  # Alg. 4 l.7
-    """Alg. 4 l.22 and invariant 1: recomputed log-probs are the old ones; k3 sees others."""
+    """Alg. 4 l.22 and invariant 1: before an update ρ = 1 and policy_kl = 0; afterwards > 0."""
     config = Config(temperature=0.7, micro_batch_size=2)
     model, head, rollouts = scored(policy, config)
     part, count = rollouts.part(list(range(6))), rollouts.mask.sum()
@@ -714,10 +715,8 @@ def test_learning_rate_is_torchs_schedule(schedule, oracle):
 
 @pytest.mark.parametrize("batch", [1, 4, 10, 25])
 def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
-    """Alg. 4 l.10: passes over all prompts, also where batches straddle them.
-
-    Each pass has an order of its own, which is a function of seed and iteration alone.
-    """
+    """Alg. 4 l.10: every pass takes all prompts, even if a batch spans two passes. Each pass
+    has a new order, which depends only on seed and iteration."""
     prompts = [f"p{i}" for i in range(10)]
     draw = lambda seed, i: batch_rows(prompts, Config(batch_size=batch, seed=seed), i)
     batches = [draw(0, i) for i in range(50 // batch)]

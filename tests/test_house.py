@@ -73,29 +73,29 @@ def imports(tree: ast.Module):
 
 def words(node: ast.AST) -> list[str]:
     """All names that are read: x, a.x, and x in strings such as "toy:x" or in ("x", "y")."""
-    found = []
-    for one in ast.walk(node):
-        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load):
-            found.append(one.id if isinstance(one, ast.Name) else one.attr)
-        elif isinstance(one, ast.Constant) and isinstance(one.value, str):
-            found += re.findall(r"^(?:[\w.]+:)?(\w+)$", one.value)
-    return found
+    names = []
+    for child in ast.walk(node):
+        if isinstance(child, (ast.Name, ast.Attribute)) and isinstance(child.ctx, ast.Load):
+            names.append(child.id if isinstance(child, ast.Name) else child.attr)
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            names += re.findall(r"^(?:[\w.]+:)?(\w+)$", child.value)
+    return names
 
 
 # ── The checks: each returns what is wrong
 
 def wrong_imports(root: Path) -> list[str]:
-    found = []
+    problems = []
     for file, tree in sources(root).items():
-        here = file.split("/")[0].removesuffix(".py")     # toy/build.py → toy, data.py → data
+        room = file.split("/")[0].removesuffix(".py")     # toy/build.py → toy, data.py → data
         for name, inside in imports(tree):
-            ours = name in MAY
-            fits = name in {here, *MAY[here]} if ours else name in PACKAGES
+            is_own_module = name in MAY
+            fits = name in {room, *MAY[room]} if is_own_module else name in PACKAGES
             fits = fits and not (name == "torch" and file in NO_TORCH)
-            lazy = EXCEPT.get(file) == name and (inside or not ours)
+            lazy = EXCEPT.get(file) == name and (inside or not is_own_module)
             if not (fits or lazy or name in sys.stdlib_module_names):
-                found.append(f"{file} imports {name}")
-    return found
+                problems.append(f"{file} imports {name}")
+    return problems
 
 
 def imported_tests(root: Path) -> list[str]:
@@ -114,10 +114,10 @@ def loose_ends(root: Path) -> list[str]:
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache",
                "--output-format", "json", "--select", RULES, "--config", "line-length = 96",
                "--config", IGNORED, *sources(root), *places]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert done.returncode in (0, 1), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert process.returncode in (0, 1), process.stderr
     return [f"{fault['code']} {Path(fault['filename']).name}:{fault['location']['row']} "
-            f"{fault['message']}" for fault in json.loads(done.stdout)]
+            f"{fault['message']}" for fault in json.loads(process.stdout)]
 
 
 def without_caller(root: Path) -> list[str]:
@@ -132,16 +132,17 @@ def without_caller(root: Path) -> list[str]:
 
 def unread_flags(root: Path) -> list[str]:
     """Flags (fields set by flag(…)) that no file with their class reads."""
-    found, texts = [], {file: (root / file).read_text("utf-8") for file in sources(root)}
+    problems, texts = [], {file: (root / file).read_text("utf-8") for file in sources(root)}
     read = {file: {*words(tree)} for file, tree in sources(root).items()}
     for file, tree in sources(root).items():
         for node in (n for n in tree.body if isinstance(n, ast.ClassDef)):
             flags = [line.target.id for line in node.body if isinstance(line, ast.AnnAssign)
                      and isinstance(line.value, ast.Call)
                      and ast.unparse(line.value.func) == "flag"]
-            known = set().union(*(read[other] for other in texts if node.name in texts[other]))
-            found += [f"{file}: --{name}" for name in flags if name not in known]
-    return found
+            users = [user_file for user_file in texts if node.name in texts[user_file]]
+            known = set().union(*(read[user_file] for user_file in users))
+            problems += [f"{file}: --{name}" for name in flags if name not in known]
+    return problems
 
 
 def docstring(node: ast.AST) -> str:
@@ -172,20 +173,20 @@ def poor_docstrings(root: Path) -> list[str]:
     A function with a Tensor in its signature needs a shape ([B, T], "scalar" or "any shape");
     the file's docstring explains the letters and may name the place.
     """
-    found = []
+    problems = []
     for file in CORE & sources(root).keys():
         tree = sources(root)[file]
         module, letters = docstring(tree), set()
-        for node, around in public(tree):
-            shapes = [*SHAPE.finditer(f"{docstring(node)} {around}")]
+        for node, class_doc in public(tree):
+            shapes = [*SHAPE.finditer(f"{docstring(node)} {class_doc}")]
             letters |= {x for shape in shapes for x in re.findall(r"\b[A-Z]\b", shape[1] or "")}
             if has_tensor(node) and not shapes:
-                found.append(f"{file}: {node.name} lacks a shape")
+                problems.append(f"{file}: {node.name} lacks a shape")
             if not PLACE.search(docstring(node) + module):
-                found.append(f"{file}: {node.name} lacks a place in the paper")
-        found += [f"{file} does not explain the letter {x}" for x in letters
+                problems.append(f"{file}: {node.name} lacks a place in the paper")
+        problems += [f"{file} does not explain the letter {x}" for x in letters
                   if not re.search(rf"\b{x} [a-z]", module)]
-    return sorted(found)
+    return sorted(problems)
 
 
 # ── The house as it is

@@ -94,7 +94,7 @@ def relative(ours, theirs):
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def drawn(n, v, h, dtype, device="cpu"):
+def random_inputs(n, v, h, dtype, device="cpu"):
     """Random hidden states, a frozen head, targets and two upstream gradients."""
     hidden = torch.randn(n, h, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(v, h, device=device) / 4).to(dtype)
@@ -102,7 +102,7 @@ def drawn(n, v, h, dtype, device="cpu"):
             torch.randn(n, device=device), torch.randn(n, device=device))
 
 
-def both(hidden, weight, targets, temperature=1.0):
+def logprobs_and_entropy(hidden, weight, targets, temperature=1.0):
     """Ours: log-probs and entropy."""
     return (token_logprobs(hidden, weight, targets, temperature),
             token_entropy(hidden, weight, temperature))
@@ -208,8 +208,8 @@ class Outputs(TorchDispatchMode):
 def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, device):
     """Compare the values and, for random upstream gradients, the gradients of the hidden
     states."""
-    hidden, weight, targets, *upstream = drawn(n, 203, 24, dtype, device)
-    all_ours = both(hidden, weight, targets, temperature)
+    hidden, weight, targets, *upstream = random_inputs(n, 203, 24, dtype, device)
+    all_ours = logprobs_and_entropy(hidden, weight, targets, temperature)
     all_theirs = naive(hidden, weight, targets, temperature)
     for ours, theirs, up in zip(all_ours, all_theirs, upstream):
         assert ours.dtype == torch.float32 and relative(ours, theirs) < RELATIVE[dtype]
@@ -225,10 +225,11 @@ def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, n, temperature, d
 def test_entropy_of_a_flat_and_of_a_certain_distribution():
     """Entropy is log V if all logits are equal and 0 if one token has all the probability."""
     weight = torch.tensor([[900.0], [0], [0], [0], [0]])
-    logp, entropy = both(torch.tensor([[0.0], [1.0]]), weight, torch.tensor([3, 0]))
+    hidden = torch.tensor([[0.0], [1.0]])
+    logp, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([3, 0]))
     torch.testing.assert_close(entropy, torch.tensor([5.0, 1.0]).log())
     torch.testing.assert_close(logp, torch.tensor([0.2, 1.0]).log())
-    for none in both(torch.zeros(0, 1), weight, torch.zeros(0).long()):
+    for none in logprobs_and_entropy(torch.zeros(0, 1), weight, torch.zeros(0).long()):
         assert none.shape == (0,), "an empty batch is not an error"
 
 
@@ -238,7 +239,7 @@ def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
     """No operator of forward or backward returns N·V numbers, nor a gradient of the head."""
     v, h = 4096, 32
     monkeypatch.setattr(sampling, "LOGITS", n * v // 8)
-    hidden, weight, targets, *upstream = drawn(n, v, h, dtype)
+    hidden, weight, targets, *upstream = random_inputs(n, v, h, dtype)
 
     def sizes(function):
         with Outputs() as outputs:
@@ -248,7 +249,7 @@ def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
         return [t.numel() for t in outputs.tensors if t.untyped_storage().data_ptr() != head]
 
     assert max(sizes(naive)) >= n * v, "the recorder must see the full logits of naive()"
-    ours = sizes(both)
+    ours = sizes(logprobs_and_entropy)
     assert max(ours) <= most and v * h not in ours
 
 

@@ -228,21 +228,21 @@ def test_a_blank_is_blank_the_solution_right_and_the_rest_wrong(path, monkeypatc
 
 # ── The outputs: last in this file, because the notebooks run in the background
 
-def tolerance(now: str, stored: str) -> float:
+def tolerance(new: str, stored: str) -> float:
     """The largest allowed difference between two printed numbers.
 
     Integers must be equal, because cells print only exact ones (counts, ids, positions).
     Decimals may differ by two units of the last digit or 1 %, as rounding depends on the
     processor. "1" counts as a decimal beside "0.9999", as legends drop trailing zeros.
     """
-    decimals = max(len(number.partition(".")[2]) for number in (now, stored))
+    decimals = max(len(number.partition(".")[2]) for number in (new, stored))
     return max(2.01 * 10.0**-decimals, abs(float(stored)) / 100) if decimals else 0
 
 
-def same(now: str, stored: str) -> bool:
+def same(new: str, stored: str) -> bool:
     """Whether two words are equal and their numbers are equal up to rounding."""
-    pairs = zip(NUMBER.findall(now), NUMBER.findall(stored))
-    return (NUMBER.sub("#", now) == NUMBER.sub("#", stored)
+    pairs = zip(NUMBER.findall(new), NUMBER.findall(stored))
+    return (NUMBER.sub("#", new) == NUMBER.sub("#", stored)
             and all(abs(float(a) - float(b)) <= tolerance(a, b) for a, b in pairs))
 
 

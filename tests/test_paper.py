@@ -1,8 +1,8 @@
-"""PAPER.md's map and errata, held against the code, the tests and the paper's own figures;
-paper.html, which is made of them, and its paper.js against Python.
+"""The map and the errata in PAPER.md agree with the code and the tests; paper.html is current,
+and paper.js computes what Python computes.
 
-A function says where it stands in the paper: "Alg. 4 l.22" or "§3.5" in its docstring or in a
-comment, or "# l.22" alone where its docstring names the algorithm. Ranges and lists count.
+A function names its place in the paper: "Alg. 4 l.22" or "§3.5" in its docstring or a comment,
+or "# l.22" if its docstring names the algorithm. Ranges and lists are allowed.
 """
 
 import ast
@@ -32,8 +32,8 @@ from text2grad import KL_HORIZON, Config, gae, preset, sample_rollouts, whiten, 
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
-# The lines of Algorithms 1 to 4 that do something: not those with inputs, outputs, headings,
-# "else" and "end"; and how many lines there are.
+# The lines of Algorithms 1 to 4 that do something (no inputs, outputs, headings, "else" or
+# "end"), and the number of lines of each algorithm.
 ACTING = {1: {5, 6, 7, 8, 9, 10, 14, 17, 18, 19},
           2: {*range(5, 12), *range(15, 21), 22, 23, 24, 28},
           3: {4, 5, 6, 7, 8},
@@ -44,7 +44,7 @@ DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 @cache
 def paper(heading: str) -> list[list[str]]:
-    """The cells of the table rows under a heading of PAPER.md, to the next of its level."""
+    """The cells of the table rows in a section of PAPER.md."""
     text = (ROOT / "PAPER.md").read_text("utf-8").split(f"\n## {heading}\n")[1]
     rows = re.findall(r"(?m)^\| (?!-)(.*)\|$", text.split("\n## ")[0])
     return [[cell.strip() for cell in row.split("|")] for row in rows]
@@ -56,19 +56,19 @@ def mapped() -> list[list[str]]:
 
 @cache
 def pieces(path: Path) -> dict[str, tuple[str, str]]:
-    """Name → (docstrings, source) of each function, class and constant at the top of a file."""
+    """Name → (docstrings, source) of each top-level function, class and constant of a file."""
     text = path.read_text("utf-8")
-    lines, found = text.splitlines(), {}
+    lines, pieces_by_name = text.splitlines(), {}
     for node in ast.parse(text).body:
         source = "\n".join(lines[node.lineno - 1:node.end_lineno])
         docs = [ast.get_docstring(n) or "" for n in ast.walk(node) if isinstance(n, DOCUMENTED)]
         names = [node.name] if docs else [x.id for x in getattr(node, "targets", [])
                                           if isinstance(x, ast.Name)]
-        found |= {name: ("\n".join(docs), source) for name in names}
-    return found
+        pieces_by_name |= {name: ("\n".join(docs), source) for name in names}
+    return pieces_by_name
 
 
-def says(place: str, doc: str, source: str) -> bool:
+def names_place(place: str, doc: str, source: str) -> bool:
     """Whether a piece of code names the place of a row of the map."""
     if place.startswith("Alg."):
         return tags("", place) <= tags(doc, source)
@@ -81,18 +81,19 @@ def says(place: str, doc: str, source: str) -> bool:
 
 
 def named(cell: str, rooms=ROOMS) -> dict[str, tuple[str, str] | None]:
-    """`file.name` of a cell → (docstring, source), or None where it is not there."""
-    found = {}
+    """`file.name` in a cell → (docstring, source), or None if it does not exist."""
+    pieces_by_name = {}
     for module, name in re.findall(r"`(\w+)\.(?!py`)(\w+)`", cell):
         paths = [p for room in rooms if (p := ROOT / room / f"{module}.py").exists()]
-        found[f"{module}.{name}"] = pieces(paths[0]).get(name) if paths else None
-    return found
+        pieces_by_name[f"{module}.{name}"] = pieces(paths[0]).get(name) if paths else None
+    return pieces_by_name
 
 
-def lost(cell: str, rooms=ROOMS) -> list[str]:
-    """What a cell names that is not there; or that it names nothing."""
-    found = named(cell, rooms)
-    return [name for name, piece in found.items() if piece is None] if found else ["–"]
+def missing_names(cell: str, rooms=ROOMS) -> list[str]:
+    """The names in a cell that do not exist, or ["–"] if the cell names nothing."""
+    pieces_by_name = named(cell, rooms)
+    missing = [name for name, piece in pieces_by_name.items() if piece is None]
+    return missing if pieces_by_name else ["–"]
 
 
 # ── The map
@@ -100,23 +101,23 @@ def lost(cell: str, rooms=ROOMS) -> list[str]:
 def test_every_row_of_the_map_has_its_code_which_names_it_and_its_tests():
     missing = []
     for place, *_, code, tests in mapped():
-        gone = lost(code) + lost(tests, ("tests",))
-        missing += [f"{place}: there is no {name}" for name in gone]
+        absent_names = missing_names(code) + missing_names(tests, ("tests",))
+        missing += [f"{place}: there is no {name}" for name in absent_names]
         missing += [f"{place}: not named in {name}" for name, piece in named(code).items()
-                    if piece and not says(place, *piece)]
+                    if piece and not names_place(place, *piece)]
     assert not missing, "\n".join(missing)
 
 
 def wrong_lines(path: Path) -> list[str]:
-    """Comments that name no line of the map, a line after the last, or no algorithm."""
+    """Comments that name no line of the map, a line beyond the end, or no algorithm."""
     known = {tag for place, *_ in mapped() for tag in tags("", place)}
     wrong = []
-    # Only the docstring of a function says which algorithm "# l.3" is of.
+    # The docstring of the function says to which algorithm "# l.3" refers.
     whole_file = path.read_text("utf-8").replace("# l.", "")
     for doc, source in [*pieces(path).values(), ("", whole_file)]:
         for comment in re.findall(r".*(?:# |Alg\. \d )l\.\d.*", source):
-            named = tags(doc, comment)
-            if not named & known or any(i > LAST[n] for n, i in named):
+            line_tags = tags(doc, comment)
+            if not line_tags & known or any(i > LAST[n] for n, i in line_tags):
                 wrong.append(f"{path.name}: {comment}")
     return wrong
 
@@ -127,9 +128,9 @@ def test_the_code_names_no_line_that_the_map_lacks():
 
 
 def test_the_map_is_whole():
-    """Lines that act, equations of §3.1 to §3.6 and Appendix A, 19 tables, 6 figures."""
+    """The map has all acting lines, equations of §3.1–§3.6 and Appendix A, tables, figures."""
     known = [row[0] for row in mapped()]
-    assert len(known) == len(set(known)), "a row stands twice"
+    assert len(known) == len(set(known)), "PAPER.md has a row twice"
     lines = {tag for place in known for tag in tags("", place)}
     assert {(n, i) for n, acting in ACTING.items() for i in acting} <= lines
     places = {place.split()[1] for place in known if place.startswith("Eq.")}
@@ -141,20 +142,21 @@ def test_the_map_is_whole():
 def test_every_slip_of_the_errata_names_tests_that_there_are():
     _, *rows = paper("Errata of the paper")
     assert len(rows) >= 15
-    gone = [(place, name) for place, *_, tests in rows for name in lost(tests, ("tests",))]
-    assert not gone
+    for place, *_, tests in rows:
+        assert not missing_names(tests, ("tests",)), place
 
 
 def test_what_is_missing_is_seen(tmp_path):
     doc, source = "Algorithm 4.", "x = 1  # l.12–13\ny = 2  # l.25, 27\n# Alg. 2 l.15"
     assert tags(doc, source) == {(2, 15), (4, 12), (4, 13), (4, 25), (4, 27)}
-    assert says("Alg. 4 l.12", doc, source) and says("Alg. 2 l.15", doc, source)
-    assert not any(says(place, doc, source) for place in
+    assert names_place("Alg. 4 l.12", doc, source) and names_place("Alg. 2 l.15", doc, source)
+    assert not any(names_place(place, doc, source) for place in
                    ("Alg. 4 l.13–14", "Alg. 4 l.26", "Alg. 3 l.12", "Eq. §3.5 GAE", "Table 1"))
-    assert says("Table 7", "", "(Tables 1, 6, 7 and 16)")
-    assert not says("Table 1", "", "Table 11")
-    assert lost("`text2grad.gone`, `gae.gone`, `eval.py`") == ["text2grad.gone", "gae.gone"]
-    assert lost("`text2grad.gae`") == [] and lost("") == ["–"]
+    assert names_place("Table 7", "", "(Tables 1, 6, 7 and 16)")
+    assert not names_place("Table 1", "", "Table 11")
+    cell = "`text2grad.gone`, `gae.gone`, `eval.py`"
+    assert missing_names(cell) == ["text2grad.gone", "gae.gone"]
+    assert missing_names("`text2grad.gae`") == [] and missing_names("") == ["–"]
     for number, (doc, comment, is_wrong) in enumerate((
             ("Algorithm 4.", "l.12", False), ("Nothing.", "l.12", True),
             ("Algorithm 4.", "l.18", True), ("Algorithm 4.", "l.33–35", True),
@@ -167,7 +169,7 @@ def test_what_is_missing_is_seen(tmp_path):
 # ── Slips that are arithmetic (errata)
 
 def test_prose_against_tables():
-    """§4.3, §4.4 speak of gains that Tables 2 and 3 do not have; the paper's figures, in %."""
+    """The gains in the text of §4.3 and §4.4 disagree with Tables 2 and 3 (in %)."""
     gain = lambda ours, theirs: round(ours - theirs, 1)
     assert gain(29.1, 26.2) == 2.9                            # ROUGE-L over PPO; prose: 6.7
     assert gain(29.1, 22.4) == 6.7                            # over DPO
@@ -178,7 +180,7 @@ def test_prose_against_tables():
 
 
 def test_presets_are_the_release_s_hyperparameters():
-    """Tables 9 and 10 are lost; these are the release's values, typed from its scripts."""
+    """Tables 9 and 10 are not available; these values are from the release's scripts."""
     paper = {"slf5k": (1e-6, "linear", 12, 0.2, 6.0, 89, 500, 5000),
              "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768, 10000),     # §4.1 says 9K
              "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768, 10000)}
@@ -200,8 +202,8 @@ def test_presets_are_the_release_s_hyperparameters():
 
 
 def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
-    """Alg. 4 l.8, 11, 12: y as it was sampled, never encoded again; z′ is R_φ's greedy text,
-    one forward pass for each of its tokens, where App. K speaks of one."""
+    """Alg. 4 l.8, 11, 12: rollouts keep the sampled ids of y; z′ is R_φ's greedy text, with one
+    forward pass per token, whereas App. K speaks of a single pass."""
     model, tokenizer = toy_model
     for name in ("policy", "reward"):
         for p in add_lora(model, name):
@@ -223,11 +225,12 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
     hook.remove()
     expected = []
     for x, y in zip(rollouts.prompts, rollouts.texts):
-        asked = torch.tensor([encode_prompt(tokenizer, reward_prompt(x, y))])
+        input_ids = torch.tensor([encode_prompt(tokenizer, reward_prompt(x, y))])
         with use_lora(model, "reward"):
-            z = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=new,
-                               do_sample=False, eos_token_id=ends, pad_token_id=0)
-        expected.append(tokenizer.decode(z[0, asked.shape[1]:], skip_special_tokens=True))
+            z = model.generate(input_ids, attention_mask=torch.ones_like(input_ids),
+                               max_new_tokens=new, do_sample=False, eos_token_id=ends,
+                               pad_token_id=0)
+        expected.append(tokenizer.decode(z[0, input_ids.shape[1]:], skip_special_tokens=True))
     assert critiques == expected and len(set(expected)) > 1
     assert len(passes) == new                           # the batch shares each of them
 
@@ -240,11 +243,11 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
     config, rows = Config(temperature=0.7, seed=3), toy.rows("train", 4)
     rows[1]["response"] = "My own."
     write_responses(model, tokenizer, rows, config, tmp_path)
-    mine, *others = read_rows(tmp_path / "responses.jsonl")
-    assert mine == rows[1]
-    assert [row["id"] for row in others] == [rows[i]["id"] for i in (0, 2, 3)]
+    given_row, *new_rows = read_rows(tmp_path / "responses.jsonl")
+    assert given_row == rows[1]
+    assert [row["id"] for row in new_rows] == [rows[i]["id"] for i in (0, 2, 3)]
     uniforms = torch.rand(3, config.max_new_tokens, generator=torch.Generator().manual_seed(3))
-    for row, u in zip(others, uniforms):
+    for row, u in zip(new_rows, uniforms):
         x = encode_prompt(tokenizer, get_task("toy").policy_prompt(row))
         y, = generate(model, [x], config.max_new_tokens, 0.7, eos_ids(tokenizer, model),
                       uniforms=u[None])
@@ -252,17 +255,17 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
 
 
 def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():
-    """Appendix A, t = 3 of 6, Δr_k ≥ 0: true of A_t^B summed from t, false from 1 (GAE's)."""
+    """Appendix A, t = 3 of 6, Δr_k ≥ 0: true if A_t^B sums from t, false from 1 (as in GAE)."""
     weight, change = 0.95, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     t, T = 3, len(change)
     a = sum(weight ** (k - t) * change[k - 1] for k in range(t, T + 1))
-    printed, whole = (weight ** (T - t) * sum(change[first - 1:]) for first in (t, 1))
+    printed, full_sum = (weight ** (T - t) * sum(change[first - 1:]) for first in (t, 1))
     end, ones = torch.tensor([[0.0] * (T - 1) + [sum(change)]]), torch.ones(1, T)
     ours = gae(end, 0 * ones, ones, 1.0, weight)[0][0, t - 1].item()
-    assert ours == pytest.approx(whole)
+    assert ours == pytest.approx(full_sum)
     each = gae(torch.tensor([change]), 0 * ones, ones, 1.0, weight)[0][0, t - 1].item()
     assert each == pytest.approx(a)
-    assert printed < a < whole
+    assert printed < a < full_sum
 
 
 # ── paper.html
@@ -287,7 +290,7 @@ def test_the_page_is_made_of_the_sources_as_they_are():
 
 
 def test_every_row_of_the_map_stands_on_both_sides_and_no_link_is_dead():
-    """Left a place leads to its code, right "↩ place" leads back."""
+    """The left side links to the code of its place, and "↩ place" links back."""
     places = {row[0] for row in mapped() if row[0].startswith(("Eq.", "Alg."))}
     assert len(places) >= 50
     for slug, html in page_rows().items():
@@ -303,7 +306,7 @@ def test_every_row_of_the_map_stands_on_both_sides_and_no_link_is_dead():
 
 
 def test_the_page_loads_nothing_and_is_small():
-    """Names of SVG's language are no addresses; a policy in the page forbids all else."""
+    """The only URLs are the paper's and SVG's namespace; a policy forbids all requests."""
     text = page()
     assert {*re.findall(r"\w+://[^\s\"'<]*", text)} <= {PAPER, "http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|\bfetch\b|XMLHttp|import\(", text)
@@ -330,7 +333,7 @@ def test_the_line_that_is_tagged_is_marked(slug, code):
 
 
 def test_every_line_with_a_tag_of_its_own_is_marked():
-    """Only rows whose code says its line in the docstring alone are shown whole."""
+    """Only rows whose docstring alone names the line have no marked lines."""
     unmarked = {slug for slug, html in page_rows().items()
                 if slug.startswith("alg-4-") and "<mark>" not in html}
     assert unmarked <= {"alg-4-l-12", "alg-4-l-13"}
@@ -354,12 +357,12 @@ console.log(JSON.stringify(cases.map(answer)));
 """
 STRANGE = (" It is 5 \u201cs\u201d\t of  cafe\u0301, a 👩\u200d💻, 2 m² and a na\u00efve one, "
            "one by one.")
-# In another form of Unicode than there, before a mark or a joiner, and what is not there.
+# Quotes in another Unicode form, before a mark or a joiner, or not in the text at all.
 OTHER = "caf\u00e9", "na\u0069\u0308ve", "cafe", "5 's'", "👩", "m2", "zebra"
 
 
 def quotes_of(rng, text: str) -> list[str]:
-    """Some phrases of the text; some changed, cut, or repeated as often as there or more."""
+    """Random phrases of the text, some of them changed, cut or repeated."""
     words = [word.span() for word in re.finditer(r"\S+", text)]
     half, quotes = re.search(r'\w+[.?]?(?="|$)', text)[0], []          # half of the token ."
     for _ in range(rng.randrange(6)):
@@ -383,12 +386,13 @@ def one_case(rng, tokenizer) -> dict:
     text, offsets = token_offsets(tokenizer, ids)
     quotes = [quotes_of(rng, text) for _ in ("good", "poor")]
     quotes[0] += rng.sample(OTHER, 2 * strange)
-    both = quotes[0][:1] * (rng.random() < 0.3)
-    spans = {"good_spans": quotes[0], "poor_spans": quotes[1] + both}
-    said = json.dumps(spans, ensure_ascii=rng.random() < 0.5)
-    reply = rng.choice(["Some {prose}.\n" + said] * 8 + [
-        json.dumps({"textual_feedback": "Good.", "Good spans": quotes[0], "Poor spans": both}),
-        f"Fenced:\n```json\n{said}\n```", said, "Cut off. " + said[:-2],
+    conflicts = quotes[0][:1] * (rng.random() < 0.3)
+    spans = {"good_spans": quotes[0], "poor_spans": quotes[1] + conflicts}
+    spans_json = json.dumps(spans, ensure_ascii=rng.random() < 0.5)
+    reply = rng.choice(["Some {prose}.\n" + spans_json] * 8 + [
+        json.dumps({"textual_feedback": "Good.", "Good spans": quotes[0],
+                    "Poor spans": conflicts}),
+        f"Fenced:\n```json\n{spans_json}\n```", spans_json, "Cut off. " + spans_json[:-2],
         'No list. {"good_spans": "a", "poor_spans": []}'])
     n = len(offsets)
     return {"reply": reply, "text": text, "offsets": offsets,
@@ -400,52 +404,56 @@ def one_case(rng, tokenizer) -> dict:
 def test_fifty_cases_are_what_python_makes_of_them(toy_model):
     """Spans, δ, r, A, A whitened, and what is counted, to 1e-5."""
     if not (node := shutil.which("node")):
-        pytest.skip("node is not installed: paper.js is not held against Python")
-    rng, tokenizer, seen = random.Random(0), toy_model[1], Counter()
+        pytest.skip("node is not installed, so paper.js is not compared with Python")
+    rng, tokenizer, counts_seen = random.Random(0), toy_model[1], Counter()
     cases = [one_case(rng, tokenizer) for _ in range(50)]
-    done = subprocess.run([node, "-e", RUN, str(ROOT / "notebooks" / "paper.js")], check=True,
-                          input=json.dumps(cases), capture_output=True, text=True)
-    for case, ours in zip(cases, json.loads(done.stdout), strict=True):
-        found = judge(case["reply"], case["text"], case["offsets"])
-        assert bool(ours["reason"]) == bool(found.reason), (case["reply"], found.reason)
-        assert ours["delta"] == found.delta, case
-        counts = [found.unmatched, found.ambiguous, found.conflicts, found.half_inside]
+    command = [node, "-e", RUN, str(ROOT / "notebooks" / "paper.js")]
+    process = subprocess.run(command, check=True, input=json.dumps(cases), capture_output=True,
+                             text=True)
+    for case, ours in zip(cases, json.loads(process.stdout), strict=True):
+        judgement = judge(case["reply"], case["text"], case["offsets"])
+        assert bool(ours["reason"]) == bool(judgement.reason), (case["reply"], judgement.reason)
+        assert ours["delta"] == judgement.delta, case
+        counts = [judgement.unmatched, judgement.ambiguous, judgement.conflicts,
+                  judgement.half_inside]
         assert counts == [ours["unmatched"], ours["ambiguous"], len(ours["conflicts"]),
                           len(ours["half"])], case
-        assert sorted(ours["spans"]) == [span.start for span in found.spans]
+        assert sorted(ours["spans"]) == [span.start for span in judgement.spans]
         beta, gamma, lam = (case["set"][name] for name in ("beta", "gamma", "lam"))
         delta, ratio, values = (torch.tensor([row], dtype=torch.float64) for row in
-                                (found.delta, case["log_ratio"], case["values"]))
+                                (judgement.delta, case["log_ratio"], case["values"]))
         r, ones = delta - beta * ratio, torch.ones_like(delta)
         A, _ = gae(r, values, ones, gamma, lam)
         for name, row in (("r", r), ("A", A), ("white", whiten(A, ones))):
             close = torch.tensor([ours[name]], dtype=torch.float64)
             torch.testing.assert_close(close, row, atol=1e-5, rtol=0)
-        seen.update(dict(zip(("unmatched", "ambiguous", "in both", "half inside"), counts)))
-        seen.update({"unreadable": bool(found.reason), "good": found.delta.count(1),
-                     "poor": found.delta.count(-1)})
-        quotes = [] if found.reason else parse_feedback(case["reply"]).good_spans
-        seen["in normal form"] += any(case["text"][s.start : s.end] not in quotes
-                                      for s in found.spans if s.label == 1)
-        seen["k-th repeat"] += any(n > 1 for n in Counter(quotes).values())
-    assert len(seen) == 9 and min(seen.values()) >= 4, seen
+        names = "unmatched", "ambiguous", "in both", "half inside"
+        counts_seen.update(dict(zip(names, counts)))
+        counts_seen.update({"unreadable": bool(judgement.reason),
+                            "good": judgement.delta.count(1),
+                            "poor": judgement.delta.count(-1)})
+        quotes = [] if judgement.reason else parse_feedback(case["reply"]).good_spans
+        counts_seen["in normal form"] += any(case["text"][s.start : s.end] not in quotes
+                                      for s in judgement.spans if s.label == 1)
+        counts_seen["k-th repeat"] += any(n > 1 for n in Counter(quotes).values())
+    assert len(counts_seen) == 9 and min(counts_seen.values()) >= 4, counts_seen
 
 
 def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path):
-    """paper.html from disk, with no network: tokens, their δ and what gave nothing."""
+    """paper.html, opened from disk, shows the tokens, their δ and the quotes without reward."""
     if not (browser := shutil.which("chromium")):
-        pytest.skip("chromium is not installed: the page is not opened")
+        pytest.skip("chromium is not installed, so the page is not opened")
     flags = ("--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--dump-dom")
-    done = subprocess.run([browser, *flags, (ROOT / "paper.html").as_uri()], check=True,
+    process = subprocess.run([browser, *flags, (ROOT / "paper.html").as_uri()], check=True,
                           capture_output=True, text=True, timeout=300)
     reply, data = (re.search(pattern, page())[1] for pattern in
                    (r'(?s)<textarea[^>]*>(.*?)</textarea>', r"const PAGE = (.*);\n"))
     data = json.loads(data)
-    found = judge(unescape(reply), data["text"], data["offsets"])
-    shown = re.search(r'<div id="delta">(.*?)</div>', done.stdout)[1]
+    judgement = judge(unescape(reply), data["text"], data["offsets"])
+    shown = re.search(r'<div id="delta">(.*?)</div>', process.stdout)[1]
     shown = re.findall(r'<span title="(.*?)"[^>]*>(.*?)</span>', shown)
-    assert [float(value) for value, _ in shown] == found.delta
+    assert [float(value) for value, _ in shown] == judgement.delta
     assert "".join(unescape(text) for _, text in shown) == data["text"] + "▯"
-    summary = re.search(r'id="result">(.*?)<', done.stdout)[1]
-    assert summary.startswith(f"{len(found.spans)} spans") and found.ambiguous == 1
+    summary = re.search(r'id="result">(.*?)<', process.stdout)[1]
+    assert summary.startswith(f"{len(judgement.spans)} spans") and judgement.ambiguous == 1
     assert "ambiguous" in summary and "half inside" in summary and "unmatched" not in summary

@@ -158,7 +158,7 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
     assert len(list(path.glob("model-*.safetensors"))) >= 5
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc_per_node", 2, "--no-python", sys.executable, "-c", LOAD, path, tmp_path]
-    # Freed memory returns to the system at once, so that the peak is what was held.
+    # Freed memory returns to the system at once, so that the peak counts only live memory.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
     subprocess.run([*map(str, command)], cwd=ROOT, env=environment, check=True)
     size = sum(p.nbytes for p in whole.parameters())

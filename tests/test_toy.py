@@ -62,7 +62,7 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
-    """Phrases of a slot are distinguishable; a phrase that contains another has its slot."""
+    """Phrases of a slot differ in their first word; a phrase inside another has its slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
     assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
     for values in toy.SLOTS.values():
@@ -88,7 +88,7 @@ def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not
 
 
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
-    """The labels follow from the facts of the draft; every quote is found, none is ambiguous."""
+    """Labels follow from the facts of the draft; every quote is found, none is ambiguous."""
     rng = random.Random(1)
     for row in toy.rows("train", 300, length=2):
         said = toy.confuse(row["facts"], rng)
@@ -148,8 +148,9 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     ("It is what it is.", [], None, 1, 0)])
 def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported,
                                                              ambiguous):
-    feedback, found = read(response, toy.critique_prose(POST, response))
-    assert feedback.poor_spans == poor and not found.unmatched and found.ambiguous == ambiguous
+    feedback, grounding = read(response, toy.critique_prose(POST, response))
+    assert feedback.poor_spans == poor
+    assert not grounding.unmatched and grounding.ambiguous == ambiguous
     assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
     assert toy.supported_words(POST, response) == pytest.approx(supported)
 
