@@ -405,13 +405,14 @@ def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, ar
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `python bench/bench.py --write`; no figure here was typed. A row is a ratio of ours
-to a peer's in the same run, below 1 where ours takes less: of the fastest runs, in brackets the
-least and the greatest of a round; seconds are of the fastest and the slowest round. ≈: the
-rounds do not agree on which is faster. ✓ and ✗: what must be reached was, or was not. Memory is
-the most that one call held above what was held before. load: the machine's load average when
-the row was done, to which the bench itself adds no more than the cores it uses; where it is
-higher others were at work, and the seconds mean little. How, in detail: the top of `bench.py`.
+Written by `python bench/bench.py --write`; no figure was typed by hand. Each row compares our
+code with a peer in the same run. The ratio "ours / peer" is that of the fastest runs, and below
+1 if ours is faster or smaller; in brackets are the smallest and the largest ratio of a round.
+Seconds are those of the fastest and the slowest round. ≈ means that the rounds disagree on
+which side is faster. ✓ and ✗ mean that a target was or was not met. Memory is the peak of one
+call above what was held before it. Load is the load average of the machine at the end of the
+row, to which the benchmark itself adds only the cores it uses. If it is higher, other programs
+were running, and the seconds mean little. The top of `bench.py` explains the method.
 """
 
 

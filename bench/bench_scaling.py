@@ -396,59 +396,62 @@ def page() -> str:
 
 TEXT = """# Scaling: eight billion, on paper
 
-Written by `python bench/bench_scaling.py --write` on {date}; the formulas are its code. Nothing
-here was run on a GPU. Constants and checks are of {machine}.
+Written by `python bench/bench_scaling.py --write` on {date}; the formulas are in its code.
+Nothing here was run on a GPU. Constants and checks were measured on {machine}.
 
-The presets of `text2grad.py` and `reward_model.py` are counted with every text at its limit:
-for UltraFeedback {x} tokens of prompt, {y} of response, {z} of critique. So these are upper
-bounds of the work, at assumed speeds.
+The figures are for the presets of `text2grad.py` and `reward_model.py`, with every text at its
+limit. For UltraFeedback this means {x} tokens of prompt, {y} of response and {z} of critique.
+The figures are therefore upper bounds of the work, at assumed speeds.
 
 ## Memory, by preset
 
 {memory}
 
-Sampling: the base in bf16, whole (and once more the share of a rank where it is sharded), the
-adapters, the cache of --rollout_batch_size rows, and the widest pass over prompts. Training:
-the larger of the update's and R_φ's, one row a pass as in the presets. Checkpointing recomputes
-each block on the way back and lowers the peak only where the last columns say so;
-elsewhere leave it out.
+Sampling needs memory for the whole base in bf16 (plus the shard of a rank if it is sharded),
+the adapters, the cache of --rollout_batch_size rows, and the widest forward pass over prompts.
+Training is the larger of the policy update and the training of R_φ, with one row per pass as in
+the presets. Checkpointing recomputes each block in the backward pass. It lowers the peak only
+where the column "checkpointing saves" has a number; do not use it elsewhere.
 
 ## A card of 24 GB
 
 {card}
 
-With 7 % left to CUDA itself. Sharding over two such cards does not help an 8B, because the
-weights are whole while sampling: 16.1 GB, and half of that once more.
+7 % of the memory is reserved for CUDA. Sharding over two such cards does not help an 8B model,
+because sampling needs the whole weights, 16.1 GB, in addition to the shard of half that size.
 
 ## Time, by preset: an 8B on H100s, base whole on each
 
 {hours}
 
-Rollout to update are seconds of one iteration. Feedback adds: critique beside all else (paper,
-Table 13: +9–11 %; its minutes per step are not in our copy of the paper, nor are total hours,
-so no total can be compared). Not captured: rollout and critique where the step is launched
-operation by operation, times the captured. Phase 1 is annotation by an API, no GPU's time;
-where rows bring no response (KodCode) the policy writes them first, and that is counted. Phase
-2: R_φ's epochs over all annotated responses, each of --max_tokens. Evaluation and critiques of
-held-out rows are left out.
+The columns from rollout to update are seconds of one iteration. "Feedback adds" is the time of
+the critique relative to all other parts. The paper's Table 13 gives +9–11 %, but our copy of
+the paper has neither its minutes per step nor total hours, so totals cannot be compared. "Not
+captured" is the time of rollout and critique without a CUDA graph, as a multiple of the time
+with one. Phase 1 is annotation by an API and needs no GPU. If rows have no response (KodCode),
+the policy writes one first, and that time is counted. Phase 2 trains R_φ for its epochs over
+all annotated responses, each with --max_tokens. Evaluation and critiques of held-out rows are
+not included.
 
 **Assumed, not measured**: the H100 SXM by its data sheet (989 TFLOP/s bf16, 3.35 TB/s, 80 GB),
-of which 40 % in products, 75 % in reading. A decode step of an 8B under an adapter is {ops:,}
-operations that are no views (counted by a dispatch mode in bf16 on two and four blocks, linear
-in them): {eager:.0f} µs each where the host launches them, {captured:.0f} µs between those of a
-CUDA graph. A training pass launches three times as many. Attention's own products are left out:
-below 4 % of an 8B's at these lengths.
+of which matrix products reach 40 % and reads reach 75 %. A decode step of an 8B model with an
+adapter has {ops:,} operations that are not views. A dispatch mode counted them in bf16 for two
+and four blocks, and the number is linear in the blocks. An operation takes {eager:.0f} µs if
+the host launches it, and {captured:.0f} µs in a CUDA graph. A training pass launches three
+times as many. The matrix products of attention are left out: at these lengths they are below 4
+% of those of an 8B model.
 
 ## Checked here
 
 {checks}
 
-Constants of memory: {c}, by least squares over four shapes, none of them in the table: kept per
-block by H and by I, in flight by H and by I, inputs of blocks, in flight without gradients by H
-and by I. Speeds are this processor's in a product
-of 1,024 × 1,024 and a sum of 256 MB; what an operation adds is what toy's decode step takes
-beyond them. Load average {load:.1f}: where that is above the cores used, the times measured are
-those of a machine that others use, and too long.
+The memory constants are {c}. They are fitted by least squares to four shapes that are not in
+the table. In order, they are the memory kept per block by H and by I, in flight by H and by I,
+of the inputs of blocks, and in flight without gradients by H and by I. The speeds of this
+processor are measured with a product of 1,024 × 1,024 and a sum of 256 MB. The overhead of an
+operation is what the decode step of toy takes beyond them. The load average was {load:.1f}. If
+it is above the number of cores used, other programs were running, and the measured times are
+too long.
 """
 
 
