@@ -122,7 +122,7 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
     return value, prose
 
 
-MOST_FAULTS = 100                     # broken objects in a reply; parsing stops there
+MOST_WORK = 100_000_000               # characters; without a limit, time is quadratic
 
 
 def _json_objects(text: str):
@@ -130,7 +130,7 @@ def _json_objects(text: str):
     decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
     objects = []
     syntax_error = ""
-    faults = 0
+    work = 0                                        # characters read for broken objects
     end = 0
     for match in re.finditer(r'\{\s*"', text):
         start = match.start()
@@ -140,9 +140,9 @@ def _json_objects(text: str):
             value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             syntax_error = syntax_error or f"the JSON is broken or cut off ({error.msg})"
-            faults += 1
-            if faults == MOST_FAULTS:                      # each costs time for the whole text
-                raise FeedbackError(f"the reply has {faults} broken JSON objects") from error
+            work += error.pos
+            if work > MOST_WORK:
+                raise FeedbackError(syntax_error) from error
             continue
         except RecursionError as error:
             raise FeedbackError("the JSON is nested too deeply") from error

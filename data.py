@@ -237,6 +237,11 @@ def is_texts(value) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
+def is_response(value) -> bool:
+    """Whether a value of a row is a text, or one text per turn (MT-bench)."""
+    return is_text(value) or is_texts(value)
+
+
 def is_prompt(value) -> bool:
     """Whether a value is a prompt: a text, or chat messages with `role` and `content`."""
     if not isinstance(value, list):
@@ -249,8 +254,9 @@ EMPTY = (None, "", [], {})
 # Field → the test that its value must pass, and what it must be.
 FIELDS = {"prompt": (is_prompt, "a text or a list of chat messages"),
           **dict.fromkeys(("good_spans", "poor_spans"), (is_texts, "a list of texts")),
-          **dict.fromkeys(("response", "critique", "title", "post", "summary_prompt",
-                           SLF5K_RESPONSE), (is_text, "a text"))}
+          "response": (is_response, "a text, or a list of texts for the turns of a chat"),
+          **dict.fromkeys(("critique", "title", "post", "summary_prompt", SLF5K_RESPONSE),
+                          (is_text, "a text"))}
 
 
 def check_fields(row: dict, place: str):

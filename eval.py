@@ -140,10 +140,8 @@ class Side:
     def model(self):
         """(model, tokenizer), with the adapter of this side loaded."""
         model, tokenizer = self.load()
-        weights = load_lora(model, self.lora, self.source) if self.lora else []
-        if not all(p.isfinite().all() for p in weights):
-            raise InputError(f"{self.source}: the adapter has NaN or infinite weights; train "
-                             f"it again, for example with a lower --learning_rate")
+        if self.lora:
+            load_lora(model, self.lora, self.source)
         return model, tokenizer
 
     def _answers_path(self, temperature: float) -> Path:
@@ -271,7 +269,7 @@ def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
     config = side.config
     task = get_task(config.task)
     if config.data:
-        rows = name_rows(read_rows(config.data, task.needs))[: config.limit]
+        rows = name_rows(read_rows(config.data, task=task))[: config.limit]
     else:
         rows = task.rows("eval", config.limit, 0)
     references = [row.get("reference") or row.get("ideal_human_summary") for row in rows]

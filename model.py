@@ -115,7 +115,8 @@ def _check_finite(tensors: dict[str, Tensor], source):
     for name, x in tensors.items():
         local = x.to_local() if isinstance(x, DTensor) else x
         if not local.detach().sum(dtype=torch.float32).isfinite():     # needs no copy of x
-            raise ModelError(f"{source}: {name} has a NaN or infinite value; restore the file")
+            raise ModelError(f"{source}: {name} has a NaN or infinite value; restore it "
+                             f"or train it again")
 
 
 @torch.no_grad()

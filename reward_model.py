@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
-from data import (DTYPES, InputError, chunks, flag, get_task, parse_flags, read_rows,
+from data import (DTYPES, InputError, Task, chunks, flag, get_task, parse_flags, read_rows,
                   reward_prompt, run_script, write_rows)
 from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
                    gathered, load_model, lora_parameters, response_hidden, save_lora, shard,
@@ -69,8 +69,9 @@ class RewardConfig:
     GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
 
 
-# Fields of feedback.jsonl; the lists of spans may be empty.
-FEEDBACK_FIELDS = ("id", ("prompt",), ("response",), ("critique",), "good_spans", "poor_spans")
+# The rows of feedback.jsonl; their lists of spans may be empty.
+FEEDBACK = Task("feedback", lambda row: row["prompt"],
+                ("id", ("prompt",), ("response",), ("critique",), "good_spans", "poor_spans"))
 MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
 # Settings that may differ when training resumes. They can change only the dropout masks.
@@ -374,7 +375,7 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
     """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics."""
-    rows = read_rows(config.data, FEEDBACK_FIELDS)
+    rows = read_rows(config.data, task=FEEDBACK)
     limit = min(config.max_tokens, context_length(model))
     out = Path(config.output_dir)
     _lock = lock_directory(out)                       # held until the function ends

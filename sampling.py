@@ -387,9 +387,10 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     """Sample one answer per prompt (Alg. 4 l.11); an answer includes its EOS token.
 
     temperature: 0 means greedy decoding; otherwise tokens are drawn from
-    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: list of the ids
-    that end an answer, or None. uniforms: random numbers in [0, 1), [B, T], one for each token;
-    None draws them from `generator`. cuda_graph: False disables CUDA graphs, for debugging.
+    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: an id, a list of
+    ids that end an answer, or None. uniforms: random numbers in [0, 1), [B, T], one for each
+    token; None draws them from `generator`. cuda_graph: False disables CUDA graphs, for
+    debugging.
     Raises ModelError if a prompt is empty or too long, or if the model has layers of an
     unsupported type.
     """
@@ -410,7 +411,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     if uniforms is None:
         uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
     assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
-    eos = eos_token_id or []
+    eos = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     bucket = 64 if device.type == "cuda" else 1          # keeps the number of shapes small
     prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
     columns = round_up(prompts.shape[1] + max_new_tokens, bucket)

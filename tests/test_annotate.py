@@ -24,7 +24,7 @@ import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
                       conflicting_tokens, ground, half_inside_tokens, parse_feedback,
                       token_offsets, token_rewards, tokens_inside)
-from data import InputError, examples, get_task, load_object, read_rows
+from data import InputError, examples, get_task, load_object, read_rows, write_rows
 from helpers import ROOT, SLOW, error_message, often
 from reward_model import judge
 
@@ -582,10 +582,11 @@ def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, mes
 
 
 @pytest.mark.parametrize("response", ["", " \n", None, 7, ["a"]])
-def test_a_response_without_text_is_refused(response):
-    with pytest.raises(InputError, match="row 2.*r2"):
-        list(examples(get_task("slf5k"), [{"post": "p", "response": "a"},
-                                          {"id": "r2", "post": "p", "response": response}]))
+def test_a_response_without_text_is_refused(tmp_path, response):
+    write_rows(tmp_path / "rows.jsonl", [{"post": "p", "response": "a"},
+                                         {"post": "p", "response": response}])
+    with pytest.raises(InputError, match="rows.jsonl, line 2: field 'response'"):
+        read_rows(tmp_path / "rows.jsonl", task=get_task("slf5k"))
 
 
 @pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique",

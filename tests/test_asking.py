@@ -263,7 +263,8 @@ DAMAGED = "f.jsonl.journal, line 2: skipping corrupt line"
     (b"^..", b"\xff\0", DAMAGED), (b".{99}$", b"", DAMAGED), (b"^.*$", b"", DAMAGED),
     (b"^.*$", b"7", DAMAGED), (b"^.*$", b'"7"', DAMAGED), (b"^.*$", b"[]", DAMAGED),
     (b'"reply"', b'"rfply"', DAMAGED), (b'"usd": [^}]*', b'"usd": NaN', DAMAGED),
-    (b"good_spans", b"bad_spans", "f.jsonl.journal: the reply to row-0 was changed")])
+    (b"good_spans", b"bad_spans", DAMAGED),
+    (rb'good_spans(.*), "sha256": "\w+"', rb"bad_spans\1", "the reply to row-0 was changed")])
 def test_a_damaged_or_changed_line_is_named_and_its_row_asked_again(work, capsys, pattern, text,
                                                                     message):
     work.run(random_rows(4), concurrency=1, **PRICES)
@@ -312,19 +313,18 @@ def test_rows_that_always_fail_do_not_block_later_rows(work):
 
 @pytest.mark.parametrize("only_default", [False, True])
 def test_a_model_without_a_temperature_is_asked_without_it(work, capsys, only_default):
-    """Some hosted models refuse `temperature`. The first rows here fail for other reasons."""
+    """Some hosted models refuse `temperature`. The first row here fails for another reason."""
     work.server.settings.__dict__.update(only_default_sampling=only_default, context=2000)
     rows = random_rows(20)
     rows[0]["response"] = "word " * 5000
-    rows[1]["response"] += " \ud83d"
-    work.fails("2 responses.*row-0: .*context.*row-1: .*surrogate", rows, concurrency=4)
+    work.fails("1 responses.*row-0: .*context", rows, concurrency=4)
     stats = work.server.stats()
-    assert 19 + only_default <= stats["calls"] <= 19 + 4 * only_default
+    assert 20 + only_default <= stats["calls"] <= 20 + 4 * only_default
     options = ({"max_completion_tokens": 1200} if only_default
                else {"max_tokens": 1200, "temperature": 0.6, "top_p": 0.95})
     for body in stats["recent"]:
         assert body == {"model": "tiny", "messages": body["messages"], **options}
-    assert sum(record["reason"] is None for record in work.records()) == 18
+    assert sum(record["reason"] is None for record in work.records()) == 19
     assert capsys.readouterr().err.count("tiny takes no temperature") == only_default
 
 
@@ -595,17 +595,21 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_end_the_run(critic
     assert len(critic.output_rows()) == 40
 
 
-def test_lone_surrogates_fail_only_their_row(critic):
-    rows = random_rows(5)
-    rows[1]["response"] = "the end \ud83d"
-    rows[2]["id"] = "row-2\udc00"
-    rows[3]["prompt"] = "\ud83d?"
+def test_a_reply_with_a_lone_surrogate_fails_only_its_row(critic):
     critic.module.judge = lambda row, response: (
         '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}'
-        if row["id"] == "row-4" else GOOD)
-    critic.fails("4 responses", rows)
+        if row["id"] == "row-1" else GOOD)
+    critic.fails("1 responses.*row-1: .*surrogate", random_rows(3))
     critic.run(skip_failed=True)
-    assert [row["id"] for row in read_rows(critic.output)] == ["row-0"]
+    assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
+
+
+@pytest.mark.parametrize("field", ["response", "id", "prompt"])
+def test_a_row_with_a_lone_surrogate_is_refused_before_any_request(work, field):
+    rows = random_rows(2)
+    rows[1][field] = "the end \ud83d"
+    work.fails(f"rows.jsonl, line 2: field '{field}' contains half of a surrogate pair", rows)
+    assert work.calls() == 0
 
 
 # ── Flags

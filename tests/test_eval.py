@@ -378,7 +378,7 @@ def test_a_label_without_gold_spans_has_no_figures(tmp_path, capsys):
 def test_nan_weights_are_an_error(tmp_path):
     broken = random_adapter(ROOT / "toy" / "base", tmp_path / "broken", float("nan"))
     message = error_message("eval.py", "--adapter", broken, "--output_dir", tmp_path / "out")
-    assert "NaN or infinite weights" in message
+    assert "NaN or infinite value" in message
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -406,7 +406,8 @@ def test_the_error_of_a_bad_row_names_the_row(tmp_path):
     short, long = ({"post": "word " * n, "facts": {"who": "me"}, "reference": "r"}
                    for n in (9, 999))
     for rows, flags, message in (
-            ([bad_span], ("--task", "reward_model", "--adapter", data), "1: .* not a valid span"),
+            ([bad_span], ("--task", "reward_model", "--adapter", data),
+             "1: .* not a valid span"),
             ([bad_span], ("--task", "code"), "rows.jsonl, line 1: field"),
             ([short, long], ("--adapter", "none"),
              "no room for an answer to 'Summarise the post"),

@@ -246,7 +246,7 @@ def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     write_rows(tmp_path / "rows.jsonl", [
         {"id": "a", "prompt": "p", "response": "r", "critique": WORDS},
         {"id": "b", "prompt": "p", "response": "r", "critique": critique}])
-    with pytest.raises(InputError, match="row b.*'critique' or 'feedback'"):
+    with pytest.raises(InputError, match="(row b|line 2).*'critique'"):
         annotate(AnnotateConfig(task="ultrafeedback", data=str(tmp_path / "rows.jsonl"),
                                 mode="align", output=str(tmp_path / "f.jsonl"),
                                 annotator_function="toy:critique"))

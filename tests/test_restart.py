@@ -107,13 +107,65 @@ def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, capsys):
     assert_equal_runs(broken, unbroken)
 
 
-@pytest.mark.parametrize("name", ["config.json", "result.json"])
-def test_a_file_that_cannot_be_mended_is_named(unbroken, reward, tmp_path, name):
-    shutil.copytree(unbroken, out := tmp_path / "run")
-    (out / name).write_bytes(b"\0" * 99)
+def test_damaged_settings_are_named(unbroken, reward, tmp_path):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    (out / "config.json").write_bytes(b"\0" * 99)
     message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
                             "--output_dir", out)
-    assert re.search(f"{name}, line 1: not JSON.*fix it or remove", message)
+    assert re.search("config.json, line 1: not JSON.*fix it or remove", message)
+
+
+@pytest.mark.parametrize("name", ["result.json", "policy", "value_head.safetensors",
+                                  "after_samples.jsonl"])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_lost_result_is_rebuilt_from_the_last_checkpoint(unbroken, reward, tmp_path, capsys,
+                                                           name, is_removed):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    file = out / name / "adapter_config.json" if name == "policy" else out / name
+    if is_removed:
+        shutil.rmtree(out / name) if name == "policy" else file.unlink()
+    else:
+        file.write_bytes(b"\0" * 99)
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", out)
+    output = capsys.readouterr().out
+    if (name, is_removed) != ("result.json", True):              # then the phase has not ended
+        assert f"{file} is missing or has changed" in output
+    assert "resumed after iteration 6" in output
+    assert_equal_runs(out, unbroken)
+
+
+def test_without_a_checkpoint_a_damaged_result_is_refused(unbroken, reward, tmp_path):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(out / "policy")
+    for path in checkpoints(out):
+        shutil.rmtree(path)
+    message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
+                            "--output_dir", out)
+    assert re.search("policy/.* is missing or has changed.*restore it, or remove", message)
+
+
+def test_a_lost_log_is_named_and_files_of_killed_writers_are_removed(broken, reward, capsys):
+    (broken / "metrics.jsonl").unlink()
+    leftovers = [broken / ".result.json.123", broken / ".samples.jsonl.99999"]
+    for path in leftovers:
+        path.write_text("{")
+    (broken / ".policy.new-77").mkdir()
+    (broken / ".checkpoint-2.old-77").mkdir()
+    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
+    assert f"{broken / 'metrics.jsonl'} has lost 6 of the lines" in capsys.readouterr().out
+    assert [path.name for path in broken.glob(".*")] == [".lock"]
+
+
+def test_a_checkpoint_of_another_seed_is_refused(unbroken, reward, tmp_path):
+    """The same settings in config.json, but the checkpoint is of another run."""
+    flags = [*PHASE_3, "--reward_model", reward, "--seed", 1, "--output_dir"]
+    run_main(*flags, tmp_path / "other")
+    out = shutil.copytree(tmp_path / "other", tmp_path / "run")
+    for path in checkpoints(out):
+        shutil.rmtree(path)
+        shutil.copytree(unbroken / path.name, path)
+    (out / "result.json").unlink()
+    assert "seed was 0, is 1" in error_message("text2grad.py", *flags, out)
 
 
 def fitted(out, stops_after=None, seed=0):
@@ -176,7 +228,7 @@ def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, ca
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
-    assert capsys.readouterr().out.count("3 of 4 optimizer steps were skipped") == 1
+    assert capsys.readouterr().out.count("3 of 4 optimizer steps were harmful") == 1
     tensors = load_file(tmp_path / "run" / "checkpoint-6" / "tensors.safetensors")
     assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
 

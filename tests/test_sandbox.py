@@ -265,7 +265,7 @@ def test_a_file_of_rows_gets_its_outcomes(tmp_path):
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
     command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
-    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):       # the second run
+    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):      # the second run
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert line in process.stdout, process.stderr
         assert f"annotate.py --task kodcode --data {path}" in process.stdout
@@ -285,7 +285,7 @@ def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(tmp_path,
 
     assert ("rows.jsonl, line 1: field 'test' or 'test_code'"
             in run(rows=[kodcode("x", test="")]))
-    assert "row q7: 'response' must be a text" in run(rows=[kodcode(7, id="q7")])
+    assert "line 1: field 'response' must be a text" in run(rows=[kodcode(7, id="q7")])
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
     assert ("--task ultrafeedback: this task has no tests"
             in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))

@@ -209,7 +209,8 @@ def texts_of(model, tokenizer, rows, adapter):
 def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, rows, tmp_path):
     """With --adapter, π_ref is the SFT adapter: it answers in phase 1 and in "before"."""
     model, tokenizer = model_and_tokenizer
-    config = replace(CONFIG, adapter="SFT")
+    (tmp_path / "SFT").write_text("")
+    config = replace(CONFIG, adapter=str(tmp_path / "SFT"))
     reference = texts_of(model, tokenizer, rows, "reference")
     assert reference != texts_of(model, tokenizer, rows, None)
     assert reference != texts_of(model, tokenizer, rows, "policy")
