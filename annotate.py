@@ -225,7 +225,7 @@ def ground(response: str, feedback: Feedback) -> Grounding:
     A quote without an exact match is searched for in normal form (`normal_form`). If a quote is
     repeated, the k-th repeat gets the k-th occurrence. Repeats without an occurrence are
     unmatched. A quote that occurs more often than it is quoted is ambiguous and gets no span. A
-    match must not begin or end inside a word or a visible character.
+    match must not begin or end inside a word or a grapheme cluster (a letter with accents).
     """
     spans = []
     unmatched = []
@@ -263,7 +263,7 @@ SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "HANGUL", "THA
 
 
 def _splits(text: str, index: int) -> bool:
-    """Whether a cut before text[index] would split a word or a visible character."""
+    """Whether a cut before text[index] would split a word or a grapheme cluster."""
     if not 0 < index < len(text):
         return False
     previous, following = text[index - 1], text[index]

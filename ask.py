@@ -33,7 +33,7 @@ from data import InputError
 
 @dataclass(frozen=True)
 class Question:
-    """One request. key: its `question_key`; id: of its row; context: the caller's data."""
+    """A request. key: its `question_key`; id: the row's id; context: data of the caller."""
     key: str
     id: str
     messages: list[dict]

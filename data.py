@@ -39,15 +39,6 @@ def public(text: str) -> str:
     return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
 
 
-def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can encode a text; it cannot encode half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 # ── Tasks: how a row becomes a prompt
 
 @dataclass(frozen=True)
@@ -155,7 +146,7 @@ _KODCODE_EXAMPLE = {
     "textual_feedback": "The total is computed well; the empty list is not looked at.",
     "good_spans": ["total = sum(xs)"], "poor_spans": ["return total / len(xs)"]}
 # policy and reward: the release's settings that differ between its tasks (for Tables 9 and 10).
-# max_prompt_tokens: R_φ of the release saw no longer prompts, because y stands behind them.
+# max_prompt_tokens: the longest prompts of the released R_φ, which also had to fit y.
 TASKS = {
     "slf5k": Task(
         "slf5k", _slf5k_prompt, (("summary_prompt", "post"),),
@@ -227,47 +218,34 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
 
 # ── Rows: JSON lines or a JSON array, plain or gzipped
 
-def is_text(value) -> bool:
-    """Whether a value of a row is a text that can be written to a file."""
-    return isinstance(value, str) and is_encodable(value)
-
-
-def is_texts(value) -> bool:
-    """Whether a value of a row is a list of texts."""
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-def is_response(value) -> bool:
-    """Whether a value of a row is a text, or one text per turn (MT-bench)."""
-    return is_text(value) or is_texts(value)
-
-
 def is_prompt(value) -> bool:
     """Whether a value is a prompt: a text, or chat messages with `role` and `content`."""
-    if not isinstance(value, list):
-        return is_text(value)
-    return bool(value) and all(isinstance(message, dict) and is_text(message.get("role"))
-                               and is_text(message.get("content")) for message in value)
+    if isinstance(value, str):
+        return True
+    texts = [message.get(key) for message in value for key in ("role", "content")]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
 EMPTY = (None, "", [], {})
-# Field → the test that its value must pass, and what it must be.
-FIELDS = {"prompt": (is_prompt, "a text or a list of chat messages"),
-          **dict.fromkeys(("good_spans", "poor_spans"), (is_texts, "a list of texts")),
-          "response": (is_response, "a text, or a list of texts for the turns of a chat"),
-          **dict.fromkeys(("critique", "title", "post", "summary_prompt", SLF5K_RESPONSE),
-                          (is_text, "a text"))}
+# Types of the fields that Task.check does not see or cannot judge. The lists hold texts.
+FIELDS = {"good_spans": list, "poor_spans": list, "critique": str, "title": str, "post": str,
+          "summary_prompt": str, SLF5K_RESPONSE: str}
 
 
 def check_fields(row: dict, place: str):
-    """Raise InputError where a field has the wrong type, or a text cannot be encoded."""
+    """Raise InputError if a field has the wrong type, or if UTF-8 cannot encode a text."""
     for name, value in row.items():
-        if not is_encodable(json.dumps({name: value}, ensure_ascii=False)):
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
             raise InputError(f"{place}: field {name!r} contains half of a surrogate pair; "
-                             f"remove it")
-        is_valid, expected = FIELDS.get(name, (None, ""))
-        if is_valid and value is not None and not is_valid(value):
-            raise InputError(f"{place}: field {name!r} must be {expected}, not "
+                             f"remove it") from error
+        expected = FIELDS.get(name)
+        is_valid = value is None or type(value) is expected and all(
+            isinstance(item, str) for item in value)
+        if expected and not is_valid:
+            raise InputError(f"{place}: field {name!r} must be a "
+                             f"{'text' if expected is str else 'list of texts'}, not "
                              f"{json.dumps(value)[:40]}")
 
 

@@ -214,8 +214,8 @@ class Side:
             raise InputError(f"{self.source}: two rows have the same id; remove one of them")
         for row in rows:
             if not isinstance(answers.get(row["id"]), str):
-                raise InputError(f"{self.source}: row {row['id']} has no answer; add it, or an "
-                                 f"empty 'response', which counts as wrong")
+                raise InputError(f"{self.source}: row {row['id']} has no 'response'; add "
+                                 f"one, or \"\" to count the row as wrong")
         return [answers[row["id"]] for row in rows]
 
     def answer(self, rows: list[dict]) -> list[dict]:

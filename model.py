@@ -10,13 +10,13 @@ them, so memory holds an 8B model only once.
 B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
 Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading, ranks or
-files. Departure from common practice: adapters are merged into the base only for decoding in
-float32. In bfloat16, rounding would cancel most of a small update, such as that of PPO.
+files. Departure from common practice: adapters are merged into the base only while decoding,
+and only if the base is float32. In bfloat16, rounding would cancel most of a small update, such
+as that of PPO.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -46,6 +46,7 @@ DATE = date(2024, 7, 26)
 # The prompt format of a model without a chat template (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
+HASH_FILE = "adapter_sha256.txt"
 # On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
@@ -354,18 +355,17 @@ def save_lora(model, name: str, directory):
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
-    metadata = {"format": "pt", "base_fingerprint": fingerprint(model),
-                "sha256": _adapter_hash(config, tensors)}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     with atomic_directory(directory) as temporary:
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, temporary / ADAPTER_FILES[1], metadata)
+        path = temporary / ADAPTER_FILES[1]
+        save_file(tensors, path, metadata)
+        (temporary / HASH_FILE).write_text(_adapter_hash(config, path))
 
 
-def _adapter_hash(config, tensors):
+def _adapter_hash(config, path):
     names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    hashes = {key: hashlib.sha256(x.contiguous().view(torch.uint8).numpy()).hexdigest()
-              for key, x in sorted(tensors.items())}
-    return checksum(state=[[config.get(name) for name in names], hashes])
+    return checksum(path, state=[config.get(name) for name in names])
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
@@ -382,17 +382,20 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     if options:
         raise ModelError(f"{directory}: the adapter sets {options[0]}, which is not supported; "
                          f"use plain LoRA")
-    numbers = {"lora_dropout": 0, **config}
-    invalid = [key for key, limit in (("r", 1e4), ("lora_alpha", 1e6), ("lora_dropout", 1))
-               if type(numbers.get(key)) not in (int, float) or not 0 <= numbers[key] < limit]
-    if invalid:
-        raise ModelError(f"{config_path}: {invalid[0]} is missing or no valid number; save the "
-                         f"adapter again")
+    hash_path = config_path.with_name(HASH_FILE)                    # PEFT does not write it
+    expected = _adapter_hash(config, path).encode()
+    if hash_path.exists() and hash_path.read_bytes() != expected:
+        raise ModelError(f"{directory} is damaged: {HASH_FILE} does not fit the other files; "
+                         f"restore the adapter")
+    try:
+        r = int(config["r"])
+        alpha = float(config["lora_alpha"])
+        dropout = float(config.get("lora_dropout", 0))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{config_path}: r, lora_alpha or lora_dropout is missing or not a "
+                         f"number ({error}); save the adapter again") from error
     tensors, metadata = read_tensors(path)
     _check_finite(tensors, path)
-    if metadata.get("sha256", "") not in ("", _adapter_hash(config, tensors)):
-        raise ModelError(f"{directory} is damaged: its sha256 does not match the weights and "
-                         f"{config_path.name}; restore it")
     model_hash = fingerprint(model)
     base = config.get("base_model_name_or_path")
     if metadata.get("base_fingerprint", model_hash) != model_hash:
@@ -402,24 +405,22 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     for key, tensor in tensors.items():
         path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
         pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
-    shapes = {path: list(layer.weight.shape) for path, layer in _linear_layers(model).items()}
+    shapes = {path: [layer.out_features, r, r, layer.in_features]      # of B and A
+              for path, layer in _linear_layers(model).items()}
     targets = config.get("target_modules")
     if isinstance(targets, list):                     # PEFT also accepts a pattern
         for path in target_layers(model, targets):
             pairs.setdefault(path, {})                # {}: the adapter lacks this layer
     for path, pair in pairs.items():
         is_pair = pair.keys() == {"A", "B"}
-        shape = [*pair["B"].shape[:1], *pair["A"].shape[1:]] if is_pair else "no LoRA pair"
+        shape = [*pair["B"].shape, *pair["A"].shape] if is_pair else "no LoRA pair"
         if shapes.get(path) != shape:
-            raise ModelError(f"{directory}: the adapter does not fit the base: {path} is "
-                             f"{shapes.get(path, 'absent')} here and {shape} in the adapter; "
-                             f"choose another adapter or --model")
-        if not len(pair["A"]) == pair["B"].shape[1] == config["r"]:
-            raise ModelError(f"{directory}: {path} has rank {len(pair['A'])}, but "
-                             f"{config_path.name} says r = {config['r']}; restore the file")
+            raise ModelError(f"{directory}: the adapter does not fit the base or its r: {path} "
+                             f"has B and A of shape {shape}, expected "
+                             f"{shapes.get(path, 'none')}; choose another adapter or --model")
     for path, pair in pairs.items():
         layer = _wrap(model, path)
-        layer.add(name, config["r"], config["lora_alpha"], numbers["lora_dropout"])
+        layer.add(name, r, alpha, dropout)
         layer.lora_A[name].data.copy_(pair["A"])
         layer.lora_B[name].data.copy_(pair["B"])
     return lora_parameters(model, name)

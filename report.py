@@ -3,8 +3,8 @@
     print(colour_tokens(["The ", "cat ", "flew"], [1, 0, -1]))       # good green, poor red
     python report.py runs/toy                # writes report.html, even during training
 
-A page is a single HTML file without scripts or network access. It suits light screens, dark
-screens and print. In log files, or if NO_COLOR is set, good tokens are enclosed in [+ +] and
+A page is a single HTML file without scripts or network access. It supports light mode, dark
+mode and printing. In log files, or if NO_COLOR is set, good tokens are enclosed in [+ +] and
 poor tokens in [- -].
 
 Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.

@@ -57,7 +57,7 @@ class RewardConfig:
     lora_dropout: float = flag(0.0, "dropout of the adapter (release: .05, .1)", most=0.99)
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
                              "adapted layers (release: q_proj,v_proj)")
-    max_tokens: int = flag(512, "drop rows with more tokens in x, y, z", least=1)
+    max_tokens: int = flag(512, "longest x + y + z in tokens; longer rows are dropped", least=1)
     max_critique_tokens: int = flag(96, "token limit of z (release: 500, 768)", least=1)
     held_out: int = flag(200, "prompts held out, at most a tenth")
     dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",

@@ -326,9 +326,9 @@ def lock_directory(directory: Path):
         raise InputError(f"{directory}: another process is writing to it; wait for it, or "
                          f"choose another directory") from error
     for path in directory.iterdir() if RANK == 0 else ():
-        if re.fullmatch(r"\..+\.(new|old)-\d+", path.name):     # of `atomic_directory`
+        if re.fullmatch(r"\..+\.(new|old)-\d+", path.name):       # from `atomic_directory`
             shutil.rmtree(path)
-        elif re.fullmatch(r"\..+\.(json|jsonl|html)\.\d+", path.name):     # of `write_rows`
+        elif re.fullmatch(r"\..+\.jsonl?\.\d+", path.name):       # from `write_rows`
             path.unlink()
     return file
 

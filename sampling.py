@@ -11,8 +11,8 @@ of a flat batch, H hidden size, V vocabulary.
 
 Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25). The paper does
 not describe how to compute them. Departure from common practice: each token is drawn with one
-uniform random number, which the caller can fix in advance. On a CPU in float32, a text
-therefore depends neither on the other rows of the batch nor on the number of ranks. A GPU
+uniform random number, which the caller can fix in advance. In float32 on a CPU, a sampled
+text therefore depends neither on the other rows of the batch nor on the number of ranks. A GPU
 chooses its kernels by the shape of the batch. The last bits of the logits can therefore differ,
 and in rare cases so does a token.
 """

@@ -79,7 +79,7 @@ class Config:
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
     price_in: float | None = flag(None, "USD per million prompt tokens")
     price_out: float | None = flag(None, "USD per million reply tokens")
-    max_usd: float | None = flag(None, "limit of the annotation's cost in USD; needs prices")
+    max_usd: float | None = flag(None, "maximum cost of annotation in USD; needs both prices")
     allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
     batch_size: int = flag(64, "rollouts per iteration, all ranks (release: 12, 64)", least=1)
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
@@ -147,8 +147,8 @@ def preset(task: str) -> dict:
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
     """Surrogate loss; its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t).
 
-    Definition 1 (§3.1), §3.5; mean over the batch. [B, T] each → scalar. Algorithm 4 uses A_t
-    instead of δ_t.
+    Definition 1 (§3.1), §3.5. All arguments are [B, T]; the loss is a scalar, averaged over the
+    batch. Algorithm 4 uses A_t instead of δ_t.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
     return -(delta * logprobs * mask).sum() / len(logprobs)
@@ -584,7 +584,7 @@ def decay(config: Config, iteration: int) -> float:
 
 
 def log_iteration(metrics: dict, batch: Rollouts, bar, config: Config, out: Path):
-    """Write the metrics and a sample of an iteration; probe and show some iterations."""
+    """Log an iteration's metrics and a sample; in ten iterations, also run `probe`."""
     iteration = metrics["iteration"]
     probes_done = (iteration - 1) * PROBES // config.iterations
     if config.probe_rows and iteration * PROBES // config.iterations > probes_done:

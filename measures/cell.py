@@ -198,7 +198,7 @@ def _watch(first: int, order: dict, verdict: int):
 
 
 def _usage(process: str) -> tuple[int, bool, int]:
-    """(CPU time in 1/100 s, whether it can run, memory in KiB) of a process inside."""
+    """(CPU time in 1/100 s, whether it is runnable, memory in KiB) of a process in the cell."""
     try:
         with open(f"{ROOT}/proc/{process}/stat") as file:
             state, *numbers = file.read().rpartition(")")[2].split()

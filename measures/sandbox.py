@@ -17,7 +17,8 @@ compared by Python's own operators. Each run is isolated (`measures/cell.py`):
     limits       time, memory, number of processes, file size, open files
 
 If this isolation is not available (macOS, most containers), `run_python` raises SandboxError.
-With `unsafe`, the code runs with only an empty environment, a temporary directory and limits.
+With `unsafe`, the code is not isolated: it only gets an empty environment, a temporary
+directory and resource limits.
 
 A verdict can be trusted for honest programs only. Malicious code shares the interpreter with
 its tests: it can define an object that equals everything, or walk the stack to rewrite the

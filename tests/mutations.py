@@ -50,13 +50,17 @@ ATTACKS = "tests/test_attacks.py"
 BASELINES = "tests/test_baselines.py"
 BENCHMARKS = "tests/test_benchmarks.py"
 EQUATIONS = "tests/test_equations.py"
+DAMAGE = "tests/test_damage.py"
 EVAL = "tests/test_eval.py"
 GPU = "tests/test_gpu.py"
+INPUTS = "tests/test_inputs.py"
 JUDGES = "tests/test_judges.py"
 METRICS = "tests/test_metrics.py"
 MODEL = "tests/test_model.py"
 MODES = "tests/test_modes.py"
+REPLIES = "tests/test_replies.py"
 REPORT = "tests/test_report.py"
+RESTART = "tests/test_restart.py"
 REWARD = "tests/test_reward_model.py"
 SANDBOX = "tests/test_sandbox.py"
 SHARDING = "tests/test_sharding.py"
@@ -288,11 +292,54 @@ MUTATIONS = [
     Mutation("ask.py", "    usage = max_usage\n", "    usage = FREE\n",
              ASKING, "uncounted replies cost nothing"),
 
+    # ── What is paid, and what is read from damaged files
+    Mutation("ask.py", "type(count) is not int or", "not isinstance(count, int) or",
+             f"{REPLIES} -k true", "true counts as one token"),
+    Mutation("ask.py", "<= 2 * max_usage[name]", "", f"{REPLIES} -k usage",
+             "absurd token counts are booked"),
+    Mutation("ask.py", 'return usage if usage["prompt_tokens"] else max_usage', "return usage",
+             f"{REPLIES} -k zero", "a reply without prompt tokens is booked as free"),
+    Mutation("ask.py", ", parse_int=lambda digits: int(digits[:30])", "",
+             f"{REPLIES} -k usage", "a number of 5,000 digits loses the reply"),
+    Mutation("ask.py", 'if isinstance(content, list):', "if False:", f"{REPLIES} -k content",
+             "content in parts is not read"),
+    Mutation("ask.py", "AttributeError, RecursionError):\n        return",
+             "AttributeError):\n        return", f"{REPLIES} -k body",
+             "nested lists end the run"),
+    Mutation("ask.py", "not in (None, question_key(record))", "in (7,)",
+             ASKING, "a changed journal line is read"),
+    Mutation("annotate.py", "if work > MOST_WORK:", "if False:", f"{REPLIES} -k megabyte",
+             "parsing takes quadratic time"),
+    Mutation("runtime.py", "if hashes.get(file) != digest]", "if False]",
+             DAMAGE, "files of a phase are used after a bit has flipped"),
+    Mutation("runtime.py", "changed = changed_files(directory, result)", "changed = []",
+             RESTART, "a missing policy is not noticed"),
+    Mutation("text2grad.py", 'state.get("settings", {})', "{}",
+             RESTART, "the checkpoint of another seed is continued"),
+    Mutation("text2grad.py", "if len(rows) < start:", "if False:",
+             RESTART, "a lost metrics.jsonl is not named"),
+    Mutation("runtime.py", "            shutil.rmtree(path)\n        elif",
+             "            pass\n        elif", RESTART, "directories of killed writers stay"),
+    Mutation("data.py", "expected and not is_valid", "False", INPUTS,
+             "a string of good_spans is read as letters"),
+    Mutation("data.py", "                raise TypeError(\"the prompt is not",
+             "                print(\"the prompt is not", INPUTS,
+             "a prompt of another type is paid for"),
+    Mutation("model.py", "    if missing:\n        raise ModelError(f\"{path}: {len",
+             "    if False:\n        raise ModelError(f\"{path}: {len", MODEL,
+             "a base with random weights is trained"),
+    Mutation("model.py", "hash_path.read_bytes() != expected", "False", INPUTS,
+             "a damaged adapter is loaded"),
+    Mutation("model.py", "            pairs.setdefault(path, {})  ", "            pass  ",
+             MODEL,
+             "an adapter without a target layer is loaded"),
+    Mutation("data.py", 'if value_type is str and not text.strip():', "if False:",
+             "tests/test_pipeline.py -k empty", "an empty --output_dir is accepted"),
+
     # ── data.py and report.py
-    Mutation("data.py", 'if all(row.get(name) in (None, "", [], {})',
-             'if any(row.get(name) in (None, "", [], {})',
+    Mutation("data.py", "if all(row.get(name) in empty", "if any(row.get(name) in empty",
              ANNOTATE, "every alternative field is required"),
-    Mutation("data.py", 'is_answered = "response" in row', "is_answered = False",
+    Mutation("data.py", 'if "response" in row else', "if False else",
              ANNOTATE, "the response of the row itself is ignored"),
     Mutation("data.py", "\\n\\nResponse: {response}", "",
              REWARD, "the reward model does not see the response"),

@@ -351,7 +351,7 @@ def test_empty_answers_from_a_file_are_not_dropped(tmp_path, capsys):
     result, _ = run(capsys, *flags, "--adapter", file)
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
     for rows, message in (([*answers, answers[0]], "two rows have the same id"),
-                          (answers[:1], "row toy-eval-0-1 has no answer; ")):
+                          (answers[:1], "row toy-eval-0-1 has no 'response'; ")):
         file.write_text(json.dumps(rows))
         assert message in error_message("eval.py", *flags, "--adapter", file)
     # `--adapter none` evaluates only the base, although the toy preset names an adapter.

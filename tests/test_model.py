@@ -446,7 +446,8 @@ def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
     save_lora(model, "policy", tmp_path / "adapter")
     path = tmp_path / "adapter" / file
     path.write_bytes(path.read_bytes()[:-20])
-    refused(f"{path} is", load_lora, model, "other", tmp_path / "adapter")
+    damaged = path if file.endswith(".json") else path.parent
+    refused(f"{damaged} is damaged", load_lora, model, "other", tmp_path / "adapter")
     path.unlink()
     refused(f"{tmp_path / 'adapter'} holds no {file}", load_lora, model, "other",
             tmp_path / "adapter")
@@ -468,11 +469,12 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
         save_lora(model, "policy", tmp_path / name)
     path = tmp_path / "half" / "adapter_model.safetensors"
     tensors = load_file(path)
+    path.with_name("adapter_sha256.txt").unlink()
     del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     save_file(tensors, path)
     for other, adapter, message in (
-            (small, "toy", "q_proj is [32, 32] here and [128, 128] in the adapter"),
-            (shallow, "small", "model.layers.1.self_attn.q_proj is absent"),
+            (small, "toy", "B and A of shape [128, 3, 3, 128], expected [32, 3, 3, 32]"),
+            (shallow, "small", "model.layers.1.self_attn.q_proj has B and A of shape"),
             (small, "head", "lm_head"), (twin, "ours", "another base"),
             (twin, "half", "no LoRA pair")):
         refused(message, load_lora, other, "policy", tmp_path / adapter)
@@ -483,8 +485,11 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
     ("use_dora", {"use_dora": True}, "sets use_dora"),
     ("use_rslora", {"use_rslora": True}, "sets use_rslora"),
     ("lora_bias", {"lora_bias": True}, "sets lora_bias"),
-    ("r", {}, "r is missing"),
-    ("lora_alpha", {}, "lora_alpha is missing")])
+    ("r", {}, "r, lora_alpha or lora_dropout is missing or not a number ('r')"),
+    ("lora_alpha", {}, "('lora_alpha')"), ("lora_alpha", {"lora_alpha": []}, "not a number"),
+    ("r", {"r": 7}, "expected [128, 7, 7, 128]"),
+    ("target_modules", {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+     "up_proj has B and A of shape no LoRA pair")])
 def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, message):
     """Adapters with unsupported PEFT options, or without the rank or α that give the scale."""
     model, _ = toy_model
@@ -495,6 +500,18 @@ def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, m
     path.write_text(json.dumps(config | change))
     refused(message, load_lora, model, "policy", tmp_path)
     assert not any(isinstance(m, LoRALinear) for m in model.modules())
+
+
+def test_a_base_with_missing_or_nan_weights_is_refused(tmp_path):
+    """transformers would fill the missing weight with random numbers."""
+    weights = load_file(ROOT / "toy" / "base" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, message in (({}, f"1 weights are missing, the first is {name}"),
+                            ({name: weights[name] * torch.nan}, f"{name} has a NaN")):
+        base = shutil.copytree(ROOT / "toy" / "base", tmp_path / str(len(change)))
+        others = {key: x for key, x in weights.items() if key != name}
+        save_file(others | change, base / "model.safetensors", {"format": "pt"})
+        refused(message, load_model, base)
 
 
 def test_unknown_names_are_refused(toy_model, gpt, tmp_path):

@@ -562,3 +562,8 @@ def test_a_key_that_probes_will_need_is_missed_before_anything_is_done(tmp_path,
              "--reward_model", tmp_path / "r"]
     assert "OPENAI_API_KEY is missing" in refused(*flags, "--probe_rows", 4)
     assert "no such file" in refused(*flags)
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "model"])
+def test_an_empty_flag_is_refused(flag):
+    assert f"--{flag}: the value is empty" in refused(f"--{flag}", "")
