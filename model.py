@@ -46,7 +46,7 @@ DATE = date(2024, 7, 26)
 # The prompt format of a model without a chat template (toy/base, most base models).
 PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
-HASH_FILE = "adapter_sha256.txt"
+HASH_FILE = "sha256.json"
 # On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
@@ -360,12 +360,13 @@ def save_lora(model, name: str, directory):
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
         path = temporary / ADAPTER_FILES[1]
         save_file(tensors, path, metadata)
-        (temporary / HASH_FILE).write_text(_adapter_hash(config, path))
+        (temporary / HASH_FILE).write_bytes(_adapter_hash(config, path))
 
 
 def _adapter_hash(config, path):
     names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    return checksum(path, state=[config.get(name) for name in names])
+    digest = checksum(path, state=[config.get(name) for name in names])
+    return json.dumps({"sha256": digest}).encode()
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
@@ -383,8 +384,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
         raise ModelError(f"{directory}: the adapter sets {options[0]}, which is not supported; "
                          f"use plain LoRA")
     hash_path = config_path.with_name(HASH_FILE)                    # PEFT does not write it
-    expected = _adapter_hash(config, path).encode()
-    if hash_path.exists() and hash_path.read_bytes() != expected:
+    if hash_path.exists() and hash_path.read_bytes() != _adapter_hash(config, path):
         raise ModelError(f"{directory} is damaged: {HASH_FILE} does not fit the other files; "
                          f"restore the adapter")
     try:

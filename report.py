@@ -366,7 +366,7 @@ def _compared(rows: list[dict]) -> str:
 
 def _pairs(rows: list[dict]) -> str:
     lines = [[key, f"{value:.6g}" if isinstance(value, float) else public(str(value))]
-             for row in rows for key, value in row.items()]
+             for row in rows for key, value in row.items() if not isinstance(value, dict)]
     return html_table(["", ""], lines, kind="wide")
 
 

@@ -328,7 +328,7 @@ MUTATIONS = [
     Mutation("model.py", "    if missing:\n        raise ModelError(f\"{path}: {len",
              "    if False:\n        raise ModelError(f\"{path}: {len", MODEL,
              "a base with random weights is trained"),
-    Mutation("model.py", "hash_path.read_bytes() != expected", "False", INPUTS,
+    Mutation("model.py", "hash_path.read_bytes() != _adapter_hash(config, path)", "False", INPUTS,
              "a damaged adapter is loaded"),
     Mutation("model.py", "            pairs.setdefault(path, {})  ", "            pass  ",
              MODEL,

@@ -469,7 +469,7 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
         save_lora(model, "policy", tmp_path / name)
     path = tmp_path / "half" / "adapter_model.safetensors"
     tensors = load_file(path)
-    path.with_name("adapter_sha256.txt").unlink()
+    path.with_name("sha256.json").unlink()
     del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     save_file(tensors, path)
     for other, adapter, message in (
