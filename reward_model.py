@@ -76,10 +76,19 @@ MAX_GRAD_NORM = 1.0                                       # the value in the rel
 SAVE_EVERY = 100                                          # steps between checkpoints
 # Settings that may differ when training resumes. They can change only the dropout masks.
 FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
-PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", lora_r=16, lora_alpha=32,
-             lora_dropout=0.1, lora_targets="q_proj,v_proj", learning_rate=1e-5,
-             weight_decay=3e-7, batch_size=8, micro_batch_size=1, max_tokens=1250,
-             max_critique_tokens=768)
+PAPER = dict(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    lora_r=16,
+    lora_alpha=32,
+    lora_dropout=0.1,
+    lora_targets="q_proj,v_proj",
+    learning_rate=1e-5,
+    weight_decay=3e-7,
+    batch_size=8,
+    micro_batch_size=1,
+    max_tokens=1250,
+    max_critique_tokens=768,
+)
 
 
 def reward_preset(task: str) -> dict:

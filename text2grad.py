@@ -126,12 +126,25 @@ class Config:
         return "reference" if self.adapter else None
 
 
-PAPER = dict(model="meta-llama/Llama-3.1-8B-Instruct", annotator_function=None, temperature=0.6,
-             probe_rows=0, annotated_rows=10000, iterations=1000, rollout_batch_size=64,
-             micro_batch_size=1,
-             learning_rate=1e-6, schedule="cosine", kl_coef=0.05, kl_target=3.0, eval_rows=64,
-             max_new_tokens=512, max_critique_tokens=768, value_learning_rate=None,
-             value_clip=0.2)
+PAPER = dict(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    annotator_function=None,
+    temperature=0.6,
+    probe_rows=0,
+    annotated_rows=10000,
+    iterations=1000,
+    rollout_batch_size=64,
+    micro_batch_size=1,
+    learning_rate=1e-6,
+    schedule="cosine",
+    kl_coef=0.05,
+    kl_target=3.0,
+    eval_rows=64,
+    max_new_tokens=512,
+    max_critique_tokens=768,
+    value_learning_rate=None,
+    value_clip=0.2,
+)
 
 
 def preset(task: str) -> dict:
