@@ -66,6 +66,13 @@ class Task:
     # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
 
+    def __post_init__(self):
+        """Raise InputError for the frequent mistake of a text in the place of a tuple."""
+        if not all(isinstance(group, (tuple, str)) for group in self.needs) or isinstance(
+                self.needs, str):
+            raise InputError(f"Task {self.name}: `needs` must be a tuple of tuples of field "
+                             f"names, such as ((\"post\",),)")
+
     def all_responses(self, row: dict) -> list[dict]:
         """Its field `response`, which takes precedence, or the responses stored in the row."""
         return [{"response": row["response"]}] if "response" in row else self.responses(row)
@@ -213,7 +220,8 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
         texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}
         for k, response in enumerate(responses):
             yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}",
-                   "prompt": task.policy_prompt(row), **texts, **response, "row": row}
+                   "prompt": prompt_text(task.policy_prompt(row)), **texts, **response,
+                   "row": row}
 
 
 # ── Rows: JSON lines or a JSON array, plain or gzipped
@@ -222,8 +230,15 @@ def is_prompt(value) -> bool:
     """Whether a value is a prompt: a text, or chat messages with `role` and `content`."""
     if isinstance(value, str):
         return True
-    texts = [message.get(key) for message in value for key in ("role", "content")]
-    return bool(texts) and all(isinstance(text, str) for text in texts)
+    return bool(value) and all(message["role"] in ("system", "user", "assistant")
+                               and isinstance(message["content"], str) for message in value)
+
+
+def prompt_text(prompt: str | list[dict]) -> str:
+    """A prompt as one text, for the annotator, R_φ and people."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 EMPTY = (None, "", [], {})
@@ -391,17 +406,11 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
     task_parser = _Parser(add_help=False, allow_abbrev=False)
     task_parser.add_argument("--task", default=getattr(config_class, "task", ""))
     task = task_parser.parse_known_args(argv)[0].task
-    defaults = preset(task)
-    settings = fields(config_class)
-    unknown = defaults.keys() - {setting.name for setting in settings}
-    if unknown:
-        raise InputError(f"--task {task}: its settings name {min(unknown)}, which is no "
-                         f"flag; remove it from the Task")
     group = parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                              usage="%(prog)s [--flag value ...]",
                              formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = typing.get_type_hints(config_class)
-    for setting in settings:
+    for setting in fields(config_class):
         title = getattr(config_class, "GROUPS", {}).get(setting.name)
         if title:
             group = parser.add_argument_group(title)
@@ -411,7 +420,13 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
                             type(None) in value_types),
             "choices": setting.metadata["choices"], "metavar": value_types[0].__name__}
         group.add_argument(f"--{setting.name}", help=setting.metadata["help"],
-                           default=defaults.get(setting.name, setting.default), **options)
+                           default=setting.default, **options)
+    flags = [f"--{name}" if value is True else f"--{name}={value}"
+             for name, value in preset(task).items() if value is not False]
+    try:                                            # a task's settings obey the rules of flags
+        parser.set_defaults(**vars(parser.parse_args(flags)))
+    except InputError as error:
+        raise InputError(f"--task {task}: its settings: {error}") from error
     return config_class(**vars(parser.parse_args(argv)))
 
 
@@ -423,10 +438,10 @@ def load_object(flag_name: str, name: str, expected_type=object):
         sys.path.insert(0, os.getcwd())
     try:
         value = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError,
-            NameError) as error:
-        raise InputError(f"{flag_name} {name}: cannot import it ({error}); write module:NAME, "
-                         f"with the module in this directory or on PYTHONPATH") from error
+    except Exception as error:                           # the module may raise anything
+        raise InputError(f"{flag_name} {name}: cannot import it ({type(error).__name__}: "
+                         f"{error}); write module:NAME, with the module in this directory or "
+                         f"on PYTHONPATH") from error
     if not isinstance(value, expected_type):
         raise InputError(f"{flag_name} {name}: expected a {expected_type.__name__}, found a "
                          f"{type(value).__name__}")

@@ -158,6 +158,15 @@ def encode_answer(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids + [eos_ids(tokenizer)[0]]
 
 
+def scaled_rate(model, rate: float) -> float:
+    """A learning rate for a model of this size: `rate` / (millions of parameters)^(1/3).
+
+    `rate` suits a model of up to a million parameters.
+    """
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return rate / max(1.0, frozen / 1e6) ** (1 / 3)
+
+
 def eos_ids(tokenizer, model=None) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
     config = getattr(model, "generation_config", None)

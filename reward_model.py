@@ -20,7 +20,7 @@ import math
 import random
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,11 +29,11 @@ from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
-from data import (DTYPES, InputError, Task, chunks, flag, get_task, parse_flags, read_rows,
-                  reward_prompt, run_script, write_rows)
+from data import (DTYPES, TASKS, InputError, Task, chunks, flag, get_task, parse_flags,
+                  read_rows, reward_prompt, run_script, write_rows)
 from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
-                   gathered, load_model, lora_parameters, response_hidden, save_lora, shard,
-                   use_lora)
+                   gathered, load_model, lora_parameters, response_hidden, save_lora,
+                   scaled_rate, shard, use_lora)
 from runtime import (RANK, WORLD_SIZE, all_sum, checksum, gather_rows, keep_checkpoint,
                      lock_directory, newest_checkpoint, print_rank0, restore_optimizer,
                      run_collective, start_ranks)
@@ -48,9 +48,10 @@ class RewardConfig:
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
     seed: int = flag(0, "random seed", most=10**9)
-    epochs: int = flag(3, "passes over the rows (release: 3)", least=1)
+    epochs: int | None = flag(3, "passes over the rows (release: 3); None: derived", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float = flag(3e-3, "peak value (release: 1e-5, KodCode 2e-5)", most=10)
+    learning_rate: float | None = flag(
+        3e-3, "peak value (release: 1e-5, KodCode 2e-5); None: derived", most=10)
     weight_decay: float = flag(0.0, "decay (release: 3e-7, KodCode .01)", most=10)
     lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
     lora_alpha: float = flag(64, "LoRA α; the update is scaled by α / r (release: 32)")
@@ -91,9 +92,23 @@ PAPER = dict(
 )
 
 
+# An own task replaces these settings of the release; `fit` derives a value that is None.
+OWN = dict(
+    learning_rate=None,
+    epochs=None,
+    lora_dropout=0.0,
+    weight_decay=0.0,
+    lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+    micro_batch_size=4,
+)
+
+
 def reward_preset(task: str) -> dict:
     """Defaults of a task: the settings of the release, then those of the task (Table 9)."""
-    return {} if task == "toy" else {**PAPER, **get_task(task).reward}
+    if task == "toy":
+        return {}                                       # the defaults of RewardConfig
+    common = PAPER if task in TASKS else {**PAPER, **OWN}
+    return {**common, **get_task(task).reward}
 
 
 # ── From rows to token sequences [x ; y ; z]
@@ -394,6 +409,10 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if not pairs:
         raise InputError(f"{config.data}: every training row has more than {limit} tokens; "
                          f"raise --max_tokens, or use a model with a longer context")
+    # An own task: about 60 optimizer steps or more, and a rate that suits the model's size.
+    epochs = config.epochs or min(10, max(3, 60 * config.batch_size // len(pairs)))
+    learning_rate = config.learning_rate or scaled_rate(model, 3e-3)
+    config = replace(config, epochs=epochs, learning_rate=learning_rate)
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),

@@ -349,7 +349,8 @@ ANNOTATION = {"annotator_model", "annotator_function", "mode"}
 SETTINGS_READ = {
     "responses.jsonl": SAMPLING,
     "feedback.jsonl": SAMPLING | ANNOTATION,
-    "reward/metrics.json": SAMPLING | ANNOTATION,
+    "reward/metrics.json": SAMPLING | ANNOTATION | {
+        "reward_learning_rate", "reward_epochs", "reward_lora_targets"},
     "result.json": None,
     "checkpoint-*": None,
 }

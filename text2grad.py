@@ -30,7 +30,7 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -42,11 +42,11 @@ from tqdm import tqdm
 from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
                       check_annotator, token_offsets, token_rewards)
 from ask import Journal
-from data import (DTYPES, InputError, chunks, examples, flag, get_task, load_object,
-                  parse_flags, read_rows, run_script, whole_rows, write_rows)
+from data import (DTYPES, TASKS, InputError, chunks, examples, flag, get_task, load_object,
+                  parse_flags, prompt_text, read_rows, run_script, whole_rows, write_rows)
 from model import (ValueHead, add_lora, checkpoint_activations, drop_long_rows, encode_prompt,
                    eos_ids, gathered, load_lora, load_model, lora_parameters, response_hidden,
-                   save_lora, shard, target_layers, use_lora)
+                   save_lora, scaled_rate, shard, target_layers, use_lora)
 from report import batch_metrics, colour_tokens, print_result, sample_row, score_response
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
                           split_rows, summary, token_figures, write_critiques)
@@ -69,19 +69,27 @@ class Config:
     annotator_function: str | None = flag(
         "toy:critique", "local annotator as module:function; None: a server")
     reward_model: str | None = flag(None, "adapter of R_φ; None: phases 1 and 2 train it")
-    iterations: int = flag(25, "iterations of Algorithm 4", least=1)
-    learning_rate: float = flag(1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7)", most=10)
+    iterations: int | None = flag(25, "iterations of Algorithm 4; None: from the rows", least=1)
+    learning_rate: float | None = flag(
+        1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7); None: from the model", most=10)
     seed: int = flag(0, "random seed", most=10**9)
     adapter: str | None = flag(
         None, "SFT adapter: initial policy and reference; None: the bare base")
     base_url: str | None = flag(None, "URL of the annotator's server; None: OPENAI_BASE_URL")
     mode: str = flag("cot", "annotation mode: cot (paper), no_cot, align, or module:NAME")
+    reward_learning_rate: float | None = flag(
+        None, "peak rate of R_φ; None: the task's, or from the model", most=10)
+    reward_epochs: int | None = flag(
+        None, "passes of R_φ; None: the task's, or from the rows", least=1)
+    reward_lora_targets: str | None = flag(
+        None, "layers of R_φ with an adapter; None: the task's, or all")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
     price_in: float | None = flag(None, "USD per million prompt tokens")
     price_out: float | None = flag(None, "USD per million reply tokens")
     max_usd: float | None = flag(None, "maximum cost of annotation in USD; needs both prices")
     allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
-    batch_size: int = flag(64, "rollouts per iteration, all ranks (release: 12, 64)", least=1)
+    batch_size: int | None = flag(
+        64, "rollouts per iteration, all ranks (release: 12, 64); None: from the rows", least=1)
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
     max_prompt_tokens: int | None = flag(
         None, "longest prompt in tokens; longer ones are dropped", least=1)
@@ -92,7 +100,8 @@ class Config:
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
-    minibatch_size: int = flag(64, "rollouts per optimizer step, all ranks", least=1)
+    minibatch_size: int | None = flag(
+        64, "rollouts per optimizer step, all ranks; None: half a batch", least=1)
     schedule: str = flag("linear", "learning rate decay (release: both)", ("linear", "cosine"))
     clip: float = flag(0.2, "PPO clip range ε (release: .2)")
     value_learning_rate: float | None = flag(
@@ -127,12 +136,12 @@ class Config:
 
 
 PAPER = dict(
+    iterations=None,
     model="meta-llama/Llama-3.1-8B-Instruct",
     annotator_function=None,
     temperature=0.6,
     probe_rows=0,
     annotated_rows=10000,
-    iterations=1000,
     rollout_batch_size=64,
     micro_batch_size=1,
     learning_rate=1e-6,
@@ -147,12 +156,43 @@ PAPER = dict(
 )
 
 
+# An own task replaces these settings of the release, which suit only an 8B model and thousands
+# of rows. None: `fit_to_rows` derives the value.
+OWN = dict(
+    batch_size=None,
+    minibatch_size=None,
+    learning_rate=None,
+    temperature=1.0,
+    ppo_epochs=2,
+    value_clip=5.0,
+    micro_batch_size=4,
+    max_new_tokens=128,
+    max_critique_tokens=256,
+)
+
+
 def preset(task: str) -> dict:
     """Defaults of a task: the release's common values, then the task's own (Table 10)."""
     if task == "toy":
         return {}                                       # the defaults of Config
     custom = get_task(task)
-    return {**PAPER, "output_dir": f"runs/{custom.name}", **custom.policy}
+    common = PAPER if task in TASKS else {**PAPER, **OWN}
+    return {**common, "output_dir": f"runs/{custom.name}", **custom.policy}
+
+
+def fit_to_rows(config: Config, count: int, model) -> Config:
+    """Derive the settings that are None from the number of rows and the size of the model."""
+    batch_size = config.batch_size or (64 if count >= 1000 else 16)
+    passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
+    iterations = config.iterations or min(6000, max(12, passes * count // batch_size))
+    minibatch_size = config.minibatch_size or max(1, batch_size // 2)
+    learning_rate = config.learning_rate or scaled_rate(model, 1.5e-3)
+    value_learning_rate = config.value_learning_rate
+    if config.learning_rate is None and value_learning_rate is None:
+        value_learning_rate = 10 * learning_rate
+    return replace(config, batch_size=batch_size, iterations=iterations,
+                   minibatch_size=minibatch_size, learning_rate=learning_rate,
+                   value_learning_rate=value_learning_rate)
 
 
 # ── The equations
@@ -285,6 +325,7 @@ def sample_rollouts(model, tokenizer, rows, config: Config, adapter, generator) 
     """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads the texts only."""
     prompts = [get_task(config.task).policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    prompts = [prompt_text(prompt) for prompt in prompts]
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     eos = eos_ids(tokenizer, model)
     ids = []
@@ -638,7 +679,8 @@ def resume(optimizer, kl: AdaptiveKL, settings: dict, out: Path) -> int:
 def check_config(config: Config, out: Path, needs_reward_model: bool):
     """Check flags, annotator, key and directory before anything is sampled or paid."""
     task = get_task(config.task)
-    if config.batch_size % WORLD_SIZE or config.minibatch_size % WORLD_SIZE:
+    parse_flags(RewardConfig, ["--task", config.task], "", reward_preset)    # checks its values
+    if (config.batch_size or 0) % WORLD_SIZE or (config.minibatch_size or 0) % WORLD_SIZE:
         raise InputError(f"--batch_size and --minibatch_size must be multiples of {WORLD_SIZE}")
     if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
@@ -740,7 +782,10 @@ def reward_settings(config: Config, out: Path) -> RewardConfig:
     names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
     shared = {name: getattr(config, name) for name in names}
     files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
-    return RewardConfig(**(reward_preset(config.task) | shared | files))
+    flags = {"learning_rate": config.reward_learning_rate, "epochs": config.reward_epochs,
+             "lora_targets": config.reward_lora_targets}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    return RewardConfig(**(reward_preset(config.task) | shared | files | flags))
 
 
 def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
@@ -766,7 +811,8 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     return means, samples
 
 
-MOST_UNREADABLE = 0.2                     # share of critiques; a warning above it
+WARN_UNREADABLE = 0.2                     # share of critiques; a warning above it
+MOST_UNREADABLE = 0.5                     # phase 3 does not start above it
 
 
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
@@ -776,11 +822,15 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
     if RANK == 0:
         write_rows(out / "before_samples.jsonl", samples)
     unreadable = before["unparseable critiques"]
-    if unreadable > MOST_UNREADABLE:
+    if unreadable > WARN_UNREADABLE:
         reason = next(sample["unreadable"] for sample in samples if sample["unreadable"])
-        print_rank0(f"warning: {unreadable:.0%} of the critiques cannot be read and give no "
-                    f"reward (one: {reason}); stop, and train R_φ on more rows or epochs "
-                    f"(reward_model.py), or raise --max_critique_tokens")
+        problem = (f"{unreadable:.0%} of the critiques cannot be read and give no reward (the "
+                   f"first: {reason}); train R_φ again with a higher --reward_learning_rate, "
+                   f"more --reward_epochs or more rows (remove {out / 'reward'} first), or "
+                   f"raise --max_critique_tokens")
+        if unreadable > MOST_UNREADABLE:
+            raise InputError(problem)
+        print_rank0(f"warning: {problem}")
     train(model, tokenizer, rows, config, out, critic)                                  # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
@@ -813,6 +863,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
     model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
     rows = drop_long_rows(rows, model, tokenizer, config)
     held_out = drop_long_rows(held_out, model, tokenizer, config)
+    config = fit_to_rows(config, len(rows), model)
     annotation_rows = rows[: config.annotated_rows]
     trains_reward_model = needs_reward_model and config.reward_model is None
     if config.reward_model:
@@ -824,7 +875,8 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
         check_phases(model, annotation_rows, config, out)
     save_settings(config, out)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
-                f"{device}; files in {out}/")
+                f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
+                f"rate {config.learning_rate:.2g}, {device}; files in {out}/")
     if config.shard:
         shard(model, device)
     try:

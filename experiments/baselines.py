@@ -21,8 +21,8 @@ The paper gives no settings for these methods. Each uses those of Text2Grad: the
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
 follow instructions outside its training data. In the toy world, the function `mend` therefore
 computes refinements from the critique alone, without the post. For reflection and SDPO, an
-adapter is trained on these refinements so that it can rewrite. Other models are prompted to
-rewrite.
+adapter is trained on these refinements so that it can rewrite. With another base, the base is
+prompted to rewrite its response.
 
 B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size,
 V vocabulary size.

@@ -329,7 +329,7 @@ MUTATIONS = [
              "    if False:\n        raise ModelError(f\"{path}: {len", MODEL,
              "a base with random weights is trained"),
     Mutation("model.py", "hash_path.read_bytes() != _adapter_hash(config, path)", "False",
-             INPUTS, "a damaged adapter is loaded"),
+             MODEL, "a damaged adapter is loaded"),
     Mutation("model.py", "            pairs.setdefault(path, {})  ", "            pass  ",
              MODEL,
              "an adapter without a target layer is loaded"),

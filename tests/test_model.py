@@ -453,6 +453,20 @@ def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
             tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("file, place", [("adapter_model.safetensors", -9),
+                                         ("adapter_config.json", b'"lora_alpha": ')])
+def test_an_adapter_with_a_flipped_bit_is_refused(toy_model, tmp_path, file, place):
+    """The last weight, or α: both would load without an error."""
+    model, _ = toy_model
+    randomise(add_lora(model, "policy"))
+    save_lora(model, "policy", tmp_path)
+    data = bytearray((tmp_path / file).read_bytes())
+    index = place if isinstance(place, int) else data.index(place) + len(place)
+    data[index] ^= 1
+    (tmp_path / file).write_bytes(data)
+    refused(f"{tmp_path} is damaged", load_lora, model, "other", tmp_path)
+
+
 def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
     """Wrong shapes, missing layers, the head, another fingerprint and half a LoRA pair are
     rejected, and the model is unchanged."""

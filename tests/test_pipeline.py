@@ -87,11 +87,30 @@ def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_pa
     config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
                     max_new_tokens=3, probe_rows=0)
     text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
-    warning = "33% of the critiques cannot be read and give no reward (one: no JSON); stop"
+    warning = "33% of the critiques cannot be read and give no reward (the first: no JSON)"
     assert (warning in capsys.readouterr().out) == is_warned
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["before"]["truncated responses"] == 1
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
+
+
+def test_phase_3_does_not_start_with_an_unreadable_r_phi(toy_model, tmp_path):
+    def critic(rollouts, model, tokenizer, config):
+        judgements = length_critic(rollouts, model, tokenizer, config)
+        return [replace(judgement, reason="no JSON" * (i < 4))
+                for i, judgement in enumerate(judgements)]
+
+    rows = get_task("toy").rows("eval", 6, 0)
+    config = Config(iterations=1, batch_size=6, minibatch_size=6, max_new_tokens=3)
+    with pytest.raises(InputError, match="67% of the critiques.*higher --reward_learning_rate"):
+        text2grad.train_and_evaluate(*toy_model, rows, rows, config, tmp_path, critic)
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.fixture()
+def unreadable_r_phi(monkeypatch):
+    """Phase 3 starts although the R_φ of a small run writes no readable critique."""
+    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
 
 
 # ── Going on, and reusing what is done
@@ -140,7 +159,7 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     assert "cannot import" in message, "the annotator may change if no feedback exists"
 
 
-def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
+def test_what_lies_behind_a_path_binds_too(reward, tmp_path, unreadable_r_phi):
     """Changed rows and a flipped bit of an adapter are reported. Passwords are not stored."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "run"
     adapter = tmp_path / "adapter"
@@ -159,6 +178,7 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path):
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     tensors = adapter / "adapter_model.safetensors"
     save_file({name: x + 1 for name, x in load_file(tensors).items()}, tensors)
+    tensors.with_name("sha256.json").unlink()
     message = refused(*flags)
     assert all(f"of --{name} was" in message for name in ("adapter", "reward_model"))
 
@@ -183,7 +203,7 @@ def test_the_deletion_test(tmp_path):
     for name in names:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
-    flags = [*TINY, "--iterations", 1, "--annotated_rows", 12]
+    flags = [*TINY, "--iterations", 1, "--annotated_rows", 12, "--reward_epochs", 60]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "text2grad.py", *map(str, flags)], cwd=tmp_path,
                           capture_output=True, text=True, env=environment)
@@ -220,7 +240,7 @@ TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_ba
 
 
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_stories, tmp_path,
-                                                        capsys):
+                                                        capsys, unreadable_r_phi):
     """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
     flags = ["--task", "slf5k", "--model", long_stories,
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
@@ -255,7 +275,8 @@ def critic(row, response):
 '''
 
 
-def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch):
+def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch,
+                                            unreadable_r_phi):
     """--task module:NAME uses its prompt and fields; its settings override the defaults."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
@@ -266,7 +287,7 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch)
              "--data", data, "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
-        0.3, 1e-6, "cosine")
+        0.3, 1.5e-3, "cosine")
     assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
     assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")
@@ -313,7 +334,8 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
             ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
              "--annotator_function", "toy:critique", "--data", solved),
-            ("its settings name kl_coeff", "--task", "bad_task:MISSPELT", "--data", solved),
+            ("unrecognized arguments: --kl_coeff", "--task", "bad_task:MISSPELT",
+             "--data", solved),
             ("5 of 5 rows have no test outcome", *code),
             ("rows have no test outcome", *code, "--data", tested),
             ("holds no adapter_config.json", "--reward_model", tmp_path),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from data import write_rows
 from helpers import free_port, read_jsonl, read_metrics, run_main, start
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessRaisedException, start_processes
@@ -109,6 +110,10 @@ def test_two_ranks_are_one_rank_in_phases_1_and_2(tmp_path):
     critiques of R_φ may differ in a token, only the judged rows are compared.
     """
     phases = [*SMALL, "--annotated_rows", 27, "--iterations", 1, "--learning_rate", 0]
+    for run in ("one", "two"):                             # phase 3 counts as finished
+        (tmp_path / run).mkdir()
+        write_rows(tmp_path / run / "result.json", [{"before": {}, "after": {}}])
+        (tmp_path / run / "metrics.jsonl").touch()
     run_main(*phases, "--output_dir", tmp_path / "one")
     on_two_ranks(tmp_path / "two", *phases, "--shard")
     on_two_ranks(tmp_path / "fit", "--data", tmp_path / "one" / "feedback.jsonl",

@@ -6,15 +6,17 @@ each step's inputs with explicit values.
 
 import json
 import random
-from dataclasses import replace
+import typing
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import text2grad
-from data import get_task, write_rows
+from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, eos_ids, lora_parameters
-from reward_model import Judgement, split_rows
+from reward_model import Judgement, RewardConfig, split_rows
 from sampling import generate
 from text2grad import (Config, batch_rows, evaluate, load_rows, ppo_update, sample_rollouts,
                        train, train_and_evaluate, write_responses)
@@ -294,3 +296,50 @@ def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
              "--annotator_function", "toy:critique", "--output_dir", tmp_path]
     message = error_message("text2grad.py", *flags)
     assert f"{data}: all rows have the same prompt; add rows" in message
+
+
+# ── Settings of a task
+
+@pytest.mark.parametrize("rows, millions, expected", [
+    (160, 134.5, (16, 12, 8, 2.93e-4)), (20, 0.3, (16, 12, 8, 1.5e-3)),
+    (10_000, 8030, (64, 156, 32, 7.49e-5)), (500_000, 8000, (64, 6000, 32, 7.5e-5))])
+def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millions, expected):
+    """README: N / batch_size iterations, at least 12, and a rate of 1.5 · 10⁻³ / ∛P."""
+    weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
+    model = SimpleNamespace(parameters=lambda: [weight])
+    empty = Config(task="my_task:HEADLINES", iterations=None, batch_size=None,
+                   minibatch_size=None, learning_rate=None, value_learning_rate=None)
+    config = text2grad.fit_to_rows(empty, rows, model)
+    assert (config.batch_size, config.iterations, config.minibatch_size) == expected[:3]
+    assert config.learning_rate == pytest.approx(expected[3], rel=0.01)
+    assert config.value_learning_rate == pytest.approx(10 * config.learning_rate)
+    release = text2grad.fit_to_rows(replace(empty, task="slf5k", batch_size=12), 5000, model)
+    assert release.iterations == 1666                            # four epochs
+    named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5)
+    assert text2grad.fit_to_rows(named, rows, model) == named
+
+
+WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan"), True]
+
+
+@pytest.mark.parametrize("config_class", [Config, RewardConfig])
+def test_a_wrong_setting_of_a_task_is_one_line(config_class):
+    """Each flag × eight values: refused in one line, or a value that the flag accepts."""
+    types = typing.get_type_hints(config_class)
+    refused = 0
+    for setting in fields(config_class):
+        for value in WRONG:
+            try:
+                config = parse_flags(config_class, [], "", lambda task: {setting.name: value})
+            except InputError as error:
+                assert setting.name in str(error) and "\n" not in str(error)
+                refused += 1
+                continue
+            accepted = getattr(config, setting.name)
+            assert isinstance(accepted, typing.get_args(types[setting.name])
+                              or types[setting.name])
+            least, most = setting.metadata["range"]
+            assert isinstance(accepted, (str, bool)) or least <= accepted <= most
+            assert not setting.metadata["choices"] or accepted in setting.metadata["choices"]
+    assert refused > 4 * len(fields(config_class))
+
