@@ -45,7 +45,7 @@ def public(text: str) -> str:
 class Task:
     """A data set: its prompts, fields and annotator texts; the first two have no default."""
     name: str
-    policy_prompt: Callable[[dict], str]                     # row → x
+    policy_prompt: Callable[[dict], str | list[dict]]        # row → x, a text or chat messages
     needs: tuple[tuple[str, ...], ...] = ()            # a row needs one field of each group
     responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
     # For the annotator: its role, its criteria and the number of spans to quote.

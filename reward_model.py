@@ -111,6 +111,13 @@ def reward_preset(task: str) -> dict:
     return {**common, **get_task(task).reward}
 
 
+def fit_reward_to_rows(config: RewardConfig, count: int, model) -> RewardConfig:
+    """Derive settings that are None: 60 optimizer steps or more, and a rate for this size."""
+    epochs = config.epochs or min(10, max(3, 60 * config.batch_size // count))
+    learning_rate = config.learning_rate or scaled_rate(model, 3e-3)
+    return replace(config, epochs=epochs, learning_rate=learning_rate)
+
+
 # ── From rows to token sequences [x ; y ; z]
 
 def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
@@ -409,10 +416,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if not pairs:
         raise InputError(f"{config.data}: every training row has more than {limit} tokens; "
                          f"raise --max_tokens, or use a model with a longer context")
-    # An own task: about 60 optimizer steps or more, and a rate that suits the model's size.
-    epochs = config.epochs or min(10, max(3, 60 * config.batch_size // len(pairs)))
-    learning_rate = config.learning_rate or scaled_rate(model, 3e-3)
-    config = replace(config, epochs=epochs, learning_rate=learning_rate)
+    config = fit_reward_to_rows(config, len(pairs), model)
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),

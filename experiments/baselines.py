@@ -52,12 +52,14 @@ from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, to
                                  true_critic)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
-from reward_model import Judgement, RewardConfig, fit_adapter, write_critiques
+from reward_model import (Judgement, RewardConfig, fit_adapter, fit_reward_to_rows,
+                          write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotation_settings, batch_rows,
-                       check_config, decay, forward, load_rows, preset, reward_model_critic,
-                       reward_settings, sample_rollouts, start_policy, train, write_responses)
+                       check_config, decay, fit_to_rows, forward, load_rows, preset,
+                       reward_model_critic, reward_settings, sample_rollouts, start_policy,
+                       train, write_responses)
 
 
 # ── The losses
@@ -350,7 +352,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
         losses = pair_losses
         count_of = _count_pair
         examples = encode_texts(tokenizer, preferences(model, tokenizer, rows, config, out))
-    settings = reward_settings(config, out)
+    settings = fit_reward_to_rows(reward_settings(config, out), len(examples), model)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
     n_heldout = max(1, len(examples) // 10)
@@ -468,6 +470,7 @@ def main(argv=None):
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
     rows = drop_long_rows(load_rows(config)[0], model, tokenizer, config)
+    config = fit_to_rows(config, len(rows), model)
     save_settings(config, out)
     start_policy(model, config)
     if config.reward_model:

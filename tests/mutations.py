@@ -58,6 +58,7 @@ JUDGES = "tests/test_judges.py"
 METRICS = "tests/test_metrics.py"
 MODEL = "tests/test_model.py"
 MODES = "tests/test_modes.py"
+PIPELINE = "tests/test_pipeline.py"
 REPLIES = "tests/test_replies.py"
 REPORT = "tests/test_report.py"
 RESTART = "tests/test_restart.py"
@@ -335,6 +336,17 @@ MUTATIONS = [
              "an adapter without a target layer is loaded"),
     Mutation("data.py", 'if value_type is str and not text.strip():', "if False:",
              "tests/test_pipeline.py -k empty", "an empty --output_dir is accepted"),
+
+    # ── Settings of an own task
+    Mutation("text2grad.py", "if unreadable > MOST_UNREADABLE:", "if False:", PIPELINE,
+             "phase 3 trains on critiques that nobody can read"),
+    Mutation("text2grad.py", "passes * count // batch_size", "count // 8", TRAIN,
+             "the number of iterations ignores the batch"),
+    Mutation("model.py", "** (1 / 3)", "** (1 / 2)", TRAIN,
+             "the learning rate falls with the square root of the size"),
+    Mutation("data.py", "parser.set_defaults(**vars(parser.parse_args(flags)))",
+             "parser.set_defaults(**preset(task))", TRAIN,
+             "settings of a task are not checked"),
 
     # ── data.py and report.py
     Mutation("data.py", "if all(row.get(name) in empty", "if any(row.get(name) in empty",
