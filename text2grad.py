@@ -162,7 +162,6 @@ OWN = dict(
     batch_size=None,
     minibatch_size=None,
     learning_rate=None,
-    temperature=1.0,
     ppo_epochs=2,
     value_clip=5.0,
     micro_batch_size=4,
@@ -186,7 +185,7 @@ def fit_to_rows(config: Config, count: int, model) -> Config:
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
     iterations = config.iterations or min(6000, max(12, passes * count // batch_size))
     minibatch_size = config.minibatch_size or max(1, batch_size // 2)
-    learning_rate = config.learning_rate or scaled_rate(model, 1.5e-3)
+    learning_rate = config.learning_rate or scaled_rate(model, 1e-3)
     value_learning_rate = config.value_learning_rate
     if config.learning_rate is None and value_learning_rate is None:
         value_learning_rate = 10 * learning_rate
