@@ -101,6 +101,7 @@ class _RecordingRow(dict):
         return super().__getitem__(name)
 
     def get(self, name, default=None):
+        """The same as dict.get, which would not call `__getitem__`."""
         return self[name] if name in self else default
 
 
