@@ -422,8 +422,13 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
             "choices": setting.metadata["choices"], "metavar": value_types[0].__name__}
         group.add_argument(f"--{setting.name}", help=setting.metadata["help"],
                            default=setting.default, **options)
+    settings = preset(task)
+    for name, value in settings.items():
+        expected = types.get(name)
+        if expected in (str, str | None) and not isinstance(value, expected):
+            raise InputError(f"--task {task}: its setting {name!r} is not a text: {value!r}")
     flags = [f"--{name}" if value is True else f"--{name}={value}"
-             for name, value in preset(task).items() if value is not False]
+             for name, value in settings.items() if value is not False]
     try:                                            # a task's settings obey the rules of flags
         parser.set_defaults(**vars(parser.parse_args(flags)))
     except InputError as error:

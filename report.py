@@ -238,8 +238,8 @@ NOTES = {
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
     "entropy": "nats per token; falls slowly; near 0, all rollouts are the same",
-    "kl": "nats per response from the reference; rises to kl_target and stays there",
-    "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
+    "kl": "nats per response from the reference; between .5 and 1.5 times the target at the end",
+    "kl_coef": "β; rises while kl is above the target, falls while it is below",
     "response_tokens": "tokens per response; steady",
     "truncated": "share of responses cut off at --max_new_tokens; V is 0 after them, as it is "
                  "after an EOS (Algorithm 4)",
@@ -346,12 +346,14 @@ def curves(rows: list[dict]) -> str:  # Figure 3
     """A chart and a note for each metric in metrics.jsonl, the task's own metrics first."""
     html = ""
     keys = set().union(*rows)                         # a row may lack some of the metrics
-    task_keys = sorted(keys - {"iteration", *NOTES})
+    task_keys = sorted(keys - {"iteration", "kl_target", *NOTES})
     for key in task_keys + [key for key in NOTES if key in keys]:
         key_rows = [row for row in rows if key in row]
         lines = {"last": [row[key] for row in key_rows]}
         if key == "true_delta":
             lines = {"annotator": lines["last"], "R_φ": [row["delta"] for row in key_rows]}
+        if key == "kl" and "kl_target" in keys:
+            lines["target"] = [row.get("kl_target") for row in key_rows]
         x = [row["iteration"] for row in key_rows]
         chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"

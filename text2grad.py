@@ -14,7 +14,7 @@ T − t, and V is 0 after the last token. The paper has two δ_t; here they are 
 `td_error`. Taken from the release: A_t is whitened over the batch, the value loss is halved and
 clipped, and θ and ψ share one gradient clip. Our own: R_φ writes z' greedily. A harmful
 optimizer step is skipped and counted. r_t^KL is the log-ratio of the sampled token. The release
-uses the exact KL_t, which as a reward acts like a baseline and penalises nothing.
+uses the exact KL_t as a reward, whose policy gradient is not −∇KL.
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N tokens of a
 flat batch, H hidden size. Each rank samples, judges and trains on rows [RANK::WORLD_SIZE], and
@@ -96,7 +96,9 @@ class Config:
     max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
     max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(6.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
+    kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
+    kl_horizon: int | None = flag(
+        None, "rollouts over which β adapts (release: 10000); None: a tenth of the run's", least=1)
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
@@ -148,6 +150,7 @@ PAPER = dict(
     schedule="cosine",
     kl_coef=0.05,
     kl_target=3.0,
+    kl_horizon=10_000,
     eval_rows=64,
     max_new_tokens=512,
     max_critique_tokens=768,
@@ -164,6 +167,7 @@ OWN = dict(
     learning_rate=None,
     ppo_epochs=2,
     value_clip=5.0,
+    kl_horizon=None,
     micro_batch_size=4,
     max_new_tokens=128,
     max_critique_tokens=256,
@@ -257,15 +261,12 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
 
 
-KL_HORIZON = 10_000                       # rollouts over which β adapts (Table 10)
-
-
 @dataclass
 class AdaptiveKL:
     """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2)."""
     beta: float
     target: float                         # nats per response; 0: β is fixed
-    horizon: int = KL_HORIZON
+    horizon: int                          # number of rollouts over which β adapts
 
     def update(self, kl: float, n: int):
         """kl: mean KL per response of the last batch, in nats; n: number of its rollouts."""
@@ -413,7 +414,7 @@ def add_advantages(rollouts: Rollouts, beta: float, config: Config):
     """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
 
     r_t^KL = −β (log π(y_t) − log π_ref(y_t)), whose policy gradient is −β ∇KL. The exact KL_t
-    would be no penalty: it depends only on y_<t, so for y_t it is a baseline.
+    depends only on x and y_<t, so for y_t it would be a baseline.
     """
     mask = rollouts.mask
     values = rollouts.values
@@ -540,7 +541,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    kl = AdaptiveKL(config.kl_coef, config.kl_target)
+    horizon = config.kl_horizon or max(1, config.iterations * config.batch_size // 10)
+    kl = AdaptiveKL(config.kl_coef, config.kl_target, horizon)
     settings = policy_settings(config)
     start = resume(optimizer, kl, settings, out)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
@@ -565,6 +567,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": kl.beta,
                    **batch_metrics(batch, get_task(config.task)), **stats, **timer.seconds}
+        if kl.target:
+            metrics["kl_target"] = kl.target
         kl.update(metrics["kl"], config.batch_size)
         if RANK == 0:
             log_iteration(metrics, batch, bar, config, out)
@@ -726,8 +730,11 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     """
     task = get_task(config.task)
     if config.data is None:
-        rows = task.rows("train", config.annotated_rows, config.seed)
-        return rows, task.rows("eval", config.eval_rows, 0)
+        training = task.rows("train", config.annotated_rows, config.seed)
+        evaluation = task.rows("eval", config.eval_rows, 0)
+        for number, row in enumerate([*training, *evaluation], 1):
+            task.check(row, f"--task {config.task}: row {number} of its `rows`")
+        return training, evaluation
     rows = read_rows(config.data, task=task)
     shuffled = random.Random(config.seed).sample(rows, len(rows))
     training, evaluation = split_rows(shuffled, config.eval_rows, config.seed,

@@ -28,7 +28,7 @@ from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import RewardConfig, judge, reward_preset, write_critiques
 from sampling import generate
-from text2grad import KL_HORIZON, Config, gae, preset, sample_rollouts, whiten, write_responses
+from text2grad import Config, gae, preset, sample_rollouts, whiten, write_responses
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
@@ -192,7 +192,7 @@ def test_presets_are_the_release_s_hyperparameters():
                           c.max_new_tokens, c.max_critique_tokens, c.annotated_rows)
         assert (c.ppo_epochs, c.value_coef, c.clip, c.value_clip, c.gamma, c.lam, c.lora_r,
                 c.lora_alpha, c.temperature) == (4, 0.1, 0.2, 0.2, 1.0, 0.95, 16, 32, 0.6)
-        assert c.minibatch_size == c.batch_size and KL_HORIZON == 10000
+        assert c.minibatch_size == c.batch_size and c.kl_horizon == 10000
     rewards = {"slf5k": (1e-5, 3e-7, "q_proj,v_proj", 0.05, 1400, 500),
                "ultrafeedback": (1e-5, 3e-7, "q_proj,v_proj", 0.1, 1250, 768),
                "kodcode": (2e-5, 0.01, "q_proj,k_proj,v_proj,o_proj", 0.1, 1250, 768)}

@@ -1,6 +1,7 @@
 """The scripts from the command line: all phases, resuming, real rows with a fake annotator
 server, user-defined tasks, bad input, and the probe of R_φ against the annotator."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -21,12 +23,12 @@ import reward_model
 import text2grad
 import toy
 from annotate import annotate
-from data import InputError, get_task, read_rows, write_rows
+from data import InputError, Task, get_task, parse_flags, read_rows, write_rows
 from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
                      read_jsonl, read_metrics, run_main)
 from model import add_lora
 from report import NOTES
-from reward_model import Judgement, judge, token_figures
+from reward_model import Judgement, RewardConfig, judge, reward_preset, token_figures
 from runtime import lock_directory, newest_checkpoint
 from text2grad import Config, Rollouts, annotation_settings, probe, train
 
@@ -42,7 +44,7 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
                         for name in ("metrics", "samples"))
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
-    assert set().union(*metrics) == {"iteration", *get_task("toy").truth, *NOTES}
+    assert set().union(*metrics) == {"iteration", "kl_target", *get_task("toy").truth, *NOTES}
     assert all(row["seconds_update"] > 0 for row in metrics)
     for row in samples:
         assert len(row["tokens"]) == len(row["delta"]) == len(row["advantage"])
@@ -344,7 +346,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("--kl_target: nan", "--kl_target", "nan"), ("--batch_size: 0", "--batch_size", 0),
             ("--temperature: 0", "--temperature", 0), ("--learning_rat", "--learning_rat", 1),
             *((f"argument --{name}: ", f"--{name}", value) for name, value in WRONG),
-            ("unrecognized arguments: --kl_horizon", "--kl_horizon", 0),
+            ("unrecognized arguments: --kl_penalty", "--kl_penalty", 0),
             ("torchrun", "--shard"), ("--wandb", "--wandb", "project"),
             ("--max_usd needs --price_in", "--max_usd", 1)):
         with monkeypatch.context() as patch:
@@ -352,6 +354,30 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
                 patch.setenv("OPENAI_API_KEY", "any")
             assert message in refused(*flags, "--output_dir", out), flags
     assert [path.name for path in out.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": 1}, object(), b"x", float("nan"), ()])
+def test_every_setting_of_a_task_is_checked_like_its_flag(value, monkeypatch):
+    """Six wrong values for each key of `policy` and `reward`, before anything is loaded."""
+    module = types.ModuleType("wrong_settings")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for config, preset, group in ((Config, text2grad.preset, "policy"),
+                                  (RewardConfig, reward_preset, "reward")):
+        for setting in dataclasses.fields(config):
+            module.TASK = Task("wrong", lambda row: row["text"],
+                               **{group: {setting.name: value}})
+            with pytest.raises(InputError, match=setting.name):
+                parse_flags(config, ["--task", "wrong_settings:TASK"], "", preset)
+
+
+def test_the_rows_that_a_task_makes_must_fit_it(tmp_path, monkeypatch):
+    module = types.ModuleType("wrong_rows")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.TASK = Task("wrong", lambda row: row["text"],
+                       rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
+    assert "row 10 of its `rows`: field 'text' does not fit" in refused(
+        "--task", "wrong_rows:TASK", "--annotator_function", "toy:critique",
+        "--output_dir", tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', ' [{"a": 1}, {"a": 2}]'])

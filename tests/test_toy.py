@@ -27,6 +27,18 @@ def test_splits_share_no_facts_whatever_the_seed():
     assert not base & train and not base & evaluation and not train & evaluation
 
 
+def test_a_thousand_held_out_posts_are_distinct_and_none_is_a_training_post():
+    held_out = {row["post"] for row in toy.rows("eval", 1000)}
+    training = {row["post"] for seed in range(3) for row in toy.rows("train", 3000, seed)}
+    assert len(held_out) == 1000 and not held_out & training
+    assert len({row["post"] for row in toy.rows("train", 3000)}) == 3000
+
+
+def test_more_posts_than_the_world_has_are_one_line():
+    with pytest.raises(InputError, match="100000 posts are too many; .* split 'eval' at length 1"):
+        toy.rows("eval", 100_000)
+
+
 def test_rows_are_a_function_of_split_seed_and_length():
     assert toy.rows("eval", 5, 3) == toy.rows("eval", 9, 3)[:5] != toy.rows("eval", 5, 4)
     assert ([len(toy.rows("train", 1, 0, length)[0]["facts"]) for length in toy.LENGTHS]
@@ -64,9 +76,9 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
     """Phrases of a slot differ in their first word; a phrase inside another has its slot."""
     phrases = [value for values in toy.SLOTS.values() for value in values]
-    assert len(set(phrases)) == len(phrases) == 8 * len(toy.SLOTS)
+    assert len(set(phrases)) == len(phrases) == 16 * 3 + 8 * 9
     for values in toy.SLOTS.values():
-        assert len({value.split()[0] for value in values}) == 8, values
+        assert len({value.split()[0] for value in values}) == len(values), values
     inside = [(a, b) for a in phrases for b in phrases if a != b and f" {a} " in f" {b} "]
     assert len(inside) > 10 and all(toy.SLOT_OF[a] == toy.SLOT_OF[b] for a, b in inside)
 
@@ -113,8 +125,8 @@ ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "
      "The city New York is missing.", 2 / 3, 0),
     ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"],
      ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
-    ("A driver, a nurse from New York lost the bike.", ["New York", "bike"],
-     ["driver", "nurse"], "The job driver was nurse, wrong.", 2 / 3, 0),
+    ("A driver, a nurse from New York lost the bike.", ["nurse", "New York", "bike"],
+     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
     # A repeated clause: its fact is quoted once and so ambiguous, and the repetition is poor.
     ("A nurse comes from New York, comes from New York, as the bike shows.",
      ["nurse", "New York", "bike"], [", comes from New York"],

@@ -137,7 +137,8 @@ def test_the_kl_coefficient_follows_nats_per_response(model_and_tokenizer, rows,
     """β after an iteration, recomputed from the KL of the batch (Ziegler et al. 2019, §2.2).
 
     The target is near the KL, so that the error is not clipped, and nats per token would give
-    another β. The horizon counts rollouts: 8 per iteration, though a minibatch has 4.
+    another β. The horizon counts rollouts: 8 per iteration, though a minibatch has 4. If no
+    setting names it, it is a tenth of the run's rollouts.
     """
     model, tokenizer = model_and_tokenizer
     config = replace(CONFIG, minibatch_size=4)

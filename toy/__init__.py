@@ -28,11 +28,14 @@ BASE = Path(__file__).parent / "base"          # the committed checkpoint
 # they share words or are easily confused.
 SLOTS = {
     "person": ["sister", "older sister", "cousin", "second cousin", "boss", "former boss",
-               "landlord", "tenant"],
+               "landlord", "tenant", "brother", "half brother", "neighbour",
+               "noisy neighbour", "nephew", "niece", "lodger", "roommate"],
     "month": ["March", "early March", "August", "late August", "June", "July", "October",
-              "mid December"],
+              "mid December", "April", "rainy April", "November", "dark November", "January",
+              "snowy January", "September", "February"],
     "reply": ["You owe me.", "I need it.", "It is mine.", "Sue me.", "Ask my wife.",
-              "So what.", "We sold it.", "Nobody cares."],
+              "So what.", "We sold it.", "Nobody cares.", "Not now.", "Too late.", "Go away.",
+              "They knew.", "Prove it.", "She agreed.", "He told me.", "Wait and see."],
     "job": ["nurse", "night nurse", "driver", "taxi driver", "tax lawyer", "head chef",
             "farmer", "dentist"],
     "city": ["York", "New York", "Lake City", "Salt Lake City", "Cape Town", "Oslo", "Berlin",
@@ -71,7 +74,8 @@ _POST = [
      "My {donor} gave it to me, for {price}. I kept it in the {place}.",
      "Once I got it from my {donor}. Until then it was in the {place}. It is worth {price}."]]
 _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is this normal?",
-           "Thanks for reading.", "We used to get along."]
+           "Thanks for reading.", "We used to get along.", "It may be my own fault.",
+           "This is still going on.", "I hope that it ends well."]
 # A faulty sentence repeats the clause in brackets, or has "my" for {the}.
 _SUMMARY = [
     ['It was {the} {person} who [opened it in {month}], with the words "{reply}"',
@@ -141,9 +145,9 @@ def write_draft(facts: dict[str, str], rng: random.Random) -> str:
 def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
-    length: number of sentences in a summary; a sentence has about 20 tokens. The same arguments
-    give the same rows on every machine. Raises KeyError if the split is unknown, and InputError
-    if the length is not in LENGTHS.
+    length: number of sentences in a summary; a sentence has about 20 tokens. No two posts are
+    equal. The same arguments give the same rows on every machine. Raises KeyError if the split
+    is unknown, and InputError if the length is not in LENGTHS or the split has fewer posts.
     """
     if split not in SPLITS:
         raise KeyError(f"toy: no split {split!r}; choose one of {', '.join(SPLITS)}")
@@ -151,14 +155,22 @@ def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
         raise InputError(f"toy: a summary cannot have {length!r} sentences; choose 1 to 4")
     rng = random.Random(f"{split}-{seed}-{length}")
     slots = [*SLOTS][: PER_SENTENCE * length]
-    examples = []
+    examples = {}                                                  # by post
+    attempts = 0                                                   # since the last new post
     while len(examples) < n:
+        attempts += 1
+        if attempts > 2000:
+            raise InputError(f"toy: {n} posts are too many; {len(examples)} different ones were "
+                             f"found in the split {split!r} at length {length}")
         facts = {slot: rng.choice(SLOTS[slot]) for slot in slots}
-        if zlib.crc32("|".join(facts.values()).encode()) % 16 in SPLITS[split]:
-            examples.append({"id": f"toy-{split}-{seed}-{len(examples)}",
-                             "post": write_post(facts, rng), "facts": facts,
-                             "reference": write_summary(facts, rng)})
-    return examples
+        if zlib.crc32("|".join(facts.values()).encode()) % 16 not in SPLITS[split]:
+            continue
+        post = write_post(facts, rng)
+        if post not in examples:
+            examples[post] = {"id": f"toy-{split}-{seed}-{len(examples)}", "post": post,
+                              "facts": facts, "reference": write_summary(facts, rng)}
+            attempts = 0
+    return list(examples.values())
 
 
 SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
@@ -274,21 +286,17 @@ def invented(row: dict, response: str) -> list[str]:
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
     """(position, slot, phrase, annotator's sentence, whether it is right) of each phrase.
 
-    The phrases are in order of position, without repeats. If a slot gets two different phrases,
-    the second is wrong. Raises ValueError if the response is empty.
+    The phrases are in order of position, without repeats. Raises ValueError if the response is
+    empty.
     """
     if not response.strip():
         raise ValueError("toy annotator: the response is empty; only text can be judged")
-    judgements = []
-    first_phrase = {}                                              # of each slot
+    judgements = {}                                                # by phrase
     for start, slot, phrase in said_facts(response):
-        is_repeated = any(phrase == judgement[2] for judgement in judgements)
-        if phrase == first_phrase.setdefault(slot, phrase) and is_repeated:
-            continue                                               # `faults` reports repeats
         fact = row["facts"].get(slot, "nothing")
-        right = phrase == fact and phrase == first_phrase[slot]
-        judgements.append((start, slot, phrase, verdict(slot, phrase, fact), right))
-    return judgements
+        judgement = start, slot, phrase, verdict(slot, phrase, fact), phrase == fact
+        judgements.setdefault(phrase, judgement)                   # `faults` reports repeats
+    return list(judgements.values())
 
 
 def critique(row: dict, response: str, remarks=None) -> str:

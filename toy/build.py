@@ -32,7 +32,7 @@ from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
-COMPARE_FIRST = 300     # the first steps have only "compare": then the others are learnt faster
+COMPARE_FIRST = 350     # the first steps have only "compare": then the others are learnt faster
 
 
 def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
@@ -110,7 +110,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<pad>", "<eos>"], show_progress=False,
+        vocab_size=960, special_tokens=["<pad>", "<eos>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -129,7 +129,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=toy.BASE,
                         help="directory of the checkpoint")
-    parser.add_argument("--steps", type=int, default=1100,
+    parser.add_argument("--steps", type=int, default=1400,
                         help="number of training steps, with 64 exercises each")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
