@@ -238,7 +238,7 @@ NOTES = {
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
     "entropy": "nats per token; falls slowly; near 0, all rollouts are the same",
-    "kl": "nats per response from the reference; between .5 and 1.5 times the target at the end",
+    "kl": "nats per response from the reference; at the end near the target",
     "kl_coef": "β; rises while kl is above the target, falls while it is below",
     "response_tokens": "tokens per response; steady",
     "truncated": "share of responses cut off at --max_new_tokens; V is 0 after them, as it is "

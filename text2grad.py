@@ -98,7 +98,7 @@ class Config:
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
     kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
     kl_horizon: int | None = flag(
-        None, "rollouts over which β adapts (release: 10000); None: a tenth of the run's", least=1)
+        None, "rollouts in which β adapts (release: 10000); None: a tenth of the run", least=1)
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
     lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
     ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
@@ -263,7 +263,10 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
 
 @dataclass
 class AdaptiveKL:
-    """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2)."""
+    """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2).
+
+    An update changes β by 20 % at most, even if a batch is larger than the horizon.
+    """
     beta: float
     target: float                         # nats per response; 0: β is fixed
     horizon: int                          # number of rollouts over which β adapts
@@ -272,7 +275,7 @@ class AdaptiveKL:
         """kl: mean KL per response of the last batch, in nats; n: number of its rollouts."""
         if self.target and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.beta *= 1 + error * n / self.horizon
+            self.beta *= 1 + error * min(1, n / self.horizon)
         assert self.beta >= 0, "Alg. 4 l.14: the KL term is a penalty"
 
 

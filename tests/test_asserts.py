@@ -139,7 +139,7 @@ BROKEN = [
     ("A_T = r_T − V", {"text2grad.gae": moved_gae(1, 0)}, advance),
     ("R_T = r_T", {"text2grad.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),
-    ("a penalty", {}, lambda *_: AdaptiveKL(-1.0, 6.0).update(7.0, 10)),
+    ("a penalty", {}, lambda *_: AdaptiveKL(-1.0, 6.0, 100).update(7.0, 10)),
     ("z quotes the response", {"reward_model.ground": lambda response, feedback: Grounding(
         unmatched=["x"] if feedback.critique else [])},
      lambda model, head, rollouts, tokenizer: reward_model.encode_rows([ROW], tokenizer, 99)),

@@ -342,7 +342,8 @@ def test_adaptive_kl_by_hand(kl, target, error):
     controller = AdaptiveKL(0.5, target, 1000)
     controller.update(kl, 100)
     controller.update(kl, 50)
-    want = 0.5 * (1 + error * 0.1) * (1 + error * 0.05)
+    controller.update(kl, 5000)                            # five horizons count as one
+    want = 0.5 * (1 + error * 0.1) * (1 + error * 0.05) * (1 + error)
     assert controller.beta == pytest.approx(want, rel=1e-9)
 
 

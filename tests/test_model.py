@@ -420,7 +420,7 @@ def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
     refused(str(tmp_path), load_model, tmp_path, device="cpu")
     model.resize_token_embeddings(500)
     model.save_pretrained(tmp_path)
-    refused("tokenizer has 900 tokens and the model 500", load_model, tmp_path, device="cpu")
+    refused("tokenizer has 960 tokens and the model 500", load_model, tmp_path, device="cpu")
 
 
 def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):

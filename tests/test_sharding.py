@@ -150,7 +150,7 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
     """Load 300 MB in shards of 50 MB. The measured peak of each rank, including file pages, is
     .72 of the model, and 1.12 if the check of the head reads all shards."""
     torch.manual_seed(4)
-    config = LlamaConfig(vocab_size=900, hidden_size=640, intermediate_size=1920,
+    config = LlamaConfig(vocab_size=960, hidden_size=640, intermediate_size=1920,
                          num_hidden_layers=14, num_attention_heads=10)
     whole, path = LlamaForCausalLM(config).eval(), tmp_path / "base"
     whole.save_pretrained(path, max_shard_size="50MB")

@@ -35,7 +35,8 @@ def test_a_thousand_held_out_posts_are_distinct_and_none_is_a_training_post():
 
 
 def test_more_posts_than_the_world_has_are_one_line():
-    with pytest.raises(InputError, match="100000 posts are too many; .* split 'eval' at length 1"):
+    message = "100000 posts are too many; .* split 'eval' at length 1"
+    with pytest.raises(InputError, match=message):
         toy.rows("eval", 100_000)
 
 

@@ -160,8 +160,8 @@ def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
     while len(examples) < n:
         attempts += 1
         if attempts > 2000:
-            raise InputError(f"toy: {n} posts are too many; {len(examples)} different ones were "
-                             f"found in the split {split!r} at length {length}")
+            raise InputError(f"toy: {n} posts are too many; {len(examples)} different ones "
+                             f"were found in the split {split!r} at length {length}")
         facts = {slot: rng.choice(SLOTS[slot]) for slot in slots}
         if zlib.crc32("|".join(facts.values()).encode()) % 16 not in SPLITS[split]:
             continue
