@@ -96,6 +96,7 @@ PAPER = dict(
 OWN = dict(
     learning_rate=None,
     epochs=None,
+    batch_size=4,
     lora_dropout=0.0,
     weight_decay=0.0,
     lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
@@ -114,7 +115,7 @@ def reward_preset(task: str) -> dict:
 def fit_reward_to_rows(config: RewardConfig, count: int, model) -> RewardConfig:
     """Derive settings that are None: 60 optimizer steps or more, and a rate for this size."""
     epochs = config.epochs or min(10, max(3, 60 * config.batch_size // count))
-    learning_rate = config.learning_rate or scaled_rate(model, 3e-3)
+    learning_rate = config.learning_rate or scaled_rate(model, 5e-3)
     return replace(config, epochs=epochs, learning_rate=learning_rate)
 
 

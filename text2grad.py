@@ -90,6 +90,7 @@ class Config:
     allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
     batch_size: int | None = flag(
         64, "rollouts per iteration, all ranks (release: 12, 64); None: from the rows", least=1)
+    responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
     max_prompt_tokens: int | None = flag(
         None, "longest prompt in tokens; longer ones are dropped", least=1)
@@ -166,6 +167,7 @@ OWN = dict(
     minibatch_size=None,
     learning_rate=None,
     ppo_epochs=2,
+    lora_targets="q_proj,k_proj,v_proj,o_proj",
     value_clip=5.0,
     kl_horizon=None,
     micro_batch_size=4,
@@ -189,7 +191,7 @@ def fit_to_rows(config: Config, count: int, model) -> Config:
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
     iterations = config.iterations or min(6000, max(12, passes * count // batch_size))
     minibatch_size = config.minibatch_size or max(1, batch_size // 2)
-    learning_rate = config.learning_rate or scaled_rate(model, 1e-3)
+    learning_rate = config.learning_rate or scaled_rate(model, 2e-3)
     value_learning_rate = config.value_learning_rate
     if config.learning_rate is None and value_learning_rate is None:
         value_learning_rate = 10 * learning_rate
@@ -537,8 +539,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
     """Algorithm 4: the adapter "policy" learns from the critic's judgements of its rollouts.
 
     critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
-    advantages(rollouts, beta, config) fills rewards, advantages and returns. Writes policy/,
-    value_head.safetensors, metrics, samples and checkpoints to `out`, and continues from the
+    advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
+    further metrics. Writes policy/, value_head.safetensors, metrics, samples and checkpoints to `out`, and continues from the
     newest checkpoint there.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
@@ -563,13 +565,14 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
             add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
-            advantages(batch, kl.beta, config)                                      # l.14–17
+            counts = advantages(batch, kl.beta, config) or {}                      # l.14–17
             assert_one_per_token(batch)
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": kl.beta,
-                   **batch_metrics(batch, get_task(config.task)), **stats, **timer.seconds}
+                   **batch_metrics(batch, get_task(config.task)), **counts, **stats,
+                   **timer.seconds}
         if kl.target:
             metrics["kl_target"] = kl.target
         kl.update(metrics["kl"], config.batch_size)
@@ -625,14 +628,19 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
 
 
 def batch_rows(rows: list, config: Config, iteration: int) -> list:
-    """The rows of an iteration. Each epoch visits all rows once, in a new random order."""
+    """The rows of an iteration. Each epoch visits all rows once, in a new random order.
+
+    A row is repeated --responses_per_prompt times.
+    """
     n = len(rows)
-    start = iteration * config.batch_size
-    end = start + config.batch_size
+    prompts = config.batch_size // config.responses_per_prompt
+    start = iteration * prompts
+    end = start + prompts
     order = []
     for epoch in range(start // n, (end - 1) // n + 1):
         order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
-    return order[start % n :][: config.batch_size]
+    drawn = order[start % n :][:prompts]
+    return [row for row in drawn for _ in range(config.responses_per_prompt)]
 
 
 def decay(config: Config, iteration: int) -> float:
@@ -688,6 +696,9 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     parse_flags(RewardConfig, ["--task", config.task], "", reward_preset)    # checks its values
     if (config.batch_size or 0) % WORLD_SIZE or (config.minibatch_size or 0) % WORLD_SIZE:
         raise InputError(f"--batch_size and --minibatch_size must be multiples of {WORLD_SIZE}")
+    if (config.batch_size or 0) % config.responses_per_prompt:
+        raise InputError(f"--batch_size {config.batch_size} is not a multiple of "
+                         f"--responses_per_prompt {config.responses_per_prompt}")
     if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     if config.data is None and task.rows is None:
@@ -825,7 +836,7 @@ MOST_UNREADABLE = 0.5                     # phase 3 does not start above it
 
 
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
-             critic=reward_model_critic) -> str:
+                       critic=reward_model_critic, advantages=add_advantages) -> str:
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
@@ -840,7 +851,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         if unreadable > MOST_UNREADABLE:
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
-    train(model, tokenizer, rows, config, out, critic)                                  # l.18
+    train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
         write_rows(out / "after_samples.jsonl", samples)
@@ -859,7 +870,8 @@ def start_policy(model, config: Config):
                  config.lora_targets.split(","))
 
 
-def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
+def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
+         advantages=add_advantages):
     """Algorithm 1. needs_reward_model: whether the critic uses R_φ (phases 1 and 2)."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse_flags(Config, argv, __doc__, preset)
@@ -902,7 +914,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True):
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
                   lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
-                                             critic), out)                           # l.16–19
+                                             critic, advantages), out)               # l.16–19
     except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
                          f"--rollout_batch_size (texts), or set --activation_checkpointing or "

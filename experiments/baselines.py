@@ -10,9 +10,11 @@
     dpo           −log σ(β(Δ_w − Δ_l)), Δ = log π(y|x) − log π_ref(y|x), on preference pairs
     ppo           Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)
     prm_ppo       Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps
+    grpo, rloo    Algorithm 4 with PPO's scalar reward and the advantages of groups
     sdpo          self-distillation (arXiv 2601.20802): the teacher is the policy with the
                   critique in its prompt, the student is the policy without it
 
+The names in advantages.py, such as reward_to_go, run Text2Grad with other advantages.
 The flags after the name are those of text2grad.py. SFT needs the field `reference` in each row.
 Critiques, step labels and preferences come from phase 1. In a preference pair, the chosen
 response is the one with the larger sum of labels.
@@ -48,6 +50,7 @@ import text2grad
 from annotate import Span, annotate, token_offsets
 from data import (InputError, Task, append_row, chunks, get_task, parse_flags, read_rows,
                   run_script)
+from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
@@ -56,8 +59,8 @@ from reward_model import (Judgement, RewardConfig, fit_adapter, fit_reward_to_ro
                           write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import (MAX_GRAD_NORM, Config, Rollouts, annotation_settings, batch_rows,
-                       check_config, decay, fit_to_rows, forward, load_rows, preset,
+from text2grad import (MAX_GRAD_NORM, Config, Rollouts, add_advantages, annotation_settings,
+                       batch_rows, check_config, decay, fit_to_rows, forward, load_rows, preset,
                        reward_model_critic, reward_settings, sample_rollouts, start_policy,
                        train, write_responses)
 
@@ -156,14 +159,6 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 
 # ── Rows: refinements, preference pairs, step labels
 
-def limit_rows(rows: list[dict], config: Config, samples: int = 1) -> list[dict]:
-    """Keep only as many rows as are needed for the number of responses in Algorithm 4.
-
-    samples: responses per row.
-    """
-    return rows[: max(1, config.iterations * config.batch_size // samples)]
-
-
 def annotate_rows(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
     """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
     if not result_exists(out / "responses.jsonl"):
@@ -182,9 +177,10 @@ def encode_texts(tokenizer, texts) -> list[tuple]:
 def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
     """Preference pairs (x, y_w, y_l) as texts, from two responses per row.
 
-    y_w is the response with the larger sum of labels. Ties are left out.
+    Half of --annotated_rows rows get two responses, so that as many responses are annotated as
+    for the other methods. y_w is the response with the larger sum of labels. Ties are left out.
     """
-    doubled = [row for row in rows for _ in range(2)]
+    doubled = [row for row in rows[: config.annotated_rows // 2] for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)
     for row in annotate_rows(model, tokenizer, doubled, config, out):
         merit = sum(span["label"] for span in row["spans"])
@@ -242,7 +238,7 @@ def refinements(model, tokenizer, rows, config: Config, out: Path,
     In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. Empty y⁺ are
     left out. with_critique: return `rewrite_prompt` of x, y and z in place of x.
     """
-    rows = annotate_rows(model, tokenizer, limit_rows(rows, config), config, out)
+    rows = annotate_rows(model, tokenizer, rows[: config.annotated_rows], config, out)
     prompts = [row["prompt"] for row in rows]
     rewrite_prompts = [rewrite_prompt(row["prompt"], row["response"], row["critique"])
                        for row in rows]
@@ -284,7 +280,7 @@ def sft(model, tokenizer, rows, config: Config, out: Path):
 
     Raises InputError if a row has no such field.
     """
-    rows = limit_rows(rows, config)
+    rows = rows[: config.annotated_rows]
     if any("reference" not in row for row in rows):
         raise InputError("a row of --data has no field 'reference': SFT needs it in every row")
     prompt_of = get_task(config.task).policy_prompt
@@ -317,7 +313,7 @@ def reflection(model, tokenizer, rows, config: Config, out: Path):
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
     """Direct preference optimisation (Appendix N) on two responses per row."""
-    texts = preferences(model, tokenizer, limit_rows(rows, config, samples=2), config, out)
+    texts = preferences(model, tokenizer, rows, config, out)
     loss_of = partial(preference_loss, reference=config.reference)
     fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=_count_pair)
 
@@ -365,7 +361,8 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     return (heldout_losses < math.log(2)).float().mean().item()
 
 
-def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar"):
+def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar",
+        advantages=add_advantages):
     """PPO of Tables 2 and 3: Algorithm 4 with r(x, y) at the last token.
 
     reward_type="steps" is PRM-PPO (Appendix N), with a score at the end of every step. The
@@ -373,7 +370,7 @@ def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar")
     """
     if not lora_parameters(model, "reward"):
         fit_scores(model, tokenizer, rows, config, out, reward_type)
-    train(model, tokenizer, rows, config, out, SCORED[reward_type])
+    train(model, tokenizer, rows, config, out, SCORED[reward_type], advantages)
 
 
 def sdpo(model, tokenizer, rows, config: Config, out: Path):
@@ -435,7 +432,8 @@ def distil(model, student_batch: dict[str, Tensor], teacher_batch: dict[str, Ten
 
 
 METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": ppo,
-           "prm_ppo": partial(ppo, reward_type="steps"), "sdpo": sdpo}
+           "prm_ppo": partial(ppo, reward_type="steps"), "sdpo": sdpo,
+           **{name: partial(ppo, advantages=ADVANTAGES[name]) for name in ("grpo", "rloo")}}
 
 
 # ── Reflection at test time, and the command line
@@ -452,15 +450,21 @@ def main(argv=None):
     """Train a policy by one reward design or baseline and save its adapter for eval.py."""
     name, *flags = argv or sys.argv[1:] or [""]
     designs = LEARNT | TRUE
-    if name not in designs and name not in METHODS:
+    choices = {**METHODS, **designs, **ADVANTAGES}
+    if name not in choices:
         problem = f"unknown method {name!r}" if name else "no method was given"
-        raise InputError(f"{problem}: choose one of {', '.join([*METHODS, *designs])}, "
-                         f"followed by flags of text2grad.py")
+        raise InputError(f"{problem}: choose one of {', '.join(choices)}, followed by flags of "
+                         f"text2grad.py")
     defaults = ["--output_dir", f"runs/{name}", "--probe_rows", "0"]
     flags = [*defaults, *flags]                    # later flags override earlier ones
     config = parse_flags(Config, flags, __doc__, preset)
     if name in TRUE and not config.annotator_function:
         raise InputError(f"{name} needs --annotator_function: set it to module:function")
+    if name in GROUPED and config.responses_per_prompt < 2:
+        raise InputError(f"{name} compares responses to one prompt: set "
+                         f"--responses_per_prompt to 2 or more, such as 4")
+    if name in ADVANTAGES and name not in METHODS:
+        return text2grad.main(flags, advantages=ADVANTAGES[name])
     if name in designs:
         return text2grad.main(flags, designs[name], name in LEARNT)
     if WORLD_SIZE > 1:

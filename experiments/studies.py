@@ -5,8 +5,9 @@
     python -m experiments.studies --study all --quick  # short runs, as a check of the code
 
 A study compares several arms. An arm is a name and a `Run`. All studies follow one procedure.
-It first tunes the learning rate on one grid, with a seed and held-out posts that the results do
-not use. It then trains each arm with several seeds and writes a page with a table and curves.
+It first tunes the learning rate, with seeds and held-out posts that the results do not use. It
+then trains each arm with several seeds and writes a page with a table and curves. Each seed
+also trains its own reward models.
 
 The record of a run is kept in --cache under a hash of its settings. A stopped study can
 therefore resume, and studies share runs. Delete the cache after a change of code. Runs are
@@ -44,27 +45,29 @@ from tqdm import tqdm
 import toy
 from data import (InputError, chunks, flag, parse_flags, read_rows, run_script, whole_rows,
                   write_rows)
+from experiments.advantages import ADVANTAGES
 from experiments.baselines import METHODS, annotate_rows, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DAMAGES, DESIGNS, LEARNT, SCORED, true_critic
 from model import load_lora, load_model, lora_parameters
 from report import svg_line, table
 from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
-from text2grad import (Config, add_feedback, forward, gae, reward_model_critic, reward_settings,
-                       sample_rollouts, start_policy, train, whiten)
+from text2grad import (Config, add_advantages, add_feedback, forward, gae, reward_model_critic,
+                       reward_settings, sample_rollouts, start_policy, train, whiten)
 
 # ── Runs: what a study compares
 
 POSTS = 3000                            # training posts of the policy
 BETA = 0.2                              # initial β, as in the paper for SLF5K
-RATES = (3e-4, 1e-3, 3e-3)              # learning rates that every arm tries
-TUNING = 100                            # seed of the tuning runs
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)   # learning rates; tuning starts with three
+TUNING = (100, 101)                     # seeds of the tuning runs
 
 
 @dataclass(frozen=True)
 class Run:
     """All settings of one training run of a policy or a reward model, or of a measurement."""
     method: str = "critique"        # key of DESIGNS or METHODS, "two_rounds", or see `work`
+    advantages: str = "gae"         # or a key of ADVANTAGES
     annotator: str = "careful"      # key of ANNOTATORS: labels R_φ's rows, or judges rollouts
     settings: tuple = ()            # (name, value) of changed fields of text2grad.Config
     judge: tuple = ()               # (name, value) of changed fields of R_φ's RewardConfig
@@ -87,6 +90,7 @@ class Study:
     tuned: int | None = None        # arms to tune; others use the first's rate. None: all arms
     trajectories: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
+    compared: tuple[str, ...] = ("length",)    # fields of Run that an arm shares with its first
 
 
 TRUE = Run("true")
@@ -95,26 +99,63 @@ DENSE = Run("true", annotator="dense")
 NOISY = {f"{percent} % {damage}": Run(f"true_{damage}_{percent}")
          for damage in DAMAGES for percent in (10, 20, 40)}
 TRAJECTORIES = tuple(Run("look", length=n, posts=256) for n in (1, 2, 4))
+
+
+def group(size: int, advantages: str, method: str = "scalar") -> Run:
+    """A run whose advantages compare responses to one prompt."""
+    return Run(method, advantages, settings=(("responses_per_prompt", size),))
+
+
+# The rungs between Definition 1 and PPO: name → (key of ADVANTAGES, changed fields of Config).
+LADDER = {"PPO": ("gae", ()), "δ": ("definition_1", ()), "whitened δ": ("whitened_rewards", ()),
+          "reward-to-go": ("reward_to_go", ()), "reward-to-go, λ = .95": ("decayed_to_go", ()),
+          "reward-to-go − position's mean": ("position_mean", ()),
+          "PPO, λ = 0": ("gae", (("lam", 0.0),)), "PPO, λ = 1": ("gae", (("lam", 1.0),)),
+          "PPO without clip": ("gae", (("clip", 1e6),)),
+          "PPO, one pass": ("gae", (("ppo_epochs", 1),))}
+SHORT_LADDER = ("PPO", "δ", "reward-to-go", "PPO, λ = 1")
+
+
+def ladder(method: str, length: int, names=LADDER) -> dict[str, Run]:
+    """Arms with the rungs of the ladder, for one critic and one length."""
+    critic = {"true": "true critic", "critique": "R_φ"}[method]
+    return {f"{name}, {critic}, {20 * length} tokens":
+            Run(method, LADDER[name][0], settings=LADDER[name][1], length=length)
+            for name in names}
+
+
+METHODS_COMPARED = {
+    "Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
+    "GRPO of 4": group(4, "grpo"), "RLOO of 4": group(4, "rloo"), "DPO": Run("dpo"),
+    "SFT": Run("sft"), "ILF": Run("ilf"), "reflection": Run("reflection"), "SDPO": Run("sdpo")}
 SMALL = "One toy world, one tiny base and short runs: methods may rank differently elsewhere."
 STUDIES = {
     1: Study(
         "Text2Grad and its baselines",
         "How accurate does each method become with the same number of rollouts, and how fast? "
         "The paper claims that Text2Grad needs 22 % fewer steps than PPO.",
-        {"Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
+        {**METHODS_COMPARED,
+         "GRPO of 8": group(8, "grpo"), "RLOO of 8": group(8, "rloo"),
+         "Dr. GRPO of 4": group(4, "dr_grpo"),
+         "GRPO of 4, R_φ's sum": group(4, "grpo", "critique"),
+         "RLOO of 4, R_φ's sum": group(4, "rloo", "critique"),
+         "tokens of groups of 4, R_φ": group(4, "group_tokens", "critique"),
          "PPO, R_φ's sum": Run("end"), "PPO, true sum": END, "true critic": TRUE,
-         "DPO": Run("dpo"), "SFT": Run("sft"), "ILF": Run("ilf"),
-         "reflection": Run("reflection"), "SDPO": Run("sdpo")},
+         **{f"{name}, 400 annotations": replace(run, rows=400)
+            for name, run in METHODS_COMPARED.items()}},
         "SFT imitates perfect references. ILF imitates refinements by a function that reads "
         "the corrections in the critique. Real data has neither. SDPO's policy was first "
         "trained to rewrite, which needs as many annotated rows again."),
     2: Study(
         "Reward designs",
         "Which tokens should be rewarded (Table 11, Appendix I)? The true critic judges, so "
-        "that only the reward design differs. Token weights are compared on its dense labels.",
+        "that only the reward design differs. Token weights are compared within quoted spans "
+        "(Appendix I.1) and on dense labels.",
         {"spans": TRUE, "dense labels": DENSE,
          "dense, importance": replace(DENSE, method="true_importance"),
          "dense, linear decay": replace(DENSE, method="true_linear_decay"),
+         "spans, importance": Run("true_importance"),
+         "spans, linear decay": Run("true_linear_decay"),
          "human-like spans": Run("true", annotator="human"), "end of sequence": END},
         "Content words are found with a word list, not with a part-of-speech tagger. The "
         "human-like spans are simulated; no person marked spans."),
@@ -169,9 +210,22 @@ STUDIES = {
         "The same δ is paid either at its tokens (placed) or as a sum at the end. How does the "
         "benefit of placement grow with the length of a response?",
         {f"{name}, {20 * n} tokens": replace(run, length=n)
-         for n in (1, 2, 4) for name, run in (("placed", TRUE), ("at the end", END))},
-        "80 tokens are still a short text. The critic is the true critic, which never errs. "
-        "Facts are as dense in long responses as in short ones.", trajectories=TRAJECTORIES),
+         for n in (1, 2, 4) for name, run in (("placed", TRUE), ("at the end", END),
+                                              ("placed, R_φ", Run()),
+                                              ("at the end, R_φ", Run("end")))},
+        "80 tokens are still a short text. Facts are as dense in long responses as in short "
+        "ones.", trajectories=TRAJECTORIES),
+    10: Study(
+        "What PPO adds to Definition 1",
+        "Definition 1 weights log π(y_t) by δ_t. PPO adds whitening, the sum over later "
+        "tokens, a baseline V, the decay λ, and the clip. What does each of them buy, and from "
+        "which length on?",
+        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 4),
+         **ladder("critique", 4), **ladder("true", 2, SHORT_LADDER),
+         **ladder("critique", 2, SHORT_LADDER)},
+        "Facts are independent of each other, so a token's reward depends on few other tokens. "
+        "Where later text depends on earlier choices, the sum over later tokens matters more.",
+        compared=("length", "method")),
 }
 
 
@@ -183,12 +237,14 @@ def key(run: Run) -> str:
 
 
 def judge_of(run: Run) -> Run | None:
-    """The run that trains the reward model of this run, or None. All seeds share it."""
+    """The run that trains the reward model of this run, or None. Tuning shares one."""
     if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
         return None
     reward_type = run.method if run.method in SCORED else "critique"
     rows = run.rows // 2 if run.method == "two_rounds" else run.rows
-    return Run(f"fit {reward_type}", run.annotator, judge=run.judge, rows=rows, posts=run.posts)
+    seed = TUNING[0] if run.seed in TUNING else run.seed
+    return Run(f"fit {reward_type}", annotator=run.annotator, judge=run.judge, rows=rows,
+               length=run.length, seed=seed, posts=run.posts)
 
 
 def read_record(run: Run, cache: Path) -> dict:
@@ -229,7 +285,8 @@ def settings(run: Run, out: Path) -> Config:
     return Config(output_dir=str(out), seed=run.seed, annotator_function=critic, mode=mode,
                   probe_rows=0, learning_rate=run.rate, iterations=run.updates,
                   batch_size=run.batch, minibatch_size=run.batch, save_every=10**9,
-                  max_new_tokens=28 * run.length,
+                  max_new_tokens=28 * run.length, max_critique_tokens=96 * run.length,
+                  annotated_rows=run.rows,
                   **{"kl_coef": BETA} | dict(run.settings))
 
 
@@ -243,7 +300,7 @@ def fit_judge(run: Run, cache: Path) -> dict:
     config = settings(run, out)
     out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(toy.BASE, device="cpu")
-    rows = toy.rows("train", run.rows, 1000)
+    rows = toy.rows("train", run.rows, 1000 + run.seed, run.length)
     _, reward_type = run.method.split()
     if reward_type in SCORED:
         return {"right": fit_scores(model, tokenizer, rows, config, out, reward_type)}
@@ -289,9 +346,12 @@ def train_policy(run: Run, cache: Path) -> dict:
     with TemporaryDirectory() as directory:
         out = Path(directory)
         config = settings(run, out)
+        base = sample_answers(model, tokenizer, replace(run, method=""), config, None)
+        record["start"] = mean(map(toy.fact_accuracy, base.rows, base.texts))
         start_policy(model, config)
         if critic:
-            train(model, tokenizer, rows, config, out, critic)
+            advantages = ADVANTAGES.get(run.advantages, add_advantages)
+            train(model, tokenizer, rows, config, out, critic, advantages)
         else:
             METHODS[run.method](model, tokenizer, rows, config, out)
         curve = whole_rows(out / "metrics.jsonl")
@@ -308,7 +368,7 @@ def train_policy(run: Run, cache: Path) -> dict:
 
 def sample_answers(model, tokenizer, run: Run, config: Config, adapter):
     """Sample responses to held-out posts. For reflection, return the rewritten responses."""
-    posts = toy.rows("eval", run.posts, int(run.seed == TUNING), run.length)
+    posts = toy.rows("eval", run.posts, int(run.seed in TUNING), run.length)
     generator = torch.Generator().manual_seed(run.seed)
     rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
     if run.method == "reflection":
@@ -517,18 +577,23 @@ class Arm:
         return (plus_minus(finite, 0) or "–") + note
 
 
-def arm_table(arms: list[Arm]) -> str:
-    """Table and legend; each row compares an arm with the first arm of the same length."""
+def first_arm(arm: Arm, arms: list[Arm], compared) -> Arm:
+    """The first arm whose run agrees with an arm's in the fields `compared`."""
+    return next(first for first in arms
+                if all(getattr(first.run, name) == getattr(arm.run, name) for name in compared))
+
+
+def arm_table(arms: list[Arm], compared=("length",)) -> str:
+    """Table and legend; each row compares an arm with its `first_arm`."""
     header = ["", "rate", "start", "accuracy", "greedy", "minus first arm",
               "rollouts to 90 %", "base recall", "recall", "precision", "seconds"]
     rows = []
     for arm in arms:
-        baseline = next(first for first in arms if first.run.length == arm.run.length)
+        baseline = first_arm(arm, arms, compared)
         differences = np.subtract(arm.values("accuracy"), baseline.values("accuracy"))
-        ends = [(curve[0], mean(curve[-3:])) for curve in baseline.values("curve")]
-        start, end = np.mean(ends, 0)
-        rows.append([arm.name, f"{arm.run.rate:g}",
-                     plus_minus([curve[0] for curve in arm.values("curve")]),
+        start = mean(baseline.values("start"))
+        end = mean(mean(curve[-3:]) for curve in baseline.values("curve"))
+        rows.append([arm.name, f"{arm.run.rate:g}", plus_minus(arm.values("start")),
                      plus_minus(arm.values("accuracy")), plus_minus(arm.values("greedy")),
                      plus_minus(differences, sign="+"),
                      arm.rollouts_to(start + 0.9 * (end - start)),
@@ -541,29 +606,29 @@ def arm_table(arms: list[Arm]) -> str:
 {table(header, rows)}
 ```
 
-Rate: learning rate. Start: fact accuracy of the first rollouts, before any update. Accuracy: \
-fact accuracy on held-out posts at temperature 1; greedy: the same with greedy decoding. Minus \
-first arm: accuracy minus that of the first arm with the same length. Rollouts to 90 %: \
-rollouts until an arm reaches 90 % of the first arm's gain, which is measured from the first \
-point of its curve to the mean of the last three. Recall and precision: of R_φ's poor tokens \
+Rate: learning rate. Start: fact accuracy of the base on held-out posts at temperature 1. \
+Accuracy: the same of the trained policy; greedy: with greedy decoding. Minus first arm: \
+accuracy minus that of the first arm with the same {' and '.join(compared)}. \
+Rollouts to 90 %: rollouts until an \
+arm reaches 90 % of the first arm's gain, which is measured from the start to the mean of the \
+last three points of its curve. Recall and precision: of R_φ's poor tokens \
 against the careful annotator's, on responses of the final policy. Base recall: the same on \
 responses of the base.
 """
 
 
-def arm_figure(arms: list[Arm]) -> list[str]:  # Figure 5; Figure 6
+def arm_figure(arms: list[Arm], compared=("length",)) -> list[str]:  # Figure 5; Figure 6
     """One SVG chart of the smoothed accuracy over rollouts for each arm that has curves.
 
-    Lines: the mean over seeds, the ends of its 95 % interval, and the mean of the first arm of
-    the same length.
+    Lines: the mean over seeds, the ends of its 95 % interval, and the mean of its `first_arm`.
     """
     charts = []
-    baselines = {}                                     # length → mean curve of the first arm
     for arm in arms:
         curves = [smooth(curve) for curve in arm.values("curve")]
         if curves:
             means, halves = seed_interval(curves)
-            baseline = baselines.setdefault(arm.run.length, means)
+            baseline, _ = seed_interval([*map(smooth, first_arm(arm, arms, compared)
+                                              .values("curve"))])
             lines = {"mean": means, "low": means - halves, "high": means + halves,
                      "first arm": baseline}
             x = [arm.run.batch * i for i in range(len(means))]
@@ -630,7 +695,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
              None: "tuned for every arm"}[study.tuned]
     records = sum((arm.records for arm in arms), trajectory_records)
     seconds = sum(record["seconds"] for record in records)
-    tables = arm_table(arms) if arms else ""
+    tables = arm_table(arms, study.compared) if arms else ""
     if trajectory_records:
         tables += trajectory_tables(trajectory_records)
     path.write_text(f"""# Study {path.stem[0]}: {study.title}
@@ -648,13 +713,12 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
 took {seconds:.0f} CPU seconds; other studies share some of them. Seeds: 0 to \
 {study.seeds - 1}. A seed determines the training posts, the initial adapter and all samples. \
 Intervals are 95 % intervals by Student's t, and differences are paired by seed. Learning \
-rate: {rates}. Tuning takes the smallest of {RATES} whose accuracy is within 0.01 of the best, \
-with seed {TUNING} and other held-out posts. A run has {run.updates * run.batch} rollouts in \
+rate: {rates}. Tuning takes the rate of {RATES} with the best mean accuracy over the seeds \
+{TUNING} and other held-out posts; it tries rates until the best one has a worse one on each \
+side. A run has {run.updates * run.batch} rollouts in \
 batches of {run.batch}, and each batch is used for 4 optimizer steps. Methods that train on \
 fixed rows use as many responses and optimizer steps. β starts at {BETA}. There are \
-{run.posts} held-out posts. Each reward model is trained once, on {run.rows} responses of the \
-base, and all seeds share it, so the intervals do not include the variation between reward \
-models.
+{run.posts} held-out posts. Each seed trains its own reward model on responses of the base.
 
 ## What it cannot show
 
@@ -678,12 +742,26 @@ class StudyConfig:
 
 
 def tune(runs: list[Run], get_records) -> list[Run]:
-    """The runs, each with the smallest rate whose accuracy is within 0.01 of the best."""
-    tries = [replace(run, rate=rate, seed=TUNING) for run in runs for rate in RATES]
-    accuracies = [record["accuracy"] for record in get_records(tries)]
-    accuracies = np.reshape(accuracies, (-1, len(RATES)))
-    is_good = accuracies >= accuracies.max(1, keepdims=True) - 0.01
-    return [replace(run, rate=RATES[i]) for run, i in zip(runs, is_good.argmax(1))]
+    """The runs, each with the rate of the best mean accuracy over the TUNING seeds.
+
+    Three rates are tried first. If the best rate has no worse neighbour in RATES on one side,
+    the next rate on that side is tried, too.
+    """
+    tried = [{*RATES[1:4]} for _ in runs]
+    while True:
+        tries = [replace(run, rate=rate, seed=seed) for run, rates in zip(runs, tried)
+                 for rate in sorted(rates) for seed in TUNING]
+        accuracies = {run: record["accuracy"] for run, record in zip(tries, get_records(tries))}
+        best_rates = []
+        for run, rates in zip(runs, tried):
+            means = {rate: mean(accuracies[replace(run, rate=rate, seed=seed)]
+                                for seed in TUNING) for rate in sorted(rates)}
+            best = max(means, key=means.get)
+            best_rates.append(best)
+            i = RATES.index(best)
+            rates |= {*RATES[max(0, i - 1) : i + 2]}
+        if len(tries) == sum(map(len, tried)) * len(TUNING):
+            return [replace(run, rate=rate) for run, rate in zip(runs, best_rates)]
 
 
 def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Path:
@@ -704,7 +782,7 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
     trajectory_records = get_records(study.trajectories)
-    charts = arm_figure(arms)
+    charts = arm_figure(arms, study.compared)
     if trajectory_records:
         charts.append(trajectory_figure(trajectory_records))
     name = re.sub("[^a-z0-9]+", "_", study.title.lower())

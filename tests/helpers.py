@@ -51,6 +51,12 @@ def run_main(*flags, module=text2grad):
         module.main()
 
 
+def noise(seed, *shape):
+    """Normal numbers in float64, so that rounding errors are negligible."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed),
+                       dtype=torch.float64)
+
+
 def error_message(script: str, *flags) -> str:
     """The one-line error of a script's main, called in this process."""
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))

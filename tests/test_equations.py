@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import text2grad
 from annotate import Feedback, FeedbackError, parse_feedback
 from data import reward_prompt
-from helpers import random_rollouts, randomise, scored
+from helpers import noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)
@@ -37,12 +37,6 @@ unit = st.floats(0, 1)
 def prefix_mask(lengths):
     """[B, T]: 1 on the tokens of each row, 0 on its right padding, as `pad_batch` makes it."""
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-
-
-def noise(seed, *shape):
-    """Normal numbers in float64, so that rounding errors are negligible."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed),
-                       dtype=torch.float64)
 
 
 def one_row(*rewards, values=None, gamma=1.0, lam=0.95):

@@ -68,7 +68,9 @@ def test_rollouts_to_a_goal_by_hand():
 def test_runs_have_the_reward_models_that_they_name():
     assert judge_of(Run("true")) is None and judge_of(Run("dpo")) is None
     assert judge_of(Run("scalar", rows=9)) == Run("fit scalar", rows=9)
-    assert judge_of(Run("sdpo", seed=4, rate=1.0)) == judge_of(Run("graded"))
+    assert judge_of(Run("sdpo", seed=4, rate=1.0)) == judge_of(Run("graded", seed=4))
+    assert judge_of(Run(seed=4)) != judge_of(Run()) != judge_of(Run(length=2))
+    assert judge_of(Run(seed=100)) == judge_of(Run(seed=101)) != judge_of(Run(seed=0))
     assert judge_of(Run("two_rounds")).rows == Run().rows // 2
     for study in STUDIES.values():
         for run in [*study.arms.values(), *study.trajectories]:
@@ -201,7 +203,8 @@ def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_
 # ── Pages
 
 def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):
-    monkeypatch.setattr(studies, "QUICK", {"updates": 2, "batch": 8, "posts": 4, "rate": 1e-3})
+    monkeypatch.setattr(studies, "QUICK", {"updates": 2, "batch": 8, "posts": 4, "rate": 1e-3,
+                                           "rows": 24})
     arms = {"true": studies.TRUE, "dpo": Run("dpo"), "long": replace(studies.TRUE, length=2)}
     study = Study("Tiny", "Does it work?", arms, "Nothing much.", trajectories=(Run("look"),))
     config = StudyConfig(output_dir=str(tmp_path), quick=True)
@@ -225,18 +228,22 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
     assert words in path.read_text()
 
 
-def test_the_rate_is_the_smallest_that_tunes_well(monkeypatch):
-    gave = {3e-4: .80, 1e-3: .895, 3e-3: .90}
+def test_the_rate_is_the_best_of_two_seeds_and_has_a_worse_neighbour_on_each_side():
+    """The optimum of "dpo" lies two rates above the first three, so the grid grows twice."""
+    optima = {"critique": 1e-3, "dpo": 1e-2, "sft": 3e-5}
+    tried = set()
 
-    def do(runs):
-        assert {run.seed for run in runs} == {studies.TUNING}
-        return [{"accuracy": gave[run.rate] - (run.rate == 3e-3) * (run.method == "dpo") / 5}
-                for run in runs]
+    def measure(runs):
+        tried.update((run.method, run.rate) for run in runs)
+        assert {run.seed for run in runs} == {*studies.TUNING}
+        # Alone, each seed would choose another rate.
+        return [{"accuracy": -abs(math.log(run.rate / optima[run.method]))
+                 + (run.seed == 100) * (run.rate == 3e-4) * 0.8} for run in runs]
 
-    rates = [run.rate for run in studies.tune([Run(), Run("dpo")], do)]
-    assert rates == [1e-3, 1e-3]
-    gave[3e-3] = .95
-    assert studies.tune([Run()], do)[0].rate == 3e-3
+    runs = studies.tune([Run(), Run("dpo"), Run("sft")], measure)
+    assert [run.rate for run in runs] == [1e-3, 1e-2, 1e-4]           # 1e-4 ends the grid
+    assert {rate for method, rate in tried if method == "dpo"} == {3e-4, 1e-3, 3e-3, 1e-2, 3e-2}
+    assert {rate for method, rate in tried if method == "critique"} == {3e-4, 1e-3, 3e-3}
 
 
 # Figure 5; Figure 6

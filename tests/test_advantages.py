@@ -1,0 +1,154 @@
+"""Advantages without V: their gradients by enumeration, tables by hand, groups of responses."""
+
+import pytest
+import torch
+from experiments import advantages
+from experiments.advantages import ADVANTAGES
+from helpers import error_message, noise
+from text2grad import Config, Rollouts, batch_rows
+
+V, T, BETA = 4, 3, 0.7
+
+
+def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
+    """Rollouts with the given δ, [B, T], after an advantage function; and its metrics."""
+    delta = torch.as_tensor(delta, dtype=torch.double)
+    lengths = lengths or [delta.shape[1]] * len(delta)
+    mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).double()
+    ids = torch.zeros_like(mask).long()
+    rollouts = Rollouts([{}] * len(delta), [], [], [], ids, ids, ids, mask)
+    rollouts.delta, rollouts.values = delta, torch.zeros_like(delta)
+    rollouts.logprobs_ref = torch.zeros_like(delta)
+    rollouts.logprobs_old = torch.zeros_like(delta) + kl
+    return rollouts, ADVANTAGES[name](rollouts, beta, config)
+
+
+# ── Gradients, against the enumeration of all responses
+
+class Policy:
+    """A tabular policy of three tokens and four words: every response, its log π and δ."""
+
+    def __init__(self):
+        steps = torch.arange(T)
+        # All V^T responses in order: the first t tokens of the i-th are the number i // V^(T−t).
+        self.y = torch.cartesian_prod(*[torch.arange(V)] * T)
+        prefix = torch.arange(V**T)[:, None] // V ** (T - steps)
+        self.theta, reference, rewards = noise(0, 3, T, V**T, V)          # after each prefix
+        self.theta.requires_grad_()
+        select = steps.expand(V**T, T), prefix, self.y
+        self.logp = self.theta.log_softmax(-1)[select]                    # [V^T, T]
+        self.kl = self.logp - reference.log_softmax(-1)[select]
+        self.delta = rewards[select].sign()
+        self.probability = self.logp.sum(1).exp()
+
+    def gradient(self, objective):
+        return torch.autograd.grad(objective, self.theta, retain_graph=True)[0].flatten()
+
+
+@pytest.fixture
+def tabular(monkeypatch):
+    monkeypatch.setattr(advantages, "whiten", lambda x, mask: x)
+    return Policy()
+
+
+def assert_same_direction(got, want):
+    assert want.norm() > 0.1
+    assert torch.nn.functional.cosine_similarity(got, want, dim=0) > 0.9999
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_definition_1_by_enumeration(tabular):
+    """Σ_t E[r_t ∇ log π(y_t)]: the derivative of each π(y_t | prefix), at fixed prefixes."""
+    p = tabular
+    rollouts, _ = filled("definition_1", p.delta, Config(), kl=p.kl.detach(), beta=BETA)
+    got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
+    reward = (p.delta - BETA * p.kl).detach()
+    want = 0
+    for t in range(T):
+        for first in range(V**t):                                         # every prefix
+            for word in range(V):
+                i = (first * V + word) * V ** (T - 1 - t)                 # one continuation
+                prefix_probability = p.logp[i, :t].sum().exp().detach()
+                want += prefix_probability * p.logp[i, t].exp() * reward[i, t]
+    assert_same_direction(got, p.gradient(want))
+
+
+def test_reward_to_go_is_the_gradient_of_the_expected_reward(tabular):
+    p = tabular
+    rollouts, _ = filled("reward_to_go", p.delta, Config(), kl=p.kl.detach(), beta=BETA)
+    got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
+    assert_same_direction(got, p.gradient((p.probability * (p.delta - BETA * p.kl).sum(1)).sum()))
+
+
+@pytest.mark.parametrize("name, share", [("rloo", 1.0), ("group_tokens", 1.0), ("dr_grpo", 0.5)])
+def test_groups_are_unbiased_over_all_pairs_of_responses(tabular, name, share):
+    """Dr. GRPO's baseline holds the response itself, which scales the gradient by 1 − 1/K."""
+    p = tabular
+    pairs = torch.cartesian_prod(torch.arange(V**T), torch.arange(V**T)).flatten()
+    rollouts, _ = filled(name, p.delta[pairs], Config(responses_per_prompt=2),
+                         kl=p.kl[pairs].detach(), beta=BETA)
+    weight = p.probability.detach()[pairs].view(-1, 2).prod(1).repeat_interleave(2)
+    got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[pairs]).sum() / 2)
+    want = p.gradient((p.probability * (p.delta - BETA * p.kl).sum(1)).sum())
+    assert_same_direction(got, share * want)
+
+
+# ── Tables by hand
+
+DELTA = [[1, 0, -1], [1, 1, 0], [0, -1, 0], [0, 0, 1]]
+LENGTHS = [3, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("definition_1", DELTA),
+    # G = (0 −1 −1), (2 1), (−1 −1 0), (1 1 1); means .5, 0, 0
+    ("position_mean", [[-.5, -1, -1], [1.5, 1, 0], [-1.5, -1, 0], [.5, 1, 1]]),
+    # γλ = .5: G = (.75 −.5 −1), (1.5 1), (−.5 −1 0), (.25 .5 1)
+    ("decayed_to_go", [[.75, -.5, -1], [1.5, 1, 0], [-.5, -1, 0], [.25, .5, 1]]),
+    # R = 0, 2, −1, 1 in groups of two
+    ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3]),
+    ("dr_grpo", [[-1] * 3, [1, 1, 0], [-1] * 3, [1] * 3]),
+    # A = ∓1 in both groups; the mean length is 2.75
+    ("grpo", [[-2.75 / 3] * 3, [2.75 / 2, 2.75 / 2, 0], [-2.75 / 3] * 3, [2.75 / 3] * 3]),
+    ("group_tokens", [[-2, -2, -1], [2, 2, 0], [-2, -2, -1], [2, 2, 1]])])
+def test_advantages_by_hand(name, expected, monkeypatch):
+    monkeypatch.setattr(advantages, "whiten", lambda x, mask: x)
+    rollouts, _ = filled(name, DELTA, Config(lam=0.5, responses_per_prompt=2), LENGTHS)
+    expected = torch.tensor(expected, dtype=torch.double)
+    torch.testing.assert_close(rollouts.advantages, expected, rtol=1e-3, atol=1e-9)
+    assert torch.equal(rollouts.returns, rollouts.values)
+
+
+@pytest.mark.parametrize("name", ["whitened_rewards", "reward_to_go", "decayed_to_go",
+                                  "position_mean", "group_tokens"])
+def test_whitened_advantages_have_mean_0_and_variance_1(name):
+    rollouts, _ = filled(name, DELTA, Config(responses_per_prompt=2), LENGTHS)
+    values = rollouts.advantages[rollouts.mask.bool()]
+    assert values.mean().abs() < 1e-6 and values.var(correction=0) == pytest.approx(1, abs=1e-4)
+
+
+# ── Groups
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
+def test_a_group_of_equal_rewards_gets_0_and_is_counted(name):
+    delta = [[1, 0], [0, 1], [1, 1], [0, 0]]
+    rollouts, metrics = filled(name, delta, Config(responses_per_prompt=2))
+    assert not rollouts.advantages[:2].any() and rollouts.advantages[2:].all()
+    assert metrics == {"equal_groups": 1}
+
+
+def test_a_batch_holds_every_prompt_as_often_as_the_group_is_large():
+    config = Config(batch_size=12, responses_per_prompt=4)
+    drawn = [batch_rows([*range(6)], config, i) for i in range(2)]
+    assert sorted(drawn[0] + drawn[1]) == [i for i in range(6) for _ in range(4)]
+    assert all(len(set(batch[i : i + 4])) == 1 for batch in drawn for i in (0, 4, 8))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["grpo"], "grpo compares responses to one prompt: set --responses_per_prompt"),
+    (["group_tokens"], "set --responses_per_prompt"),
+    (["rloo", "--responses_per_prompt", 3], "--batch_size 64 is not a multiple of"),
+    (["reward_to_go", "--responses_per_prompt", 0], "--responses_per_prompt: 0")])
+def test_impossible_groups_are_one_line(flags, message, tmp_path):
+    flags = [*flags, "--output_dir", tmp_path]
+    assert message in error_message("experiments.baselines", *flags)
