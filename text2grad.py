@@ -540,8 +540,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
 
     critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
     advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
-    further metrics. Writes policy/, value_head.safetensors, metrics, samples and checkpoints to `out`, and continues from the
-    newest checkpoint there.
+    further metrics. Writes policy/, value_head.safetensors, metrics, samples and checkpoints to
+    `out`, and continues from the newest checkpoint there.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
