@@ -205,6 +205,9 @@ def reward_prompt(prompt: str, response: str) -> str:
     return f"{prompt}\n\nResponse: {response}\n\nJudge the response."
 
 
+REFERENCES = "reference", "ideal_human_summary", "solution", "4o_solution"
+
+
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     """{id, prompt, response, row, …} for every response of the rows.
 
@@ -215,7 +218,7 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
         row_id = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
         responses = task.all_responses(row)
         keys = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
-                "reference": ("reference", "ideal_human_summary", "solution")}
+                "reference": REFERENCES}
         texts = {key: next(filter(None, map(row.get, names)), None)
                  for key, names in keys.items()}
         texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}

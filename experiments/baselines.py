@@ -15,9 +15,10 @@
                   critique in its prompt, the student is the policy without it
 
 The names in advantages.py, such as reward_to_go, run Text2Grad with other advantages.
-The flags after the name are those of text2grad.py. SFT needs the field `reference` in each row.
-Critiques, step labels and preferences come from phase 1. In a preference pair, the chosen
-response is the one with the larger sum of labels.
+The flags after the name are those of text2grad.py. SFT needs one of the fields data.REFERENCES
+in each row. Critiques and step labels come from phase 1. Preferences are those of the rows (see
+`recorded_pair`). If the rows have none, phase 1 annotates two responses to each prompt, and the
+chosen one has the larger sum of labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
@@ -48,8 +49,8 @@ from tqdm import tqdm
 
 import text2grad
 from annotate import Span, annotate, token_offsets
-from data import (InputError, Task, append_row, chunks, get_task, parse_flags, read_rows,
-                  run_script)
+from data import (REFERENCES, InputError, Task, append_row, chunks, get_task, parse_flags,
+                  prompt_text, read_rows, run_script)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
@@ -174,12 +175,36 @@ def encode_texts(tokenizer, texts) -> list[tuple]:
             for x, *answers in texts]
 
 
-def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
-    """Preference pairs (x, y_w, y_l) as texts, from two responses per row.
+def recorded_pair(row: dict) -> tuple[str, str] | None:
+    """The preference (y_w, y_l) in a row of the paper's data sets, or None for a tie.
 
-    Half of --annotated_rows rows get two responses, so that as many responses are annotated as
-    for the other methods. y_w is the response with the larger sum of labels. Ties are left out.
+    UltraFeedback has chosen and rejected answers, SLF5K has two compared summaries, and KodCode
+    has solutions that passed or failed the tests. Raises KeyError if there are none of these.
     """
+    if "chosen" in row:
+        better, worse = (row[side][-1]["content"] for side in ("chosen", "rejected"))
+        return (better, worse) if row.get("score_chosen") != row.get("score_rejected") else None
+    if "comparison_preference" in row:
+        sides = [row[f"generated_summary_for_comparison_{side}"] for side in "AB"]
+        choice = {"Summary A": 0, "Summary B": 1}.get(row["comparison_preference"])
+        return None if choice is None else (sides[choice], sides[1 - choice])
+    trials = row["trials"].values()
+    programs = {trial["test_result"]: trial["solution_code"] for trial in trials}
+    return (programs["Pass"], programs["Fail"]) if len(programs) == 2 else None
+
+
+def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
+    """Preference pairs (x, y_w, y_l) as texts: recorded ones, or from two responses per row.
+
+    For the latter, half of --annotated_rows rows get two responses, so that as many responses
+    are annotated as for the other methods. y_w is the response with the larger sum of labels.
+    Ties are left out.
+    """
+    rows = rows[: config.annotated_rows]
+    if all({"chosen", "comparison_preference", "trials"} & row.keys() for row in rows):
+        prompt_of = get_task(config.task).policy_prompt
+        pairs = [(prompt_text(prompt_of(row)), recorded_pair(row)) for row in rows]
+        return [(prompt, *pair) for prompt, pair in pairs if pair]
     doubled = [row for row in rows[: config.annotated_rows // 2] for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)
     for row in annotate_rows(model, tokenizer, doubled, config, out):
@@ -276,15 +301,18 @@ def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, 
 
 
 def sft(model, tokenizer, rows, config: Config, out: Path):
-    """Supervised fine-tuning: −E log π(y*|x), where y* is the field `reference` of a row.
+    """Supervised fine-tuning: −E log π(y*|x); y* is the first of data.REFERENCES in a row.
 
-    Raises InputError if a row has no such field.
+    Raises InputError if a row has none of these fields.
     """
-    rows = rows[: config.annotated_rows]
-    if any("reference" not in row for row in rows):
-        raise InputError("a row of --data has no field 'reference': SFT needs it in every row")
     prompt_of = get_task(config.task).policy_prompt
-    texts = [(prompt_of(row), row["reference"]) for row in rows]
+    texts = []
+    for row in rows[: config.annotated_rows]:
+        reference = next(filter(None, map(row.get, REFERENCES)), None)
+        if not reference:
+            raise InputError(f"a row of --data has none of the fields {', '.join(REFERENCES)}: "
+                             f"SFT needs one in every row")
+        texts.append((prompt_of(row), reference))
     fit_policy(model, tokenizer, texts, config, out)
 
 

@@ -18,7 +18,7 @@ from data import InputError, get_task, load_object, read_rows
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
-                                   preferences, reflect, sdpo_loss, show)
+                                   preferences, recorded_pair, reflect, sdpo_loss, show)
 from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, mark_ends, marks,
                                  noisy, span_weights, step_spans, token_scores, true_critic,
                                  weighted)
@@ -406,7 +406,7 @@ def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, me
 
 def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
     """Two samples of the base per row, the better one first; ties are omitted."""
-    rows, config = toy.rows("train", 24), small(tmp_path)
+    rows, config = toy.rows("train", 24), small(tmp_path, annotated_rows=48)
     pairs = preferences(*toy_model, rows, config, tmp_path)
     row_of = {toy.prompt(row): row for row in rows}
     assert len(pairs) > 12                              # eight seeds: 17.4 ± 1.6
@@ -414,6 +414,60 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
         better, worse = (feedback_of(text, toy.critique(row_of[x], text))[1].spans
                          for text in texts)
         assert sum(span.label for span in better) > sum(span.label for span in worse)
+
+
+def messages(text):
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+
+
+def trials(*results):
+    return {str(i): {"solution_code": f"{result} {i}", "test_result": result}
+            for i, result in enumerate(results)}
+
+
+SUMMARIES = {"generated_summary_for_comparison_A": "a", "generated_summary_for_comparison_B": "b"}
+
+
+@pytest.mark.parametrize("row, pair", [
+    ({"chosen": messages("good"), "rejected": messages("poor")}, ("good", "poor")),
+    ({"chosen": messages("good"), "rejected": messages("poor"), "score_chosen": 4.0,
+      "score_rejected": 4.0}, None),
+    (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
+    (SUMMARIES | {"comparison_preference": None}, None),
+    ({"trials": trials("Fail", "Pass")}, ("Pass 1", "Fail 0")),
+    ({"trials": trials("Pass", "Pass")}, None)])
+def test_recorded_preferences_of_the_three_data_sets(row, pair):
+    assert recorded_pair(row) == pair
+
+
+@pytest.mark.parametrize("task, file", [("kodcode", "kodcode_leetcode.jsonl"),
+                                        ("ultrafeedback", "ultrafeedback_binarized_example.jsonl")])
+def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path):
+    path = ROOT.parent / "shared" / "data" / file
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    rows = read_rows(path, task=get_task(task))
+    pairs = preferences(None, None, rows, small(tmp_path, task=task), tmp_path)
+    assert 0 < len(pairs) <= len(rows)
+    for prompt, better, worse in pairs:
+        row = next(row for row in rows if get_task(task).policy_prompt(row) == prompt)
+        if task == "kodcode":
+            results = {trial["solution_code"]: trial["test_result"]
+                       for trial in row["trials"].values()}
+            assert (results[better], results[worse]) == ("Pass", "Fail")
+        else:
+            assert row["score_chosen"] > row["score_rejected"] and better != worse
+
+
+@pytest.mark.parametrize("field", ["reference", "ideal_human_summary", "solution", "4o_solution"])
+def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path):
+    fitted = []
+    monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.append(args[2]))
+    config = small(tmp_path, task="slf5k")
+    baselines.sft(None, None, [{"summary_prompt": "x", field: "y"}], config, tmp_path)
+    assert fitted == [[("x", "y")]]
+    with pytest.raises(InputError, match="none of the fields reference, ideal_human_summary"):
+        baselines.sft(None, None, [{"summary_prompt": "x"}], config, tmp_path)
 
 
 def test_what_the_critique_names_is_mended():
