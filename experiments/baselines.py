@@ -183,7 +183,8 @@ def recorded_pair(row: dict) -> tuple[str, str] | None:
     """
     if "chosen" in row:
         better, worse = (row[side][-1]["content"] for side in ("chosen", "rejected"))
-        return (better, worse) if row.get("score_chosen") != row.get("score_rejected") else None
+        is_tie = "score_chosen" in row and row["score_chosen"] == row["score_rejected"]
+        return None if is_tie else (better, worse)
     if "comparison_preference" in row:
         sides = [row[f"generated_summary_for_comparison_{side}"] for side in "AB"]
         choice = {"Summary A": 0, "Summary B": 1}.get(row["comparison_preference"])
