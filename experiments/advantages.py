@@ -63,11 +63,6 @@ def without_values(advantages_of):
     return fill
 
 
-def whitened_rewards(rewards, mask, config):
-    """r_t, whitened over the batch. [B, T] → [B, T]"""
-    return whiten(rewards, mask)
-
-
 def reward_to_go(rewards, mask, config):
     """G_t, whitened. [B, T] → [B, T]"""
     return whiten(to_go(rewards, mask, config.gamma), mask)
@@ -126,6 +121,7 @@ def grpo(rewards, mask, config, is_normalised=True):
 GROUPED = {"rloo": rloo, "grpo": grpo, "dr_grpo": partial(grpo, is_normalised=False),
            "group_tokens": group_tokens}
 _FUNCTIONS = {"definition_1": lambda rewards, mask, config: rewards,
-              "whitened_rewards": whitened_rewards, "reward_to_go": reward_to_go,
-              "decayed_to_go": decayed_to_go, "position_mean": position_mean, **GROUPED}
+              "whitened_rewards": lambda rewards, mask, config: whiten(rewards, mask),
+              "reward_to_go": reward_to_go, "decayed_to_go": decayed_to_go,
+              "position_mean": position_mean, **GROUPED}
 ADVANTAGES = {name: without_values(function) for name, function in _FUNCTIONS.items()}

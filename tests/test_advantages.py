@@ -30,7 +30,7 @@ class Policy:
 
     def __init__(self):
         steps = torch.arange(T)
-        # All V^T responses in order: the first t tokens of the i-th are the number i // V^(T−t).
+        # All V^T responses in order: i // V^(T−t) is the number of the first t tokens of i.
         self.y = torch.cartesian_prod(*[torch.arange(V)] * T)
         prefix = torch.arange(V**T)[:, None] // V ** (T - steps)
         self.theta, reference, rewards = noise(0, 3, T, V**T, V)          # after each prefix
@@ -77,10 +77,11 @@ def test_reward_to_go_is_the_gradient_of_the_expected_reward(tabular):
     p = tabular
     rollouts, _ = filled("reward_to_go", p.delta, Config(), kl=p.kl.detach(), beta=BETA)
     got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
-    assert_same_direction(got, p.gradient((p.probability * (p.delta - BETA * p.kl).sum(1)).sum()))
+    expected_reward = (p.probability * (p.delta - BETA * p.kl).sum(1)).sum()
+    assert_same_direction(got, p.gradient(expected_reward))
 
 
-@pytest.mark.parametrize("name, share", [("rloo", 1.0), ("group_tokens", 1.0), ("dr_grpo", 0.5)])
+@pytest.mark.parametrize("name, share", [("rloo", 1), ("group_tokens", 1), ("dr_grpo", 0.5)])
 def test_groups_are_unbiased_over_all_pairs_of_responses(tabular, name, share):
     """Dr. GRPO's baseline holds the response itself, which scales the gradient by 1 − 1/K."""
     p = tabular

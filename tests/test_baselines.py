@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import data
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows
@@ -425,7 +426,8 @@ def trials(*results):
             for i, result in enumerate(results)}
 
 
-SUMMARIES = {"generated_summary_for_comparison_A": "a", "generated_summary_for_comparison_B": "b"}
+SUMMARIES = {"generated_summary_for_comparison_A": "a",
+             "generated_summary_for_comparison_B": "b"}
 
 
 @pytest.mark.parametrize("row, pair", [
@@ -440,8 +442,9 @@ def test_recorded_preferences_of_the_three_data_sets(row, pair):
     assert recorded_pair(row) == pair
 
 
-@pytest.mark.parametrize("task, file", [("kodcode", "kodcode_leetcode.jsonl"),
-                                        ("ultrafeedback", "ultrafeedback_binarized_example.jsonl")])
+@pytest.mark.parametrize("task, file", [
+    ("kodcode", "kodcode_leetcode.jsonl"),
+    ("ultrafeedback", "ultrafeedback_binarized_example.jsonl")])
 def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path):
     path = ROOT.parent / "shared" / "data" / file
     if not path.exists():
@@ -459,7 +462,7 @@ def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path):
             assert row["score_chosen"] > row["score_rejected"] and better != worse
 
 
-@pytest.mark.parametrize("field", ["reference", "ideal_human_summary", "solution", "4o_solution"])
+@pytest.mark.parametrize("field", data.REFERENCES)
 def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path):
     fitted = []
     monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.append(args[2]))
