@@ -10,9 +10,10 @@ then trains each arm with several seeds and writes a page with a table and curve
 also trains its own reward models.
 
 The record of a run is kept in --cache under a hash of its settings. A stopped study can
-therefore resume, and studies share runs. Delete the cache after a change of code. Runs are
-executed in parallel processes with one thread each. The section "What was found" of a page is
-written by people; a new run of the study keeps it.
+therefore resume, and studies share runs. The records of policies are also kept beside the
+pages, in records.jsonl. Delete both after a change of code. Runs are executed in parallel
+processes with one thread each. The section "What was found" of a page is written by people; a
+new run of the study keeps it.
 
 Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
@@ -225,7 +226,7 @@ STUDIES = {
          **ladder("critique", 2, SHORT_LADDER)},
         "Facts are independent of each other, so a token's reward depends on few other tokens. "
         "Where later text depends on earlier choices, the sum over later tokens matters more.",
-        compared=("length", "method")),
+        tuned=len(LADDER), compared=("length", "method")),
 }
 
 
@@ -267,9 +268,12 @@ def work(run: Run, cache: Path):
 def settle(cache: Path, pool, runs: list[Run]) -> list[dict]:
     """The records of runs, in order. The pool first executes the runs that the cache lacks.
 
-    Raises InputError if a run fails.
+    The reward models of these runs are trained before them. Raises InputError if a run fails.
     """
     missing = [run for run in dict.fromkeys(runs) if not (cache / f"{key(run)}.json").exists()]
+    judges = [*filter(None, map(judge_of, missing))]
+    if judges:
+        settle(cache, pool, judges)
     results = pool.map(work, missing, repeat(cache))
     for run in tqdm(missing, "runs", disable=not missing):
         try:
@@ -692,7 +696,9 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.trajectories][0]
     rates = {0: "not tuned", 1: "tuned for the first arm and used for all arms",
-             None: "tuned for every arm"}[study.tuned]
+             None: "tuned for every arm"}.get(
+                 study.tuned, f"tuned for the first {study.tuned} arms; an arm with another "
+                              f"critic or length uses that of the arm with the same advantages")
     records = sum((arm.records for arm in arms), trajectory_records)
     seconds = sum(record["seconds"] for record in records)
     tables = arm_table(arms, study.compared) if arms else ""
@@ -764,6 +770,33 @@ def tune(runs: list[Run], get_records) -> list[Run]:
             return [replace(run, rate=rate) for run, rate in zip(runs, best_rates)]
 
 
+def shared_rate(run: Run, tuned: list[Run]) -> float:
+    """The rate of the tuned run with the same advantages and settings, or of the first one."""
+    method = run.advantages, run.settings
+    rates = [other.rate for other in tuned if (other.advantages, other.settings) == method]
+    return (rates or [tuned[0].rate])[0]
+
+
+def run_of(record: dict) -> Run:
+    """The run of a record that was read from JSON, where tuples are lists."""
+    pairs = {name: tuple(map(tuple, record["run"][name])) for name in ("settings", "judge")}
+    return Run(**record["run"] | pairs)
+
+
+def restore_records(path: Path, cache: Path):
+    """Put the records of a file into the cache, so that finished runs are not repeated."""
+    for record in whole_rows(path):
+        file = cache / f"{key(run_of(record))}.json"
+        if not file.exists():
+            write_rows(file, [record])
+
+
+def keep_records(path: Path, cache: Path):
+    """Write the records of all policies in the cache to a file, in a fixed order."""
+    records = [read_rows(file)[0] for file in sorted(cache.glob("*.json"))]
+    write_rows(path, [record for record in records if "accuracy" in record])
+
+
 def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Path:
     """Execute the runs of a study and write its page and figure → path of the page.
 
@@ -774,10 +807,9 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
         trajectories = [replace(run, **QUICK) for run in study.trajectories]
         study = replace(study, arms=quick_arms, trajectories=trajectories, tuned=0, seeds=2)
     runs = [*study.arms.values()]
-    get_records([*filter(None, map(judge_of, runs))])              # trains the reward models
     tuned = tune(runs[: study.tuned], get_records)
     if tuned:
-        runs = tuned + [replace(run, rate=tuned[0].rate) for run in runs[len(tuned):]]
+        runs = tuned + [replace(run, rate=shared_rate(run, tuned)) for run in runs[len(tuned):]]
     records = get_records([replace(run, seed=seed) for run in runs
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]
@@ -797,10 +829,15 @@ def main():
     """Execute the chosen studies and print the paths of their pages."""
     config = parse_flags(StudyConfig, sys.argv[1:], __doc__)
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
-        get_records = partial(settle, Path(config.cache), pool)
+        cache = Path(config.cache)
+        records = Path(config.output_dir) / "records.jsonl"
+        cache.mkdir(parents=True, exist_ok=True)
+        restore_records(records, cache)
+        get_records = partial(settle, cache, pool)
         for number, study in STUDIES.items():
             if config.study in ("all", str(number)):
                 print(do_study(number, study, config, get_records))
+                keep_records(records, cache)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Mutation(NamedTuple):
         return f"{self.file}: {self.description}"
 
 
+ADVANTAGES = "tests/test_advantages.py"
 ANNOTATE = "tests/test_annotate.py"
 ASKING = "tests/test_asking.py"
 ATTACKS = "tests/test_attacks.py"
@@ -433,8 +434,29 @@ MUTATIONS = [
     Mutation("toy/__init__.py", "slot in CONFUSED and rng.random() < 0.6",
              "slot in CONFUSED and rng.random() < 0.4",
              TOY, "base learns more truth than errors"),
-    Mutation("toy/__init__.py", "right = phrase == fact and phrase == first_phrase[slot]",
-             "right = phrase == fact", TOY, "second phrase of a slot may be right"),
+    Mutation("toy/__init__.py", "judgements.setdefault(phrase, judgement)",
+             "judgements.setdefault(slot, judgement)", TOY,
+             "only the first phrase of a slot is judged"),
+    Mutation("experiments/advantages.py", "/ (K - 1)", "/ K", ADVANTAGES,
+             "the mean of the others divides by the size of the group"),
+    Mutation("experiments/advantages.py", "A * lengths.mean() / lengths", "A", ADVANTAGES,
+             "GRPO without its weight by length"),
+    Mutation("experiments/advantages.py", "(totals - means)", "totals", ADVANTAGES,
+             "the mean of the position is not subtracted"),
+    Mutation("experiments/advantages.py", "config.gamma * config.lam", "config.gamma",
+             ADVANTAGES, "no decay by λ"),
+    Mutation("experiments/advantages.py", "(R == R[:, :1]).all(1).sum()",
+             "(R == R[:, :1]).any(1).sum()", ADVANTAGES, "every group counts as equal"),
+    Mutation("text2grad.py", "return [row for row in drawn for _ in "
+             "range(config.responses_per_prompt)]", "return drawn", ADVANTAGES,
+             "one response per prompt in groups"),
+    Mutation("text2grad.py", "error * min(1, n / self.horizon)", "error * n / self.horizon",
+             EQUATIONS, "a batch larger than the horizon moves β further"),
+    Mutation("text2grad.py", "config.iterations * config.batch_size // 10", "10_000", TRAIN,
+             "the horizon of β is not derived from the run"),
+    Mutation("experiments/baselines.py", "(sides[choice], sides[1 - choice])",
+             "(sides[1 - choice], sides[choice])", BASELINES,
+             "SLF5K's preferences are reversed"),
     Mutation("toy/__init__.py", '"eval": range(15, 16)', '"eval": range(14, 16)',
              TOY, "training and held-out posts share facts"),
     Mutation("toy/__init__.py", "phrases.get(slot) == [fact]",
