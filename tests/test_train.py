@@ -304,10 +304,10 @@ def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
 # ── Settings of a task
 
 @pytest.mark.parametrize("rows, millions, expected", [
-    (160, 134.5, (16, 12, 8, 1.95e-4)), (20, 0.3, (16, 12, 8, 1e-3)),
-    (10_000, 8030, (64, 156, 32, 4.99e-5)), (500_000, 8000, (64, 6000, 32, 5e-5))])
+    (160, 134.5, (16, 12, 8, 3.9e-4)), (20, 0.3, (16, 12, 8, 2e-3)),
+    (10_000, 8030, (64, 156, 32, 9.99e-5)), (500_000, 8000, (64, 6000, 32, 1e-4))])
 def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millions, expected):
-    """README: N / batch_size iterations, at least 12, and a rate of 10⁻³ / ∛P."""
+    """README: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
     model = SimpleNamespace(parameters=lambda: [weight])
     empty = Config(task="my_task:HEADLINES", iterations=None, batch_size=None,
