@@ -316,22 +316,24 @@ def sample_row(rollouts, row: int) -> dict:
 # ── The page of a run
 
 
-def _columns(row: dict, prefix: str = "") -> dict[str, str]:
+def _columns(row: dict) -> dict[str, str]:
     """Columns for `card`: tokens coloured by δ_t and, if present, by A_t; R_φ's critique."""
     mean = sum(row["delta"]) / max(1, len(row["delta"]))
-    columns = {f"{prefix}δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
+    columns = {f"δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
     if "advantage" in row:
         columns["A_t, whitened; deepest from ±2"] = heatmap(row["tokens"], row["advantage"], 2)
     note = f"no reward: {row['unreadable']}\n" if row["unreadable"] else ""
-    return columns | {f"{prefix}critique by R_φ": text_block(note + row["critique"])}
+    return columns | {"critique": text_block(note + row["critique"])}
 
 
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
     """At most 8 held-out prompts with responses before and, if present, after training."""
     html = ""
     for i in range(0, len(before), math.ceil(len(before) / 8)):   # evenly spaced, not the best
-        columns = _columns(before[i], "Before: ")
-        columns |= _columns(after[i], "After: ") if after else {}
+        sides = {"Before": before[i]} | ({"After": after[i]} if after else {})
+        columns = {side: "".join(f"<h3>{title}</h3>{part}"
+                                 for title, part in _columns(row).items())
+                   for side, row in sides.items()}
         html += card(f"held-out {before[i]['id'] or ''}", before[i]["prompt"], columns)
     return html
 
