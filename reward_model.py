@@ -113,8 +113,8 @@ def reward_preset(task: str) -> dict:
 
 
 def fit_reward_to_rows(config: RewardConfig, count: int, model) -> RewardConfig:
-    """Derive settings that are None: 60 optimizer steps or more, and a rate for this size."""
-    epochs = config.epochs or min(10, max(3, 60 * config.batch_size // count))
+    """Derive settings that are None: about 200 optimizer steps, and a rate for this size."""
+    epochs = config.epochs or min(10, max(3, 200 * config.batch_size // count))
     learning_rate = config.learning_rate or scaled_rate(model, 5e-3)
     return replace(config, epochs=epochs, learning_rate=learning_rate)
 

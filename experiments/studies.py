@@ -1,7 +1,7 @@
 """Studies of the paper's claims and open questions in the toy world, where the truth is known.
 
     python -m experiments.studies --study 1            # writes runs/studies/1_….md and .svg
-    python -m experiments.studies --study all          # all nine; several hours on two cores
+    python -m experiments.studies --study all          # all of them; many hours on two cores
     python -m experiments.studies --study all --quick  # short runs, as a check of the code
 
 A study compares several arms. An arm is a name and a `Run`. All studies follow one procedure.

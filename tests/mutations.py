@@ -450,6 +450,8 @@ MUTATIONS = [
     Mutation("text2grad.py", "return [row for row in drawn for _ in "
              "range(config.responses_per_prompt)]", "return drawn", ADVANTAGES,
              "one response per prompt in groups"),
+    Mutation("reward_model.py", "200 * config.batch_size", "60 * config.batch_size", TRAIN,
+             "R_φ of an own task takes too few steps"),
     Mutation("text2grad.py", "error * min(1, n / self.horizon)", "error * n / self.horizon",
              EQUATIONS, "a batch larger than the horizon moves β further"),
     Mutation("text2grad.py", "config.iterations * config.batch_size // 10", "10_000", TRAIN,

@@ -16,7 +16,7 @@ import text2grad
 from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, eos_ids, lora_parameters
-from reward_model import Judgement, RewardConfig, split_rows
+from reward_model import Judgement, RewardConfig, fit_reward_to_rows, split_rows
 from sampling import generate
 from text2grad import (Config, batch_rows, evaluate, load_rows, ppo_update, sample_rollouts,
                        train, train_and_evaluate, write_responses)
@@ -320,6 +320,19 @@ def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millio
     assert release.iterations == 1666                            # four epochs
     named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5)
     assert text2grad.fit_to_rows(named, rows, model) == named
+
+
+@pytest.mark.parametrize("rows, millions, epochs, rate", [
+    (130, 134.5, 6, 9.76e-4), (20, 0.3, 10, 5e-3), (10_000, 8000, 3, 2.5e-4)])
+def test_settings_of_r_phi_follow_from_its_rows_and_the_model(rows, millions, epochs, rate):
+    """README: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
+    weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
+    model = SimpleNamespace(parameters=lambda: [weight])
+    empty = RewardConfig(epochs=None, learning_rate=None, batch_size=4)
+    config = fit_reward_to_rows(empty, rows, model)
+    assert config.epochs == epochs and config.learning_rate == pytest.approx(rate, rel=0.01)
+    named = replace(empty, epochs=2, learning_rate=0.5)
+    assert fit_reward_to_rows(named, rows, model) == named
 
 
 WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan"), True]
