@@ -5,7 +5,7 @@ import math
 import random
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import permutations
 from statistics import mean
@@ -16,7 +16,7 @@ import pytest
 import torch
 import toy
 from annotate import get_mode
-from data import InputError, load_object, read_rows
+from data import InputError, load_object, read_rows, write_rows
 from experiments import designs, studies
 from experiments.baselines import METHODS
 from experiments.studies import (STUDIES, Arm, Run, Study, StudyConfig, arm_figure, do_study,
@@ -92,10 +92,33 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_named(tmp_path, monkey
     monkeypatch.setattr(studies, "work", work)
     do = partial(settle, tmp_path, HERE)
     assert [r["seed"] for r in do([Run(seed=n) for n in (2, 1, 2)])] == [2, 1, 2]
-    assert len(done) == 2
-    assert [r["seed"] for r in do([Run(seed=1), Run(seed=3)])] == [1, 3] and len(done) == 3
+    assert [run.method for run in done] == ["fit critique"] * 2 + ["critique"] * 2
+    assert [r["seed"] for r in do([Run(seed=1), Run(seed=3)])] == [1, 3] and len(done) == 6
     with pytest.raises(InputError, match=r"Run\(.*seed=9.*ValueError: no such luck"):
         do([Run(seed=9)])
+
+
+def test_records_beside_the_pages_fill_an_empty_cache(tmp_path, monkeypatch):
+    """Records of reward models are left out: their adapters are not kept."""
+    run = Run("scalar", "grpo", settings=(("responses_per_prompt", 4),), rate=1e-3)
+    first, second, file = tmp_path / "a", tmp_path / "b", tmp_path / "records.jsonl"
+    first.mkdir(), second.mkdir()
+    record = {"run": asdict(run), "accuracy": 0.5}
+    write_rows(first / f"{key(run)}.json", [record])
+    write_rows(first / "fit.json", [{"run": asdict(judge_of(run)), "right": 0.9}])
+    studies.keep_records(file, first)
+    studies.restore_records(file, second)
+    monkeypatch.setattr(studies, "work", None)                         # no run may be repeated
+    assert settle(second, HERE, [run]) == read_rows(file)
+    assert [path.name for path in second.iterdir()] == [f"{key(run)}.json"]
+
+
+def test_an_arm_takes_the_rate_of_the_tuned_arm_with_its_advantages():
+    tuned = [Run(rate=1.0), Run(advantages="definition_1", rate=2.0),
+             Run(settings=(("lam", 0.0),), rate=3.0)]
+    assert studies.shared_rate(Run("true", "definition_1", length=4), tuned) == 2.0
+    assert studies.shared_rate(Run(settings=(("lam", 0.0),)), tuned) == 3.0
+    assert studies.shared_rate(Run("dpo", "rloo"), tuned) == 1.0
 
 
 def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
