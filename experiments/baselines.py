@@ -304,11 +304,13 @@ def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, 
 def sft(model, tokenizer, rows, config: Config, out: Path):
     """Supervised fine-tuning: −E log π(y*|x); y* is the first of data.REFERENCES in a row.
 
-    Raises InputError if a row has none of these fields.
+    It uses as many rows as Algorithm 4 samples responses, and --annotated_rows at most. Raises
+    InputError if a row has none of these fields.
     """
     prompt_of = get_task(config.task).policy_prompt
     texts = []
-    for row in rows[: config.annotated_rows]:
+    count = min(config.annotated_rows, config.iterations * config.batch_size)
+    for row in rows[:count]:
         reference = next(filter(None, map(row.get, REFERENCES)), None)
         if not reference:
             raise InputError(f"a row of --data has none of the fields {', '.join(REFERENCES)}: "
