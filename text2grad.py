@@ -187,10 +187,11 @@ def preset(task: str) -> dict:
 
 def fit_to_rows(config: Config, count: int, model) -> Config:
     """Derive the settings that are None from the number of rows and the size of the model."""
-    batch_size = config.batch_size or (64 if count >= 1000 else 16)
+    unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
+    batch_size = config.batch_size or -(-(64 if count >= 1000 else 16) // unit) * unit
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
     iterations = config.iterations or min(6000, max(12, passes * count // batch_size))
-    minibatch_size = config.minibatch_size or max(1, batch_size // 2)
+    minibatch_size = config.minibatch_size or max(1, batch_size // 2 // WORLD_SIZE) * WORLD_SIZE
     learning_rate = config.learning_rate or scaled_rate(model, 2e-3)
     value_learning_rate = config.value_learning_rate
     if config.learning_rate is None and value_learning_rate is None:

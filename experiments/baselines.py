@@ -176,7 +176,7 @@ def encode_texts(tokenizer, texts) -> list[tuple]:
 
 
 def recorded_pair(row: dict) -> tuple[str, str] | None:
-    """The preference (y_w, y_l) in a row of the paper's data sets, or None for a tie.
+    """The preference (y_w, y_l) in a row of the paper's data sets; None: a tie or no texts.
 
     UltraFeedback has chosen and rejected answers, SLF5K has two compared summaries, and KodCode
     has solutions that passed or failed the tests. Raises KeyError if there are none of these.
@@ -186,9 +186,10 @@ def recorded_pair(row: dict) -> tuple[str, str] | None:
         is_tie = "score_chosen" in row and row["score_chosen"] == row["score_rejected"]
         return None if is_tie else (better, worse)
     if "comparison_preference" in row:
-        sides = [row[f"generated_summary_for_comparison_{side}"] for side in "AB"]
+        sides = [row.get(f"generated_summary_for_comparison_{side}") for side in "AB"]
         choice = {"Summary A": 0, "Summary B": 1}.get(row["comparison_preference"])
-        return None if choice is None else (sides[choice], sides[1 - choice])
+        is_usable = choice is not None and all(sides)
+        return (sides[choice], sides[1 - choice]) if is_usable else None
     trials = row["trials"].values()
     programs = {trial["test_result"]: trial["solution_code"] for trial in trials}
     return (programs["Pass"], programs["Fail"]) if len(programs) == 2 else None
@@ -205,7 +206,10 @@ def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -
     if all({"chosen", "comparison_preference", "trials"} & row.keys() for row in rows):
         prompt_of = get_task(config.task).policy_prompt
         pairs = [(prompt_text(prompt_of(row)), recorded_pair(row)) for row in rows]
-        return [(prompt, *pair) for prompt, pair in pairs if pair]
+        texts = [(prompt, *pair) for prompt, pair in pairs if pair]
+        print(f"{len(texts)} recorded preferences; {len(rows) - len(texts)} rows without one "
+              f"are left out")
+        return texts
     doubled = [row for row in rows[: config.annotated_rows // 2] for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)
     for row in annotate_rows(model, tokenizer, doubled, config, out):
@@ -379,6 +383,9 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
         losses = pair_losses
         count_of = _count_pair
         examples = encode_texts(tokenizer, preferences(model, tokenizer, rows, config, out))
+    if len(examples) < 2:
+        raise InputError(f"{reward_type} rewards need two labelled examples, and there are "
+                         f"{len(examples)}: the others are ties or have no label; add rows")
     settings = fit_reward_to_rows(reward_settings(config, out), len(examples), model)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)

@@ -436,6 +436,7 @@ SUMMARIES = {"generated_summary_for_comparison_A": "a",
       "score_rejected": 4.0}, None),
     (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
     (SUMMARIES | {"comparison_preference": None}, None),
+    ({"comparison_preference": "Summary A"}, None),
     ({"trials": trials("Fail", "Pass")}, ("Pass 1", "Fail 0")),
     ({"trials": trials("Pass", "Pass")}, None)])
 def test_recorded_preferences_of_the_three_data_sets(row, pair):
@@ -471,6 +472,15 @@ def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path
     assert fitted == [[("x", "y")]]
     with pytest.raises(InputError, match="none of the fields reference, ideal_human_summary"):
         baselines.sft(None, None, [{"summary_prompt": "x"}], config, tmp_path)
+
+
+@pytest.mark.parametrize("reward_type", ["scalar", "steps"])
+def test_a_reward_model_without_labels_is_one_line(reward_type, monkeypatch, tmp_path):
+    """All preferences are ties, or no step has a label."""
+    monkeypatch.setattr(baselines, "preferences", lambda *_: [])
+    monkeypatch.setattr(baselines, "annotate_rows", lambda *_: [{"spans": []}])
+    with pytest.raises(InputError, match=f"{reward_type} rewards need two labelled examples"):
+        baselines.fit_scores(None, None, [], small(tmp_path), tmp_path, reward_type)
 
 
 def test_what_the_critique_names_is_mended():

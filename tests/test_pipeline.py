@@ -1,7 +1,6 @@
 """The scripts from the command line: all phases, resuming, real rows with a fake annotator
 server, user-defined tasks, bad input, and the probe of R_φ against the annotator."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -23,12 +22,12 @@ import reward_model
 import text2grad
 import toy
 from annotate import annotate
-from data import InputError, Task, get_task, parse_flags, read_rows, write_rows
+from data import InputError, Task, get_task, read_rows, write_rows
 from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
                      read_jsonl, read_metrics, run_main)
 from model import add_lora
 from report import NOTES
-from reward_model import Judgement, RewardConfig, judge, reward_preset, token_figures
+from reward_model import Judgement, judge, token_figures
 from runtime import lock_directory, newest_checkpoint
 from text2grad import Config, Rollouts, annotation_settings, probe, train
 
@@ -354,20 +353,6 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
                 patch.setenv("OPENAI_API_KEY", "any")
             assert message in refused(*flags, "--output_dir", out), flags
     assert [path.name for path in out.iterdir()] == [".lock"]
-
-
-@pytest.mark.parametrize("value", [["x"], {"a": 1}, object(), b"x", float("nan"), ()])
-def test_every_setting_of_a_task_is_checked_like_its_flag(value, monkeypatch):
-    """Six wrong values for each key of `policy` and `reward`, before anything is loaded."""
-    module = types.ModuleType("wrong_settings")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for config, preset, group in ((Config, text2grad.preset, "policy"),
-                                  (RewardConfig, reward_preset, "reward")):
-        for setting in dataclasses.fields(config):
-            module.TASK = Task("wrong", lambda row: row["text"],
-                               **{group: {setting.name: value}})
-            with pytest.raises(InputError, match=setting.name):
-                parse_flags(config, ["--task", "wrong_settings:TASK"], "", preset)
 
 
 def test_the_rows_that_a_task_makes_must_fit_it(tmp_path, monkeypatch):

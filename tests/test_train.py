@@ -322,6 +322,17 @@ def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millio
     assert text2grad.fit_to_rows(named, rows, model) == named
 
 
+@pytest.mark.parametrize("ranks, group, batch_size, minibatch_size", [
+    (1, 3, 18, 9), (3, 1, 18, 9), (8, 12, 24, 8), (24, 1, 24, 24)])
+def test_derived_batches_fit_the_ranks_and_the_groups(ranks, group, batch_size, minibatch_size,
+                                                      monkeypatch):
+    """Each rank gets the same number of rollouts, and no group is cut."""
+    monkeypatch.setattr(text2grad, "WORLD_SIZE", ranks)
+    config = Config(batch_size=None, minibatch_size=None, responses_per_prompt=group)
+    config = text2grad.fit_to_rows(config, 100, None)
+    assert (config.batch_size, config.minibatch_size) == (batch_size, minibatch_size)
+
+
 @pytest.mark.parametrize("rows, millions, epochs, rate", [
     (130, 134.5, 6, 9.76e-4), (20, 0.3, 10, 5e-3), (10_000, 8000, 3, 2.5e-4)])
 def test_settings_of_r_phi_follow_from_its_rows_and_the_model(rows, millions, epochs, rate):
@@ -354,6 +365,7 @@ def test_a_wrong_setting_of_a_task_is_one_line(config_class):
             accepted = getattr(config, setting.name)
             assert isinstance(accepted, typing.get_args(types[setting.name])
                               or types[setting.name])
+            assert not isinstance(accepted, str) or accepted == value    # no list as a text
             least, most = setting.metadata["range"]
             assert isinstance(accepted, (str, bool)) or least <= accepted <= most
             assert not setting.metadata["choices"] or accepted in setting.metadata["choices"]
