@@ -6,7 +6,8 @@
 
     sft           SFT on references: −E log π(y*|x)
     ilf           SFT on refinements: responses that were rewritten with the help of a critique
-    reflection    SFT; at test time y ~ π, z' ~ R_φ(x, y), and the answer is y' ~ π'(x, y, z')
+    reflection    SFT; at test time y ~ π, z' ~ R_φ(x, y), and the answer is y' ~ π'(x, y, z').
+                  It needs --reward_model and writes its answers to held-out rows for eval.py
     dpo           −log σ(β(Δ_w − Δ_l)), Δ = log π(y|x) − log π_ref(y|x), on preference pairs
     ppo           Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)
     prm_ppo       Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps
@@ -50,7 +51,7 @@ from tqdm import tqdm
 import text2grad
 from annotate import Span, annotate, token_offsets
 from data import (REFERENCES, InputError, Task, append_row, chunks, get_task, parse_flags,
-                  prompt_text, read_rows, run_script)
+                  prompt_text, read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
@@ -67,9 +68,6 @@ from text2grad import (MAX_GRAD_NORM, Config, Rollouts, add_advantages, annotati
 
 
 # ── The losses
-
-DPO_BETA = 0.1                          # β, the strength of the KL penalty against π_ref
-
 
 def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor,
              ref_rejected: Tensor, beta: float) -> Tensor:
@@ -125,17 +123,17 @@ def split_pairs(pairs: list[tuple]) -> list[tuple]:
     return chosen + rejected
 
 
-def preference_loss(model, pairs, reference: str | None) -> Tensor:
+def preference_loss(model, pairs, reference: str | None, beta: float) -> Tensor:
     """Sum of `dpo_loss` over preference pairs → scalar.
 
     pairs: [(x, y_w, y_l)] as token ids. reference: adapter of π_ref; None means the base model
-    without an adapter.
+    without an adapter. beta: β, the strength of the KL penalty against π_ref.
     """
     sequences = split_pairs(pairs)
     with torch.no_grad(), use_lora(model, reference):
         ref_logprobs = sequence_logprobs(model, sequences)                              # [2B]
     logprobs = sequence_logprobs(model, sequences)
-    return dpo_loss(*logprobs.chunk(2), *ref_logprobs.chunk(2), DPO_BETA).sum()
+    return dpo_loss(*logprobs.chunk(2), *ref_logprobs.chunk(2), beta).sum()
 
 
 def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
@@ -347,9 +345,9 @@ def reflection(model, tokenizer, rows, config: Config, out: Path):
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
-    """Direct preference optimisation (Appendix N) on two responses per row."""
+    """Direct preference optimisation (Appendix N) on two responses per row; β is --kl_coef."""
     texts = preferences(model, tokenizer, rows, config, out)
-    loss_of = partial(preference_loss, reference=config.reference)
+    loss_of = partial(preference_loss, reference=config.reference, beta=config.kl_coef)
     fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=_count_pair)
 
 
@@ -477,11 +475,24 @@ METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": 
 # ── Reflection at test time, and the command line
 
 def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> list[str]:
-    """Rewrite the responses y: sample texts y' ~ π'(· | x, y, z') with critiques z' of R_φ."""
+    """Rewrite the responses y: sample texts y' ~ π'(· | x, y, z') with critiques z' of R_φ.
+
+    π' is the adapter "rewriter" in the toy world, and π_ref in other tasks.
+    """
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
     prompts = [*map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)]
-    return rewrite(model, tokenizer, prompts, config, "rewriter", generator)
+    adapter = "rewriter" if config.task == "toy" else config.reference
+    return rewrite(model, tokenizer, prompts, config, adapter, generator)
+
+
+def write_reflections(model, tokenizer, rows: list[dict], config: Config, path: Path):
+    """Answer held-out rows in two passes, y and then y', and write rows with the final y'."""
+    generator = torch.Generator().manual_seed(config.seed)
+    rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", generator)
+    texts = reflect(rollouts, model, tokenizer, config, generator)
+    write_rows(path, [{"id": str(i)} | row | {"response": text}
+                      for i, (row, text) in enumerate(zip(rows, texts))])
 
 
 def main(argv=None):
@@ -505,13 +516,16 @@ def main(argv=None):
         return text2grad.main(flags, advantages=ADVANTAGES[name])
     if name in designs:
         return text2grad.main(flags, designs[name], name in LEARNT)
+    if name == "reflection" and not config.reward_model:
+        raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
         raise InputError(f"{name} runs in one process only: start it without torchrun")
     out = Path(config.output_dir)
     check_config(config, out, name != "sft")
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
-    rows = drop_long_rows(load_rows(config)[0], model, tokenizer, config)
+    rows, heldout_rows = (drop_long_rows(part, model, tokenizer, config)
+                          for part in load_rows(config))
     config = fit_to_rows(config, len(rows), model)
     save_settings(config, out)
     start_policy(model, config)
@@ -519,8 +533,12 @@ def main(argv=None):
         load_lora(model, "reward", config.reward_model)
     METHODS[name](model, tokenizer, rows, config, out)
     save_lora(model, "policy", out / "policy")
-    print(f"next: python eval.py --task {config.task} --model {config.model} --adapter "
-          f"{out}/policy")
+    command = f"python eval.py --task {config.task} --model {config.model} --adapter"
+    if name == "reflection":
+        write_reflections(model, tokenizer, heldout_rows, config, out / "answers.jsonl")
+        print(f"next: {command} {out}/answers.jsonl --data {out}/answers.jsonl")
+    else:
+        print(f"next: {command} {out}/policy")
 
 
 if __name__ == "__main__":

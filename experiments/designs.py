@@ -25,6 +25,7 @@ head for the tokens "+" and "-". B rows, T response tokens.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import zlib
@@ -86,6 +87,34 @@ def weighted(critic, weighting: str):
                 delta[i] = weight * span.label if judgement.delta[i] else 0.0
         return delta
     return replace_delta(critic, weigh)
+
+
+def only_poor(critic):
+    """A critic that works like another, but never praises: δ = min(δ, 0)."""
+    return replace_delta(critic, lambda _, offsets, judgement:
+                         [min(d, 0.0) for d in judgement.delta])
+
+
+def punish_omissions(critic):
+    """A critic that works like another, but pays −1 for each fact that the critique misses.
+
+    A span cannot mark what is missing. The last token, usually EOS, is therefore charged.
+    """
+    def charge(_, offsets, judgement):
+        *delta, last = judgement.delta
+        return [*delta, last - judgement.critique.count(" is missing.")]
+    return replace_delta(critic, charge)
+
+
+def damp_length(critic, suggested: int):
+    """A critic whose reward for token n is multiplied by σ(6 − (n − suggested)).
+
+    This is the length term of the release for SLF5K, which suggests 48 tokens.
+    """
+    def damp(_, offsets, judgement):
+        return [d / (1 + math.exp(n - suggested - 6))
+                for n, d in enumerate(judgement.delta, 1)]
+    return replace_delta(critic, damp)
 
 
 def noisy(critic, kind: str, percent: int):
@@ -242,6 +271,10 @@ SCORED = {"scalar": partial(pay_scores, by_step=False),
 # Critics that need --annotator_function and no reward model.
 TRUE = {"true": true_critic, "true_end": at_end(true_critic),
         **{f"true_{name}": weighted(true_critic, name) for name in WEIGHTINGS},
+        "true_poor": only_poor(true_critic),
+        "true_omission": punish_omissions(true_critic),
+        "true_poor_omission": punish_omissions(only_poor(true_critic)),
+        "true_poor_length": damp_length(only_poor(true_critic), 48),
         **{f"true_{kind}_{percent}": noisy(true_critic, kind, percent)
            for kind in DAMAGES for percent in (10, 20, 40)}}
 DESIGNS = {**LEARNT, **SCORED, **TRUE}
@@ -317,6 +350,11 @@ def critique_no_cot(row: dict, response: str, damages=()) -> str:
     return quoted(response, " ".join(verdicts) or "It says nothing.", spans).text()
 
 
+def critique_spans(row: dict, response: str) -> str:
+    """Reply in mode no_cot with quotes and labels, but no prose (§4.5, "w/o CoT")."""
+    return quoted(response, "Spans.", marks(row, response)).text()
+
+
 # Simulates an annotator that does not reason first: one verdict in ten is wrong.
 critique_hasty = partial(critique_no_cot, damages=[("flipped", 0.1)])
 # Simulates the errors of people: a third of the facts are missed, one verdict in twenty is
@@ -355,6 +393,7 @@ def critique_dense(row: dict, response: str) -> str:
 # Name → (--annotator_function, --mode)
 ANNOTATORS = {"careful": ("toy:critique", "cot"),
               "no_cot": ("experiments.designs:critique_no_cot", "no_cot"),
+              "spans": ("experiments.designs:critique_spans", "no_cot"),
               "hasty": ("experiments.designs:critique_hasty", "no_cot"),
               "human": ("experiments.designs:critique_human", "no_cot"),
               "steps": ("experiments.designs:critique_steps", "experiments.modes:STEPS"),

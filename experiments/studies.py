@@ -46,7 +46,7 @@ from tqdm import tqdm
 import toy
 from data import (InputError, chunks, flag, parse_flags, read_rows, run_script, whole_rows,
                   write_rows)
-from experiments.advantages import ADVANTAGES
+from experiments.advantages import ADVANTAGES, position_mean
 from experiments.baselines import METHODS, annotate_rows, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DAMAGES, DESIGNS, LEARNT, SCORED, true_critic
 from model import load_lora, load_model, lora_parameters
@@ -88,7 +88,7 @@ class Study:
     question: str
     arms: dict[str, Run]
     cannot: str                     # what the study cannot show
-    tuned: int | None = None        # arms to tune; others use the first's rate. None: all arms
+    tuned: tuple[str, ...] | None = None   # arms to tune, see `shared_rate`; None: all arms
     trajectories: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
     compared: tuple[str, ...] = ("length",)    # fields of Run that an arm shares with its first
@@ -128,25 +128,35 @@ def ladder(method: str, length: int, names=LADDER) -> dict[str, Run]:
 METHODS_COMPARED = {
     "Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
     "GRPO of 4": group(4, "grpo"), "RLOO of 4": group(4, "rloo"), "DPO": Run("dpo"),
-    "SFT": Run("sft"), "ILF": Run("ilf"), "reflection": Run("reflection"), "SDPO": Run("sdpo")}
+    "SFT": Run("sft"), "ILF": Run("ilf"), "reflection": Run("reflection"), "SDPO": Run("sdpo"),
+    **{f"DPO, {name}": Run("dpo", settings=(change,)) for name, change in {
+        "β of .05": ("kl_coef", 0.05), "β of .5": ("kl_coef", 0.5),
+        "a quarter of the steps": ("ppo_epochs", 1),
+        "three times the steps": ("ppo_epochs", 12)}.items()}}
+OFFLINE = "dpo", "sft", "ilf", "reflection"    # methods that train on fixed rows
+MORE_METHODS = {
+    "GRPO of 8": group(8, "grpo"), "RLOO of 8": group(8, "rloo"),
+    "Dr. GRPO of 4": group(4, "dr_grpo"),
+    "GRPO of 4, R_φ's sum": group(4, "grpo", "critique"),
+    "RLOO of 4, R_φ's sum": group(4, "rloo", "critique"),
+    "tokens of groups of 4, R_φ": group(4, "group_tokens", "critique"),
+    "PPO, R_φ's sum": Run("end"), "PPO, true sum": END, "true critic": TRUE}
+FEW = {f"{name}, 400 annotations": replace(run, rows=400)
+       for name, run in METHODS_COMPARED.items()}
 SMALL = "One toy world, one tiny base and short runs: methods may rank differently elsewhere."
 STUDIES = {
     1: Study(
         "Text2Grad and its baselines",
-        "How accurate does each method become with the same number of rollouts, and how fast? "
-        "The paper claims that Text2Grad needs 22 % fewer steps than PPO.",
-        {**METHODS_COMPARED,
-         "GRPO of 8": group(8, "grpo"), "RLOO of 8": group(8, "rloo"),
-         "Dr. GRPO of 4": group(4, "dr_grpo"),
-         "GRPO of 4, R_φ's sum": group(4, "grpo", "critique"),
-         "RLOO of 4, R_φ's sum": group(4, "rloo", "critique"),
-         "tokens of groups of 4, R_φ": group(4, "group_tokens", "critique"),
-         "PPO, R_φ's sum": Run("end"), "PPO, true sum": END, "true critic": TRUE,
-         **{f"{name}, 400 annotations": replace(run, rows=400)
-            for name, run in METHODS_COMPARED.items()}},
+        "How accurate does each method become with the same number of rollouts and of "
+        "annotations, and how fast? The paper claims that Text2Grad needs 22 % fewer steps "
+        "than PPO.",
+        METHODS_COMPARED | MORE_METHODS | FEW,
         "SFT imitates perfect references. ILF imitates refinements by a function that reads "
         "the corrections in the critique. Real data has neither. SDPO's policy was first "
-        "trained to rewrite, which needs as many annotated rows again."),
+        "trained to rewrite, which needs as many annotated rows again.",
+        tuned=(*METHODS_COMPARED, *MORE_METHODS,
+               *(name for name, run in FEW.items() if run.method in OFFLINE)),
+        compared=("rows",)),
     2: Study(
         "Reward designs",
         "Which tokens should be rewarded (Table 11, Appendix I)? The true critic judges, so "
@@ -163,12 +173,13 @@ STUDIES = {
     3: Study(
         "Chain of thought",
         "Does reasoning improve R_φ and the policy that it rewards (Tables 1, 2, 19)? The "
-        "reasoning may be part of z, or it may only help the annotator and be left out of z.",
-        {"in z": Run(), "not in z": Run(annotator="no_cot"),
+        "reasoning may be part of z, or it may only help the annotator and be left out of z. "
+        "Without prose, z holds only the quotes and their labels, as in §4.5.",
+        {"in z": Run(), "not in z": Run(annotator="no_cot"), "no prose": Run(annotator="spans"),
          "none, one verdict in ten wrong": Run(annotator="hasty")},
         "It is assumed, not measured, that an annotator without reasoning gives one wrong "
         "verdict in ten.",
-        tuned=1, seeds=3),
+        tuned=("in z",)),
     4: Study(
         "Wrong labels",
         "How fast does the gain fall as more spans are wrong, and which noise hurts most? "
@@ -176,21 +187,21 @@ STUDIES = {
         "without a label, and dropped spans are missing.",
         {"none": TRUE, **NOISY},
         "The noise is independent of the text. The errors of a real annotator are not.",
-        tuned=1, seeds=3),
+        tuned=("none",)),
     5: Study(
         "Graded rewards",
         "Is the δ of one greedy critique (−1, 0 or 1) enough, or is the mean δ of four sampled "
         "critiques better?",
         {"discrete": Run(), "graded": Run("graded")},
         "Facts of the toy world are either right or wrong, so no degrees can be learned.",
-        tuned=1, seeds=3),
+        tuned=("discrete",), seeds=3),
     6: Study(
         "Human-like feedback",
         "What happens if R_φ learns from rougher feedback, with missed facts, quotes that are "
         "too long, and wrong verdicts?",
         {"programmatic": Run(), "human-like": Run(annotator="human")},
         "The errors of people are simulated at random. Real people make other errors.",
-        tuned=1, seeds=3),
+        tuned=("programmatic",), seeds=3),
     7: Study(
         "A critic that falls behind",
         "R_φ is trained on responses of the base, but it judges responses of a policy that has "
@@ -201,7 +212,7 @@ STUDIES = {
          "four critiques": Run("graded"), "two rounds": Run("two_rounds"),
          "true critic": TRUE},
         "Two rounds need phases 1 and 2 twice. The table does not count the cost of the "
-        "people who would annotate.", tuned=1),
+        "people who would annotate.", tuned=("as it is",)),
     8: Study(
         "Discriminative power", "Do the claims of Appendix A hold on real trajectories?", {},
         "All gradients are those of the base before any update, with V = 0 and no clipping.",
@@ -221,12 +232,25 @@ STUDIES = {
         "Definition 1 weights log π(y_t) by δ_t. PPO adds whitening, the sum over later "
         "tokens, a baseline V, the decay λ, and the clip. What does each of them buy, and from "
         "which length on?",
-        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 4),
-         **ladder("critique", 4), **ladder("true", 2, SHORT_LADDER),
-         **ladder("critique", 2, SHORT_LADDER)},
+        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 2, SHORT_LADDER),
+         **ladder("critique", 2, SHORT_LADDER), **ladder("true", 4),
+         **ladder("critique", 4, SHORT_LADDER)},
         "Facts are independent of each other, so a token's reward depends on few other tokens. "
         "Where later text depends on earlier choices, the sum over later tokens matters more.",
-        tuned=len(LADDER), compared=("length", "method")),
+        tuned=(*ladder("true", 1), *ladder("true", 4, SHORT_LADDER)),
+        compared=("length", "method"), trajectories=TRAJECTORIES),
+    11: Study(
+        "Omissions",
+        "A span cannot mark what is missing. Does the policy learn to say less? If the critic "
+        "only marks poor spans, silence has the best reward. Two remedies are a charge of −1 "
+        "at the last token for each missing fact, and the length term of the release.",
+        {f"{name}, {20 * n} tokens": Run(method, length=n) for n in (1, 4)
+         for name, method in (("spans", "true"), ("spans, charge", "true_omission"),
+                              ("poor spans", "true_poor"),
+                              ("poor spans, charge", "true_poor_omission"),
+                              ("poor spans, length term", "true_poor_length"))},
+        "The true critic judges, and it names every missing fact. An LLM may overlook some.",
+        tuned=("spans, 20 tokens", "spans, 80 tokens")),
 }
 
 
@@ -289,7 +313,7 @@ def settings(run: Run, out: Path) -> Config:
     return Config(output_dir=str(out), seed=run.seed, annotator_function=critic, mode=mode,
                   probe_rows=0, learning_rate=run.rate, iterations=run.updates,
                   batch_size=run.batch, minibatch_size=run.batch, save_every=10**9,
-                  max_new_tokens=28 * run.length, max_critique_tokens=96 * run.length,
+                  max_new_tokens=28 * run.length, max_critique_tokens=40 + 56 * run.length,
                   annotated_rows=run.rows,
                   **{"kl_coef": BETA} | dict(run.settings))
 
@@ -360,14 +384,23 @@ def train_policy(run: Run, cache: Path) -> dict:
             METHODS[run.method](model, tokenizer, rows, config, out)
         curve = whole_rows(out / "metrics.jsonl")
     record["curve"] = [row["fact accuracy"] for row in curve]
+    record["kl"] = curve[-1].get("kl") if curve else None
     for name, temperature in (("greedy", 0.0), ("accuracy", 1.0)):
         eval_config = replace(config, temperature=temperature)
         rollouts = sample_answers(model, tokenizer, run, eval_config, "policy")
         record[name] = mean(map(toy.fact_accuracy, rollouts.rows, rollouts.texts))
+    record["omitted"] = mean(map(omitted_facts, rollouts.rows, rollouts.texts))
+    record["tokens"] = rollouts.mask.sum().item() / len(rollouts.texts)
     if run.method in PROBED:                           # on the responses at temperature 1
         probed_critic = DESIGNS.get(run.method, reward_model_critic)
         record |= probe_reward_model(rollouts, model, tokenizer, config, probed_critic)
     return record
+
+
+def omitted_facts(row: dict, text: str) -> float:
+    """Share of the slots for which a summary states no fact at all, right or wrong."""
+    slots = {slot for _, slot, _ in toy.said_facts(text)}
+    return sum(slot not in slots for slot in row["facts"]) / len(row["facts"])
 
 
 def sample_answers(model, tokenizer, run: Run, config: Config, adapter):
@@ -442,12 +475,17 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
 
 
 def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
-    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B."""
+    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B.
+
+    Two more are the weights of Definition 1, δ_t, and A with λ = 1 minus its mean at t.
+    """
     zeros = torch.zeros_like(delta)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
     end_rewards = zeros.scatter(1, last, delta.sum(1, keepdim=True))
-    return {name: gae(end_rewards if pays_at_end else delta, zeros, mask, 1.0, lam)[0]
-            for name, (pays_at_end, lam) in SETTINGS.items()}
+    advantages = {name: gae(end_rewards if pays_at_end else delta, zeros, mask, 1.0, lam)[0]
+                  for name, (pays_at_end, lam) in SETTINGS.items()}
+    return advantages | {"δ_t": delta,
+                         "A, λ = 1, minus the mean": position_mean(delta, mask, Config())}
 
 
 def correlation(x, y) -> float:
@@ -645,7 +683,7 @@ def trajectory_tables(records: list[dict]) -> str:
     """Tables and legends for records of `follow_trajectories`, by response length (App. A)."""
     settings_rows = [[name, f"{record['tokens']:.0f}", record["correlation"][name],
                       "{:.1f} ({:.1f} to {:.1f})".format(*record["noise"][name])]
-                     for record in records for name in SETTINGS]
+                     for record in records for name in record["noise"]]
     pair_rows = [[f"{record['tokens']:.0f}", *record["pairs"].values(), record["alpha"]]
                  for record in records]
     settings_header = ["", "tokens", "correlation of A_t with δ_t",
@@ -695,10 +733,11 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.trajectories][0]
-    rates = {0: "not tuned", 1: "tuned for the first arm and used for all arms",
-             None: "tuned for every arm"}.get(
-                 study.tuned, f"tuned for the first {study.tuned} arms; an arm with another "
-                              f"critic or length uses that of the arm with the same advantages")
+    n_tuned = len(study.arms if study.tuned is None else study.tuned)
+    rates = f"tuned for {n_tuned} of {len(study.arms)} arms" if n_tuned else "not tuned"
+    if 0 < n_tuned < len(study.arms):
+        rates += ("; another arm uses that of the most similar one, by its advantages, changed "
+                  "settings, method and length, in this order")
     records = sum((arm.records for arm in arms), trajectory_records)
     seconds = sum(record["seconds"] for record in records)
     tables = arm_table(arms, study.compared) if arms else ""
@@ -734,7 +773,7 @@ fixed rows use as many responses and optimizer steps. β starts at {BETA}. There
 
 # ── Command line
 
-QUICK = {"updates": 5, "batch": 16, "rows": 240, "posts": 40, "rate": 1e-3}
+QUICK = {"updates": 3, "batch": 8, "rows": 120, "posts": 16, "rate": 1e-3, "length": 1}
 
 
 @dataclass
@@ -771,10 +810,11 @@ def tune(runs: list[Run], get_records) -> list[Run]:
 
 
 def shared_rate(run: Run, tuned: list[Run]) -> float:
-    """The rate of the tuned run with the same advantages and settings, or of the first one."""
-    method = run.advantages, run.settings
-    rates = [other.rate for other in tuned if (other.advantages, other.settings) == method]
-    return (rates or [tuned[0].rate])[0]
+    """The rate of the most similar tuned run: by advantages, settings, method, then length."""
+    def similarity(other):
+        return [getattr(other, name) == getattr(run, name)
+                for name in ("advantages", "settings", "method", "length")]
+    return max(tuned, key=similarity).rate
 
 
 def run_of(record: dict) -> Run:
@@ -792,9 +832,13 @@ def restore_records(path: Path, cache: Path):
 
 
 def keep_records(path: Path, cache: Path):
-    """Write the records of all policies in the cache to a file, in a fixed order."""
+    """Write the records in the cache to a file, in a fixed order.
+
+    Those of reward models are left out, because a run needs the reward model itself.
+    """
     records = [read_rows(file)[0] for file in sorted(cache.glob("*.json"))]
-    write_rows(path, [record for record in records if "accuracy" in record])
+    write_rows(path, [record for record in records
+                      if not record["run"]["method"].startswith("fit ")])
 
 
 def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Path:
@@ -805,11 +849,11 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     if config.quick:
         quick_arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
         trajectories = [replace(run, **QUICK) for run in study.trajectories]
-        study = replace(study, arms=quick_arms, trajectories=trajectories, tuned=0, seeds=2)
-    runs = [*study.arms.values()]
-    tuned = tune(runs[: study.tuned], get_records)
-    if tuned:
-        runs = tuned + [replace(run, rate=shared_rate(run, tuned)) for run in runs[len(tuned):]]
+        study = replace(study, arms=quick_arms, trajectories=trajectories, tuned=(), seeds=2)
+    names = [*study.arms] if study.tuned is None else study.tuned
+    tuned = dict(zip(names, tune([study.arms[name] for name in names], get_records)))
+    runs = [tuned.get(name) or replace(run, rate=shared_rate(run, [*tuned.values()]))
+            for name, run in study.arms.items()] if tuned else [*study.arms.values()]
     records = get_records([replace(run, seed=seed) for run in runs
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]

@@ -24,7 +24,8 @@ from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, ma
                                  noisy, span_weights, step_spans, token_scores, true_critic,
                                  weighted)
 from helpers import ROOT, randomise
-from model import add_lora, encode_answer, encode_prompt, lora_parameters, use_lora
+from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
+                   save_lora, use_lora)
 from reward_model import Judgement
 from sampling import pad_batch
 from text2grad import Config, Rollouts
@@ -87,9 +88,9 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
     with use_lora(model, "policy"):
-        first = preference_loss(model, PAIRS, None)
+        first = preference_loss(model, PAIRS, None, 0.1)
         randomise(lora_parameters(model, "policy"))
-        loss = preference_loss(model, PAIRS, None)
+        loss = preference_loss(model, PAIRS, None, 0.1)
     assert first.item() == pytest.approx(3 * math.log(2), abs=1e-5) and loss.requires_grad
     sums = []
     for name, k in product(("policy", None), (1, 2)):
@@ -218,7 +219,7 @@ def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
                 start = truth.start + 2 * (truth.name == "repetition")
                 assert {s.label for s in grounding.spans
                         if s.start <= start and truth.end <= s.end} == {truth.label}, reply
-    assert kinds > {"repetition", "month"} or name in ("hasty", "human", "steps")
+    assert kinds > {"repetition", "month"} or name in ("spans", "hasty", "human", "steps")
 
 
 def test_reasoning_stands_in_z_or_not():
@@ -319,6 +320,40 @@ def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
     partly_flipped = noisy(true_critic, "flipped", 40)
     first, second = partly_flipped(*arguments), partly_flipped(*arguments)
     assert first == second and clean != first != flipped
+
+
+def test_omissions_by_hand():
+    """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n."""
+    critique = "The job nurse is missing. The city York is missing."
+    judgement = Judgement(critique, [1.0, -1.0, 0.5])
+    rollouts = SimpleNamespace(rows=[{}], texts=["a b c"], offsets=[pieces("a b c")[:3]])
+
+    def delta(change, *arguments):
+        critic = change(lambda *_: [judgement], *arguments)
+        (result,) = critic(rollouts, None, None, None)
+        return result.delta
+
+    assert delta(designs.only_poor) == [0.0, -1.0, 0.0]
+    assert delta(designs.punish_omissions) == [1.0, -1.0, -1.5]
+    assert delta(designs.damp_length, -5) == pytest.approx([0.5, -0.26894, 0.05960], abs=1e-5)
+    assert delta(designs.damp_length, 48) == pytest.approx(judgement.delta, abs=1e-6)
+
+
+def test_each_missing_fact_of_the_true_critique_costs_one(toy_model):
+    """A response that states one fact of three; its critique names the other two."""
+    model, tokenizer = toy_model
+    row = toy.rows("train", 1)[0]
+    text = f"It was in {row['facts']['month']}."
+    y = encode_answer(tokenizer, text)
+    offsets = token_offsets(tokenizer, y)[1]
+    rollouts = SimpleNamespace(rows=[row], texts=[text], offsets=[offsets])
+    config = Config()
+    (plain,) = true_critic(rollouts, model, tokenizer, config)
+    (charged,) = designs.DESIGNS["true_omission"](rollouts, model, tokenizer, config)
+    assert sum(plain.delta) > 0
+    assert charged.delta == [*plain.delta[:-1], plain.delta[-1] - 2]
+    (poor,) = designs.DESIGNS["true_poor"](rollouts, model, tokenizer, config)
+    assert not any(poor.delta)
 
 
 @pytest.mark.parametrize("weighting, good, poor", [
@@ -544,6 +579,31 @@ def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
         count += len(y)
     for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
         close(p.grad, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("task, adapter", [("toy", "rewriter"), ("slf5k", "reference")])
+def test_the_second_answer_is_that_of_the_adapter_that_can_rewrite(task, adapter, monkeypatch):
+    monkeypatch.setattr(baselines, "write_critiques", lambda *_: ["z"])
+    monkeypatch.setattr(baselines, "rewrite", lambda *arguments: arguments[4])
+    rollouts = SimpleNamespace(prompts=["x"], texts=["y"])
+    config = Config(task=task, adapter="sft")
+    assert reflect(rollouts, None, None, config, None) == adapter
+
+
+def test_reflection_writes_its_second_answers_for_the_evaluation(tmp_path):
+    """From the command line: the held-out rows, each with an answer, are one file."""
+    reward = tmp_path / "reward"
+    flags = ["--iterations", 1, "--batch_size", 4, "--minibatch_size", 4, "--annotated_rows", 8,
+             "--eval_rows", 3, "--max_critique_tokens", 16, "--output_dir", tmp_path / "out"]
+    with pytest.raises(InputError, match="reflection needs --reward_model"):
+        baselines.main(["reflection", *map(str, flags)])
+    model, _ = load_model(toy.BASE, device="cpu")
+    add_lora(model, "reward", 4, 8)
+    save_lora(model, "reward", reward)
+    baselines.main(["reflection", *map(str, flags), "--reward_model", str(reward)])
+    answers = read_rows(tmp_path / "out" / "answers.jsonl")
+    assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
+    assert all(isinstance(row["response"], str) and row["id"] for row in answers)
 
 
 def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):

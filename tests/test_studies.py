@@ -119,6 +119,38 @@ def test_an_arm_takes_the_rate_of_the_tuned_arm_with_its_advantages():
     assert studies.shared_rate(Run("true", "definition_1", length=4), tuned) == 2.0
     assert studies.shared_rate(Run(settings=(("lam", 0.0),)), tuned) == 3.0
     assert studies.shared_rate(Run("dpo", "rloo"), tuned) == 1.0
+    tuned = [Run("true", rate=1.0), Run("end", rate=2.0), Run("true", length=4, rate=3.0)]
+    assert studies.shared_rate(Run("end", length=4), tuned) == 2.0
+    assert studies.shared_rate(Run("critique", length=4), tuned) == 3.0
+
+
+def test_only_the_named_arms_are_tuned(tmp_path, monkeypatch):
+    """Others take the rate of the most similar one; a tuned arm keeps its own."""
+    arms = {"a": Run("true"), "b": Run("true", annotator="dense"), "c": Run("end")}
+    tuned = []
+    monkeypatch.setattr(studies, "tune", lambda runs, _: tuned.extend(runs) or [
+        replace(run, rate=i + 1.0) for i, run in enumerate(runs)])
+    reported = []
+    monkeypatch.setattr(studies, "write_study_page",
+                        lambda path, study, results, *_: reported.extend(results))
+
+    def get_records(runs):
+        return [{"curve": [], "seconds": 0.0}] * len(runs)
+
+    for names, rates in ((("a", "b"), [1, 2, 1]), (None, [1, 2, 3]), ((), [0, 0, 0])):
+        tuned.clear()
+        reported.clear()
+        study = Study("Rates", "?", arms, "Much.", tuned=names, seeds=2)
+        do_study(1, study, StudyConfig(output_dir=str(tmp_path)), get_records)
+        assert [arm.run.rate for arm in reported] == rates
+        assert tuned == [arms[name] for name in (arms if names is None else names)]
+
+
+def test_facts_that_are_not_stated_at_all_are_omitted():
+    """A wrong phrase of a slot states it, and a phrase of another sentence's slot does not."""
+    row = {"facts": {"person": "sister", "month": "June", "reply": "So what."}}
+    assert studies.omitted_facts(row, "My boss opened it in July, a nurse says.") == 1 / 3
+    assert studies.omitted_facts(row, "It is a pity.") == 1
 
 
 def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
