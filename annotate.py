@@ -548,7 +548,7 @@ class AnnotateConfig:
     price_out: float | None = flag(None, "USD per million reply tokens; None: unknown")
     max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit")
     dry_run: bool = flag(False, "only print a forecast of tokens and cost")
-    skip_failed: bool = flag(False, "leave out responses whose annotation failed")
+    skip_failed: bool = flag(False, "leave out empty and failed responses")
 
     GROUPS = {"task": "data and mode", "annotator_model": "annotator", "price_in": "budget",
               "skip_failed": "other"}
@@ -604,6 +604,12 @@ def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
     """Yield the request for each response of --data, in order."""
     task = get_task(config.task)
     for example in islice(examples(task, iter_rows(config.data, task=task)), config.limit):
+        if not example["response"].strip():
+            problem = f"{config.data}, row {example['id']}: the response is empty"
+            if not config.skip_failed:
+                raise InputError(f"{problem}; set --skip_failed to leave it out")
+            print(f"{problem}; it is left out", file=sys.stderr)
+            continue
         needs_outcome = task.tests and not (config.annotator_function or config.dry_run)
         if needs_outcome and "outcome" not in example:
             raise InputError(f"{config.data}, row {example['id']}: the field 'outcome' with "

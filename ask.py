@@ -202,9 +202,14 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
                       f"({record['reason']}); requesting it again", file=sys.stderr)
     todo = missing(questions, journal)
     if todo and asyncio.run(_ask_all(todo, journal, model, review, concurrency)):
-        raise InputError(f"--max_usd {journal.max_usd:g} reached at ${journal.spent:.4f}, with "
-                         f"{len(missing(todo, journal))} requests left; raise --max_usd to "
-                         f"continue. Every reply is in {journal.path}")
+        todo = missing(todo, journal)
+        usage = model.max_usage(todo[0])
+        raise InputError(f"--max_usd {journal.max_usd:g} reached: ${journal.spent:.4f} is "
+                         f"spent, and the next of {len(todo)} requests may cost "
+                         f"${journal.usd(**usage):.4f}, with {usage['prompt_tokens']:g} + "
+                         f"{usage['completion_tokens']} tokens. Raise --max_usd to continue, "
+                         f"or lower `max_tokens` of the task or mode, which limits a reply. "
+                         f"Every reply is in {journal.path}")
     return journal.records
 
 

@@ -84,8 +84,8 @@ class Task:
             if not is_prompt(self.policy_prompt(row)):
                 raise TypeError("the prompt is not a text or a list of chat messages")
             for response in self.all_responses(row):
-                if not response["response"].strip():
-                    raise ValueError("the response is empty")
+                if not isinstance(response["response"], str):
+                    raise TypeError("the response is not a text")
         except Exception as error:                  # functions of a task may raise anything
             raise InputError(f"{place}: field {row.last_name!r} does not fit the task "
                              f"{self.name} ({type(error).__name__}: {error}); fix or drop the "

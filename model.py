@@ -182,21 +182,26 @@ def eos_ids(tokenizer, model=None) -> list[int]:
 
 def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
     """Keep rows whose prompt, response and critique fit the context; print how many do not."""
+    context = context_length(model)
     instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
-    limit = (context_length(model) - instruction - config.max_new_tokens
-             - config.max_critique_tokens)
-    limit = min(limit, config.max_prompt_tokens or limit)
+    room = context - instruction - config.max_new_tokens - config.max_critique_tokens
+    limit = min(room, config.max_prompt_tokens or room)
     prompt = get_task(config.task).policy_prompt
-    fitting_rows = [row for row in rows
-                    if len(encode_prompt(tokenizer, prompt(row))) <= limit]
+    lengths = [len(encode_prompt(tokenizer, prompt(row))) for row in rows]
+    fitting_rows = [row for row, length in zip(rows, lengths) if length <= limit]
     source = config.data or config.task
-    too_long = len(rows) - len(fitting_rows)
-    if too_long:
-        print_rank0(f"{source}: left out {too_long} of {len(rows)} rows, whose prompts have "
-                    f"more than {limit} tokens")
     if not fitting_rows:
-        raise InputError(f"{source}: all prompts are too long, so no row is left; lower "
-                         f"--max_new_tokens or raise --max_prompt_tokens")
+        shortest = min(lengths)
+        remedy = ("raise --max_prompt_tokens" if shortest <= room else
+                  "lower --max_new_tokens or --max_critique_tokens")
+        raise InputError(
+            f"{source}: the shortest prompt has {shortest} tokens, and the longest that fits "
+            f"has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction takes "
+            f"{instruction}, --max_new_tokens {config.max_new_tokens} and "
+            f"--max_critique_tokens {config.max_critique_tokens}; {remedy}")
+    if len(fitting_rows) < len(rows):
+        print_rank0(f"{source}: left out {len(rows) - len(fitting_rows)} of {len(rows)} rows, "
+                    f"whose prompts have more than {limit} tokens")
     return fitting_rows
 
 
@@ -272,17 +277,18 @@ def _check_name(model, name: str, should_exist: bool):
         raise ModelError(f"the adapter {name!r} is {problem}")
 
 
-def target_layers(model, target_modules) -> list[str]:
+def target_layers(model, target_modules, flag_name="--lora_targets") -> list[str]:
     """Paths of all linear layers with a target name, such as "q_proj", at the end.
 
-    Raises ModelError if no linear layer of the model has that name.
+    flag_name: the flag with the names, for the error. Raises ModelError if no linear layer of
+    the model has that name.
     """
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
-    choices = set(names.values())
-    unknown = set(target_modules) - choices
+    choices = ", ".join(sorted(set(names.values()))) or "none: it has no torch.nn.Linear"
+    unknown = set(target_modules) - set(names.values())
     if unknown:
-        raise ModelError(f"no linear layer is named {', '.join(sorted(unknown))}; choose from "
-                         f"{', '.join(sorted(choices))}")
+        raise ModelError(f"{flag_name}: {type(model).__name__} has no linear layer named "
+                         f"{', '.join(sorted(unknown))}; choose from its layers ({choices})")
     return [path for path, name in names.items() if name in target_modules]
 
 

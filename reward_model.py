@@ -29,14 +29,14 @@ from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
-from data import (DTYPES, TASKS, InputError, Task, chunks, flag, get_task, parse_flags,
-                  read_rows, reward_prompt, run_script, write_rows)
+from data import (DTYPES, TASKS, InputError, Task, chunks, flag, get_task, iter_rows,
+                  parse_flags, read_rows, reward_prompt, run_script, write_rows)
 from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
                    gathered, load_model, lora_parameters, response_hidden, save_lora,
                    scaled_rate, shard, use_lora)
-from runtime import (RANK, WORLD_SIZE, all_sum, checksum, gather_rows, keep_checkpoint,
-                     lock_directory, newest_checkpoint, print_rank0, restore_optimizer,
-                     run_collective, start_ranks)
+from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_settings, checksum,
+                     gather_rows, keep_checkpoint, lock_directory, newest_checkpoint,
+                     print_rank0, restore_optimizer, result_exists, run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -450,9 +450,23 @@ def summary(metrics: dict) -> str:
             f"{metrics['unparseable']:.1%}")
 
 
+def refuse_other_settings(config: RewardConfig):
+    """Raise InputError where --output_dir holds an R_φ that was trained with other settings."""
+    out = Path(config.output_dir)
+    if result_exists(out / "metrics.json"):
+        (saved,) = read_rows(out / "config.json")
+        settings = {name: value for name, value in asdict(config).items() if value is not None}
+        check_settings(settings, saved, settings.keys() - CHANGEABLE, out,
+                       "choose another --output_dir")
+
+
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
+    row_task = next(iter_rows(config.data)).get("task", config.task)
+    flags = ["--task", row_task, *sys.argv[1:]]              # a --task of the user comes later
+    config = parse_flags(RewardConfig, flags, __doc__, reward_preset)
+    refuse_other_settings(config)
     if config.shard and WORLD_SIZE == 1:
         raise InputError("--shard needs more than one rank; start the script with "
                          "torchrun --nproc_per_node N")

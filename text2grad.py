@@ -31,6 +31,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -42,8 +43,8 @@ from tqdm import tqdm
 from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
                       check_annotator, token_offsets, token_rewards)
 from ask import Journal
-from data import (DTYPES, TASKS, InputError, chunks, examples, flag, get_task, load_object,
-                  parse_flags, prompt_text, read_rows, run_script, whole_rows, write_rows)
+from data import (DTYPES, TASKS, InputError, chunks, examples, flag, get_task, parse_flags,
+                  prompt_text, read_rows, run_script, whole_rows, write_rows)
 from model import (ValueHead, add_lora, checkpoint_activations, drop_long_rows, encode_prompt,
                    eos_ids, gathered, load_lora, load_model, lora_parameters, response_hidden,
                    save_lora, scaled_rate, shard, target_layers, use_lora)
@@ -695,8 +696,11 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     """Check flags, annotator, key and directory before anything is sampled or paid."""
     task = get_task(config.task)
     parse_flags(RewardConfig, ["--task", config.task], "", reward_preset)    # checks its values
-    if (config.batch_size or 0) % WORLD_SIZE or (config.minibatch_size or 0) % WORLD_SIZE:
-        raise InputError(f"--batch_size and --minibatch_size must be multiples of {WORLD_SIZE}")
+    sizes = {name: getattr(config, name) or 0 for name in ("batch_size", "minibatch_size")}
+    if any(size % WORLD_SIZE for size in sizes.values()):
+        remedy = " ".join(f"--{name} {-(-size // WORLD_SIZE) * WORLD_SIZE}"
+                          for name, size in sizes.items() if size)
+        raise InputError(f"{WORLD_SIZE} ranks share each batch equally: set {remedy}")
     if (config.batch_size or 0) % config.responses_per_prompt:
         raise InputError(f"--batch_size {config.batch_size} is not a multiple of "
                          f"--responses_per_prompt {config.responses_per_prompt}")
@@ -704,8 +708,8 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     if config.data is None and task.rows is None:
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
-    if config.wandb:
-        load_object("--wandb", "wandb:init")
+    if config.wandb and not find_spec("wandb"):
+        raise InputError("--wandb needs the package wandb: pip install wandb")
     if config.probe_rows and config.mode == "align":
         raise InputError("--mode align needs feedback that people wrote, and there is none for "
                          "the policy's new responses: set --probe_rows 0")
@@ -720,7 +724,8 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
 
 def check_phases(model, rows: list[dict], config: Config, out: Path):
     """Check what needs the base and the rows: the layers for R_φ, and the sandbox."""
-    target_layers(model, reward_settings(config, out).lora_targets.split(","))
+    target_layers(model, reward_settings(config, out).lora_targets.split(","),
+                  "--reward_lora_targets")
     task = get_task(config.task)
     needs_outcomes = task.tests and not config.annotator_function
     if not needs_outcomes or result_exists(out / "responses.jsonl"):

@@ -595,6 +595,16 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_end_the_run(critic
     assert len(critic.output_rows()) == 40
 
 
+def test_an_empty_response_is_named_and_can_be_left_out(critic, capsys):
+    critic.module.judge = lambda row, response: GOOD
+    rows = random_rows(3)
+    rows[1]["response"] = " "
+    critic.fails("row row-1: the response is empty; set --skip_failed", rows)
+    critic.run(skip_failed=True)
+    assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
+    assert "row row-1: the response is empty; it is left out" in capsys.readouterr().err
+
+
 def test_a_reply_with_a_lone_surrogate_fails_only_its_row(critic):
     critic.module.judge = lambda row, response: (
         '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}'
@@ -707,6 +717,6 @@ def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
     stats = work.server.stats()
     cost = 100 * (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e6
     line = work.fails("max_usd", random_rows(40), price_in=100.0, price_out=100.0, max_usd=cost)
-    assert f"reached at ${cost:.4f}" in line and work.calls() == 20
+    assert f"reached: ${cost:.4f} is spent" in line and work.calls() == 20
     work.run(price_in=100.0, price_out=100.0)
     assert all(row["usd"] > 0 for row in work.output_rows())

@@ -160,7 +160,7 @@ def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tm
 def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server, tmp_path):
     config.price_in, config.price_out, config.judge_tokens = 1.0, 1.0, 200
     config.max_usd = 0.01
-    with pytest.raises(InputError, match=r"--max_usd 0.01 reached at \$0.00\d+, with \d+"):
+    with pytest.raises(InputError, match=r"--max_usd 0.01 reached: \$0.00\d+ is spent"):
         judge(40, config, tmp_path / "j")
     stats = server.stats()
     assert 0 < stats["calls"] < 80

@@ -17,8 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
-                          GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PhiConfig,
-                          PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM)
+                          GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Phi3Config,
+                          Phi3ForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM)
 import model as model_file
 import runtime
 import sampling
@@ -26,7 +27,7 @@ from data import InputError, ModelError
 from helpers import ROOT, randomise
 from model import (LoRALinear, ValueHead, add_lora, checkpoint_activations, decoder_blocks,
                    encode_answer, encode_prompt, eos_ids, fingerprint, load_lora, load_model,
-                   response_hidden, save_lora, use_lora)
+                   response_hidden, save_lora, target_layers, use_lora)
 from runtime import (checkpoints, keep_checkpoint, load_checkpoint, lock_directory,
                      newest_checkpoint, save_checkpoint)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
@@ -55,6 +56,18 @@ def gpt(tiny):
     """A tiny GPT-2, which has learnt absolute positions and Conv1D instead of linear layers."""
     path = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
     return load_model(path, device="cpu")
+
+
+@pytest.mark.parametrize("architecture, config, layers", [
+    (GPT2LMHeadModel, GPT2Config, r"none: it has no torch\.nn\.Linear"),
+    (PhiForCausalLM, PhiConfig, "dense, .* q_proj"),
+    (Phi3ForCausalLM, Phi3Config, "down_proj, gate_up_proj, o_proj, qkv_proj")])
+def test_a_layer_that_the_model_lacks_is_named_with_its_flag(tiny, architecture, config,
+                                                             layers):
+    model, _ = load_model(tiny(architecture, config), device="cpu")
+    with pytest.raises(ModelError, match=f"--reward_lora_targets: {architecture.__name__} has "
+                                         f"no linear layer named up_proj; .*{layers}"):
+        target_layers(model, ["up_proj"], "--reward_lora_targets")
 
 
 with_positions = pytest.mark.parametrize("base", ["toy_model", "stories", "gpt"], indirect=True)

@@ -28,7 +28,7 @@ from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, len
 from model import add_lora
 from report import NOTES
 from reward_model import Judgement, judge, token_figures
-from runtime import lock_directory, newest_checkpoint
+from runtime import checksum, lock_directory, newest_checkpoint
 from text2grad import Config, Rollouts, annotation_settings, probe, train
 
 
@@ -332,8 +332,8 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
              "--annotator_function", "toy:critique"),
             ("OPENAI_API_KEY", *real, "--data", data),
             ("--annotator_function toy:nothing", "--annotator_function", "toy:nothing"),
-            ("no linear layer is named q_prj", "--lora_targets", "q_prj"),
-            ("no linear layer is named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
+            ("has no linear layer named q_prj", "--lora_targets", "q_prj"),
+            ("has no linear layer named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
              "--annotator_function", "toy:critique", "--data", solved),
             ("unrecognized arguments: --kl_coeff", "--task", "bad_task:MISSPELT",
              "--data", solved),
@@ -346,7 +346,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
             ("--temperature: 0", "--temperature", 0), ("--learning_rat", "--learning_rat", 1),
             *((f"argument --{name}: ", f"--{name}", value) for name, value in WRONG),
             ("unrecognized arguments: --kl_penalty", "--kl_penalty", 0),
-            ("torchrun", "--shard"), ("--wandb", "--wandb", "project"),
+            ("torchrun", "--shard"), ("pip install wandb", "--wandb", "project"),
             ("--max_usd needs --price_in", "--max_usd", 1)):
         with monkeypatch.context() as patch:
             if "kodcode" in flags:
@@ -406,7 +406,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
              "--model", "toy/base", "--reward_model", reward, *TINY,
              "--output_dir", tmp_path / "r"]
     message = refused(*flags, "--max_new_tokens", 480)
-    assert "no row is left" in message and "--max_new_tokens" in message
+    assert re.search(r"the shortest prompt has \d+ tokens, and the longest that fits has 0: of "
+                     r"the model's 512 .* --max_new_tokens 480 and .*; lower", message), message
     capsys.readouterr()
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
     from model import drop_long_rows, load_model
@@ -414,6 +415,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
     kept = drop_long_rows(read_jsonl(data), model, tokenizer, config)
     assert [row["id"] for row in kept] == ["r0", "r1", "r2", "r4", "r5"]
     assert "left out 1 of 6 rows" in capsys.readouterr().out
+    with pytest.raises(InputError, match="longest that fits has 4: .*; raise --max_prompt_tok"):
+        drop_long_rows(read_jsonl(data), model, tokenizer, replace(config, max_prompt_tokens=4))
 
 
 def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
@@ -427,6 +430,23 @@ def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
         assert "another process" in error_message("reward_model.py", *flags)
     output = capsys.readouterr().out
     assert "next: python text2grad.py" in output and "poor tokens precision" in output
+    before = checksum(*out.glob("adapter/*"))
+    message = error_message("reward_model.py", *flags, "--seed", 1, "--micro_batch_size", 2)
+    assert message.endswith("(seed was 0, is 1); choose another --output_dir")
+    assert checksum(*out.glob("adapter/*")) == before
+
+
+def test_the_reward_model_script_takes_the_task_of_its_rows(finished_run, tmp_path):
+    """Rows of a task of one's own, whose settings differ from those of the toy task."""
+    rows = read_jsonl(finished_run / "feedback.jsonl")[:9]
+    for name, task in (("prose", "toy:PROSE"), ("unknown", "nowhere:TASK")):
+        write_rows(tmp_path / f"{name}.jsonl", [row | {"task": task} for row in rows])
+    flags = ["--data", tmp_path / "prose.jsonl", "--output_dir", tmp_path]
+    assert "SmolLM2-135M-Instruct" in error_message("reward_model.py", *flags)
+    message = error_message("reward_model.py", *flags, "--task", "toy", "--model", "none/none")
+    assert "none/none" in message                              # flags come before the rows
+    message = error_message("reward_model.py", "--data", tmp_path / "unknown.jsonl")
+    assert "--task nowhere:TASK: cannot import it" in message
 
 
 # ── The probe: R_φ compared with the annotator on the policy's rollouts
@@ -577,7 +597,7 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
         annotate(annotation_settings(config(1e6), tmp_path))
         calls, spent = asked_and_billed()
         assert calls == 2 and spent > 0
-        with pytest.raises(InputError, match="--max_usd .* reached .* 1 requests left"):
+        with pytest.raises(InputError, match="--max_usd .* reached: .* next of 1 requests"):
             probe(batch, config(spent * 1.01), tmp_path)
         assert asked_and_billed() == (2, spent)
         figures = probe(batch, config(1e6), tmp_path)

@@ -322,6 +322,13 @@ def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millio
     assert text2grad.fit_to_rows(named, rows, model) == named
 
 
+def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
+    message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
+                            "--output_dir", tmp_path)
+    assert message.endswith("set --batch_size 16 --minibatch_size 16")
+
+
 @pytest.mark.parametrize("ranks, group, batch_size, minibatch_size", [
     (1, 3, 18, 9), (3, 1, 18, 9), (8, 12, 24, 8), (24, 1, 24, 24)])
 def test_derived_batches_fit_the_ranks_and_the_groups(ranks, group, batch_size, minibatch_size,
