@@ -76,7 +76,7 @@ class Run:
     updates: int = 16               # number of batches; each is used for 4 optimizer steps
     batch: int = 24                 # rollouts per batch
     rows: int = 3000                # annotated rows for R_φ
-    rate: float = 0.0               # learning rate
+    rate: float = 0.0               # learning rate; 0: not tuned yet
     seed: int = 0
     posts: int = 300                # held-out posts for evaluation
 
@@ -88,7 +88,7 @@ class Study:
     question: str
     arms: dict[str, Run]
     cannot: str                     # what the study cannot show
-    tuned: tuple[str, ...] | None = None   # arms to tune, see `shared_rate`; None: all arms
+    tuned: tuple[str, ...] = ()     # arms to tune, see `shared_rate`; (): all without a rate
     trajectories: tuple[Run, ...] = ()     # runs of `follow_trajectories` on the base
     seeds: int = 5
     compared: tuple[str, ...] = ("length",)    # fields of Run that an arm shares with its first
@@ -108,7 +108,7 @@ def group(size: int, advantages: str, method: str = "scalar") -> Run:
 
 
 # The rungs between Definition 1 and PPO: name → (key of ADVANTAGES, changed fields of Config).
-LADDER = {"PPO": ("gae", ()), "δ": ("definition_1", ()), "whitened δ": ("whitened_rewards", ()),
+LADDER = {"δ": ("definition_1", ()), "PPO": ("gae", ()), "whitened δ": ("whitened_rewards", ()),
           "reward-to-go": ("reward_to_go", ()), "reward-to-go, λ = .95": ("decayed_to_go", ()),
           "reward-to-go − position's mean": ("position_mean", ()),
           "PPO, λ = 0": ("gae", (("lam", 0.0),)), "PPO, λ = 1": ("gae", (("lam", 1.0),)),
@@ -118,11 +118,16 @@ SHORT_LADDER = ("PPO", "δ", "reward-to-go", "PPO, λ = 1")
 
 
 def ladder(method: str, length: int, names=LADDER) -> dict[str, Run]:
-    """Arms with the rungs of the ladder, for one critic and one length."""
+    """Arms with the rungs of the ladder, for one critic and one length.
+
+    PPO also has an arm at a rate below the tuned one, because some of its runs diverge there.
+    """
     critic = {"true": "true critic", "critique": "R_φ"}[method]
-    return {f"{name}, {critic}, {20 * length} tokens":
+    arms = {f"{name}, {critic}, {20 * length} tokens":
             Run(method, LADDER[name][0], settings=LADDER[name][1], length=length)
             for name in names}
+    slow = Run(method, length=length, rate=1e-3)
+    return arms | {f"PPO at .001, {critic}, {20 * length} tokens": slow}
 
 
 METHODS_COMPARED = {
@@ -154,7 +159,8 @@ STUDIES = {
         "SFT imitates perfect references. ILF imitates refinements by a function that reads "
         "the corrections in the critique. Real data has neither. SDPO's policy was first "
         "trained to rewrite, which needs as many annotated rows again.",
-        tuned=(*METHODS_COMPARED, *MORE_METHODS,
+        tuned=(*METHODS_COMPARED, "Dr. GRPO of 4", "tokens of groups of 4, R_φ",
+               "PPO, true sum", "true critic",
                *(name for name, run in FEW.items() if run.method in OFFLINE)),
         compared=("rows",)),
     2: Study(
@@ -733,7 +739,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.trajectories][0]
-    n_tuned = len(study.arms if study.tuned is None else study.tuned)
+    n_tuned = sum(not study.arms[name].rate for name in study.tuned or study.arms)
     rates = f"tuned for {n_tuned} of {len(study.arms)} arms" if n_tuned else "not tuned"
     if 0 < n_tuned < len(study.arms):
         rates += ("; another arm uses that of the most similar one, by its advantages, changed "
@@ -814,7 +820,7 @@ def shared_rate(run: Run, tuned: list[Run]) -> float:
     def similarity(other):
         return [getattr(other, name) == getattr(run, name)
                 for name in ("advantages", "settings", "method", "length")]
-    return max(tuned, key=similarity).rate
+    return max(tuned, key=similarity, default=run).rate
 
 
 def run_of(record: dict) -> Run:
@@ -849,11 +855,12 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
     if config.quick:
         quick_arms = {name: replace(run, **QUICK) for name, run in study.arms.items()}
         trajectories = [replace(run, **QUICK) for run in study.trajectories]
-        study = replace(study, arms=quick_arms, trajectories=trajectories, tuned=(), seeds=2)
-    names = [*study.arms] if study.tuned is None else study.tuned
+        study = replace(study, arms=quick_arms, trajectories=trajectories, seeds=2)
+    names = [name for name in study.tuned or study.arms if not study.arms[name].rate]
     tuned = dict(zip(names, tune([study.arms[name] for name in names], get_records)))
-    runs = [tuned.get(name) or replace(run, rate=shared_rate(run, [*tuned.values()]))
-            for name, run in study.arms.items()] if tuned else [*study.arms.values()]
+    runs = [tuned.get(name) or (run if run.rate else
+                                replace(run, rate=shared_rate(run, [*tuned.values()])))
+            for name, run in study.arms.items()]
     records = get_records([replace(run, seed=seed) for run in runs
                            for seed in range(study.seeds)])
     arms = [*map(Arm, study.arms, runs, chunks(records, study.seeds))]

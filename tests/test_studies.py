@@ -126,7 +126,8 @@ def test_an_arm_takes_the_rate_of_the_tuned_arm_with_its_advantages():
 
 def test_only_the_named_arms_are_tuned(tmp_path, monkeypatch):
     """Others take the rate of the most similar one; a tuned arm keeps its own."""
-    arms = {"a": Run("true"), "b": Run("true", annotator="dense"), "c": Run("end")}
+    arms = {"a": Run("true"), "b": Run("true", annotator="dense"), "c": Run("end"),
+            "d": Run("end", rate=7.0)}
     tuned = []
     monkeypatch.setattr(studies, "tune", lambda runs, _: tuned.extend(runs) or [
         replace(run, rate=i + 1.0) for i, run in enumerate(runs)])
@@ -137,13 +138,13 @@ def test_only_the_named_arms_are_tuned(tmp_path, monkeypatch):
     def get_records(runs):
         return [{"curve": [], "seconds": 0.0}] * len(runs)
 
-    for names, rates in ((("a", "b"), [1, 2, 1]), (None, [1, 2, 3]), ((), [0, 0, 0])):
+    for names, rates in ((("a", "b"), [1, 2, 1, 7]), ((), [1, 2, 3, 7])):
         tuned.clear()
         reported.clear()
         study = Study("Rates", "?", arms, "Much.", tuned=names, seeds=2)
         do_study(1, study, StudyConfig(output_dir=str(tmp_path)), get_records)
         assert [arm.run.rate for arm in reported] == rates
-        assert tuned == [arms[name] for name in (arms if names is None else names)]
+        assert tuned == [arms[name] for name in names or "abc"]
 
 
 def test_facts_that_are_not_stated_at_all_are_omitted():
