@@ -374,7 +374,8 @@ def train_policy(run: Run, cache: Path) -> dict:
     record = {}
     if judge_run:
         load_lora(model, "reward", cache / key(judge_run) / "reward" / "adapter")
-        record["before"] = read_record(judge_run, cache).get("poor_recall")
+        figures = read_record(judge_run, cache)
+        record["before"] = figures.get("poor_recall", figures.get("right"))
     if run.method == "two_rounds":
         critic = renewed(run, read_rows(cache / key(judge_run) / "feedback.jsonl"))
     with TemporaryDirectory() as directory:
@@ -633,25 +634,28 @@ def first_arm(arm: Arm, arms: list[Arm], compared) -> Arm:
 
 def arm_table(arms: list[Arm], compared=("length",)) -> str:
     """Table and legend; each row compares an arm with its `first_arm`."""
-    header = ["", "rate", "start", "accuracy", "greedy", "minus first arm",
-              "rollouts to 90 %", "base recall", "recall", "precision", "seconds"]
     rows = []
     for arm in arms:
         baseline = first_arm(arm, arms, compared)
         differences = np.subtract(arm.values("accuracy"), baseline.values("accuracy"))
         start = mean(baseline.values("start"))
         end = mean(mean(curve[-3:]) for curve in baseline.values("curve"))
-        rows.append([arm.name, f"{arm.run.rate:g}", plus_minus(arm.values("start")),
-                     plus_minus(arm.values("accuracy")), plus_minus(arm.values("greedy")),
-                     plus_minus(differences, sign="+"),
-                     arm.rollouts_to(start + 0.9 * (end - start)),
-                     plus_minus(arm.values("before")[:1]),
-                     plus_minus(arm.values("poor_recall")),
-                     plus_minus(arm.values("poor_precision")),
-                     f"{mean(arm.values('seconds')):.0f}"])
+        columns = {
+            "": arm.name, "rate": f"{arm.run.rate:g}",
+            "start": plus_minus(arm.values("start")),
+            "accuracy": plus_minus(arm.values("accuracy")),
+            "greedy": plus_minus(arm.values("greedy")),
+            "minus first arm": plus_minus(differences, sign="+"),
+            "rollouts to 90 %": arm.rollouts_to(start + 0.9 * (end - start)),
+            "KL": plus_minus(arm.values("kl"), 1), "omitted": plus_minus(arm.values("omitted")),
+            "base recall": plus_minus(arm.values("before")),
+            "recall": plus_minus(arm.values("poor_recall")),
+            "precision": plus_minus(arm.values("poor_precision")),
+            "seconds": f"{mean(arm.values('seconds')):.0f}"}
+        rows.append([*columns.values()])
     return f"""
 ```
-{table(header, rows)}
+{table([*columns], rows)}
 ```
 
 Rate: learning rate. Start: fact accuracy of the base on held-out posts at temperature 1. \
@@ -661,7 +665,9 @@ Rollouts to 90 %: rollouts until an \
 arm reaches 90 % of the first arm's gain, which is measured from the start to the mean of the \
 last three points of its curve. Recall and precision: of R_φ's poor tokens \
 against the careful annotator's, on responses of the final policy. Base recall: the same on \
-responses of the base.
+responses of the base; for PPO and PRM-PPO, the share of held-out labels that the reward model \
+gets right. KL: in nats per response, in the last batch. Omitted: share of facts that the final \
+policy does not state at all.
 """
 
 
