@@ -1,5 +1,6 @@
 """eval.py as a user runs it: every task, comparisons before/after, resuming, and bad input."""
 
+import hashlib
 import json
 import os
 import random
@@ -391,6 +392,7 @@ CHAT = Task(
         f"Summarise the post in one sentence.\\n\\nPost: {row['article']}"}])
 
 def critic(row, response):
+    assert not row.get("outcome"), "this outcome belongs to another response"
     return json.dumps({"critique": "c", "good_spans": [response], "poor_spans": []})
 """
 
@@ -400,7 +402,7 @@ def own_rows(tmp_path, monkeypatch) -> list[dict]:
     """40 rows of an own task with chat prompts, my_task:CHAT in tmp_path; three references."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    return [{"id": row["id"], "article": row["post"]}
+    return [{"id": row["id"], "article": row["post"], "outcome": "passed"}
             | ({"reference": row["reference"]} if i < 3 else {})
             for i, row in enumerate(toy.rows("eval", 40))]
 
@@ -459,6 +461,22 @@ def test_the_printed_command_evaluates_an_own_run_from_any_directory(
     run_directory = tmp_path / "runs" / "chat"
     ids = {row["id"] for row in read_rows(run_directory / "policy-eval-chat" / "after.jsonl")}
     assert ids == {row["id"] for row in read_rows(run_directory / "after_samples.jsonl")}
+
+
+def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, own_rows)
+    digest = hashlib.sha256(json.dumps(None).encode()
+                            + hashlib.sha256(data.read_bytes()).digest()).hexdigest()
+    for seed in (0, 1):
+        shutil.copytree(adapter, tmp_path / f"run{seed}" / "policy")
+        write_rows(tmp_path / f"run{seed}" / "config.json", [{
+            "task": "my_task:CHAT", "seed": seed, "eval_rows": 1,
+            "sha256 of --data": digest[:16]}])
+    message = error_message("eval.py", "--task", "my_task:CHAT", "--data", data,
+                            "--before", tmp_path / "run0" / "policy",
+                            "--adapter", tmp_path / "run1" / "policy")
+    assert "rows.jsonl: no prompt is held out from both adapters" in message
 
 
 def test_delta_is_that_of_the_table_that_training_prints(finished_run, tmp_path, capsys):
