@@ -35,7 +35,7 @@ from tqdm import tqdm
 from ask import (Journal, LocalFunction, Question, Server, ask, check_asking, forecast, missing,
                  question_key)
 from data import (InputError, Task, examples, flag, get_task, iter_rows, load_object,
-                  parse_flags, run_script, write_rows)
+                  next_command, parse_flags, run_script, write_rows)
 
 Interval = tuple[int, int]                 # characters [start, end) of a text
 
@@ -693,8 +693,8 @@ def main():
     config = parse_flags(AnnotateConfig, sys.argv[1:], __doc__)
     print(annotate(config))
     if not config.dry_run:
-        print(f"next: python reward_model.py --task {config.task} --data {config.output} "
-              f"--model MODEL")
+        print(next_command("reward_model.py", task=config.task, data=config.output,
+                           model="MODEL"))
 
 
 if __name__ == "__main__":

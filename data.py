@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 import typing
 import zlib
@@ -455,6 +456,15 @@ def load_object(flag_name: str, name: str, expected_type=object):
         raise InputError(f"{flag_name} {name}: expected a {expected_type.__name__}, found a "
                          f"{type(value).__name__}")
     return value
+
+
+def next_command(script: str, **flags) -> str:
+    """A line with the command that runs another script. A flag that is None is left out."""
+    words = ["python", os.path.relpath(Path(__file__).with_name(script))]
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    return f"next: {shlex.join(words)}"
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):

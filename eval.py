@@ -1,6 +1,8 @@
-"""Evaluate a base model, an adapter, or both side by side on the benchmarks of §4.
+"""Evaluate a base model, an adapter, or both side by side, on a task or a benchmark of §4.
 
     python eval.py                   # the toy world: its base against runs/toy/policy
+    python eval.py --task my_task:HEADLINES --data articles.jsonl --model MODEL \\
+        --adapter runs/headlines/policy --reward_model runs/headlines/reward/adapter
     python eval.py --task slf5k --data test.jsonl --model MODEL --adapter runs/slf5k/policy \\
         --encoder roberta-large
     python eval.py --task reward_model --data feedback.jsonl --model MODEL \\
@@ -16,15 +18,19 @@ has a 95 % bootstrap interval over rows. So does every difference between the tw
 which the same rows are resampled on both. Answers and judgements are saved one by one, so that
 the same command resumes an interrupted run.
 
+A task is measured by its `truth`, by δ of R_φ and of an annotator function, by a judge, and by
+ROUGE, BLEU and BERTScore where a row has a `reference` (or another of data.REFERENCES). If
+--data is the file that the adapter was trained on, only its held-out prompts are used.
+
 --output_dir receives the answers, the rows and the counts of each side, and result.json. To see
-R_φ's spans on a page, run measures.spans on the rows.
+R_φ's spans on a page, run measures.spans on the rows of --task reward_model.
 
 Paper: §4, Tables 1 to 8 and 16 (Table 5 with another --model).
 
 Departures: the paper reports no intervals. Perplexity (Table 8) is conditioned on the prompt
 and computed by the base without adapter. A row that cannot be scored is not dropped, but counts
-as wrong. A row without a verdict from the judge is excluded from the judge's metrics; the
-number of such rows is printed.
+as wrong; a task leaves out prompts that are too long, as its training does. A row without a
+verdict from the judge is excluded from the judge's metrics. The number of such rows is printed.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -42,38 +49,44 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import report
-from annotate import Feedback, feedback_row, ground
+from annotate import (AnnotateConfig, Feedback, annotation_question, feedback_row, ground,
+                      load_annotator)
 from ask import question_key
-from data import (DTYPES, InputError, append_row, chunks, flag, get_task, parse_flags,
-                  read_rows, reward_prompt, run_script, whole_rows, write_rows)
+from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task,
+                  parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
 from measures import benchmarks, judge as judges
-from measures.metrics import (bert_score, bleu_counts, bleu_of, corpus, interval, load_encoder,
-                              paired_bootstrap, perplexity, perplexity_of, ratio, rouge, share)
-from measures.spans import (FIGURES, audit, audit_text, compare, figures, parts, read_spans,
-                            readable, response_tokens, span_table, total, words)
-from model import encode_prompt, eos_ids, load_lora, load_model, use_lora
-from runtime import checksum, lock_directory
+from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
+                              reference_scores, share, table_lines)
+from measures.spans import (FIGURES, audit, audit_text, compare, delta_scores, figures,
+                            judge_texts, parts, read_spans, readable, response_tokens,
+                            span_table, total, words)
+from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model, load_lora,
+                   load_model, use_lora)
+from runtime import WORLD_SIZE, check_settings, checksum, lock_directory
 from sampling import context_length, generate
+from text2grad import Config, load_rows, preset
 
-PRESETS = {"toy": {"adapter": "runs/toy/policy", "limit": 200, "temperature": 1.0,
-                   "max_new_tokens": 32},
-           "slf5k": {"max_new_tokens": 89}, "alpaca_eval": {"max_new_tokens": 2048}}
-PAIRED = "toy", "slf5k", "ultrafeedback", "reward_model"   # the judge compares their two sides
+PRESETS = {"toy": {"adapter": "runs/toy/policy", "temperature": 1.0},
+           "alpaca_eval": {"max_new_tokens": 2048}}
 
 
 @dataclass
 class EvalConfig(judges.JudgeConfig):
     """Settings of an evaluation. Some defaults depend on --task."""
-    task: str = flag("toy", "toy, slf5k, ultrafeedback, reward_model, code, arc, mt_bench or "
-                            "alpaca_eval", (*PAIRED, "code", "arc", "mt_bench", "alpaca_eval"))
+    task: str = flag("toy", "a task of text2grad.py (toy, slf5k, ultrafeedback, kodcode or "
+                            "module:NAME), or reward_model, code, arc, mt_bench, alpaca_eval")
     model: str = flag("toy/base", "base model: a directory or hub id")
     adapter: str | None = flag(None, "adapter of a policy or of R_φ to evaluate, or a file of "
                                      "answers; None evaluates only the base")
     before: str | None = flag(None, "adapter or file of answers to compare with; None is the "
                                     "base without adapter")
-    data: str | None = flag(None, "rows of the benchmark; the toy task generates its rows")
+    data: str | None = flag(None, "rows of the task; the toy task generates its rows")
+    reward_model: str | None = flag(None, "adapter of R_φ that judges the answers to a task")
+    annotator_function: str | None = flag(None, "module:function(row, response) that judges "
+                                                "the answers to a task")
     limit: int = flag(10**6, "maximum number of rows", least=1)
-    output_dir: str = flag("runs/eval", "directory for answers, rows and result")
+    output_dir: str | None = flag(None, "directory for answers, rows and result; None is "
+                                        "ADAPTER-eval-TASK")
     seed: int = flag(0, "random seed of the answers")
     dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
                                    "float32 on CPU", DTYPES)
@@ -81,6 +94,7 @@ class EvalConfig(judges.JudgeConfig):
     temperature: float = flag(0.0, "sampling temperature; 0 is greedy; unused by mt_bench")
     max_new_tokens: int = flag(1024, "maximum tokens of an answer; less in a short context",
                                least=1)
+    max_critique_tokens: int = flag(768, "maximum tokens of R_φ's critique", least=1)
     encoder: str | None = flag(None, "BERTScore encoder for summaries, such as roberta-large, "
                                      "or NAME:LAYER; None computes no BERTScore")
     allow_code_execution: bool = flag(False, "run the programs of --task code in a sandbox")
@@ -88,6 +102,8 @@ class EvalConfig(judges.JudgeConfig):
     code_timeout: float = flag(10.0, "CPU seconds for each program of --task code", least=0.01)
     difficulty: str | None = flag(None, "AlpacaEval's df_gamed.csv; None computes no "
                                         "length-controlled win rate")
+
+    max_prompt_tokens = None                 # no flag: only the context limits the prompts
 
     @property
     def adapters(self) -> list[str]:
@@ -117,15 +133,18 @@ def name_rows(rows: list[dict]) -> list[dict]:
 class Side:
     """One side of the table: the base, the base with an adapter, or a file of answers.
 
-    source: path of the adapter or file; None is the base without adapter. load: function that
-    returns (model, tokenizer). score: function from (prompts, texts) to their `perplexity`
-    under the base. Both sides share these two functions, which cache their results.
+    source: path of the adapter or file; None is the base without adapter. Both sides share the
+    other fields. load() returns (model, tokenizer), rows() the rows of the task, and
+    score(texts) their `perplexity` under the base; these functions cache their results.
+    critic: R_φ, which writes critiques, or None.
     """
     name: str
     source: str | None
     config: EvalConfig
     load: Callable
+    rows: Callable
     score: Callable
+    critic: Side | None = None
 
     @property
     def lora(self) -> str | None:
@@ -147,7 +166,7 @@ class Side:
     def _answers_path(self, temperature: float) -> Path:
         """File of saved answers, named by a checksum of the model, adapter and settings."""
         config = self.config
-        base = Path(config.model).glob("*.safetensors")
+        base = Path(find_model(config.model)).glob("*.safetensors")
         lora = sorted(Path(self.source).glob("adapter_*")) if self.lora else []
         digest = checksum(*lora, state=[
             config.model, sorted(file.stat().st_mtime_ns for file in base), config.dtype,
@@ -193,9 +212,10 @@ class Side:
             batches += [(tokens, keys) for keys in chunks([*group], self.config.batch_size)]
         for tokens, keys in tqdm(batches, self.name):
             if tokens < 1:
-                prompt = conversations[keys[0]][-1]["content"]
-                raise InputError(f"the model's context has no room for an answer to "
-                                 f"{prompt[:80]!r}; shorten the prompt or remove its row")
+                self.print(f"the context has no room for {len(keys)} answers, which count as "
+                           f"wrong; the prompts are too long")
+                yield from ((key, "") for key in keys)
+                continue
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in keys]
             uniforms = torch.stack([torch.rand(limit, generator=seed)[:tokens]
                                     for seed in seeds])
@@ -210,8 +230,10 @@ class Side:
         file_rows = name_rows(read_rows(self.source))
         answers = {row["id"]: next((row[key] for key in ANSWERS if key in row), None)
                    for row in file_rows}
-        if len(answers) < len(file_rows):
-            raise InputError(f"{self.source}: two rows have the same id; remove one of them")
+        repeats = Counter(column(file_rows, "id")) - Counter([*answers])
+        if repeats:
+            raise InputError(f"{self.source}: two rows have the id {min(repeats)}; remove one "
+                             f"of them")
         for row in rows:
             if not isinstance(answers.get(row["id"]), str):
                 raise InputError(f"{self.source}: row {row['id']} has no 'response'; add "
@@ -219,9 +241,14 @@ class Side:
         return [answers[row["id"]] for row in rows]
 
     def answer(self, rows: list[dict]) -> list[dict]:
-        """Add a `response` to each row {id, prompt}, generated or read from the file."""
+        """Add a `response` to each row {id, prompt}, generated or read from the file.
+
+        A prompt is a text, or a list of chat messages.
+        """
         if self.lora or not self.source:
-            conversations = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+            conversations = [[{"role": "user", "content": row["prompt"]}]
+                             if isinstance(row["prompt"], str) else row["prompt"]
+                             for row in rows]
             texts = self.write(conversations, self.config.temperature)
         else:
             texts = self._file_answers(rows)
@@ -235,15 +262,16 @@ def sides_of(config: EvalConfig) -> list[Side]:
     --adapter it is the only side.
     """
     load = functools.cache(lambda: load_model(config.model, config.dtype))
-    score = functools.cache(lambda prompts, texts: perplexity(*load(), prompts, texts))
-    sources = {"before": config.before, "after": config.adapter}
-    sides = [Side(name, source, config, load, score) for name, source in sources.items()]
+    rows = functools.cache(lambda: task_rows(config, load))
+    score = functools.cache(lambda texts: perplexity(
+        *load(), map(get_task(config.task).policy_prompt, rows()), texts))
+    critic = None
+    if config.reward_model:
+        settings = replace(config, max_new_tokens=config.max_critique_tokens, temperature=0.0)
+        critic = Side("R_φ", config.reward_model, settings, load, rows, score)
+    sides = [Side(name, source, config, load, rows, score, critic)
+             for name, source in (("before", config.before), ("after", config.adapter))]
     given_sides = [side for side in sides if side.source]
-    for side in given_sides:
-        if not os.path.exists(side.source):
-            raise InputError(f"{side.source}: there is no adapter here; train one with "
-                             f"text2grad.py or reward_model.py, or evaluate the base with "
-                             f"--adapter none")
     if sides[1].lora and config.task != "reward_model":
         return sides
     return given_sides or [replace(sides[0], name="base")]
@@ -256,43 +284,82 @@ def column(rows: list[dict], name: str) -> list:
     return [row[name] for row in rows]
 
 
-def columns(scored: list[dict]) -> dict[str, list]:
-    """Convert rows of scores to {name: values}, without ids; {} if there are no rows."""
-    return {name: column(scored, name) for name in (scored or [{}])[0] if name != "id"}
+def data_rows(config: EvalConfig) -> list[dict]:
+    """The rows of --data; if adapters were trained on this file, only their held-out prompts.
 
-
-def summaries(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
-    """ROUGE, BLEU and BERTScore against human summaries, perplexity, and the task's `truth`.
-
-    The truth of the toy task is the facts. UltraFeedback's answers are compared by the judge.
+    Raises InputError if no prompt is held out from both adapters.
     """
-    config = side.config
     task = get_task(config.task)
+    rows = name_rows(read_rows(config.data, task=task))
+    for source in config.adapters:
+        for run in whole_rows(Path(source).parent / "config.json"):         # at most one row
+            if run.get("sha256 of --data") == checksum(Path(config.data))[:16]:
+                training = Config(run["task"], data=config.data, seed=run["seed"],
+                                  eval_rows=run["eval_rows"])
+                prompts = [task.policy_prompt(row) for row in load_rows(training)[1]]
+                held_rows = [row for row in rows if task.policy_prompt(row) in prompts]
+                print(f"uses {len(held_rows)} of {len(rows)} rows, held out from {source}")
+                rows = held_rows
+    if not rows:
+        raise InputError(f"{config.data}: no prompt is held out from both adapters; evaluate "
+                         f"them on rows that neither was trained on")
+    return rows
+
+
+def task_rows(config: EvalConfig, load: Callable) -> list[dict]:
+    """The rows of a task, without prompts that its training would leave out as too long.
+
+    load() returns (model, tokenizer).
+    """
     if config.data:
-        rows = name_rows(read_rows(config.data, task=task))[: config.limit]
+        rows = data_rows(config)
     else:
-        rows = task.rows("eval", config.limit, 0)
-    references = [row.get("reference") or row.get("ideal_human_summary") for row in rows]
-    for number, reference in enumerate(references, 1):
-        if not isinstance(reference, str) and config.task != "ultrafeedback":
-            raise InputError(f"{config.data}, row {number}: 'reference' or "
-                             f"'ideal_human_summary' must be a text, but is {reference!r}; "
-                             f"correct it or remove the row")
-    rows = side.answer([row | {"prompt": task.policy_prompt(row)} for row in rows])
-    if config.task == "ultrafeedback":
-        return rows, {}
-    texts = column(rows, "response")
+        rows = get_task(config.task).rows("eval", config.limit, 0)
+    return drop_long_rows(rows, *load(), config)[: config.limit]
+
+
+def ask_critics(side: Side, pairs: list[dict]) -> dict[str, list[str]]:
+    """What each critic, R_φ and the annotator function, writes about every response."""
+    config = side.config
+    critiques = {}
+    if side.critic:  # Alg. 4 l.12
+        rows = [{"prompt": reward_prompt(x["prompt"], x["response"])} for x in pairs]
+        critiques["R_φ"] = column(side.critic.answer(rows), "response")
+    if config.annotator_function:
+        annotation = AnnotateConfig(config.task, annotator_function=config.annotator_function)
+        annotator = load_annotator(annotation)
+        critiques["annotator"] = [
+            annotator.function(annotation_question(pair, annotation))
+            if pair["response"].strip() else "" for pair in pairs]
+    return critiques
+
+
+def policy(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 2
+    """The task's `truth`, δ by each critic, perplexity, and scores against references.
+
+    No score against a reference is computed for a row without one.
+    """
+    task = get_task(side.config.task)
+    rows = side.rows()
+    answers = side.answer([{"id": row.get("id"), "prompt": task.policy_prompt(row)}
+                           for row in rows])
+    texts = column(answers, "response")
     counts = {name: [*map(truth, rows, texts)] for name, truth in task.truth.items()}
-    counts |= columns([*map(rouge, texts, references)])
-    counts["BLEU"] = [*map(bleu_counts, texts, references)]
-    if config.encoder:
-        bert_scores = bert_score(texts, references, *load_encoder(config.encoder))
-        counts["BERTScore F1"] = column(bert_scores, "f1")
-    prompts = tuple(column(rows, "prompt"))
-    counts["perplexity"] = side.score(prompts, tuple(texts))
-    counts["perplexity of references"] = side.score(prompts, tuple(references))
-    counts["tokens"] = [tokens for _, tokens in counts["perplexity"]]
-    return rows, counts
+    # A test outcome in a row belongs to another response.
+    pairs = [*examples(task, [row | {"response": text, "outcome": None}
+                              for row, text in zip(rows, texts)])]
+    for critic, critiques in ask_critics(side, pairs).items():
+        judgements = judge_texts(side.load()[1], texts, critiques)
+        counts |= delta_scores(judgements, critic)
+        for pair, judgement in zip(pairs, judgements):
+            pair[f"judgement of {critic}"] = asdict(judgement)
+    references = [pair.get("reference", "") for pair in pairs]
+    counts |= reference_scores(texts, references, side.config.encoder)
+    counts["perplexity"] = side.score(tuple(texts))
+    if any(references):
+        counts["perplexity of references"] = side.score(tuple(references))
+    counts["tokens"] = [score and score[1] for score in counts["perplexity"]]
+    return pairs, counts
 
 
 def held_out(side: Side) -> list[dict]:
@@ -437,57 +504,43 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
     return wins
 
 
-# ── From counts per row to the table
+# ── The table
 
+LOWER_IS_BETTER = ("tokens in poor spans", "unparseable critiques", *(
+    FIGURES[key][0] for key in ("unparseable", "unmatched", "ambiguous")))
 UNITS = {"BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
-         "rating": ("1–10 ↑", ratio),
-         **{FIGURES[key][0]: ("0–1 ↓", share)
-            for key in ("unparseable", "unmatched", "ambiguous")}}
-INTERVALS = "↑ higher is better, ↓ lower is better; in brackets: 95 % bootstrap intervals"
-
-
-def table_lines(counts: dict[str, dict[str, list]]) -> list[dict]:
-    """A line {measure, unit, rows, before: [value, low, high], after, difference} per measure.
-
-    A value is None if its denominator is 0. counts: side → measure → counts of each row.
-    """
-    lines = []
-    undefined = (None, None)
-    for key in dict.fromkeys(chain(*counts.values())):
-        unit, figure = UNITS.get(key.partition(",")[0], ("0–1 ↑", share))
-        sides = {name: by_key[key] for name, by_key in counts.items() if by_key.get(key)}
-        rows = [row for row in zip(*sides.values()) if None not in row]   # scored on both sides
-        line = {"measure": key, "unit": unit, "rows": len(rows)}
-        for name, values in zip(sides, zip(*rows)):
-            line[name] = [corpus(values, figure), *(interval(values, figure) or undefined)]
-        if {"before", "after"} <= line.keys():
-            old = line["before"][0]
-            new = line["after"][0]
-            change = None if None in (old, new) else new - old
-            ends = paired_bootstrap(*zip(*rows), figure) or undefined
-            line["difference"] = [change, *ends]
-        lines.append(line)
-    return lines
-
-
-def cells(lines: list[dict]) -> tuple[list[str], list[list]]:
-    """The header and the rows of the printed table."""
-    def cell(value):
-        if not isinstance(value, list):
-            return value
-        value, *ends = ("–" if x is None else f"{x:z.3f}" for x in value)
-        return f"{value} [{', '.join(ends)}]"
-
-    header = max(lines, key=len)
-    return [*header], [[cell(line.get(name)) for name in header] for line in lines]
+         "rating": ("1–10 ↑", ratio), "mean δ per token": ("−1–1 ↑", ratio),
+         **dict.fromkeys(LOWER_IS_BETTER, ("0–1 ↓", share))}
 
 
 # ── The script
 
-TASKS = {"toy": summaries, "slf5k": summaries, "ultrafeedback": summaries,
-         "reward_model": reward_model, "code": code, "arc": arc, "mt_bench": mt_bench,
-         "alpaca_eval": alpaca_eval}
+BENCHMARKS = {"reward_model": reward_model, "code": code, "arc": arc, "mt_bench": mt_bench,
+              "alpaca_eval": alpaca_eval}                 # every other --task is a data.Task
+
+
+def settings_of(task: str) -> dict:
+    """Defaults for --task. Those of a data.Task are the settings of its training."""
+    if task in BENCHMARKS:
+        return PRESETS.get(task, {})
+    training = vars(Config()) | preset(task)
+    settings = {name: training[name] for name in (
+        "model", "annotator_function", "max_new_tokens", "max_critique_tokens")}
+    if get_task(task).rows:
+        settings["limit"] = training["eval_rows"]
+    return settings | PRESETS.get(task, {})
+
+
+def check_adapter(path: str):
+    """Raise InputError if a path is no file and has no adapter; name the adapters inside it."""
+    if os.path.isfile(path) or os.path.isfile(os.path.join(path, ADAPTER_FILES[0])):
+        return
+    inside = sorted(str(file.parent) for file in Path(path).rglob(ADAPTER_FILES[0]))
+    remedy = f"name {' or '.join(inside[:3])}" if inside else (
+        "train one with text2grad.py or reward_model.py, or evaluate the base with --adapter "
+        "none")
+    raise InputError(f"{path}: there is no adapter here; {remedy}")
 
 
 def check_flags(config: EvalConfig):
@@ -496,33 +549,50 @@ def check_flags(config: EvalConfig):
     Raises InputError if flags contradict each other or a file has the wrong format.
     """
     task = config.task
-    if task != "toy" and config.data is None:
-        raise InputError(f"--task {task} needs --data, the file with the rows of the benchmark")
-    for path in (config.before, config.adapter):
-        if task in ("arc", "mt_bench") and os.path.isfile(path or ""):
-            raise InputError(f"--task {task} runs the model, but {path} is a file of answers; "
-                             f"name the directory of an adapter")
+    if WORLD_SIZE > 1:
+        raise InputError("evaluation runs in one process only: start it without torchrun")
+    if config.data is None and (task in BENCHMARKS or get_task(task).rows is None):
+        raise InputError(f"--task {task} needs --data, the file with its rows")
     if task == "reward_model" and config.adapter is None:
         raise InputError("--task reward_model needs --adapter, R_φ or a file of critiques")
     judges.check_judge(config)
     if config.difficulty:
         judges.read_difficulty(config.difficulty)
+    for path in filter(None, (config.before, config.adapter, config.reward_model)):
+        runs_model = task in ("arc", "mt_bench") or path == config.reward_model
+        if runs_model and os.path.isfile(path):
+            raise InputError(f"{path} is a file of answers, but the model must run; name the "
+                             f"directory of an adapter")
+        check_adapter(path)
+
+
+def output_directory(config: EvalConfig) -> Path:
+    """The directory for the results. Raises InputError if it has those of another adapter."""
+    source = config.adapter or config.before or "runs/base"
+    task = config.task.rpartition(":")[2].lower()
+    out = Path(config.output_dir or f"{Path(source)}-eval-{task}")
+    path = out / "result.json"
+    for saved in whole_rows(path):                        # at most one row
+        check_settings(asdict(config), saved["config"], {"task", "before", "adapter"}, path,
+                       "choose another --output_dir")
+    return out
 
 
 def main():
     """Evaluate each side, print the table and write the results."""
-    config = parse_flags(EvalConfig, sys.argv[1:], __doc__, lambda task: {
-        "output_dir": f"runs/{task}/eval", **PRESETS.get(task, {})})
+    config = parse_flags(EvalConfig, sys.argv[1:], __doc__, settings_of)
     check_flags(config)
+    out = output_directory(config)
+    config = replace(config, output_dir=str(out))
     sides = sides_of(config)
-    out = Path(config.output_dir)
     _lock = lock_directory(out)                                         # until main returns
     rows = {}
     counts = {}
     for side in sides:
         side.print(f"{side.source or 'no adapter'}, the base {config.model}")
-        rows[side.name], counts[side.name] = TASKS[config.task](side)
-    if len(sides) == 2 and config.judge_model and config.task in PAIRED:
+        rows[side.name], counts[side.name] = BENCHMARKS.get(config.task, policy)(side)
+    is_paired = config.task == "reward_model" or config.task not in BENCHMARKS
+    if len(sides) == 2 and config.judge_model and is_paired:
         field = "reply" if config.task == "reward_model" else "response"
         old, new = (column(rows[side.name], field) for side in sides)
         wins = ask_wins(sides[1], rows["after"], new, old, field)      # Figure 3, Table 1
@@ -530,10 +600,11 @@ def main():
     for side in sides:
         write_rows(out / f"{side.name}.jsonl", rows[side.name])
         write_rows(out / f"{side.name}_counts.json", [counts[side.name]])
-    lines = table_lines(counts)
+    lines = table_lines(counts, UNITS)
     write_rows(out / "result.json", [{"config": asdict(config), "figures": lines}])
     print(report.table(*cells(lines)) if lines else "no metrics")
-    print(f"{INTERVALS}\n{out}/ contains result.json, and the rows and counts of each side")
+    print(f"↑ higher is better, ↓ lower is better; in brackets: 95 % bootstrap intervals\n"
+          f"{out}/ contains result.json, and the rows and counts of each side")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,14 @@ UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"
 
 # ── Loading and prompts
 
+def find_model(path) -> str:
+    """The path of a base. One that is shipped with the code is found from any directory."""
+    shipped = os.path.join(os.path.dirname(__file__), path)
+    return shipped if os.path.isdir(shipped) and not os.path.isdir(path) else str(path)
+
+
 def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
-    """Load a frozen causal LM and its tokenizer from a directory or hub id.
+    """Load a frozen causal LM and its tokenizer from a directory (`find_model`) or hub id.
 
     Only safetensors files are read, because pickle files can run code. dtype: a torch dtype or
     its name. None means float32 on a CPU, where bfloat16 is slow, and bfloat16 on a GPU.
@@ -76,7 +82,7 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
                          f"float32, or float16 to save memory")
     try:
-        return _read_model(path, dtype, device, to_shard)
+        return _read_model(find_model(path), dtype, device, to_shard)
     except ModelError:
         raise
     except Exception as error:                 # a malformed directory may raise any type

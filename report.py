@@ -21,7 +21,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from data import InputError, get_task, public, read_rows, run_script
+from data import InputError, get_task, next_command, public, read_rows, run_script
 
 # ── The terminal
 
@@ -403,6 +403,22 @@ def run_report(directory) -> Path:
     return out / "report.html"
 
 
+def evaluation_command(config, out: Path, **flags) -> str:
+    """The command that evaluates the policy in `out` with the settings of its training.
+
+    config: text2grad.Config. flags: other flags of eval.py.
+    """
+    reward_model = Path(config.reward_model or out / "reward" / "adapter")
+    settings = {
+        "task": config.task, "data": config.data, "model": config.model,
+        "adapter": out / "policy",
+        "reward_model": reward_model if reward_model.exists() else None,
+        "annotator_function": config.annotator_function, "dtype": config.dtype,
+        "max_new_tokens": config.max_new_tokens,
+        "max_critique_tokens": config.max_critique_tokens}
+    return next_command("eval.py", **settings | flags)
+
+
 def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
     """Print metrics before and after training, warnings, the output files and next commands.
 
@@ -417,11 +433,10 @@ def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
         if name in goals and after < before - 0.1 * abs(before):
             print(f"warning: {name} fell from {before:.3f} to {after:.3f}; check kl and "
                   f"entropy in the report, and lower --learning_rate or raise --kl_coef")
-    benchmark = "" if config.task == "toy" else "--task BENCHMARK --data ROWS "
     print(f"\nThe run took {seconds:.0f} s. Report: {run_report(out)}. {out}/ also contains "
           f"policy/ (PEFT format), metrics.jsonl and samples.jsonl.\n"
-          f"next: python eval.py {benchmark}--model {config.model} --adapter {out}/policy; or "
-          f"repeat phase 3 with other settings and another --output_dir{hint}")
+          f"{evaluation_command(config, out)}\nor repeat phase 3 with other settings and "
+          f"another --output_dir{hint}")
 
 
 def main():

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
 from data import (DTYPES, TASKS, InputError, Task, chunks, flag, get_task, iter_rows,
-                  parse_flags, read_rows, reward_prompt, run_script, write_rows)
+                  next_command, parse_flags, read_rows, reward_prompt, run_script, write_rows)
 from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
                    gathered, load_model, lora_parameters, response_hidden, save_lora,
                    scaled_rate, shard, use_lora)
@@ -476,9 +476,12 @@ def main():
         checkpoint_activations(model)
     if config.shard:
         shard(model, device)
-    print_rank0(f"{config.output_dir}: {summary(fit(model, tokenizer, config))}\n"
-        f"next: python text2grad.py --task {config.task} --model {config.model} --data ROWS "
-        f"--reward_model {config.output_dir}/adapter")
+    metrics = fit(model, tokenizer, config)
+    data = None if get_task(config.task).rows else "ROWS"           # the toy world makes rows
+    command = next_command("text2grad.py", task=config.task, model=config.model, data=data,
+                           reward_model=f"{config.output_dir}/adapter",
+                           output_dir=f"{config.output_dir}-policy")
+    print_rank0(f"{config.output_dir}: {summary(metrics)}\n{command}")
     run_collective(dist.destroy_process_group)
 
 

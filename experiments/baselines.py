@@ -57,6 +57,7 @@ from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, to
                                  true_critic)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
+from report import evaluation_command
 from reward_model import (Judgement, RewardConfig, fit_adapter, fit_reward_to_rows,
                           write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
@@ -533,12 +534,12 @@ def main(argv=None):
         load_lora(model, "reward", config.reward_model)
     METHODS[name](model, tokenizer, rows, config, out)
     save_lora(model, "policy", out / "policy")
-    command = f"python eval.py --task {config.task} --model {config.model} --adapter"
+    flags = {}
     if name == "reflection":
-        write_reflections(model, tokenizer, heldout_rows, config, out / "answers.jsonl")
-        print(f"next: {command} {out}/answers.jsonl --data {out}/answers.jsonl")
-    else:
-        print(f"next: {command} {out}/policy")
+        answers = out / "answers.jsonl"
+        write_reflections(model, tokenizer, heldout_rows, config, answers)
+        flags = {"adapter": answers, "data": answers}
+    print(evaluation_command(config, out, **flags))
 
 
 if __name__ == "__main__":

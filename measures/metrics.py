@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from itertools import chain
 from reprlib import repr as short_repr
 
 import numpy as np
@@ -204,27 +205,47 @@ def _find_layer(encoder, layer: int | None) -> int:
     return layer
 
 
+def columns(scored: list[dict]) -> dict[str, list]:
+    """Convert rows of scores to {name: values}, without ids; {} if there are no rows."""
+    names = scored[0] if scored else {}
+    return {name: [row[name] for row in scored] for name in names if name != "id"}
+
+
+def reference_scores(texts: list[str], references: list[str],
+                     encoder: str | None = None) -> dict[str, list]:  # Table 2
+    """ROUGE, BLEU and, with an encoder, BERTScore: measure → its value for each text.
+
+    The value is None for a text without reference. Without any reference, the result is {}.
+    """
+    if not any(references):
+        return {}
+    scores = columns([*map(rouge, texts, references)])
+    scores["BLEU"] = [*map(bleu_counts, texts, references)]
+    if encoder:
+        rows = bert_score(texts, references, *load_encoder(encoder))
+        scores["BERTScore F1"] = columns(rows)["f1"]
+    return {name: [value if reference else None for value, reference in zip(values, references)]
+            for name, values in scores.items()}
+
+
 # ── Perplexity (Table 8) and pass@k (Table 3)
 
 def perplexity(model, tokenizer, prompts: list[str],
-               texts: list[str]) -> list[tuple[float, int]]:
+               texts: list[str]) -> list[tuple[float, int] | None]:
     """(negative log-likelihood in nats, number of tokens) of each text (Table 8).
 
     The base model without adapter scores each text, given the prompt of the policy. The paper
     does not say what perplexity is conditioned on. `corpus(rows, perplexity_of)` computes the
     perplexity of the corpus. EOS is not scored, because it depends on the length rather than on
-    the wording. An empty text gives (0.0, 0). Raises InputError if a row exceeds the context.
+    the wording. An empty text gives (0.0, 0); one that exceeds the context gives None.
     """
     pairs = [(encode_prompt(tokenizer, x), tokenizer(y, add_special_tokens=False).input_ids)
              for x, y in zip(prompts, texts, strict=True)]
     limit = context_length(model)
-    lengths = [len(x) + len(y) for x, y in pairs]
-    if max(lengths) > limit:
-        raise InputError(f"row {np.argmax(lengths) + 1}: prompt and text have {max(lengths)} "
-                         f"tokens, but the model's context has {limit}; shorten or remove the "
-                         f"row")
-    return [(-sum(logprobs) or 0.0, len(logprobs))
-            for logprobs in answer_logprobs(model, pairs)]
+    fitting_pairs = [pair for pair in pairs if sum(map(len, pair)) <= limit]
+    scores = ((-sum(logprobs) or 0.0, len(logprobs))
+              for logprobs in answer_logprobs(model, fitting_pairs))
+    return [next(scores) if sum(map(len, pair)) <= limit else None for pair in pairs]
 
 
 def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch_size: int = 8
@@ -266,7 +287,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-# ── From counts per row to a metric and its interval
+# ── From counts per row to a metric, its interval and a table
 
 def ratio(sums: np.ndarray) -> np.ndarray:
     """The mean, Σ value / Σ 1: [..., 2] → [...]; NaN for 0/0."""
@@ -354,3 +375,42 @@ def paired_bootstrap(before, after, figure=ratio,
     K = before.shape[-1]
     return bootstrap(np.hstack([before, _counts(after)]),
                      lambda sums: figure(sums[..., K:]) - figure(sums[..., :K]), n)
+
+
+def table_lines(counts: dict[str, dict[str, list]], units: dict) -> list[dict]:
+    """A line {measure, unit, rows, before: [value, low, high], after, difference} per measure.
+
+    A value is None if its denominator is 0. counts: side → measure → counts of each row.
+    units: measure up to its comma → (unit, function from summed counts to the value).
+    """
+    lines = []
+    undefined = (None, None)
+    for key in dict.fromkeys(chain(*counts.values())):
+        unit, figure = units.get(key.partition(",")[0], ("0–1 ↑", share))
+        sides = {name: by_key[key] for name, by_key in counts.items() if by_key.get(key)}
+        rows = [row for row in zip(*sides.values()) if None not in row]   # scored on both sides
+        line = {"measure": key, "unit": unit, "rows": len(rows)}
+        for name, values in zip(sides, zip(*rows)):
+            line[name] = [corpus(values, figure), *(interval(values, figure) or undefined)]
+            if not 0 <= (line[name][0] or 0) <= 1:           # the truth of an own task
+                line["unit"] = line["unit"].removeprefix("0–1 ")
+        if {"before", "after"} <= line.keys():
+            old = line["before"][0]
+            new = line["after"][0]
+            change = None if None in (old, new) else new - old
+            ends = paired_bootstrap(*zip(*rows), figure) or undefined
+            line["difference"] = [change, *ends]
+        lines.append(line)
+    return lines
+
+
+def cells(lines: list[dict]) -> tuple[list[str], list[list]]:
+    """The header and the rows of the printed table."""
+    def cell(value):
+        if not isinstance(value, list):
+            return value
+        value, *ends = ("–" if x is None else f"{x:z.3f}" for x in value)
+        return f"{value} [{', '.join(ends)}]"
+
+    header = max(lines, key=len)
+    return [*header], [[cell(line.get(name)) for name in header] for line in lines]

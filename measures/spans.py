@@ -40,8 +40,8 @@ from transformers import AutoTokenizer
 from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters, feedback_row,
                       ground, parse_feedback, quoted, token_offsets, token_rewards)
 from data import InputError, read_rows, run_script, write_rows
-from report import card, heatmap, page, table, text_block, write_page
-from reward_model import count_tokens
+from report import card, heatmap, page, score_response, table, text_block, write_page
+from reward_model import Judgement, count_tokens, judge
 
 SIGNS = {"good": 1, "poor": -1}
 LABELS = {"1": 1, "good": 1, "-1": -1, "poor": -1}
@@ -264,6 +264,28 @@ def span_table(counts: SpanCounts) -> list[list]:  # Table 6
     """A line [sign, marked, predicted, exact, partial] for each sign."""
     return [[name, sign.marked_spans, sign.predicted_spans, sign.exact, sign.pairs - sign.exact]
             for name, sign in (("good", counts.good), ("poor", counts.poor))]
+
+
+# ── Token rewards of responses
+
+def judge_texts(tokenizer, texts: list[str], critiques: list[str]) -> list[Judgement]:
+    """The token rewards δ of each response by a critique of it (Alg. 4 l.13).
+
+    As in training, EOS is the last token, and the critique of an empty response is not read.
+    """
+    judgements = []
+    for text, critique in zip(texts, critiques, strict=True):
+        offsets = [*response_tokens(tokenizer, text), (len(text), len(text))]
+        judgements.append(judge(critique if text.strip() else "", text, offsets))
+    return judgements
+
+
+def delta_scores(judgements: list[Judgement], critic: str) -> dict[str, list[float]]:
+    """"MEASURE, CRITIC" → its value for each judgement, as in the table of text2grad.py."""
+    rows = [score_response(judgement, is_truncated=False) for judgement in judgements]
+    names = ("mean δ per token", "tokens in good spans", "tokens in poor spans",
+             "unparseable critiques")
+    return {f"{name}, {critic}": [row[name] for row in rows] for name in names}
 
 
 # ── The paper's tables of annotated rows, each as (title, header, lines)

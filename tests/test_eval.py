@@ -1,10 +1,13 @@
 """eval.py as a user runs it: every task, comparisons before/after, resuming, and bad input."""
 
+import hashlib
 import json
 import os
 import random
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import toy
 from annotate import token_rewards
 from data import read_rows, write_rows
 from helpers import ROOT, error_message, run_main
-from measures import benchmarks, spans
+from measures import benchmarks, metrics, spans
 from measures.metrics import bleu, bootstrap, perplexity, rouge
 from model import add_lora, load_lora, load_model, lora_parameters, save_lora
 
@@ -68,8 +71,8 @@ def test_every_figure_of_the_toy_table_can_be_recomputed_from_the_answers(
     monkeypatch.setattr(evaluation, "perplexity",
                         lambda *args: scored.append(args[3]) or perplexity(*args))
     # test_metrics.py compares BERTScore itself with the bert-score package.
-    monkeypatch.setattr(evaluation, "load_encoder", lambda name: [name])
-    monkeypatch.setattr(evaluation, "bert_score", lambda texts, references, name: [
+    monkeypatch.setattr(metrics, "load_encoder", lambda name: [name])
+    monkeypatch.setattr(metrics, "bert_score", lambda texts, references, name: [
         {"precision": 0, "recall": 0, "f1": len(text + reference + name) / 1000}
         for text, reference in zip(texts, references, strict=True)])
     result, printed = run(capsys, "--adapter", adapter, "--limit", "30", "--encoder", "name",
@@ -223,16 +226,17 @@ def test_arc_and_code_before_and_after(stories_flags, shared, tmp_path, capsys):
             assert (value(result, key, name)
                     == pytest.approx(np.mean([row[key] for row in rows])))
     data = shared / "data" / "HumanEval.jsonl.gz"
-    flags = ("--task", "code", "--data", data, "--limit", "4", "--output_dir", tmp_path)
-    result, printed = run(capsys, *flags, *stories_flags)
+    flags = ("--task", "code", "--data", data, "--limit", "4")
+    out = tmp_path / "not_run"
+    result, printed = run(capsys, *flags, *stories_flags, "--output_dir", out)
     assert "nothing was run" in printed and result["figures"] == []
-    assert {"task_id", "solution"} <= read_rows(tmp_path / "after.jsonl")[2].keys()
+    assert {"task_id", "solution"} <= read_rows(out / "after.jsonl")[2].keys()
     write_rows(tmp_path / "samples.jsonl", [
         {"task_id": p["task_id"],
          "solution": p["prompt"] + (p["canonical_solution"] if i else "    pass\n")}
         for i, p in enumerate(read_rows(data)[:4])])
     result, _ = run(capsys, *flags, "--adapter", tmp_path / "samples.jsonl",
-                    "--allow_code_execution")
+                    "--allow_code_execution", "--output_dir", tmp_path)
     assert value(result, "pass@1") == 0.75
     status = [row["status"] for row in read_rows(tmp_path / "after.jsonl")]
     assert status[0] != "passed" and status[1:] == 3 * ["passed"]
@@ -255,7 +259,8 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, tmp_path, c
     write_rows(tmp_path / "posts.jsonl", posts)
     with loopback(responder=verdict) as server:
         flags = ("--task", "slf5k", "--data", tmp_path / "posts.jsonl", "--adapter", adapter,
-                 "--max_new_tokens", "32", "--judge_model", "judge", "--base_url", server.url,
+                 "--model", "toy/base", "--max_new_tokens", "32", "--max_critique_tokens", "96",
+                 "--judge_model", "judge", "--base_url", server.url,
                  "--output_dir", tmp_path)
         _, dry = run(capsys, *flags, "--dry_run")
         before, after = ([row["response"] for row in read_rows(tmp_path / f"{name}.jsonl")]
@@ -319,8 +324,8 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
 
 
 def test_rows_without_a_verdict_are_left_out_of_every_side():
-    line, = evaluation.table_lines({"before": {"rating": [1, None, 5]},
-                                    "after": {"rating": [2, 9, 4]}})
+    line, = metrics.table_lines({"before": {"rating": [1, None, 5]},
+                                 "after": {"rating": [2, 9, 4]}}, evaluation.UNITS)
     assert line["rows"] == 2 and line["before"][0] == 3 and line["after"][0] == 3
 
 
@@ -350,11 +355,12 @@ def test_empty_answers_from_a_file_are_not_dropped(tmp_path, capsys):
     file.write_text(json.dumps(answers))
     result, _ = run(capsys, *flags, "--adapter", file)
     assert value(result, "fact accuracy") == value(result, "rouge1") == pytest.approx(0.75)
-    for rows, message in (([*answers, answers[0]], "two rows have the same id"),
+    for rows, message in (([*answers, answers[0]], "two rows have the id toy-eval-0-0;"),
                           (answers[:1], "row toy-eval-0-1 has no 'response'; ")):
         file.write_text(json.dumps(rows))
         assert message in error_message("eval.py", *flags, "--adapter", file)
     # `--adapter none` evaluates only the base, although the toy preset names an adapter.
+    flags = ("--limit", "4", "--output_dir", tmp_path / "base")
     result, printed = run(capsys, *flags, "--adapter", "none", "--max_new_tokens", "3")
     assert result["config"]["adapter"] is None and "difference" not in printed
     assert set(figure(result, "fact accuracy")) == {"measure", "unit", "rows", "base"}
@@ -375,6 +381,144 @@ def test_a_label_without_gold_spans_has_no_figures(tmp_path, capsys):
     assert "after: in words of the response" in printed
 
 
+MY_TASK = """
+import json
+
+from data import Task
+
+CHAT = Task(
+    name="chat", needs=(("article",),), truth={"words": lambda row, text: len(text.split())},
+    policy_prompt=lambda row: [{"role": "user", "content":
+        f"Summarise the post in one sentence.\\n\\nPost: {row['article']}"}])
+
+def critic(row, response):
+    assert not row.get("outcome"), "this outcome belongs to another response"
+    return json.dumps({"critique": "c", "good_spans": [response], "poor_spans": []})
+"""
+
+
+@pytest.fixture()
+def own_rows(tmp_path, monkeypatch) -> list[dict]:
+    """40 rows of an own task with chat prompts, my_task:CHAT in tmp_path; three references."""
+    (tmp_path / "my_task.py").write_text(MY_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    return [{"id": row["id"], "article": row["post"], "outcome": "passed"}
+            | ({"reference": row["reference"]} if i < 3 else {})
+            for i, row in enumerate(toy.rows("eval", 40))]
+
+
+def test_an_own_task_with_chat_prompts_is_judged_by_every_critic(
+        own_rows, adapter, tmp_path, capsys):
+    """A prompt that is too long is left out, and only rows with a reference have ROUGE."""
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, [*own_rows[:6], {"id": "long", "article": "word " * 999}])
+    out = tmp_path / "out"
+    with loopback(responder=verdict) as server:
+        result, printed = run(
+            capsys, "--task", "my_task:CHAT", "--data", data, "--model", "toy/base",
+            "--adapter", adapter, "--annotator_function", "my_task:critic", "--max_new_tokens",
+            24, "--judge_model", "judge", "--base_url", server.url, "--output_dir", out)
+    assert printed.count("left out 1 of 7 rows") == 1
+    _, tokenizer = load_model("toy/base", device="cpu")
+    for name in ("before", "after"):
+        rows = read_rows(out / f"{name}.jsonl")
+        texts = [row["response"] for row in rows]
+        assert [row["id"] for row in rows] == [row["id"] for row in own_rows[:6]]
+        assert rows[0]["prompt"].startswith("user: Summarise")
+        assert value(result, "words", name) == np.mean([len(text.split()) for text in texts])
+        lengths = np.array([len(tokenizer.encode(text)) for text in texts])
+        assert value(result, "mean δ per token, annotator", name) == pytest.approx(
+            np.mean(lengths / (lengths + 1)))                        # δ is 1, and 0 for EOS
+        scores = [rouge(text, row["reference"])["rouge1"]
+                  for text, row in zip(texts, own_rows[:3])]
+        assert value(result, "rouge1", name) == pytest.approx(np.mean(scores))
+    assert figure(result, "rouge1")["rows"] == 3 and figure(result, "tokens")["rows"] == 6
+    assert figure(result, "words")["unit"] == "↑"
+    assert figure(result, "win rate")["rows"] == 6
+
+
+def test_the_printed_command_evaluates_an_own_run_from_any_directory(
+        own_rows, reward, tmp_path):
+    """The toy base is found beside the scripts; only the held-out rows are used."""
+    write_rows(tmp_path / "rows.jsonl", own_rows)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+
+    def run_script(command: list[str]) -> str:
+        process = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True,
+                                 text=True, env=environment)
+        assert process.returncode == 0, process.stderr[-2000:]
+        return process.stdout
+
+    output = run_script(shlex.split(
+        f"{ROOT}/text2grad.py --task my_task:CHAT --data rows.jsonl --model toy/base "
+        f"--reward_model {reward} --annotator_function my_task:critic --iterations 1 "
+        "--batch_size 8 --minibatch_size 8 --ppo_epochs 1 --probe_rows 0 --eval_rows 4 "
+        "--max_new_tokens 32 --max_critique_tokens 96"))
+    command = next(line for line in output.splitlines() if line.startswith("next: python "))
+    printed = run_script(shlex.split(command.removeprefix("next: python ")))
+    assert "uses 4 of 40 rows, held out from runs/chat/policy" in printed
+    assert "mean δ per token, R_φ" in printed and "mean δ per token, annotator" in printed
+    run_directory = tmp_path / "runs" / "chat"
+    ids = {row["id"] for row in read_rows(run_directory / "policy-eval-chat" / "after.jsonl")}
+    assert ids == {row["id"] for row in read_rows(run_directory / "after_samples.jsonl")}
+
+
+def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, own_rows)
+    digest = hashlib.sha256(json.dumps(None).encode()
+                            + hashlib.sha256(data.read_bytes()).digest()).hexdigest()
+    for seed in (0, 1):
+        shutil.copytree(adapter, tmp_path / f"run{seed}" / "policy")
+        write_rows(tmp_path / f"run{seed}" / "config.json", [{
+            "task": "my_task:CHAT", "seed": seed, "eval_rows": 1,
+            "sha256 of --data": digest[:16]}])
+    message = error_message("eval.py", "--task", "my_task:CHAT", "--data", data,
+                            "--before", tmp_path / "run0" / "policy",
+                            "--adapter", tmp_path / "run1" / "policy")
+    assert "rows.jsonl: no prompt is held out from both adapters" in message
+
+
+def test_delta_is_that_of_the_table_that_training_prints(finished_run, tmp_path, capsys):
+    trained, = read_rows(finished_run / "result.json")
+    for name in ("before", "after"):
+        result, _ = run(capsys, "--adapter", finished_run / f"{name}_samples.jsonl",
+                        "--limit", 8, "--reward_model", finished_run / "reward" / "adapter",
+                        "--output_dir", tmp_path / name)
+        for measure in ("mean δ per token", "tokens in good spans", "tokens in poor spans",
+                        "unparseable critiques"):
+            assert value(result, f"{measure}, R_φ") == pytest.approx(trained[name][measure])
+        assert value(result, "fact accuracy") == pytest.approx(trained[name]["fact accuracy"])
+
+
+def test_another_adapter_or_no_adapter_is_refused(adapter, tmp_path, monkeypatch, capsys):
+    run_directory = tmp_path / "run"
+    policy = shutil.copytree(adapter, run_directory / "policy")
+    message = error_message("eval.py", "--adapter", run_directory)
+    assert f"no adapter here; name {policy}" in message
+    flags = ("--limit", 2, "--max_new_tokens", 3)
+    run_main("--adapter", policy, *flags, module=evaluation)
+    out = run_directory / "policy-eval-toy"                   # the default --output_dir
+    assert (out / "result.json").exists()
+    answers = out / "after.jsonl"
+    message = error_message("eval.py", "--adapter", answers, *flags, "--output_dir", out)
+    assert f"adapter was {policy}, is {answers}); choose another --output_dir" in message
+    monkeypatch.setattr(evaluation, "WORLD_SIZE", 2)
+    assert "without torchrun" in error_message("eval.py", "--adapter", policy, *flags)
+
+
+def test_a_benchmark_prompt_without_room_for_an_answer_counts_as_wrong(
+        adapter, tmp_path, capsys):
+    rows, _ = annotated_rows(2)
+    rows[0]["prompt"] = "word " * 999
+    write_rows(tmp_path / "gold.jsonl", rows)
+    result, printed = run(capsys, "--task", "reward_model", "--data", tmp_path / "gold.jsonl",
+                          "--adapter", adapter, "--output_dir", tmp_path / "out")
+    assert "no room for 1 answers" in printed
+    assert read_rows(tmp_path / "out" / "after.jsonl")[0]["reply"] == ""
+    assert figure(result, "critiques that cannot be read")["rows"] == 2
+
+
 def test_nan_weights_are_an_error(tmp_path):
     broken = random_adapter(ROOT / "toy" / "base", tmp_path / "broken", float("nan"))
     message = error_message("eval.py", "--adapter", broken, "--output_dir", tmp_path / "out")
@@ -390,7 +534,8 @@ def test_nan_weights_are_an_error(tmp_path):
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
     (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py is a file"),
     (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
-    (("--task", "poetry"), "--task: invalid choice: 'poetry'")])
+    (("--adapter", "none", "--reward_model", __file__), "test_eval.py is a file"),
+    (("--task", "poetry"), "--task poetry: no such task")])
 def test_an_invalid_flag_is_refused_before_the_model_is_loaded(flags, message, monkeypatch,
                                                                tmp_path):
     monkeypatch.setattr(evaluation, "load_model", None)
@@ -403,16 +548,10 @@ def test_the_error_of_a_bad_row_names_the_row(tmp_path):
     out = ("--output_dir", tmp_path / "out")
     bad_span = {"id": "1", "prompt": "p", "response": "r",
                 "spans": [{"start": 0, "end": 9, "label": 1}]}
-    short, long = ({"post": "word " * n, "facts": {"who": "me"}, "reference": "r"}
-                   for n in (9, 999))
     for rows, flags, message in (
             ([bad_span], ("--task", "reward_model", "--adapter", data),
              "1: .* not a valid span"),
-            ([bad_span], ("--task", "code"), "rows.jsonl, line 1: field"),
-            ([short, long], ("--adapter", "none"),
-             "no room for an answer to 'Summarise the post"),
-            ([short, short | {"reference": 7}], ("--adapter", "none"),
-             "rows.jsonl, row 2: 'reference'.* must be a text, but is 7")):
+            ([bad_span], ("--task", "code"), "rows.jsonl, line 1: field")):
         write_rows(data, rows)
         assert re.search(message, error_message("eval.py", *flags, "--data", data, *out))
 
