@@ -665,9 +665,9 @@ Rollouts to 90 %: rollouts until an \
 arm reaches 90 % of the first arm's gain, which is measured from the start to the mean of the \
 last three points of its curve. Recall and precision: of R_φ's poor tokens \
 against the careful annotator's, on responses of the final policy. Base recall: the same on \
-responses of the base; for PPO and PRM-PPO, the share of held-out labels that the reward model \
-gets right. KL: in nats per response, in the last batch. Omitted: share of facts that the final \
-policy does not state at all.
+responses of the base; for PPO and PRM-PPO, the share of held-out labels that the reward \
+model gets right. KL: in nats per response, in the last batch. Omitted: share of facts that the \
+final policy does not state at all.
 """
 
 
