@@ -186,10 +186,11 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
 def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     """Rewards that --annotator_function, a user's function (row, response), returns as numbers.
 
-    One number, such as 1.0 if all tests pass, is paid at the last token. A list of numbers has
-    one for each token. The row then has the field "response_tokens", the texts of the tokens;
-    the text of EOS is "". Empty responses are scored, too. Raises InputError if the function
-    fails or returns anything else.
+    One number is paid at the last token, such as `run_python(code_of(response), row["test"])
+    .passed` of measures/sandbox.py, where True is 1. A list has one number for each token. For
+    this, the row also has the field "response_tokens", the texts of the tokens; the text of EOS
+    is "". Empty responses are scored, too. Raises InputError if the function fails or returns
+    anything else.
     """
     function = load_object("--annotator_function", config.annotator_function, Callable)
     judgements = []
