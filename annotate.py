@@ -8,7 +8,8 @@ The first part of the file is Algorithm 2: `parse_feedback` reads the critique a
 from a reply, `ground` turns quotes into spans, and `token_offsets` and `token_rewards` turn
 spans into δ_t. The second part holds the annotator's prompts. The third part is phase 1:
 `annotate` sends the requests through ask.py and writes the rows. This file does not import
-torch.
+torch. Instead of a server, --annotator_function can annotate: a function (row, response) that
+returns a `Feedback`, or the reply of a server as a dict or a text.
 
 Paper: §3.3, Algorithm 2, Algorithm 1 l.4–11, Appendices B and L. Departures: the paper does not
 say what happens to a quote that occurs in the response more often than it was quoted. Such a
@@ -23,6 +24,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -573,17 +575,42 @@ def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:
         return Server(config.annotator_model, config.base_url, task.temperature,
                       mode.max_tokens or task.max_tokens, config.retries, config.timeout)
     function = load_object("--annotator_function", config.annotator_function, Callable)
+    return LocalFunction(lambda question: annotator_reply(function, question.context, config))
 
-    def call(question):
-        try:
-            text = function(question.context["row"], question.context["response"])
-            if not isinstance(text, str):
-                raise TypeError(f"returned a {type(text).__name__}, not a string")
-        except Exception as error:                 # user code may raise anything
-            raise InputError(f"--annotator_function {config.annotator_function}, row "
-                             f"{question.id}: {type(error).__name__}: {error}") from error
-        return text
-    return LocalFunction(call)
+
+def call_function(place: str, function: Callable, *arguments):
+    """Call a user's function. place: its flag, its name and the row, for the message.
+
+    Raises InputError if the function fails, with the last file and line outside of libraries.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:                 # user code may raise anything
+        lines = [f" ({frame.filename}, line {frame.lineno})"
+                 for frame in traceback.extract_tb(error.__traceback__)[1:]
+                 if "/lib/python3" not in frame.filename]
+        line = "".join(lines[-1:])
+        raise InputError(f"{place}: {type(error).__name__}: {error}{line}") from error
+
+
+def annotator_reply(function: Callable, example: dict, config) -> str:
+    """Call --annotator_function with (row, response) and return its reply as a text.
+
+    Raises InputError if the function fails, or if it returns neither a text nor a dict or
+    Feedback that --mode can read.
+    """
+    place = f"--annotator_function {config.annotator_function}, row {example['id']}"
+    value = call_function(place, function, example["row"], example["response"])
+    if isinstance(value, str):
+        return value
+    mode = get_mode(config.mode)
+    try:
+        reply = json.dumps(value, default=asdict)                  # asdict: for a Feedback
+        mode.read(example, reply)
+    except (TypeError, ValueError) as error:             # a FeedbackError is a ValueError
+        raise InputError(f"{place}: returned {value!r:.60} ({error}); return a Feedback, "
+                         f"a dict such as {mode.form}, or its JSON text") from error
+    return reply
 
 
 def check_annotator(config: AnnotateConfig):
@@ -698,4 +725,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.modules["annotate"] = sys.modules[__name__]      # a user's module may import this file
     run_script(main, "annotate")

@@ -10,9 +10,9 @@ them, so memory holds an 8B model only once.
 B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
 Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading, ranks or
-files. Departure from common practice: adapters are merged into the base only while decoding,
-and only if the base is float32. In bfloat16, rounding would cancel most of a small update, such
-as that of PPO.
+files. Departure from common practice: adapters are merged into the base only while decoding
+(or for serving, by `merge_lora`), and only if the base is float32. In bfloat16, rounding would
+cancel most of a small update, such as that of PPO.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from sampling import context_length, head_weight, positions_of
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
 DATE = date(2024, 7, 26)
-# The prompt format of a model without a chat template (toy/base, most base models).
-PLAIN_TEMPLATE = "{prompt}\n\nAnswer:\n"
+# The chat template of a model that has none (toy/base, most base models).
+PLAIN_TEMPLATE = ("{{ bos_token }}{% for turn in messages %}{{ turn.content }}"
+                  "{{ '\\n\\nAnswer:\\n' if turn.role == 'user' else '\\n\\n' }}{% endfor %}")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
 HASH_FILE = "sha256.json"
 # On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
@@ -150,13 +151,10 @@ def _check_plain_head(model, path):
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     """Encode a user turn, or chat messages, as a prompt that the model continues to answer."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template:                            # the chat template adds BOS
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    formats = {"user": PLAIN_TEMPLATE, "system": "{prompt}\n\n", "assistant": "{prompt}\n\n"}
-    text = "".join(formats[turn["role"]].replace("{prompt}", turn["content"]) for turn in turns)
-    return bos + tokenizer(text, add_special_tokens=False).input_ids
+    template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
+    text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
+                                         add_generation_prompt=True)     # it contains BOS
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def encode_answer(tokenizer, text: str) -> list[int]:
@@ -336,6 +334,17 @@ def use_lora(model, name: str | None, merge: bool = False):
         for layer, active in zip(layers, previous):
             layer.active = active
             layer.merged = None
+
+
+def merge_lora(model, name: str):
+    """Turn each LoRA layer into a linear layer with the weight W + (alpha / r) B A, [out, in].
+
+    `name` must be the only adapter, and W float32, as for `use_lora(…, merge=True)`.
+    """
+    with use_lora(model, name, merge=True):
+        for path, layer in _lora_layers(model, name).items():
+            layer.base_layer.weight.data = layer.merged
+            model.set_submodule(path, layer.base_layer)
 
 
 def lora_parameters(model, name: str) -> list[nn.Parameter]:

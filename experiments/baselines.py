@@ -3,6 +3,7 @@
     python -m experiments.baselines dpo                  # on the toy world; sft, ilf, sdpo, …
     python -m experiments.baselines sft --task slf5k --data rows.jsonl --model MODEL
     python -m experiments.baselines end                  # a reward design: see designs.py
+    python -m experiments.baselines score --annotator_function toy:fact_accuracy
 
     sft           SFT on references: −E log π(y*|x)
     ilf           SFT on refinements: responses that were rewritten with the help of a critique
@@ -12,6 +13,8 @@
     ppo           Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)
     prm_ppo       Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps
     grpo, rloo    Algorithm 4 with PPO's scalar reward and the advantages of groups
+    score         Algorithm 4 with your own numbers: --annotator_function (row, response)
+                  returns a reward for the response, or a list with one for each token
     sdpo          self-distillation (arXiv 2601.20802): the teacher is the policy with the
                   critique in its prompt, the student is the policy without it
 

@@ -11,6 +11,7 @@ not change. DESIGNS maps these names to critics:
     end                Σ_t δ_t at the last token: the same feedback without token positions
     linear_decay, importance   token weights within a span (Appendix I.1)
     true, true_end, …  the function of --annotator_function judges the rollouts, not R_φ
+    score              numbers of --annotator_function, see `score_critic`
     scalar, steps      score of a reward model at the last token, or at the end of each step;
                        PPO and PRM-PPO in baselines.py train these reward models first
 
@@ -32,14 +33,17 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Callable
 
 import torch
 from torch import Tensor
 
 import toy
-from annotate import FeedbackError, Span, get_mode, quoted, token_rewards, tokens_inside
-from data import chunks, load_object
+from annotate import (FeedbackError, Span, annotator_reply, call_function, get_mode, quoted,
+                      token_rewards, tokens_inside)
+from data import InputError, chunks, load_object
 from model import encode_prompt, response_hidden, use_lora
+from report import split_text
 from reward_model import Judgement, judge, reward_tokens, write_critiques
 from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
@@ -162,19 +166,51 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
 
     The function is not called for empty responses, which get δ = 0.
     """
-    critic = load_object("--annotator_function", config.annotator_function)
-    read = get_mode(config.mode).read
+    critic = load_object("--annotator_function", config.annotator_function, Callable)
     judgements = []
     for i in row_share(rollouts):
         text = rollouts.texts[i]
         offsets = rollouts.offsets[i]
-        reply = critic(rollouts.rows[i], text) if text.strip() else ""
+        example = {"id": rollouts.rows[i].get("id", i), "row": rollouts.rows[i],
+                   "response": text}
+        reply = annotator_reply(critic, example, config) if text.strip() else ""
         try:
-            feedback, grounding = read({"response": text}, reply)
+            feedback, grounding = get_mode(config.mode).read(example, reply)
             judgement = reward_tokens(reply, text, offsets, feedback, grounding)
         except FeedbackError as error:
             judgement = Judgement(reply, [0.0] * len(offsets), str(error))
         judgements.append(judgement)
+    return judgements
+
+
+def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
+    """Rewards that --annotator_function, a user's function (row, response), returns as numbers.
+
+    One number is paid at the last token, such as `run_python(code_of(response), row["test"])
+    .passed` of measures/sandbox.py, where True is 1. A list has one number for each token. For
+    this, the row also has the field "response_tokens", the texts of the tokens; the text of EOS
+    is "". Empty responses are scored, too. Raises InputError if the function fails or returns
+    anything else.
+    """
+    function = load_object("--annotator_function", config.annotator_function, Callable)
+    judgements = []
+    for i in row_share(rollouts):
+        tokens = split_text(rollouts.texts[i], rollouts.offsets[i])
+        row = rollouts.rows[i] | {"response_tokens": tokens}
+        place = f"--annotator_function {config.annotator_function}, row {row.get('id', i)}"
+        value = call_function(place, function, row, rollouts.texts[i])
+        try:
+            scores = torch.as_tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            scores = torch.tensor(math.nan)                  # these are no numbers
+        if scores.shape not in ((), (len(tokens),)) or not scores.isfinite().all():
+            raise InputError(f"{place}: returned {value!r:.60}; return a number, such as "
+                             f"1.0 if all tests pass, or a list of {len(tokens)} numbers, one "
+                             f"for each of row['response_tokens']")
+        delta = scores.tolist()
+        if scores.ndim == 0:
+            delta = [0.0] * (len(tokens) - 1) + [delta]
+        judgements.append(Judgement("", delta))
     return judgements
 
 
@@ -269,7 +305,7 @@ LEARNT = {"critique": reward_model_critic, "graded": graded, "end": at_end(rewar
 SCORED = {"scalar": partial(pay_scores, by_step=False),
           "steps": partial(pay_scores, by_step=True)}
 # Critics that need --annotator_function and no reward model.
-TRUE = {"true": true_critic, "true_end": at_end(true_critic),
+TRUE = {"true": true_critic, "score": score_critic, "true_end": at_end(true_critic),
         **{f"true_{name}": weighted(true_critic, name) for name in WEIGHTINGS},
         "true_poor": only_poor(true_critic),
         "true_omission": punish_omissions(true_critic),

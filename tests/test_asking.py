@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --timeout
 import pytest
 import loopback
-from annotate import AnnotateConfig, annotate, annotation_questions, main
+from annotate import AnnotateConfig, annotate, annotation_questions, main, parse_feedback
 from ask import Journal, Question, Server, read_completion
 from data import InputError, parse_flags, read_rows, run_script, write_rows
 from helpers import ROOT, SLOW
@@ -589,7 +589,6 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_end_the_run(critic
     gc.collect()                           # would print the error of a task never awaited
     assert "Traceback" not in capfd.readouterr().err
     critic.module.judge = lambda row, response: None
-    critic.fails("critic_of_the_test:judge, row row-.*NoneType")
     critic.module.judge = lambda row, response: GOOD
     critic.run()
     assert len(critic.output_rows()) == 40
@@ -603,6 +602,61 @@ def test_an_empty_response_is_named_and_can_be_left_out(critic, capsys):
     critic.run(skip_failed=True)
     assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
     assert "row row-1: the response is empty; it is left out" in capsys.readouterr().err
+
+
+USER_MODULE = """
+import json
+from annotate import Feedback
+
+def returns_dict(row, response):
+    return {"critique": "It ends.", "good_spans": ["The end"], "poor_spans": []}
+
+def returns_feedback(row, response):
+    return Feedback("It ends.", ["The end"], [])
+
+def returns_labels(row, response):
+    words = [{"word": word, "label": "good"} for word in response.split()]
+    return {"critique": "It ends.", "labels": words}
+
+def helper(text):
+    return json.loads(text)                                              # line 16
+
+def fails(row, response):
+    return helper(response)
+"""
+
+
+@pytest.mark.parametrize("name, mode", [
+    ("returns_dict", "cot"), ("returns_feedback", "cot"), ("fails", "cot"),
+    ("returns_labels", "experiments.modes:DENSE")])
+def test_a_module_of_the_user_gives_a_dict_feedback_or_the_line_of_its_error(
+        tmp_path, name, mode):
+    """In its own process: the `annotate` that a mode imports must be the script that runs."""
+    (tmp_path / "mine.py").write_text(USER_MODULE)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Go on.", "response": "The end."}])
+    process = subprocess.run(
+        [sys.executable, ROOT / "annotate.py", "--task", "ultrafeedback", "--data",
+         "rows.jsonl", "--annotator_function", f"mine:{name}", "--mode", mode],
+        cwd=tmp_path, capture_output=True, text=True)
+    if name == "fails":
+        assert f"row 1: JSONDecodeError: Expecting value: line 1 column 1 (char 0) " \
+               f"({tmp_path}/mine.py, line 16)" in process.stderr
+        return
+    row, = read_rows(tmp_path / "feedback.jsonl")
+    assert row["critique"] == "It ends." and row["good_spans"][0][:7] == "The end"
+    assert [(span["start"], span["label"]) for span in row["spans"]] == [(0, 1)]
+
+
+@pytest.mark.parametrize("value, reason", [
+    (None, "None"), (7, "7"), (["the end"], "the end"), ({"good_spans": {1}}, "dataclass"),
+    ({"critique": "c", "good_spans": []}, "'poor_spans' is missing"),
+    ({"critique": "c", "good_spans": "x", "poor_spans": []}, "must be a list of strings")])
+def test_a_wrong_return_is_answered_with_the_form(critic, value, reason):
+    critic.module.judge = lambda row, response: value
+    message = critic.fails("critic_of_the_test:judge, row row-0: returned ", random_rows(1))
+    assert reason in message and "\n" not in message
+    form = message.partition("return a Feedback, a dict such as ")[2].partition(", or its")[0]
+    assert parse_feedback(form.replace("'", '"')).good_spans == ["…"]
 
 
 def test_a_reply_with_a_lone_surrogate_fails_only_its_row(critic):

@@ -4,11 +4,13 @@ import json
 import math
 import random
 import re
+import sys
 from dataclasses import replace
 from itertools import product
 from statistics import mean
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -301,6 +303,21 @@ def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     assert not any(empty.delta) and empty.reason
 
 
+def test_the_true_critic_reads_feedback_and_names_the_line_of_an_error(toy_model, monkeypatch):
+    critic = SimpleNamespace(judge=lambda row, text: parse_feedback(toy.critique(row, text)))
+    monkeypatch.setitem(sys.modules, "my_critic", critic)
+    config = Config(annotator_function="my_critic:judge")
+    rollouts = rollouts_of(toy_model[1], 0, 2)
+    for row, text, offsets, judgement in zip(
+            rollouts.rows, rollouts.texts, rollouts.offsets,
+            true_critic(rollouts, *toy_model, config), strict=True):
+        spans = feedback_of(text, toy.critique(row, text))[1].spans
+        assert judgement.delta == token_rewards(text, offsets, spans) and any(judgement.delta)
+    critic.judge = lambda row, text: row["grade"]
+    with pytest.raises(InputError, match=r"row toy-.*KeyError: 'grade' \(.*baselines.py, line"):
+        true_critic(rollouts, *toy_model, config)
+
+
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
     """Appendix A: r_T = Σ δ_t and 0 before; all other fields are equal."""
     arguments = rollouts_of(toy_model[1]), *toy_model, Config()
@@ -428,7 +445,37 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
         assert [len(judgement.delta) for judgement in judged] == lengths
 
 
+@pytest.mark.parametrize("value, delta", [
+    (True, [0, 0, 1]), (2, [0, 0, 2]), (0.25, [0, 0, 0.25]), (torch.tensor(0.5), [0, 0, 0.5]),
+    ([1, -1.5, 0], [1, -1.5, 0]), (numpy.array([1, 0, 2]), [1, 0, 2]), (None, "returned None;"),
+    ("1.0", "returned '1.0';"), ([1, 2], "returned .1, 2.; .* list of 3 numbers"),
+    (float("nan"), "returned nan; .* such as 1.0 if all tests pass"), ([[1, 2, 3]], "returned"),
+    ([None] * 3, "returned .None"), (KeyError("tests"), "KeyError: .*test_baselines.py, line")])
+def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, delta):
+    """The function sees the row, the response and the texts of its tokens, EOS last."""
+    def score(row, response):
+        calls.append((row["facts"], response, row["response_tokens"]))
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    calls, (model, tokenizer) = [], toy_model
+    monkeypatch.setitem(sys.modules, "my_score", SimpleNamespace(score=score))
+    config, row = Config(annotator_function="my_score:score"), toy.rows("train", 1)[0]
+    ids = encode_answer(tokenizer, "It was")
+    text, offsets = token_offsets(tokenizer, ids)
+    rollouts = SimpleNamespace(rows=[row], texts=[text], offsets=[offsets])
+    if isinstance(delta, str):
+        with pytest.raises(InputError, match=f"my_score:score, row {row['id']}: {delta}"):
+            designs.TRUE["score"](rollouts, model, tokenizer, config)
+        return
+    judgement, = designs.TRUE["score"](rollouts, model, tokenizer, config)
+    assert judgement.delta == delta and not judgement.reason
+    assert calls == [(row["facts"], "It was", ["It", " was", ""])]
+
+
 @pytest.mark.parametrize("flags, message", [
+    (["score", "--annotator_function", "none"], "score needs --annotator_function"),
     (["true", "--annotator_function", "none"], "needs --annotator_function"),
     (["best"], "'best': choose one of sft.* critique"), ([], "no method.*: choose one of"),
     (["dpo", "--annotator_function", "none:x"], "import")])

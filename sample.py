@@ -1,0 +1,104 @@
+"""Answer one prompt with the base and the policy, or merge the policy's adapter for serving.
+
+    python sample.py                                   # toy/base beside runs/toy/policy
+    python sample.py --model MODEL --adapter runs/slf5k/policy --prompt "Summarise …" \\
+           --reward_model runs/slf5k/reward/adapter
+    python sample.py --model MODEL --adapter runs/slf5k/policy --merge merged
+
+The greedy answers of the base and of the policy stand side by side. With --reward_model, R_φ's
+critique of each answer follows; good tokens are green, poor tokens red. The prompt is x, the
+whole text that `Task.policy_prompt` returns. Without --prompt, type or paste it, then press
+Ctrl-D; it may have several lines.
+
+--merge writes the merged weights in float32, the tokenizer with its chat template, and greedy
+decoding as the default. The pipeline of transformers then answers as this script does:
+
+    answer = pipeline("text-generation", "merged")
+    answer([{"role": "user", "content": x}])[0]["generated_text"][-1]["content"]
+
+Pass chat messages, as here: the pipeline does not apply the template to a plain text. A base
+without a chat template, such as toy/base, gets the project's own, PLAIN_TEMPLATE of model.py,
+from which `encode_prompt` makes the prompts of all phases. vLLM reads the same directory, but
+this is untested.
+
+Paper: Figure 4 shows such answers, each with its critique.
+"""
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from transformers import GenerationConfig
+
+from annotate import token_offsets
+from data import flag, parse_flags, run_script
+from model import (PLAIN_TEMPLATE, encode_prompt, eos_ids, load_lora, load_model, merge_lora,
+                   use_lora)
+from report import colour_tokens, split_text, table
+from reward_model import judge, write_critiques
+from sampling import generate
+
+# Up to 38 characters of a line, from its indentation or a word to the end of a word.
+PIECE = r"(?m)(?:^ +)?\S.{0,37}(?!\S)|\S{38}"
+
+
+@dataclass
+class SampleConfig:
+    """Settings of sample.py."""
+    model: str = flag("toy/base", "base model: a directory or hub id")
+    adapter: str = flag("runs/toy/policy", "adapter of the policy")
+    reward_model: str | None = flag(None, "adapter of R_φ; None: no critiques")
+    prompt: str | None = flag(None, "prompt x; None: read from terminal")
+    max_new_tokens: int = flag(256, "tokens of an answer or a critique", least=1)
+    merge: str | None = flag(None, "new directory for the merged model")
+
+
+def print_answers(model, tokenizer, prompt, config):
+    """Print the answers of the base and the policy side by side, and R_φ's critiques below."""
+    columns = []
+    critiques = ""
+    for adapter in None, "policy":
+        with use_lora(model, adapter, merge=True):
+            ids, = generate(model, [encode_prompt(tokenizer, prompt)], config.max_new_tokens, 0,
+                            eos_ids(tokenizer, model))
+        text, offsets = token_offsets(tokenizer, ids)
+        columns.append([f"{piece:38}" for piece in re.findall(PIECE, text)])
+        if config.reward_model:
+            z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
+            judgement = judge(z, text, offsets)
+            tokens = colour_tokens(split_text(text, offsets), judgement.delta)
+            critiques += f"\n\n{adapter or 'base'}: {tokens}\nR_φ: {z}\n{judgement.reason}"
+    print(table(["base", f"{'policy':38}"], zip_longest(*columns, fillvalue="")) + critiques)
+
+
+def write_merged(model, tokenizer, directory):
+    """Write a checkpoint with W + (alpha / r) B A, [out, in], in place of each W.
+
+    Raises FileExistsError if the directory exists.
+    """
+    os.mkdir(directory)
+    merge_lora(model, "policy")
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+    model.generation_config = GenerationConfig(do_sample=False,
+                                               eos_token_id=eos_ids(tokenizer, model))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(f"{directory}/ holds the merged model")
+
+
+def main():
+    """Answer a prompt with the base and the policy, or write the merged model."""
+    config = parse_flags(SampleConfig, sys.argv[1:], __doc__)
+    model, tokenizer = load_model(config.model, "float32" if config.merge else None)
+    load_lora(model, "policy", config.adapter)
+    if config.merge:
+        return write_merged(model, tokenizer, config.merge)
+    if config.reward_model:
+        load_lora(model, "reward", config.reward_model)
+    print_answers(model, tokenizer, config.prompt or sys.stdin.read().strip(), config)
+
+
+if __name__ == "__main__":
+    run_script(main, "sample")
