@@ -661,13 +661,12 @@ def arm_table(arms: list[Arm], compared=("length",)) -> str:
 Rate: learning rate. Start: fact accuracy of the base on held-out posts at temperature 1. \
 Accuracy: the same of the trained policy; greedy: with greedy decoding. Minus first arm: \
 accuracy minus that of the first arm with the same {' and '.join(compared)}. \
-Rollouts to 90 %: rollouts until an \
-arm reaches 90 % of the first arm's gain, which is measured from the start to the mean of the \
-last three points of its curve. Recall and precision: of R_φ's poor tokens \
-against the careful annotator's, on responses of the final policy. Base recall: the same on \
-responses of the base; for PPO and PRM-PPO, the share of held-out labels that the reward \
-model gets right. KL: in nats per response, in the last batch. Omitted: share of facts that the \
-final policy does not state at all.
+Rollouts to 90 %: rollouts until an arm reaches 90 % of the first arm's gain, which is \
+measured from the start to the mean of the last three points of its curve. KL: in nats per \
+response, in the last batch. Omitted: share of facts that the final policy does not state at \
+all. Recall and precision: of R_φ's poor tokens against the careful annotator's, on responses \
+of the final policy. Base recall: the same on responses of the base; for PPO and PRM-PPO, the \
+share of held-out labels that the reward model gets right.
 """
 
 
