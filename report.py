@@ -477,7 +477,7 @@ def _overview(out: Path) -> str:
         raise InputError(f"{out}: there is no config.json; name the --output_dir of a run of "
                          f"text2grad.py")
     names = "model", "task", "critic of phase 3"
-    facts = [f"{name}: {settings[0].get(name)}" for name in names]
+    facts = [f"{name}: {settings[0][name]}" for name in names if settings[0].get(name)]
     phases = whole_rows(out / "phases.jsonl")
     for row in phases[-1:]:
         seconds = sum(row["seconds"] for row in phases)

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as xml
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from data import InputError, public
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
                     html_table, run_report, sample_row, split_text, svg_line, table, ticks)
+from runtime import newest_checkpoint
 
 METRICS = [*NOTES]                       # all metrics of a run (checked in test_pipeline)
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
@@ -146,6 +148,7 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
         found[root[0].text] = drawn(xml.tostring(root)), Page(figure).all("figcaption")[0][1]
     assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's metrics come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS]
+    assert ">last 0.8<" in curves(rows) and ">target 2<" in curves(rows)
     for key, note in [*NOTES.items(), ("new <thing>", "")]:
         ((points,), *_), caption = found[key.replace("_", " ")]
         assert caption == note and (note.strip() or key not in NOTES)
@@ -163,6 +166,8 @@ def test_runs_of_other_lengths_share_axes_and_are_named_by_letters():
     lines = [e for e in xml.fromstring(svg).iter() if e.get("class") == "curve"]
     assert len({(e.get("stroke"), e.get("stroke-dasharray")) for e in lines}) == 6
     assert {*"ABCDEF"} <= {e.text for e in xml.fromstring(svg).iter()}
+    rows = [{"iteration": 1, "kl": 1.0, "kl_target": 2.0}]
+    assert ">target 2<" in curves(rows) and ">target 2<" not in curves(rows, rows)
 
 
 def test_one_value_is_a_dot_and_none_is_an_empty_chart():
@@ -283,6 +288,19 @@ def test_no_text_of_a_run_becomes_markup(run, text):
     page = run_report(run).read_text("utf-8")
     assert_closed(page)
     assert [tag for tag, *_ in Page(page).tags] == [tag for tag, *_ in before.tags]
+
+
+def test_a_run_leaves_its_critic_the_date_and_the_losses_of_r_phi(finished_run):
+    """The losses are those that the last checkpoint of phase 2 holds."""
+    _, _, state = newest_checkpoint(finished_run / "reward")
+    rows = read_jsonl(finished_run / "reward" / "losses.jsonl")
+    assert [row["iteration"] for row in rows] == [*range(1, len(state["losses"]) + 1)]
+    assert [row["loss in nats per token of z"] for row in rows] == state["losses"]
+    *_, phase = read_jsonl(finished_run / "phases.jsonl")
+    ended = datetime.strptime(phase["ended"], "%Y-%m-%d %H:%M").timestamp()
+    assert abs(ended - (finished_run / "result.json").stat().st_mtime) < 300
+    text = (finished_run / "report.html").read_text()
+    assert "critic of phase 3: R_φ · phase 3, policy: ended " + phase["ended"] in text
 
 
 def test_an_unfinished_run_says_what_is_not_there_yet(run):
