@@ -351,7 +351,8 @@ const answer = ({ reply, text, offsets, log_ratio, values, set }) => {
   try { quotes = page.parse(reply); } catch (error) { reason = error.message; }
   const grounding = page.ground(text, quotes), words = page.split(text);
   const found = page.rewards(text, offsets, grounding.spans);
-  return { ...found, words: words.tokens, ends: words.offsets.map((place) => place[1]), ...page.advantages(found.delta, log_ratio, values, set), reason,
+  return { ...found, ...page.advantages(found.delta, log_ratio, values, set), reason,
+    words: words.tokens, ends: words.offsets.map((place) => place[1]),
     spans: grounding.spans.map((s) => [...text.slice(0, s.start)].length),
     unmatched: grounding.unmatched.length, ambiguous: grounding.ambiguous.length };
 };
@@ -472,8 +473,8 @@ def browse(directory, script="") -> str:
 def shown_tokens(html: str, name: str) -> list[tuple[str, float, float]]:
     """(text, value, depth of the colour) of each token in a block of the widget."""
     block = re.search(f'<div id="{name}">(.*?)</div>', html)[1]
-    spans = re.findall(r'<span title="(.*?)" style="background: rgba?\((.*?)\)[^>]*>(.*?)</span>',
-                       block)
+    style = r'style="background: rgba?\((.*?)\)[^>]*'
+    spans = re.findall(rf'<span title="(.*?)" {style}>(.*?)</span>', block)
     depth = lambda colour: float(([*re.split(", | / ", colour), 1])[3])
     return [(unescape(text), float(value), depth(colour)) for value, colour, text in spans]
 
