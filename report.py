@@ -342,8 +342,6 @@ RANGES = {
     "clip_fraction": (0, 0.2, "{:.0%} of tokens clipped (range: up to 20%)", _STEPS),
     "policy_kl": (0, 0.05, "{:.2g} nats per token and update (range: up to 0.05)", _STEPS),
     "skipped_steps": (0, 0, "{:.2g} per iteration (range: 0)", _STEPS),
-    "explained_variance": (0, 1, "{:.2g} of the returns' variance (range: 0 to 1)",
-                           "raise --value_learning_rate"),
     "kl / kl_target": (0.5, 1.5, "{:.2g} at the end (range: 0.5 to 1.5)",
                        "lower --learning_rate or --kl_horizon, or if it is too small, "
                        "raise --iterations"),
