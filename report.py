@@ -2,6 +2,7 @@
 
     print(colour_tokens(["The ", "cat ", "flew"], [1, 0, -1]))       # good green, poor red
     python report.py runs/toy                # writes report.html, even during training
+    python report.py runs/a runs/b           # writes runs/comparison.html
 
 A page is a single HTML file without scripts or network access. It supports light mode, dark
 mode and printing. In log files, or if NO_COLOR is set, good tokens are enclosed in [+ +] and
@@ -21,7 +22,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from data import InputError, get_task, next_command, public, read_rows, run_script
+from data import InputError, next_command, public, run_script, whole_rows
 
 # ── The terminal
 
@@ -79,17 +80,23 @@ def table(header: list[str], rows: list[list], digits: int = 3) -> str:
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.6 system-ui; } p { margin: .3rem 0; }
-body { max-width: 1240px; margin: auto; padding: 1.6rem; } h2 { margin: 2em 0 .4em; }
-h3, figcaption { font-size: .8rem; margin: .4rem 0; } table { border-collapse: collapse; }
+body { max-width: 1240px; margin: auto; padding: 1rem; } h1 { margin: .4em 0; }
+h2 { margin: 2em 0 .4em; } .columns h2 { margin-top: .4em; font-size: 1.2rem; }
+h3, figcaption { font-size: .8rem; margin: .4rem 0; } section { min-width: 0; }
 .muted, h3, th, figcaption, .prompt { opacity: .75; } .badge { color: #d55e00; }
-.scroll { overflow-x: auto; } .prompt { max-height: 9rem; overflow-y: auto; }
-th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #8885; }
-th:first-child, td:first-child, .wide td { text-align: left; } .code { font-family: monospace; }
+.healthy, .unhealthy, table { font-size: .9rem; border-collapse: collapse; }
+.healthy, .unhealthy { border-left: .5rem solid #009e73; padding-left: .6rem; }
+.unhealthy { border-color: #d55e00; font-weight: bold; } .code { font-family: monospace; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #8885; }
+th:first-child, td:first-child, .wide td { text-align: left; padding-left: 0; }
 .text, .wide td { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; }
 .card, figure { border: 1px solid #8885; padding: .6rem 1rem; margin: .5rem 0;
   break-inside: avoid; } .columns, .curves { display: grid; gap: .2rem 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); }
-@media print { :root { font-size: 12px; } .prompt { max-height: none; opacity: 1; } }
+.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22.2rem), 1fr)); }
+figure { padding: .4rem; } figure svg { min-width: 340px; }
+.scroll, figure { overflow-x: auto; }
+@media print { :root { font-size: 12px; } .prompt { opacity: 1; } }
 """
 
 
@@ -127,16 +134,24 @@ def text_block(text: str, html: str = "") -> str:
     return f'<div class="{css_class}" dir="auto">{html or escape(text)}</div>'
 
 
+_CUT = 400                                # characters of a prompt that are always shown
+
+
 def card(heading: str, prompt: str, columns: dict[str, str], badges=()) -> str:
     """A box with a heading, a prompt, and columns {title: HTML} below it.
 
-    badges: short texts beside the heading that name problems.
+    A long prompt is cut, and a click shows the rest. badges: short texts beside the heading
+    that name problems.
     """
     labels = [f'<span class="badge">{escape(badge)}</span>' for badge in badges]
+    cut_prompt = text_block(prompt[:_CUT])
+    if rest := prompt[_CUT:]:
+        cut_prompt += (f"<details><summary>… the prompt is cut here; show the other "
+                       f"{len(rest):,} characters</summary>{text_block(rest)}</details>")
     sections = [f"<section><h3>{escape(title)}</h3>{html}</section>"
                 for title, html in columns.items()]
     return (f'<article class="card"><b>{escape(heading)}</b> {" ".join(labels)}'
-            f'<div class="prompt">{text_block(prompt)}</div>'
+            f'<div class="prompt">{cut_prompt}</div>'
             f'<div class="columns">{"".join(sections)}</div></article>')
 
 
@@ -167,6 +182,9 @@ def heatmap(tokens: list[str], values: list[float], limit: float | None = None) 
             f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
 
 
+LEGEND = heatmap(["good", " ", "poor", " no colour: 0; ▯: a token without text"], [1, 0, -1, 0])
+
+
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """At most `count` + 1 axis ticks that cover [low, high], in steps of 1, 2 or 5 · 10^k.
 
@@ -184,18 +202,21 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
-    """A line chart of up to four named series as SVG. unit: label of the x axis.
+    """A line chart of named series as SVG. unit: label of the x axis.
 
-    A line is interrupted at a value that is None, NaN or infinite. With up to three series, the
-    legend also shows their last values.
+    A line goes on over values that are None, NaN or infinite. From the fifth series on, lines
+    are dashed. With up to three series, the legend also shows their last values.
     """
-    series = {name: [v if v is not None and math.isfinite(v) else None for v in values]
+    series = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
               for name, values in series.items()}
-    finite = [v for values in series.values() for v in values if v is not None] or [0.0]
+    finite = [v for points in series.values() for _, v in points] or [0.0]
     marks = ticks(min(finite), max(finite))
     left = 16 + 6.4 * max(len(f"{v:g}") for v in marks)
     right = 326
     svg = ""
+
+    def across(position):
+        return left + (right - left) * (position - x[0]) / (x[-1] - x[0] or 1)
 
     def height(value):
         return 156 - 110 * (value - marks[0]) / (marks[-1] - marks[0])
@@ -209,20 +230,16 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     svg += text(left, 172, f"{x[0]:g}", 'class="x"')
     svg += text((left + right) / 2, 172, unit, 'text-anchor="middle"')
     svg += text(right, 172, f"{x[-1]:g}", 'class="x" text-anchor="end"')
-    for i, (name, values) in enumerate(series.items()):
-        pen = f'fill="none" stroke="{_COLOURS[i]}" stroke-width="1.8" stroke-linecap="round"'
+    for i, (name, points) in enumerate(series.items()):
+        dash = 'stroke-dasharray="6 4" ' * (i > 3)
+        pen = (f'fill="none" stroke="{_COLOURS[i % 4]}" {dash}stroke-width="1.8" '
+               f'stroke-linecap="round"')
         legend_x = 4 + 336 * i / len(series)
-        last = next((f" {v:.4g}" for v in reversed(values) if v is not None), " –")
-        label = name + last if len(series) < 4 else name
+        label = f"{name} {points[-1][1]:.4g}" if points and len(series) < 4 else name
         svg += f'<path d="M{legend_x:.1f} 28h13" {pen}/>' + text(legend_x + 17, 32, label)
-        line = ""
-        command = "M"
-        for position, value in zip(x, values):
-            if value is not None:                  # h0 makes a single point visible
-                across = left + (right - left) * (position - x[0]) / (x[-1] - x[0] or 1)
-                line += f"{command}{across:.2f} {height(value):.2f}h0"
-            command = "M" if value is None else "L"
-        svg += f'<path class="curve" d="{line}" {pen}/>'
+        # h0 makes a single point visible.
+        line = "L".join(f"{across(i):.2f} {height(v):.2f}h0" for i, v in points)
+        svg += f'<path class="curve" d="M{line}" {pen}/>'
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 340 180" width="100%" '
             f'role="img" style="max-width:460px;font:11px system-ui" fill="currentColor">'
             f"<title>{escape(title)}</title>{text(4, 13, title)}{svg}</svg>")
@@ -230,10 +247,10 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
 
 # Metric of an iteration → its unit, and how it should develop during training.
 NOTES = {
-    "delta": "mean δ_t per token by R_φ, −1 to 1; rises together with the truth",
-    "true_delta": "mean δ_t per token by the annotator; rises together with R_φ's",
-    **{f"{sign}_{figure}": f"{figure} of R_φ's {sign} tokens against the annotator's; falls "
-                           "when the policy leaves R_φ's training distribution"
+    "delta": "mean δ_t per token by the critic, −1 to 1; rises together with the truth",
+    "true_delta": "mean δ_t per token by the annotator; rises together with the critic's",
+    **{f"{sign}_{figure}": f"{figure} of the critic's {sign} tokens against the annotator's; "
+                           "falls when the policy leaves R_φ's training distribution"
        for sign in ("poor", "good") for figure in ("recall", "precision")},
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
@@ -244,7 +261,7 @@ NOTES = {
     "truncated": "share of responses cut off at --max_new_tokens; V is 0 after them, as it is "
                  "after an EOS (Algorithm 4)",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
-    "unparseable": "share of R_φ's critiques that cannot be parsed; under .05",
+    "unparseable": "share of critiques that cannot be parsed; under .05",
     "unmatched": "share of quotes that are not in the response; under .05",
     "ambiguous": "share of quotes that occur more often than they are quoted; under .05",
     "conflicting": "tokens in spans of both signs, where δ_t = 0; near 0",
@@ -313,11 +330,58 @@ def sample_row(rollouts, row: int) -> dict:
     return sample
 
 
+# ── What is healthy in a run
+
+_WRITING = "raise --reward_learning_rate or --reward_epochs"
+_STEPS = "the steps are too large, so lower --learning_rate"
+# Metric → its healthy range, the figure in words, and what to do outside the range.
+RANGES = {
+    "unparseable": (0, 0.05, "{:.0%} of critiques unreadable (range: up to 5%)", _WRITING),
+    "unmatched": (0, 0.05, "{:.0%} of quotes not in the response (range: up to 5%)", _WRITING),
+    "ambiguous": (0, 0.05, "{:.0%} of quotes ambiguous (range: up to 5%)", _WRITING),
+    "clip_fraction": (0, 0.2, "{:.0%} of tokens clipped (range: up to 20%)", _STEPS),
+    "policy_kl": (0, 0.05, "{:.2g} nats per token and update (range: up to 0.05)", _STEPS),
+    "skipped_steps": (0, 0, "{:.2g} per iteration (range: 0)", _STEPS),
+    "kl / kl_target": (0.5, 1.5, "{:.2g} at the end (range: 0.5 to 1.5)",
+                       "lower --learning_rate or --kl_horizon, or if it is too small, "
+                       "raise --iterations"),
+}
+_GAIN = (-0.1, math.inf, "{:+.0%} by training (range: −10% or more)",
+         "check kl and entropy, and lower --learning_rate or raise --kl_coef")
+
+
+def health(out: Path) -> list[tuple[str, str]]:
+    """("healthy" or "unhealthy", sentence) of each figure of a run that has a healthy range.
+
+    A metric is its mean over the last fifth of the iterations. Before the first iteration, the
+    critiques of the held-out responses count. KL and the gain are judged when a run has ended.
+    """
+    rows = whole_rows(out / "metrics.jsonl")
+    rows = rows[-math.ceil(len(rows) / 5) :] or [
+        {"unparseable": bool(sample["unreadable"])}
+        for sample in whole_rows(out / "before_samples.jsonl")]
+    values = {name: [row[name] for row in rows if name in row] for name in RANGES}
+    for result in whole_rows(out / "result.json"):           # no row before the run has ended
+        values["kl / kl_target"] = [row["kl"] / row["kl_target"] for row in rows
+                                    if "kl_target" in row]
+        for name, before in result["before"].items():
+            if name in {"mean δ per token"}.union(*rows):             # and the task's metrics
+                values[name] = [(result["after"][name] - before) / (abs(before) or 1)]
+    checks = []
+    for name, numbers in values.items():
+        if numbers:
+            mean = sum(numbers) / len(numbers)
+            low, high, words, remedy = RANGES.get(name, _GAIN)
+            is_healthy = low <= mean <= high
+            state, advice = ("healthy", "") if is_healthy else ("unhealthy", f"; {remedy}")
+            checks.append((state, f"{name} is {state}: {words.format(mean)}{advice}"))
+    return sorted(checks, reverse=True)                                     # unhealthy first
+
+
 # ── The page of a run
 
-
 def _columns(row: dict) -> dict[str, str]:
-    """Columns for `card`: tokens coloured by δ_t and, if present, by A_t; R_φ's critique."""
+    """Columns for `card`: tokens coloured by δ_t and, if present, by A_t; the critique."""
     mean = sum(row["delta"]) / max(1, len(row["delta"]))
     columns = {f"δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
     if "advantage" in row:
@@ -328,7 +392,7 @@ def _columns(row: dict) -> dict[str, str]:
 
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
     """At most 8 held-out prompts with responses before and, if present, after training."""
-    html = ""
+    html = LEGEND
     for i in range(0, len(before), math.ceil(len(before) / 8)):   # evenly spaced, not the best
         sides = {"Before": before[i]} | ({"After": after[i]} if after else {})
         columns = {side: "".join(f"<h3>{title}</h3>{part}"
@@ -344,19 +408,28 @@ def _samples(rows: list[dict]) -> str:
                    for row in rows[:: -math.ceil(len(rows) / 12)][::-1])
 
 
-def curves(rows: list[dict]) -> str:  # Figure 3
-    """A chart and a note for each metric in metrics.jsonl, the task's own metrics first."""
-    html = ""
-    keys = set().union(*rows)                         # a row may lack some of the metrics
+_NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def curves(*runs: list[dict]) -> str:  # Figure 3
+    """A chart and a note for each metric, the task's own metrics first.
+
+    runs: rows of metrics.jsonl. Several runs are the lines A, B, …. The charts of a single run
+    also show the target KL and, beside δ by the annotator, δ by the critic.
+    """
+    tables = [{row["iteration"]: row for row in rows} for rows in runs]
+    x = sorted(set().union(*tables))
+    keys = set().union(*(row for rows in runs for row in rows))     # some rows lack some keys
     task_keys = sorted(keys - {"iteration", "kl_target", *NOTES})
+    html = ""
     for key in task_keys + [key for key in NOTES if key in keys]:
-        key_rows = [row for row in rows if key in row]
-        lines = {"last": [row[key] for row in key_rows]}
-        if key == "true_delta":
-            lines = {"annotator": lines["last"], "R_φ": [row["delta"] for row in key_rows]}
-        if key == "kl" and "kl_target" in keys:
-            lines["target"] = [row.get("kl_target") for row in key_rows]
-        x = [row["iteration"] for row in key_rows]
+        lines = {}
+        for name, table in zip(_NAMES if len(runs) > 1 else ["last"], tables):
+            lines[name] = [table.get(i, {}).get(key) for i in x]
+        label, partner = {"true_delta": ("critic", "delta"),
+                          "kl": ("target", "kl_target")}.get(key, ("", ""))
+        if len(runs) == 1 and partner in keys:
+            lines[label] = [row.get(partner) for row in runs[0]]
         chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"
     return f'<div class="curves">{html}</div>'
@@ -377,28 +450,49 @@ def _pairs(rows: list[dict]) -> str:
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
     ("Held-out examples", _examples, "before_samples.jsonl", "after_samples.jsonl"),
-    ("Training samples", _samples, "samples.jsonl"),
-    ("Before and after", _compared, "result.json"),
-    ("Curves", curves, "metrics.jsonl"),
+    ("Training samples", _samples, "samples.jsonl"), ("Curves", curves, "metrics.jsonl"),
+    ("Loss of R_φ", curves, "reward/losses.jsonl"),
     ("Reward model", _pairs, "reward/metrics.json"),
     ("Phases", _pairs, "phases.jsonl"), ("Settings", _pairs, "config.json")]
+
+
+def _section(out: Path, title: str, html_of, *files: str) -> str:
+    """A section with the rows of some files of a run; it names files that have no rows."""
+    rows = [whole_rows(out / file) for file in files]
+    missing = [f'<p class="muted">{file} does not exist yet.</p>'
+               for file, file_rows in zip(files, rows) if not file_rows]
+    html = html_of(*rows) if rows[0] else ""
+    return f"<section><h2>{title}</h2>{''.join(missing)}{html}</section>"
+
+
+def _overview(out: Path) -> str:
+    """Model, task, critic, date and seconds of a run; before and after; what is unhealthy.
+
+    Raises InputError if the directory holds no run.
+    """
+    settings = whole_rows(out / "config.json")
+    if not settings:
+        raise InputError(f"{out}: there is no config.json; name the --output_dir of a run of "
+                         f"text2grad.py")
+    names = "model", "task", "critic of phase 3"
+    facts = [f"{name}: {settings[0][name]}" for name in names if settings[0].get(name)]
+    phases = whole_rows(out / "phases.jsonl")
+    for row in phases[-1:]:
+        seconds = sum(row["seconds"] for row in phases)
+        facts.append(f"{row['phase']}: ended {row.get('ended')} after {seconds:.0f} s in all")
+    checks = health(out)
+    unhealthy = sum(state == "unhealthy" for state, _ in checks)
+    lines = [f'<p class="{state}">{escape(text)}</p>' for state, text in checks]
+    return (f'<p>{escape(" · ".join(facts))}</p><div class="columns">'
+            + _section(out, "Before and after", _compared, "result.json")
+            + f"<section><h2>{unhealthy} of {len(checks)} figures are unhealthy</h2>"
+              f"{''.join(lines)}</section></div>")
 
 
 def run_report(directory) -> Path:
     """Write report.html for a text2grad.py run from its files. The run may be unfinished."""
     out = Path(directory)
-    if not (out / "metrics.jsonl").exists():
-        raise InputError(f"{out}: there is no metrics.jsonl, so phase 3 of text2grad.py has "
-                         f"not begun; name the directory of another run")
-    body = ""
-    for title, section_html, *files in _SECTIONS:
-        body += f"<h2>{title}</h2>"
-        rows = []
-        for path in (out / file for file in files):
-            has_rows = path.exists() and path.stat().st_size
-            rows.append(read_rows(path) if has_rows else [])
-            body += "" if has_rows else f'<p class="muted">{path.name} does not exist yet.</p>'
-        body += section_html(*rows) if rows[0] else ""
+    body = _overview(out) + "".join(_section(out, *section) for section in _SECTIONS)
     write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
     return out / "report.html"
 
@@ -419,20 +513,34 @@ def evaluation_command(config, out: Path, **flags) -> str:
     return next_command("eval.py", **settings | flags)
 
 
+def compare_runs(directories) -> Path:
+    """Write comparison.html beside the first run: overviews, changed settings and curves."""
+    runs = dict(zip(_NAMES, map(Path, directories)))
+    body = "".join(f"<h2>{name}: {escape(str(out))}</h2>{_overview(out)}"
+                   for name, out in runs.items())
+    body += curves(*(whole_rows(out / "metrics.jsonl") for out in runs.values()))
+    settings = [whole_rows(out / "config.json")[0] for out in runs.values()]
+    lines = [[key, *(public(str(row.get(key))) for row in settings)]
+             for key in sorted(set().union(*settings))]
+    changes = [line for line in lines if len(set(line[1:])) > 1]
+    body += html_table(["settings that differ", *runs], changes, kind="wide")
+    path = runs["A"].parent / "comparison.html"
+    write_page(path, page(f"Text2Grad: {len(runs)} runs", body))
+    return path
+
+
 def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
     """Print metrics before and after training, warnings, the output files and next commands.
 
     config: text2grad.Config. prompts: number of held-out prompts. hint: flag that a run with
     other settings needs, or "".
     """
-    result = read_rows(out / "result.json")[0]
+    result = whole_rows(out / "result.json")[0]
     lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
     print(table([f"{prompts} held-out prompts", "before", "after"], lines))
-    goals = "mean δ per token", *get_task(config.task).truth
-    for name, before, after in lines:
-        if name in goals and after < before - 0.1 * abs(before):
-            print(f"warning: {name} fell from {before:.3f} to {after:.3f}; check kl and "
-                  f"entropy in the report, and lower --learning_rate or raise --kl_coef")
+    for state, text in health(out):
+        if state == "unhealthy":
+            print(f"warning: {text}")
     print(f"\nThe run took {seconds:.0f} s. Report: {run_report(out)}. {out}/ also contains "
           f"policy/ (PEFT format), metrics.jsonl and samples.jsonl.\n"
           f"{evaluation_command(config, out)}\nor repeat phase 3 with other settings and "
@@ -440,11 +548,12 @@ def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
 
 
 def main():
-    """Write the report of each run named on the command line."""
-    parser = argparse.ArgumentParser(description="Write RUN/report.html, the report of a run.")
+    """Write the report of a run, or one page that compares several runs."""
+    parser = argparse.ArgumentParser(
+        description="Write RUN/report.html, or comparison.html beside the first of some runs.")
     parser.add_argument("run", nargs="+", help="directory of a text2grad.py run")
-    for directory in parser.parse_args().run:
-        print(run_report(directory))
+    runs = parser.parse_args().run
+    print(compare_runs(runs) if len(runs) > 1 else run_report(*runs))
 
 
 if __name__ == "__main__":

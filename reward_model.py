@@ -419,6 +419,8 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
                          f"raise --max_tokens, or use a model with a longer context")
     config = fit_reward_to_rows(config, len(pairs), model)
     losses = fit_adapter(model, pairs, "reward", config, out=out)
+    curve = [{"iteration": step, "loss in nats per token of z": loss}
+             for step, loss in enumerate(losses, 1)]
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),
                "final_loss": [x for x in losses if x is not None][-1]}
@@ -432,6 +434,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
     if RANK == 0:
         save_lora(model, "reward", out / "adapter")                                      # l.8
+        write_rows(out / "losses.jsonl", curve)
         write_rows(out / "samples.jsonl", samples)
         write_rows(out / "config.json", [asdict(config)])
         # This file is written last, because its presence marks the phase as finished.

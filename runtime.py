@@ -406,8 +406,11 @@ def check_settings(settings: dict, saved: dict, bound: set[str], place: Path, re
                          f"{remedy}")
 
 
-def save_settings(config, directory: Path):
-    """Write config.json. Raises InputError where existing results have other settings."""
+def save_settings(config, directory: Path, critic=None):
+    """Write config.json. Raises InputError where existing results have other settings.
+
+    critic: name of the critic of phase 3, for the report.
+    """
     path = directory / "config.json"
     settings = run_settings(config)
     saved = dict(settings)
@@ -417,7 +420,7 @@ def save_settings(config, directory: Path):
     check_settings(settings, saved, bound_settings(directory, settings.keys()), directory,
                    f"choose another --output_dir{reward_model_hint(config, directory)}")
     if RANK == 0:
-        write_rows(path, [settings])
+        write_rows(path, [settings | {"critic of phase 3": critic}])
         # This removes an incomplete last line, which a killed run may have left.
         write_rows(directory / "phases.jsonl", whole_rows(directory / "phases.jsonl"))
 
@@ -485,8 +488,9 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
     start = time.time()
     summary = function()
     if RANK == 0:
-        row = {"phase": name, "seconds": time.time() - start, "GB": peak_memory(),
-               "summary": summary, "result": result, "sha256": hash_files(directory, result)}
+        row = {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
+               "seconds": time.time() - start, "GB": peak_memory(), "summary": summary,
+               "result": result, "sha256": hash_files(directory, result)}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
 

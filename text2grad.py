@@ -853,7 +853,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         problem = (f"{unreadable:.0%} of the critiques cannot be read and give no reward (the "
                    f"first: {reason}); train R_φ again with a higher --reward_learning_rate, "
                    f"more --reward_epochs or more rows (remove {out / 'reward'} first), or "
-                   f"raise --max_critique_tokens")
+                   f"raise --max_critique_tokens; python report.py {out} shows them")
         if unreadable > MOST_UNREADABLE:
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
@@ -900,7 +900,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
         checkpoint_activations(model)
     if trains_reward_model:
         check_phases(model, annotation_rows, config, out)
-    save_settings(config, out)
+    save_settings(config, out, "R_φ" if needs_reward_model else config.annotator_function)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")

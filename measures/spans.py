@@ -40,7 +40,8 @@ from transformers import AutoTokenizer
 from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters, feedback_row,
                       ground, parse_feedback, quoted, token_offsets, token_rewards)
 from data import InputError, read_rows, run_script, write_rows
-from report import card, heatmap, page, score_response, table, text_block, write_page
+from report import (LEGEND, card, heatmap, page, score_response, table, text_block,
+                    write_page)
 from reward_model import Judgement, count_tokens, judge
 
 SIGNS = {"good": 1, "poor": -1}
@@ -414,7 +415,7 @@ def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
     page_rows = sorted(rows, key=lambda row: not row.get("unmatched"))[:MOST_ROWS]
     body = (f"<p>{len(page_rows):,} of {len(rows):,} responses, those with unmatched quotes "
             f"first</p>")
-    body += heatmap(["good, +1", " ", "poor, −1"], [1, 0, -1])
+    body += LEGEND
     for row in page_rows:
         columns = {"Response": colour_spans(row["response"], read_spans(row)),
                    "Critique": text_block(row.get("critique", ""))}

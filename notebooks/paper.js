@@ -1,4 +1,4 @@
-// Recomputes one response while its critique is edited: quotes → spans → δ → r → A.
+// Recomputes one response while it or its critique is edited: quotes → spans → δ → r → A.
 // `parse`, `ground` and `rewards` follow annotate.py (Algorithm 2), `advantages` follows
 // text2grad.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
 // Not supported: replies with several JSON objects, languages without spaces between words.
@@ -98,9 +98,20 @@ function advantages(delta, logRatio, values, { gamma, lam, beta }) {
   return { r, A, white: A.map((a) => (a - mean) / Math.sqrt(variance + 1e-8)) };
 }
 
-if (typeof module !== "undefined") module.exports = { parse, ground, rewards, advantages };
+// An edited response in words, marks and an end. Offsets count characters, as in Python.
+function split(text) {
+  const tokens = [...text.match(/\s*[\p{L}\p{N}\p{M}]+|\s*\S|\s+/gu) ?? [], ""], offsets = [];
+  for (const token of tokens) {
+    const start = offsets.at(-1)?.[1] ?? 0;
+    offsets.push([start, start + [...token].length]);
+  }
+  return { text, tokens, offsets };
+}
 
-// ── The page: paper.py defines PAGE = {text, tokens, offsets, log_ratio}
+const EXPORTS = { parse, ground, rewards, advantages, split };
+if (typeof module !== "undefined") module.exports = EXPORTS;
+
+// ── The page: paper.py defines PAGE = {text, tokens, offsets}
 
 const byId = (id) => document.getElementById(id);
 
@@ -122,24 +133,30 @@ function update() {
   }
   let quotes = { good: [], poor: [] }, unreadable = "";
   try { quotes = parse(byId("critique").value); } catch (error) { unreadable = error.message; }
-  const { spans, unmatched, ambiguous } = ground(PAGE.text, quotes);
-  const { delta, conflicts, half } = rewards(PAGE.text, PAGE.offsets, spans);
-  const values = delta.map(() => set.value);
-  const { r, A, white } = advantages(delta, PAGE.log_ratio, values, set);
+  const response = byId("response").value;
+  const { text, tokens, offsets } = response === PAGE.text ? PAGE : split(response);
+  const { spans, unmatched, ambiguous } = ground(text, quotes);
+  const { delta, conflicts, half } = rewards(text, offsets, spans);
+  const logRatio = delta.map((_, t) => ((7 * t) % 9 - 4) / 10);
+  const { r, A, white } = advantages(delta, logRatio, delta.map(() => set.value), set);
+  const limit = delta.some(Boolean) ? 2 : Infinity;    // no colour if nothing is rewarded
   const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
-    "tokens half inside": half.map((t) => PAGE.tokens[t]),
-    "tokens in spans of both signs": conflicts.map((t) => PAGE.tokens[t]) };
+    "tokens half inside": half.map((t) => tokens[t]),
+    "tokens in spans of both signs": conflicts.map((t) => tokens[t]) };
   const lines = Object.entries(unrewarded).filter(([, items]) => items.length)
     .map(([name, items]) => `${name}: ‹${items.join("› ‹")}›`);
+  if (limit > 2) lines.push("no token is rewarded, so A holds only the KL penalty and V");
   const summary = [`${spans.length} spans`, ...lines].join("; ");
   byId("result").textContent = unreadable ? `No reward: ${unreadable}.` : summary;
-  for (const [id, row, limit] of [["delta", delta, 1], ["raw", A, 2], ["white", white, 2]])
-    byId(id).replaceChildren(...PAGE.tokens.map((y, t) => coloured("span", y, row[t], limit)));
-  byId("numbers").replaceChildren(...PAGE.tokens.map((token, t) => {
+  for (const [id, row, scale] of [["delta", delta, .5], ["raw", A, 1], ["white", white, 1]])
+    byId(id).replaceChildren(
+      ...tokens.map((y, t) => coloured("span", y, row[t], limit * scale)));
+  byId("numbers").replaceChildren(...tokens.map((token, t) => {
     const line = document.createElement("tr");
     line.append(coloured("td", token.trim(), 0, 1));
-    for (const row of [delta, PAGE.log_ratio, r, A, white])
-      line.append(coloured("td", row[t].toFixed(3), row[t], row === PAGE.log_ratio ? 1e9 : 2));
+    for (const row of [delta, logRatio, r, A, white])
+      line.append(coloured("td", row[t].toFixed(3), row[t],
+        row === logRatio ? Infinity : limit));
     return line;
   }));
 }

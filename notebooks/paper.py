@@ -3,7 +3,8 @@
     python notebooks/paper.py
 
 Each row of PAPER.md's map becomes a row of the page: the equation or step on the left, and its
-code, tests and study figure on the right. Above is one response with an editable critique.
+code, tests and study figure on the right. Above are a table of contents, and one response and
+its critique, which the reader can edit.
 """
 
 import ast
@@ -20,8 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import toy  # noqa: E402
 from annotate import token_offsets  # noqa: E402
-from report import page, split_text, write_page  # noqa: E402
+from report import LEGEND, page, split_text, write_page  # noqa: E402
 
+PLACES = r"(?m)^\| ((?:Eq|Alg)\. .*) \|$"          # rows of the map in PAPER.md
 LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
 # Formulas for the rows whose text in PAPER.md is too short for this page.
 WORDS = dict(line.split(" | ") for line in """\
@@ -45,18 +47,25 @@ HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #888
 @media (min-width: 60rem) { .row { grid-template-columns: 2fr 3.6fr; } }
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
-a { color: inherit; } label { display: block; } .scroll > svg { min-width: 44rem; }
+a { color: inherit; } label { display: block; } .scroll > svg { min-width: 66rem; }
 textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }</style>
-<p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right.</p>"""
-TOUCH = """<section id="touch"><h2>One response, token by token</h2><div class="columns"><div>
-<p class="small">Post: {post}</p><textarea id="critique" rows="7">{reply}</textarea>
+<p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right.</p>
+<nav><p class="small"><a href="#touch">One response, token by token</a>"""
+TOUCH = """<section id="touch"><h2>One response, token by token</h2><p>The quotes of the
+critique give each token of the response its reward δ, and GAE turns the rewards into the
+advantages A that PPO trains with; edit the response, the critique or a slider to see both
+change. (The page has no tokenizer: an edited response is split into words.)</p>{legend}
+<div class="columns"><div><p class="small">Post: {post}</p>
+<label>Response <textarea id="response" rows="3">{text}</textarea></label>
+<label>Critique <textarea id="critique" rows="7">{reply}</textarea></label>
 <p class="small" id="result"></p>
 <label>γ <input type="range" id="gamma" max="1" step=".01" value="1"> <output></output></label>
 <label>λ <input type="range" id="lam" max="1" step=".01" value=".95"> <output></output></label>
 <label>β <input type="range" id="beta" max="1" step=".01" value=".2"> <output></output></label>
 <label>V <input type="range" id="value" max="1" step=".01" value="0"> <output></output></label>
-</div><div><h3>δ</h3><div id="delta"></div><h3>A</h3><div id="raw"></div><h3>A, whitened</h3>
+</div><div><h3>δ</h3><div id="delta"></div><h3>A, deepest from ±2</h3><div id="raw"></div>
+<h3>A, whitened</h3>
 <div id="white"></div></div></div><details><summary>All numbers, with a made-up
 log π − log π_ref and one V for all tokens</summary><div class="scroll"><table>
 <thead><tr><th>y<th>δ<th>log π − log π_ref<th>r<th>A<th>A, whitened<tbody id="numbers">
@@ -105,9 +114,14 @@ def excerpt(place: str, name: str) -> str:
     return f"<b>{position}</b> {name}</p><pre>{html}</pre>"
 
 
+def anchor(text: str) -> str:
+    """The id of a heading or a place on the page."""
+    return re.sub(r"\W+", "-", text).lower()
+
+
 def row(place: str, description: str, code: str, tests: str) -> str:
     """A row of the page: the paper's side has the anchor #slug, the code's #slug-code."""
-    slug, words = re.sub(r"\W+", "-", place).lower(), escape(WORDS.get(place, description))
+    slug, words = anchor(place), escape(WORDS.get(place, description))
     for mark, tag in (("_", "sub"), (r"\^", "sup")):                   # as in y_<t, γ^{k−t}
         pattern = rf"{mark}(?:{{(.+?)}}|((?:&lt;)?[^\W_]+))"
         words = re.sub(pattern, rf"<{tag}>\1\2</{tag}>", words)
@@ -129,20 +143,27 @@ def touch() -> str:
     draft = toy.write_draft(example["facts"], random.Random(12))
     ids = [*tokenizer(draft).input_ids, tokenizer.eos_token_id]
     text, offsets = token_offsets(tokenizer, ids)
-    data = {"text": text, "offsets": offsets, "tokens": split_text(text, offsets),
-            "log_ratio": [(7 * t % 9 - 4) / 10 for t in range(len(ids))]}
+    data = {"text": text, "offsets": offsets, "tokens": split_text(text, offsets)}
     script = Path(__file__).with_suffix(".js").read_text("utf-8")
     return TOUCH.format(post=escape(example["post"]), data=json.dumps(data), script=script,
-                        reply=escape(toy.critique(example, draft)))
+                        text=escape(text), reply=escape(toy.critique(example, draft)),
+                        legend=LEGEND)
 
 
 def build() -> str:
     """The whole page. Equal sources give equal bytes."""
-    text, body = (ROOT / "PAPER.md").read_text("utf-8"), HEAD + touch()
-    for line in re.findall(r"(?m)^\| ((?:Eq|Alg)\. .*) \|$", text.split("\n## Errata")[0]):
-        title = "Equations" if line[0] == "E" else f"Algorithm {line[5]}"
-        body += f"<h2>{title}</h2>" * (f"<h2>{title}<" not in body) + row(*line.split(" | "))
-    html = page("Text2Grad: the paper beside the code", body)
+    text = (ROOT / "PAPER.md").read_text("utf-8").split("\n## Errata")[0]
+    contents, body, section = HEAD, touch(), ""
+    for place, *cells in (line.split(" | ") for line in re.findall(PLACES, text)):
+        title = "Equations" if place[0] == "E" else f"Algorithm {place[5]}"
+        if title != section:
+            section, slug = title, anchor(title)
+            contents += f'<p class="small"><a href="#{slug}">{title}</a>'
+            body += f'<h2 id="{slug}">{title}</h2>'
+        short = re.sub(r"^(Eq\.|Alg\. \d) ", "", place)
+        contents += f' · <a href="#{anchor(place)}">{short}</a>'
+        body += row(place, *cells)
+    html = page("Text2Grad: the paper beside the code", contents + "</nav>" + body)
     return html.replace("style-src", "script-src 'unsafe-inline'; style-src")
 
 

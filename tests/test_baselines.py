@@ -698,3 +698,5 @@ def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsy
     (sample,) = read_rows(tmp_path / "end" / "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "end" / "reward").exists()
+    (config,) = read_rows(tmp_path / "end" / "config.json")
+    assert config["critic of phase 3"] == "toy:critique"

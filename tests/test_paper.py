@@ -14,6 +14,7 @@ import subprocess
 import unicodedata
 from collections import Counter
 from functools import cache
+from itertools import accumulate
 from html import unescape
 from pathlib import Path
 from statistics import mean
@@ -317,7 +318,7 @@ def test_the_page_loads_nothing_and_is_small():
     assert len(text.encode()) < 1e6 and not re.search(r"/(home|root|work|tmp|Users)/", text)
     for name in ("paper.py", "paper.js"):
         lines = (ROOT / "notebooks" / name).read_text("utf-8").splitlines()
-        assert len(lines) <= 150 and max(map(len, lines)) <= 96
+        assert len(lines) <= 175 and max(map(len, lines)) <= 96
 
 
 @pytest.mark.parametrize("slug, code", [
@@ -348,9 +349,10 @@ const page = require(process.argv[1]);
 const answer = ({ reply, text, offsets, log_ratio, values, set }) => {
   let quotes = { good: [], poor: [] }, reason = "";
   try { quotes = page.parse(reply); } catch (error) { reason = error.message; }
-  const grounding = page.ground(text, quotes);
+  const grounding = page.ground(text, quotes), words = page.split(text);
   const found = page.rewards(text, offsets, grounding.spans);
   return { ...found, ...page.advantages(found.delta, log_ratio, values, set), reason,
+    words: words.tokens, ends: words.offsets.map((place) => place[1]),
     spans: grounding.spans.map((s) => [...text.slice(0, s.start)].length),
     unmatched: grounding.unmatched.length, ambiguous: grounding.ambiguous.length };
 };
@@ -378,6 +380,18 @@ def quotes_of(rng, text: str) -> list[str]:
             form.replace('"', "\u201d").replace("'", "’")))
         quotes += [phrase] * rng.choice((1, 1, 1, text.count(phrase) + rng.randrange(2)))
     return quotes
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters, digits and combining marks, and single other characters."""
+    kind = lambda char: unicodedata.category(char)[0] in "LNM"
+    pieces = []
+    for char in text:
+        if pieces and kind(char) and kind(pieces[-1][-1]):
+            pieces[-1] += char
+        else:
+            pieces.append(char)
+    return [piece for piece in pieces if piece.strip()]
 
 
 def one_case(rng, tokenizer) -> dict:
@@ -426,6 +440,9 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
                                 (judgement.delta, case["log_ratio"], case["values"]))
         r, ones = delta - beta * ratio, torch.ones_like(delta)
         A, _ = gae(r, values, ones, gamma, lam)
+        assert "".join(ours["words"]) == case["text"] and ours["words"][-1] == ""
+        assert [word.strip() for word in ours["words"][:-1]] == words_of(case["text"])
+        assert ours["ends"] == [*accumulate(map(len, ours["words"]))]
         for name, row in (("r", r), ("A", A), ("white", whiten(A, ones))):
             close = torch.tensor([ours[name]], dtype=torch.float64)
             torch.testing.assert_close(close, row, atol=1e-5, rtol=0)
@@ -441,21 +458,56 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
     assert len(counts_seen) == 9 and min(counts_seen.values()) >= 4, counts_seen
 
 
-def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path):
-    """paper.html, opened from disk, shows the tokens, their δ and the quotes without reward."""
+def browse(directory, script="") -> str:
+    """paper.html, opened from disk in a browser, after a script at its end."""
     if not (browser := shutil.which("chromium")):
         pytest.skip("chromium is not installed, so the page is not opened")
-    flags = ("--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--dump-dom")
-    process = subprocess.run([browser, *flags, (ROOT / "paper.html").as_uri()], check=True,
-                          capture_output=True, text=True, timeout=300)
-    reply, data = (re.search(pattern, page())[1] for pattern in
-                   (r'(?s)<textarea[^>]*>(.*?)</textarea>', r"const PAGE = (.*);\n"))
-    data = json.loads(data)
+    path = directory / "page.html"
+    path.write_text(page().replace("</body>", f"<script>{script}</script></body>"), "utf-8")
+    flags = ("--headless", "--no-sandbox", f"--user-data-dir={directory}", "--dump-dom")
+    process = subprocess.run([browser, *flags, path.as_uri()], check=True, capture_output=True,
+                             text=True, timeout=300)
+    return process.stdout
+
+
+def shown_tokens(html: str, name: str) -> list[tuple[str, float, float]]:
+    """(text, value, depth of the colour) of each token in a block of the widget."""
+    block = re.search(f'<div id="{name}">(.*?)</div>', html)[1]
+    style = r'style="background: rgba?\((.*?)\)[^>]*'
+    spans = re.findall(rf'<span title="(.*?)" {style}>(.*?)</span>', block)
+    depth = lambda colour: float(([*re.split(", | / ", colour), 1])[3])
+    return [(unescape(text), float(value), depth(colour)) for value, colour, text in spans]
+
+
+def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path):
+    """paper.html shows the tokens, their δ and the quotes without reward."""
+    html = browse(tmp_path)
+    reply, = re.findall(r'(?s)<textarea id="critique"[^>]*>(.*?)</textarea>', page())
+    data = json.loads(re.search(r"const PAGE = (.*);\n", page())[1])
     judgement = judge(unescape(reply), data["text"], data["offsets"])
-    shown = re.search(r'<div id="delta">(.*?)</div>', process.stdout)[1]
-    shown = re.findall(r'<span title="(.*?)"[^>]*>(.*?)</span>', shown)
-    assert [float(value) for value, _ in shown] == judgement.delta
-    assert "".join(unescape(text) for _, text in shown) == data["text"] + "▯"
-    summary = re.search(r'id="result">(.*?)<', process.stdout)[1]
+    shown = shown_tokens(html, "delta")
+    assert [value for _, value, _ in shown] == judgement.delta
+    assert "".join(text for text, _, _ in shown) == data["text"] + "▯"
+    assert any(depth for _, _, depth in shown_tokens(html, "white"))
+    summary = re.search(r'id="result">(.*?)<', html)[1]
     assert summary.startswith(f"{len(judgement.spans)} spans") and judgement.ambiguous == 1
     assert "ambiguous" in summary and "half inside" in summary and "unmatched" not in summary
+
+
+EDIT = """byId("response").value = "A cat, a dog."; byId("critique").value = %s;
+byId("touch").dispatchEvent(new Event("input"));"""
+
+
+@pytest.mark.parametrize("good, delta", [("cat", [0, 1, 0, 0, 0, 0, 0]), ("cow", [0] * 7)])
+def test_an_edited_response_is_judged_and_without_reward_nothing_has_a_colour(
+        tmp_path, good, delta):
+    reply = json.dumps({"critique": "x", "good_spans": [good], "poor_spans": []})
+    html = browse(tmp_path, EDIT % json.dumps(reply))
+    shown = shown_tokens(html, "delta")
+    assert [text for text, _, _ in shown] == ["A", " cat", ",", " a", " dog", ".", "▯"]
+    assert [value for _, value, _ in shown] == delta
+    for name in ("raw", "white"):
+        tokens = shown_tokens(html, name)
+        assert len(tokens) == 7 and any(value for _, value, _ in tokens)
+        assert any(depth for _, _, depth in tokens) == any(delta)
+    assert ("no token is rewarded" in html.split('id="result">')[1][:200]) != any(delta)

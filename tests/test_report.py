@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import xml.etree.ElementTree as xml
-from itertools import groupby
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import report
 from data import InputError, public
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
-from report import (NOTES, batch_metrics, colour_tokens, curves, heatmap, html_table,
-                    run_report, sample_row, split_text, svg_line, table, ticks)
+from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
+                    html_table, run_report, sample_row, split_text, svg_line, table, ticks)
+from runtime import newest_checkpoint
 
 METRICS = [*NOTES]                       # all metrics of a run (checked in test_pipeline)
 numbers = st.integers(-10**9, 10**9).map(lambda n: n / 1000)
@@ -100,20 +101,18 @@ def drawn(svg):
 @given(st.lists(numbers | st.sampled_from([None, math.nan, math.inf]), min_size=2, max_size=30),
        st.integers(-3, 3))
 def test_the_points_of_a_curve_are_the_metrics(values, power):
-    """Missing and non-finite values break the line; the legend shows the last finite value."""
+    """The line goes on over missing and non-finite values; the legend shows the last value."""
     values = [value and value * 10.0 ** power for value in values]
     places = [*range(1, len(values) + 1)]
     svg = svg_line("t", places, {"a": values, "b": values[::-1]})
     known = [value for value in values if value is not None and math.isfinite(value)]
     reach = max([*known, 0]) - min([*known, 0]) or 1.0
     for curve, expected in zip(drawn(svg), (values, values[::-1]), strict=True):
-        groups = groupby(zip(places, expected), key=lambda point: point[1] in known)
-        pieces = [[*group] for is_known, group in groups if is_known]
-        assert [len(piece) for piece in curve] == [len(piece) for piece in pieces]
-        for (x, y), (place, value) in zip(sum(curve, []), sum(pieces, [])):
+        points = [point for point in zip(places, expected) if point[1] in known]
+        for (x, y), (place, value) in zip(*curve, points, strict=True):
             assert round(x, 1) == place and abs(y - value) < .005 * reach
-    last = f"{known[-1]:.4g}" if known else "–"
-    assert f"a {last}" in [e.text for e in xml.fromstring(svg).iter()]
+    label = f"a {known[-1]:.4g}" if known else "a"
+    assert label in [e.text for e in xml.fromstring(svg).iter()]
 
 
 @often
@@ -136,7 +135,7 @@ def test_ticks_forgive_a_rounding(low, high):
 
 def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # Figure 3
     """A metric of some iterations only, such as those of `probe`, gives a curve of these; δ of
-    R_φ and of the annotator share a chart."""
+    the critic and of the annotator share a chart."""
     rows = read_jsonl(run / "metrics.jsonl")
     for row in rows:
         row |= {"new <thing>": 1.0 * row["iteration"], "delta": row["iteration"] / 10}
@@ -149,13 +148,26 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
         found[root[0].text] = drawn(xml.tostring(root)), Page(figure).all("figcaption")[0][1]
     assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's metrics come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS]
+    assert ">last 0.8<" in curves(rows) and ">target 2<" in curves(rows)
     for key, note in [*NOTES.items(), ("new <thing>", "")]:
         ((points,), *_), caption = found[key.replace("_", " ")]
         assert caption == note and (note.strip() or key not in NOTES)
         known = [(row["iteration"], row[key]) for row in rows if key in row]
         assert points == [pytest.approx(point, abs=.05) for point in known]
     (_, (beside,)), _ = found["true delta"]
-    assert beside == [pytest.approx((i, i / 10), abs=.05) for i in (2, 5, 8)]
+    assert beside == [pytest.approx((i, i / 10), abs=.05) for i in range(1, 9)]
+
+
+def test_runs_of_other_lengths_share_axes_and_are_named_by_letters():
+    runs = [[{"iteration": i, "new": k + i / 10} for i in range(1, 5 + k)] for k in range(6)]
+    svg = re.search("(?s)<svg.*</svg>", curves(*runs))[0]
+    for k, ((points,), run) in enumerate(zip(drawn(svg), runs, strict=True)):
+        assert points == [pytest.approx((row["iteration"], row["new"]), abs=.05) for row in run]
+    lines = [e for e in xml.fromstring(svg).iter() if e.get("class") == "curve"]
+    assert len({(e.get("stroke"), e.get("stroke-dasharray")) for e in lines}) == 6
+    assert {*"ABCDEF"} <= {e.text for e in xml.fromstring(svg).iter()}
+    rows = [{"iteration": 1, "kl": 1.0, "kl_target": 2.0}]
+    assert ">target 2<" in curves(rows) and ">target 2<" not in curves(rows, rows)
 
 
 def test_one_value_is_a_dot_and_none_is_an_empty_chart():
@@ -177,39 +189,51 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+HEALTHY = {"fact accuracy": .5, "unparseable": .04, "unmatched": 0.0, "ambiguous": .05,
+           "clip_fraction": .2, "policy_kl": 0.0, "skipped_steps": 0, "kl": 3.0,
+           "kl_target": 2.0}
+
+
 @pytest.fixture()
 def run(tmp_path):
     """A small finished run of 8 iterations."""
     out = tmp_path / "my run"
-    metrics = {key: .1 * k for k, key in enumerate(METRICS)} | {"fact accuracy": .5}
+    metrics = {key: .1 * k for k, key in enumerate(METRICS)} | HEALTHY
     write(out / "metrics.jsonl", [{"iteration": i, **metrics} for i in range(1, 9)])
     write(out / "samples.jsonl", [row_of(i) for i in range(1, 9)])
     for when in ("before", "after"):
         rows = [row_of(i, f"{when} {i}", id=f"row-{i}") for i in range(20)]
         write(out / f"{when}_samples.jsonl", rows)
     write(out / "config.json",
-          [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor"}])
+          [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor", "model": "toy/base",
+            "critic of phase 3": "R_φ"}])
     write(out / "result.json",
           [{"before": {"fact accuracy": .5}, "after": {"fact accuracy": .75}}])
     write(out / "reward" / "metrics.json", [{"held_out_loss": .25}])
-    write(out / "phases.jsonl", [{"phase": "annotate", "seconds": 3.2, "summary": "20 rows"}])
+    write(out / "reward" / "losses.jsonl", [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)])
+    write(out / "phases.jsonl", [{"phase": "annotate", "seconds": 3.2, "ended": "2026-11-22"},
+                                 {"phase": "policy", "seconds": 4.1, "ended": "2026-11-23"}])
     return out
 
 
-def test_a_run_is_shown_examples_first_and_every_file_below(run):
+def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     run_main(run, module=report)
     text = (run / "report.html").read_text("utf-8")
     page = Page(text)
     assert_closed(text)
     assert page.all("h1")[0][1] == "Text2Grad: my run"
+    assert page.all("p")[0][1] == ("model: toy/base · task: toy · critic of phase 3: R_φ · "
+                                   "policy: ended 2026-11-23 after 7 s in all")
     assert [text for _, text in page.all("h2")] == [
-        "Held-out examples", "Training samples", "Before and after", "Curves", "Reward model",
-        "Phases", "Settings"]
-    assert len(page.all("figure")) == len(METRICS) + 1
+        "Before and after", "0 of 8 figures are unhealthy", "Held-out examples",
+        "Training samples", "Curves", "Loss of R_φ", "Reward model", "Phases", "Settings"]
+    assert len(page.all("figure")) == len(METRICS) + 2
     cells = [text for _, text in page.all("td")]
     assert cells == ["fact accuracy", "0.500", "0.750", "0.250", "held_out_loss", "0.25",
-                     "phase", "annotate", "seconds", "3.2", "summary", "20 rows",
-                     "task", "toy", "base_url", "http://…@h/v1?…"]        # nothing secret
+                     "phase", "annotate", "seconds", "3.2", "ended", "2026-11-22",
+                     "phase", "policy", "seconds", "4.1", "ended", "2026-11-23",
+                     "task", "toy", "base_url", "http://…@h/v1?…",        # nothing secret
+                     "model", "toy/base", "critic of phase 3", "R_φ"]
     addresses = public("https://u:p@h/x?k=1 and http://h/y, ftp://z#k")
     assert addresses == "https://…@h/x?… and http://h/y, ftp://z?…"
     assert "does not exist" not in text
@@ -253,12 +277,30 @@ def test_no_text_of_a_run_becomes_markup(run, text):
     write(run / "samples.jsonl", [{"iteration": i, **row} for i in range(1, 9)])
     for when in ("before", "after"):
         write(run / f"{when}_samples.jsonl", [row] * 20)
-    write(run / "config.json", [{"task": text, text: text}])
-    write(run / "phases.jsonl", [{"phase": text, "seconds": 1.0, "summary": text}])
+    write(run / "config.json", [{"task": text, "model": text, text: text, "x": text}])
+    phase = {"phase": text, "seconds": 1.0, "ended": text}
+    write(run / "phases.jsonl", [phase, phase])
+    metrics = read_jsonl(run / "metrics.jsonl")
+    write(run / "metrics.jsonl", [row | {text: row.pop("fact accuracy")} for row in metrics])
+    losses = [{"iteration": i, text: 1 / i} for i in (1, 2, 3)]
+    write(run / "reward" / "losses.jsonl", losses)
     write(run / "result.json", [{"before": {text: .5}, "after": {text: .75}}])
     page = run_report(run).read_text("utf-8")
     assert_closed(page)
     assert [tag for tag, *_ in Page(page).tags] == [tag for tag, *_ in before.tags]
+
+
+def test_a_run_leaves_its_critic_the_date_and_the_losses_of_r_phi(finished_run):
+    """The losses are those that the last checkpoint of phase 2 holds."""
+    _, _, state = newest_checkpoint(finished_run / "reward")
+    rows = read_jsonl(finished_run / "reward" / "losses.jsonl")
+    assert [row["iteration"] for row in rows] == [*range(1, len(state["losses"]) + 1)]
+    assert [row["loss in nats per token of z"] for row in rows] == state["losses"]
+    *_, phase = read_jsonl(finished_run / "phases.jsonl")
+    ended = datetime.strptime(phase["ended"], "%Y-%m-%d %H:%M").timestamp()
+    assert abs(ended - (finished_run / "result.json").stat().st_mtime) < 300
+    text = (finished_run / "report.html").read_text()
+    assert "critic of phase 3: R_φ · phase 3, policy: ended " + phase["ended"] in text
 
 
 def test_an_unfinished_run_says_what_is_not_there_yet(run):
@@ -269,25 +311,100 @@ def test_an_unfinished_run_says_what_is_not_there_yet(run):
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     text = run_report(run).read_text()
     said = re.findall(r'<p class="muted">(\S+) does not exist yet', text)
-    assert said == ["after_samples.jsonl", "result.json"]
+    assert said == ["result.json", "after_samples.jsonl"]
     assert text.count("<h3>Before</h3>") == 7 and "<h3>After</h3>" not in text
     for path in run.rglob("*.json*"):
-        path.unlink()
-    (run / "metrics.jsonl").write_text("")
+        if path.name != "config.json":
+            path.unlink()
     assert run_report(run).read_text().count("does not exist yet") == 8
-    (run / "metrics.jsonl").unlink()
-    with pytest.raises(InputError, match="no metrics.jsonl, so phase 3 .* not begun"):
+    (run / "config.json").unlink()
+    with pytest.raises(InputError, match="no config.json; name the --output_dir of a run"):
         run_report(run)
 
 
-def test_a_damaged_line_is_named_and_the_old_page_stays(run):
+def test_a_damaged_line_is_named_and_skipped(run, capsys):
     before = run_report(run).read_bytes()
     with open(run / "samples.jsonl", "a") as file:
         file.write('{"iteration": 9\n')
-    with pytest.raises(InputError, match="samples.jsonl.*line 9: not JSON"):
-        run_report(run)
-    assert (run / "report.html").read_bytes() == before
+    assert run_report(run).read_bytes() == before
+    assert re.search(r"samples.jsonl, line 9: skipping corrupt line", capsys.readouterr().out)
 
+
+# ── What is healthy
+
+@pytest.mark.parametrize("name, value, words", [
+    ("unparseable", 1.0, "100% of critiques unreadable (range: up to 5%); raise --reward_l"),
+    ("unmatched", .06, "6% of quotes"), ("ambiguous", .06, "6% of quotes"),
+    ("clip_fraction", .21, "21% of tokens"), ("policy_kl", math.nan, "nan nats"),
+    ("skipped_steps", 1, "1 per iteration"),
+    ("kl", 3.5, "1.8 at the end (range: 0.5 to 1.5)"), ("kl", .5, "0.25 at the end")])
+def test_a_late_metric_outside_its_range_comes_first_in_words_and_colour(run, name, value,
+                                                                         words):
+    """The last fifth of the iterations counts: two of eight, and not the first six."""
+    first, last = [{"iteration": i, **HEALTHY} for i in (7, 8)]
+    early = [first | {"iteration": i, name: 77.0} for i in range(1, 7)]
+    assert "unhealthy" not in dict(health(run))
+    write(run / "metrics.jsonl", [*early, first | {name: value}, last | {name: value}])
+    page = Page(run_report(run).read_text())
+    lines = [(attributes["class"], text) for attributes, text in page.all("p")[1:]]
+    assert [state for state, _ in lines] == ["unhealthy"] + ["healthy"] * 7
+    assert lines[0][1].startswith(name) and f" is unhealthy: {words}" in lines[0][1]
+    assert "1 of 8 figures are unhealthy" in [text for _, text in page.all("h2")]
+
+
+@pytest.mark.parametrize("before, after, state", [
+    (.5, .46, "healthy"), (.5, .44, "unhealthy"), (-.5, -.54, "healthy"),
+    (-.5, -.56, "unhealthy"), (0.0, -.2, "unhealthy"), (0.0, .1, "healthy")])
+def test_a_goal_that_falls_by_a_tenth_is_unhealthy(run, before, after, state):
+    """The goals are δ and the task's own metrics, not the length of the responses."""
+    write(run / "result.json", [{"before": {"mean δ per token": before, "response tokens": 9.0},
+                                 "after": {"mean δ per token": after, "response tokens": 1.0}}])
+    sentences = {text.split(" is ")[0]: found for found, text in health(run)}
+    assert sentences["mean δ per token"] == state and "response tokens" not in sentences
+
+
+def test_a_run_stopped_by_unreadable_critiques_is_told_from_a_healthy_one(run):
+    """Before the first iteration, the critiques of the held-out responses count."""
+    for name in ("metrics.jsonl", "samples.jsonl", "after_samples.jsonl", "result.json"):
+        (run / name).unlink()
+    rows = [row_of(i, id=str(i), unreadable="no JSON" * (i < 5)) for i in range(20)]
+    write(run / "before_samples.jsonl", rows)
+    (state, text), = health(run)
+    assert state == "unhealthy" and "25% of critiques unreadable" in text
+    write(run / "before_samples.jsonl", rows[5:])
+    assert [state for state, _ in health(run)] == ["healthy"]
+
+
+def test_several_runs_are_compared_on_one_page(run, tmp_path):
+    """The page has each run's first screen, curves over each other, and changed settings."""
+    other = tmp_path / "b"
+    write(other / "metrics.jsonl", [{"iteration": 1, "fact accuracy": .25}])
+    write(other / "config.json", [{"task": "toy", "base_url": "http://x:geheim@h/", "seed": 1}])
+    run_main(run, other, module=report)
+    text = (tmp_path / "comparison.html").read_text()
+    page = Page(text)
+    assert_closed(text)
+    titles = [text for _, text in page.all("h2")]
+    assert [titles[0], titles[3]] == [f"A: {run}", f"B: {other}"]
+    assert len(page.all("figure")) == len(METRICS) + 1
+    assert len(drawn(re.search("(?s)<svg.*?</svg>", text)[0])) == 2
+    cells = [text for _, text in page.all("td")]
+    assert cells[-12:] == ["base_url", "http://…@h/v1?…", "http://…@h/", "critic of phase 3",
+                           "R_φ", "None", "model", "toy/base", "None", "seed", "None", "1"]
+    assert not (run / "report.html").exists()
+
+
+def test_a_long_prompt_says_that_it_is_cut():
+    long = "".join(chr(97 + i % 26) for i in range(1000))
+    page = Page(card("x", long, {}))
+    (_, summary), = page.all("summary")
+    texts = [text for attributes, text in page.all("div") if attributes["class"] == "text"]
+    assert "".join(texts) == long and "cut" in summary
+    assert str(len(texts[1])) in summary
+    assert not Page(card("x", long[:len(texts[0])], {})).all("summary")
+
+
+# ── Rollouts
 
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Padding is ignored; KL is per response, counts are per critique or per quote."""
