@@ -104,7 +104,7 @@ def test_the_template_is_transformers_own_and_its_texts_come_back(smollm2):
 
 def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm2, trained,
                                                                           tmp_path):
-    """README, serving: PEFT merges, transformers loads."""
+    """Serving: PEFT merges, transformers loads."""
     from peft import AutoPeftModelForCausalLM
     merged = AutoPeftModelForCausalLM.from_pretrained(
         trained / "policy", dtype="float32").merge_and_unload()

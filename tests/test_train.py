@@ -307,7 +307,7 @@ def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
     (160, 134.5, (16, 12, 8, 3.9e-4)), (20, 0.3, (16, 12, 8, 2e-3)),
     (10_000, 8030, (64, 156, 32, 9.99e-5)), (500_000, 8000, (64, 6000, 32, 1e-4))])
 def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millions, expected):
-    """README: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
+    """questions.md: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
     model = SimpleNamespace(parameters=lambda: [weight])
     empty = Config(task="my_task:HEADLINES", iterations=None, batch_size=None,
@@ -343,7 +343,7 @@ def test_derived_batches_fit_the_ranks_and_the_groups(ranks, group, batch_size, 
 @pytest.mark.parametrize("rows, millions, epochs, rate", [
     (130, 134.5, 6, 9.76e-4), (20, 0.3, 10, 5e-3), (10_000, 8000, 3, 2.5e-4)])
 def test_settings_of_r_phi_follow_from_its_rows_and_the_model(rows, millions, epochs, rate):
-    """README: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
+    """questions.md: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
     model = SimpleNamespace(parameters=lambda: [weight])
     empty = RewardConfig(epochs=None, learning_rate=None, batch_size=4)
