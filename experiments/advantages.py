@@ -113,7 +113,7 @@ def grpo(rewards, mask, config, is_normalised=True):
         A = A / (R.std(1, keepdim=True, correction=0) + 1e-4)
     A = A.flatten()[:, None].expand_as(mask)
     if is_normalised:
-        lengths = mask.sum(1, keepdim=True)
+        lengths = mask.sum(1, keepdim=True, dtype=torch.float32)
         A = A * lengths.mean() / lengths
     return A
 

@@ -14,7 +14,7 @@ def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
     """Rollouts with the given δ, [B, T], after an advantage function; and its metrics."""
     delta = torch.as_tensor(delta, dtype=torch.double)
     lengths = lengths or [delta.shape[1]] * len(delta)
-    mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).double()
+    mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).long()
     ids = torch.zeros_like(mask).long()
     rollouts = Rollouts([{}] * len(delta), [], [], [], ids, ids, ids, mask)
     rollouts.delta, rollouts.values = delta, torch.zeros_like(delta)
