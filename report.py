@@ -500,14 +500,18 @@ def run_report(directory) -> Path:
 def evaluation_command(config, out: Path, **flags) -> str:
     """The command that evaluates the policy in `out` with the settings of its training.
 
-    config: text2grad.Config. flags: other flags of eval.py.
+    config: text2grad.Config. flags: other flags of eval.py. A function that returned numbers,
+    not critiques, is left out.
     """
+    samples = whole_rows(out / "samples.jsonl")
+    is_numeric = samples and not any(row["critique"] for row in samples)
     reward_model = Path(config.reward_model or out / "reward" / "adapter")
     settings = {
         "task": config.task, "data": config.data, "model": config.model,
         "adapter": out / "policy",
         "reward_model": reward_model if reward_model.exists() else None,
-        "annotator_function": config.annotator_function, "dtype": config.dtype,
+        "annotator_function": None if is_numeric else config.annotator_function,
+        "dtype": config.dtype,
         "max_new_tokens": config.max_new_tokens,
         "max_critique_tokens": config.max_critique_tokens}
     return next_command("eval.py", **settings | flags)

@@ -537,11 +537,12 @@ def main(argv=None):
         load_lora(model, "reward", config.reward_model)
     METHODS[name](model, tokenizer, rows, config, out)
     save_lora(model, "policy", out / "policy")
-    flags = {}
+    flags = {"reward_model": config.reward_model,
+             "annotator_function": config.annotator_function}
     if name == "reflection":
         answers = out / "answers.jsonl"
         write_reflections(model, tokenizer, heldout_rows, config, answers)
-        flags = {"adapter": answers, "data": answers}
+        flags |= {"adapter": answers, "data": answers}
     print(evaluation_command(config, out, **flags))
 
 

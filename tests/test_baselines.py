@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import data
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
-from data import InputError, get_task, load_object, read_rows
+from data import InputError, get_task, load_object, read_rows, write_rows
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
@@ -28,6 +28,7 @@ from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, ma
 from helpers import ROOT, randomise
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
+from report import evaluation_command
 from reward_model import Judgement
 from sampling import pad_batch
 from text2grad import Config, Rollouts
@@ -554,6 +555,17 @@ def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path
     assert fitted == [[("x", "y")]]
     with pytest.raises(InputError, match="none of the fields reference, ideal_human_summary"):
         baselines.sft(None, None, [{"summary_prompt": "x"}], config, tmp_path)
+
+
+@pytest.mark.parametrize("critique, flag", [
+    ("It is good.", " --annotator_function m:f"), ("", "")])
+def test_a_function_that_returns_numbers_is_no_annotator_of_the_evaluation(critique, flag,
+                                                                           tmp_path):
+    write_rows(tmp_path / "samples.jsonl", [{"critique": critique}])
+    config = Config(annotator_function="m:f", max_new_tokens=8, max_critique_tokens=9)
+    command = evaluation_command(config, tmp_path)
+    assert command.endswith(f"{tmp_path}/policy{flag} --max_new_tokens 8 "
+                            f"--max_critique_tokens 9")
 
 
 @pytest.mark.parametrize("reward_type", ["scalar", "steps"])
