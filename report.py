@@ -338,7 +338,8 @@ _STEPS = "the steps are too large, so lower --learning_rate"
 RANGES = {
     "unparseable": (0, 0.05, "{:.0%} of critiques unreadable (range: up to 5%)", _WRITING),
     "unmatched": (0, 0.05, "{:.0%} of quotes not in the response (range: up to 5%)", _WRITING),
-    "ambiguous": (0, 0.05, "{:.0%} of quotes ambiguous (range: up to 5%)", _WRITING),
+    "ambiguous": (0, 0.05, "{:.0%} of quotes ambiguous (range: up to 5%)",
+                  "critiques must quote more words, so that only one place fits"),
     "clip_fraction": (0, 0.2, "{:.0%} of tokens clipped (range: up to 20%)", _STEPS),
     "policy_kl": (0, 0.05, "{:.2g} nats per token and update (range: up to 0.05)", _STEPS),
     "skipped_steps": (0, 0, "{:.2g} per iteration (range: 0)", _STEPS),

@@ -114,7 +114,7 @@ LADDER = {"δ": ("definition_1", ()), "PPO": ("gae", ()), "whitened δ": ("white
           "PPO, λ = 0": ("gae", (("lam", 0.0),)), "PPO, λ = 1": ("gae", (("lam", 1.0),)),
           "PPO without clip": ("gae", (("clip", 1e6),)),
           "PPO, one pass": ("gae", (("ppo_epochs", 1),))}
-SHORT_LADDER = ("PPO", "δ", "reward-to-go", "PPO, λ = 1")
+SHORT_LADDER = ("δ", "PPO", "reward-to-go", "PPO, λ = 1")
 
 
 def ladder(method: str, length: int, names=LADDER) -> dict[str, Run]:
@@ -238,9 +238,7 @@ STUDIES = {
         "Definition 1 weights log π(y_t) by δ_t. PPO adds whitening, the sum over later "
         "tokens, a baseline V, the decay λ, and the clip. What does each of them buy, and from "
         "which length on?",
-        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 2, SHORT_LADDER),
-         **ladder("critique", 2, SHORT_LADDER), **ladder("true", 4),
-         **ladder("critique", 4, SHORT_LADDER)},
+        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 4, SHORT_LADDER)},
         "Facts are independent of each other, so a token's reward depends on few other tokens. "
         "Where later text depends on earlier choices, the sum over later tokens matters more.",
         tuned=(*ladder("true", 1), *ladder("true", 4, SHORT_LADDER)),
@@ -741,6 +739,7 @@ def sheet(charts: list[str], across: int = 3) -> str:
 def write_study_page(path: Path, study: Study, arms: list[Arm],
                      trajectory_records: list[dict], flags: str):
     """Write the page of a study. The section "What was found" of an old page is kept."""
+    number = path.stem.split("_")[0]
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
     run = [*study.arms.values(), *study.trajectories][0]
@@ -754,7 +753,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
     tables = arm_table(arms, study.compared) if arms else ""
     if trajectory_records:
         tables += trajectory_tables(trajectory_records)
-    path.write_text(f"""# Study {path.stem[0]}: {study.title}
+    path.write_text(f"""# Study {number}: {study.title}
 
 {study.question}
 
@@ -764,7 +763,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
 {tables}
 ## How
 
-`python -m experiments.studies --study {path.stem[0]}{flags}`, {time.strftime('%Y-%m-%d')}, \
+`python -m experiments.studies --study {number}{flags}`, {time.strftime('%Y-%m-%d')}, \
 {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}. The reported runs \
 took {seconds:.0f} CPU seconds; other studies share some of them. Seeds: 0 to \
 {study.seeds - 1}. A seed determines the training posts, the initial adapter and all samples. \

@@ -265,12 +265,12 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
     study = Study("Tiny", "Does it work?", arms, "Nothing much.", trajectories=(Run("look"),))
     config = StudyConfig(output_dir=str(tmp_path), quick=True)
     do = partial(settle, tmp_path, HERE)
-    path = do_study(2, study, config, do)
+    path = do_study(12, study, config, do)
     page, records = path.read_text(), sorted(tmp_path.glob("*.json"))
-    assert len(records) == 3 * 2 + 1 and path.name == "2_tiny.md"
+    assert len(records) == 3 * 2 + 1 and path.name == "12_tiny.md"
     assert "## What was found" not in page and page.endswith("differently elsewhere.\n")
-    for wanted in ("\ntrue ", "\ndpo ", "Does it work?", "(2_tiny.svg)", "Seeds: 0 to 1",
-                   "16 rollouts", "Nothing much.", "--study 2 --quick", "not tuned"):
+    for wanted in ("\ntrue ", "\ndpo ", "Does it work?", "(12_tiny.svg)", "Seeds: 0 to 1",
+                   "16 rollouts", "Nothing much.", "--study 12 --quick", "not tuned"):
         assert wanted in page
     for record in map(json.loads, (file.read_text() for file in records)):
         assert record["run"]["method"] == "look" or 0 <= record["accuracy"] <= 1
@@ -280,7 +280,7 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
     words = "## What was found\n\nIt works.\n\n## Table and figure"
     path.write_text(page.replace("## Table and figure", words))
     monkeypatch.setattr(studies, "work", None)                         # no run may be repeated
-    do_study(2, study, config, do)
+    do_study(12, study, config, do)
     assert words in path.read_text()
 
 
@@ -358,6 +358,25 @@ def test_every_figure_of_a_page_follows_from_the_committed_records(path, cache, 
     assert new.read_text().partition("## How")[0] == page.partition("## How")[0]
     assert new.with_suffix(".svg").read_text() == path.with_suffix(".svg").read_text()
     assert {*DECIMALS.findall(text)} <= {*DECIMALS.findall(tables)}
+
+
+def test_figures_quoted_from_a_study_stand_on_its_page():
+    """In README.md, a cell of PAPER.md, or a line of a notebook that names a study."""
+    figures = {path.stem.split("_")[0]: {*DECIMALS.findall(path.read_text())} for path in PAGES}
+    texts = (ROOT / "README.md").read_text().split("\n\n")
+    texts += re.split(r"[|\n]", (ROOT / "PAPER.md").read_text())
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(notebook.read_text())["cells"]:
+            if cell["cell_type"] == "markdown":
+                texts += "".join(cell["source"]).split("\n")
+    count = 0
+    for text in texts:
+        numbers = re.findall(r"studies/(\d+)_|[Ss]tudy (\d+)", text)
+        known = set().union(*(figures[a or b] for a, b in numbers))
+        quoted = {*re.findall(r"(?<!\d)\.\d\d+", text)} if numbers else set()
+        assert quoted <= known, text
+        count += len(quoted)
+    assert count > 10
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
