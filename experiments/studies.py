@@ -736,23 +736,42 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
+def describe_training(study: Study) -> str:
+    """The paragraph about the arms of a study: seeds, learning rates and sizes."""
+    n_tuned = sum(not study.arms[name].rate for name in study.tuned or study.arms)
+    rates = f"tuned for {n_tuned} of {len(study.arms)} arms" if n_tuned else "not tuned"
+    if 0 < n_tuned < len(study.arms):
+        rates += ("; another arm uses that of the most similar one, by its advantages, changed "
+                  "settings, method and length, in this order")
+    run = next(iter(study.arms.values()))
+    return f"""\
+Seeds: 0 to {study.seeds - 1}. A seed determines the training posts, the initial adapter and \
+all samples, and each seed trains its own reward model on responses of the base. Intervals are \
+95 % intervals by Student's t, and differences are paired by seed. Learning rate: {rates}. \
+Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING} and other \
+held-out posts; it tries rates until the best one has a worse one on each side. A run has \
+{run.updates * run.batch} rollouts in batches of {run.batch}, and each batch is used for 4 \
+optimizer steps. Methods that train on fixed rows use as many responses and optimizer steps. β \
+starts at {BETA}. There are {run.posts} held-out posts."""
+
+
 def write_study_page(path: Path, study: Study, arms: list[Arm],
                      trajectory_records: list[dict], flags: str):
     """Write the page of a study. The section "What was found" of an old page is kept."""
     number = path.stem.split("_")[0]
     page = path.read_text() if path.exists() else ""
     findings = "".join(page.partition("## What was found")[1:]).partition("## Table and figure")
-    run = [*study.arms.values(), *study.trajectories][0]
-    n_tuned = sum(not study.arms[name].rate for name in study.tuned or study.arms)
-    rates = f"tuned for {n_tuned} of {len(study.arms)} arms" if n_tuned else "not tuned"
-    if 0 < n_tuned < len(study.arms):
-        rates += ("; another arm uses that of the most similar one, by its advantages, changed "
-                  "settings, method and length, in this order")
     records = sum((arm.records for arm in arms), trajectory_records)
     seconds = sum(record["seconds"] for record in records)
-    tables = arm_table(arms, study.compared) if arms else ""
+    tables = ""
+    details = []
+    if arms:
+        tables = arm_table(arms, study.compared)
+        details.append(describe_training(study))
     if trajectory_records:
         tables += trajectory_tables(trajectory_records)
+        details.append(f"Trajectories: {SAMPLES} responses to each of "
+                       f"{study.trajectories[0].posts} held-out posts.")
     path.write_text(f"""# Study {number}: {study.title}
 
 {study.question}
@@ -765,15 +784,7 @@ def write_study_page(path: Path, study: Study, arms: list[Arm],
 
 `python -m experiments.studies --study {number}{flags}`, {time.strftime('%Y-%m-%d')}, \
 {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}. The reported runs \
-took {seconds:.0f} CPU seconds; other studies share some of them. Seeds: 0 to \
-{study.seeds - 1}. A seed determines the training posts, the initial adapter and all samples. \
-Intervals are 95 % intervals by Student's t, and differences are paired by seed. Learning \
-rate: {rates}. Tuning takes the rate of {RATES} with the best mean accuracy over the seeds \
-{TUNING} and other held-out posts; it tries rates until the best one has a worse one on each \
-side. A run has {run.updates * run.batch} rollouts in \
-batches of {run.batch}, and each batch is used for 4 optimizer steps. Methods that train on \
-fixed rows use as many responses and optimizer steps. β starts at {BETA}. There are \
-{run.posts} held-out posts. Each seed trains its own reward model on responses of the base.
+took {seconds:.0f} CPU seconds; other studies share some of them. {' '.join(details)}
 
 ## What it cannot show
 

@@ -387,7 +387,7 @@ def test_every_committed_page_can_be_judged_and_repeated(path):
     if STUDIES[number].arms:
         assert int(re.search(r"Seeds: 0 to (\d+)", page)[1]) + 1 >= least
     for wanted in (r"\d+ CPU seconds", r"\d+ cores", r"\d{4}-\d\d-\d\d", r"95 %",
-                   r"\d+ rollouts", r"## What was found\n\n.{200,}",
+                   r"\d+ (rollouts|responses)", r"## What was found\n\n.{200,}",
                    r"## What it cannot show\n\n.{50,}"):
         assert re.search(wanted, page), wanted
     for file in re.findall(r"!\[.*?\]\((.*?)\)", page):
