@@ -484,6 +484,17 @@ MUTATIONS = [
              MODES, "steps may be out of order"),
     Mutation("experiments/studies.py", "np.std(values, 0, ddof=1)", "np.std(values, 0)",
              STUDIES, "intervals over seeds too narrow"),
+    Mutation("experiments/studies.py", "max(tuned, key=similarity, default=run)",
+             "(tuned or [run])[0]", f"{STUDIES} -k rate", "all arms share the first rate"),
+    Mutation("experiments/designs.py", 'last - judgement.critique.count(" is missing.")',
+             "last", f"{BASELINES} -k omi", "omissions cost nothing"),
+    Mutation("experiments/advantages.py", "mask.sum(1, keepdim=True, dtype=torch.float32)",
+             "mask.sum(1, keepdim=True)", ADVANTAGES, "GRPO fails on integer masks"),
+    Mutation("text2grad.py", "-(-(64 if count >= 1000 else 16) // unit) * unit",
+             "(64 if count >= 1000 else 16)", f"{TRAIN} -k derived",
+             "a derived batch cuts groups"),
+    Mutation("reward_model.py", "settings.keys() - CHANGEABLE, out", "set(), out",
+             f"{PIPELINE} -k script_reports", "another R_φ overwrites a finished one"),
 ]
 
 
