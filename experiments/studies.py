@@ -467,6 +467,8 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
     delta = rollouts.delta
     has_reward = delta != 0                                                         # [B, T]
     advantages = advantages_of(delta, mask)
+    advantages |= {"δ_t": delta,                                   # two rungs of study 10
+                   "A, λ = 1, minus the mean": position_mean(delta, mask, config)}
     whitened = {name: whiten(a, mask) for name, a in advantages.items()}
     products = gradient_products(model, rollouts, range(0, len(posts), SAMPLES), whitened,
                                  lora_parameters(model, "policy"))
@@ -480,17 +482,12 @@ def follow_trajectories(run: Run, cache: Path) -> dict:
 
 
 def advantages_of(delta: Tensor, mask: Tensor) -> dict[str, Tensor]:  # Eq. §3.6 A^A
-    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B.
-
-    Two more are the weights of Definition 1, δ_t, and A with λ = 1 minus its mean at t.
-    """
+    """The advantages under each of SETTINGS: name → A_t, [B, T]. V = 0; r_T = Σ_t δ_t in B."""
     zeros = torch.zeros_like(delta)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
     end_rewards = zeros.scatter(1, last, delta.sum(1, keepdim=True))
-    advantages = {name: gae(end_rewards if pays_at_end else delta, zeros, mask, 1.0, lam)[0]
-                  for name, (pays_at_end, lam) in SETTINGS.items()}
-    return advantages | {"δ_t": delta,
-                         "A, λ = 1, minus the mean": position_mean(delta, mask, Config())}
+    return {name: gae(end_rewards if pays_at_end else delta, zeros, mask, 1.0, lam)[0]
+            for name, (pays_at_end, lam) in SETTINGS.items()}
 
 
 def correlation(x, y) -> float:
@@ -704,7 +701,8 @@ def trajectory_tables(records: list[dict]) -> str:
 {table(settings_header, settings_rows)}
 ```
 
-Setting A pays each δ at its token, and setting B pays their sum at the last token. The \
+Setting A pays each δ at its token, and setting B pays their sum at the last token. δ_t are the \
+weights of Definition 1; "minus the mean" subtracts the mean of A over all responses at t. The \
 responses are those of the base, judged by the true critic, with V = 0, γ = 1 and no KL. \
 Tokens: mean length of a response. The correlation is over tokens with δ ≠ 0. The noise scale \
 tr Σ / |E g|² is the batch size at which noise equals signal, where g is the policy gradient \
