@@ -701,9 +701,9 @@ def trajectory_tables(records: list[dict]) -> str:
 {table(settings_header, settings_rows)}
 ```
 
-Setting A pays each δ at its token, and setting B pays their sum at the last token. δ_t are the \
-weights of Definition 1; "minus the mean" subtracts the mean of A over all responses at t. The \
-responses are those of the base, judged by the true critic, with V = 0, γ = 1 and no KL. \
+Setting A pays each δ at its token, and setting B pays their sum at the last token. δ_t are \
+the weights of Definition 1; "minus the mean" subtracts the mean of A over all responses at t. \
+The responses are those of the base, judged by the true critic, with V = 0, γ = 1 and no KL. \
 Tokens: mean length of a response. The correlation is over tokens with δ ≠ 0. The noise scale \
 tr Σ / |E g|² is the batch size at which noise equals signal, where g is the policy gradient \
 of one response with whitened advantages; in brackets: 95 % bootstrap interval over posts.
