@@ -108,12 +108,18 @@ def group(size: int, advantages: str, method: str = "scalar") -> Run:
 
 
 # The rungs between Definition 1 and PPO: name → (key of ADVANTAGES, changed fields of Config).
-LADDER = {"δ": ("definition_1", ()), "PPO": ("gae", ()), "whitened δ": ("whitened_rewards", ()),
-          "reward-to-go": ("reward_to_go", ()), "reward-to-go, λ = .95": ("decayed_to_go", ()),
-          "reward-to-go − position's mean": ("position_mean", ()),
-          "PPO, λ = 0": ("gae", (("lam", 0.0),)), "PPO, λ = 1": ("gae", (("lam", 1.0),)),
-          "PPO without clip": ("gae", (("clip", 1e6),)),
-          "PPO, one pass": ("gae", (("ppo_epochs", 1),))}
+LADDER = {
+    "δ": ("definition_1", ()),
+    "PPO": ("gae", ()),
+    "whitened δ": ("whitened_rewards", ()),
+    "reward-to-go": ("reward_to_go", ()),
+    "reward-to-go, λ = .95": ("decayed_to_go", ()),
+    "reward-to-go − position's mean": ("position_mean", ()),
+    "PPO, λ = 0": ("gae", (("lam", 0.0),)),
+    "PPO, λ = 1": ("gae", (("lam", 1.0),)),
+    "PPO without clip": ("gae", (("clip", 1e6),)),
+    "PPO, one pass": ("gae", (("ppo_epochs", 1),)),
+}
 SHORT_LADDER = ("δ", "PPO", "reward-to-go", "PPO, λ = 1")
 
 
@@ -131,9 +137,16 @@ def ladder(method: str, length: int, names=LADDER) -> dict[str, Run]:
 
 
 METHODS_COMPARED = {
-    "Text2Grad": Run(), "PPO": Run("scalar"), "PRM-PPO": Run("steps"),
-    "GRPO of 4": group(4, "grpo"), "RLOO of 4": group(4, "rloo"), "DPO": Run("dpo"),
-    "SFT": Run("sft"), "ILF": Run("ilf"), "reflection": Run("reflection"), "SDPO": Run("sdpo"),
+    "Text2Grad": Run(),
+    "PPO": Run("scalar"),
+    "PRM-PPO": Run("steps"),
+    "GRPO of 4": group(4, "grpo"),
+    "RLOO of 4": group(4, "rloo"),
+    "DPO": Run("dpo"),
+    "SFT": Run("sft"),
+    "ILF": Run("ilf"),
+    "reflection": Run("reflection"),
+    "SDPO": Run("sdpo"),
     **{f"DPO, {name}": Run("dpo", settings=(change,)) for name, change in {
         "β of .05": ("kl_coef", 0.05), "β of .5": ("kl_coef", 0.5),
         "three times the steps": ("ppo_epochs", 12)}.items()}}
