@@ -634,7 +634,7 @@ def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
         if not example["response"].strip():
             problem = f"{config.data}, row {example['id']}: the response is empty"
             if not config.skip_failed:
-                raise InputError(f"{problem}; set --skip_failed to leave it out")
+                raise InputError(f"{problem}; fix it, or run annotate.py --skip_failed")
             print(f"{problem}; it is left out", file=sys.stderr)
             continue
         needs_outcome = task.tests and not (config.annotator_function or config.dry_run)

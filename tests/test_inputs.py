@@ -72,8 +72,10 @@ def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path):
         try:
             questions = list(annotation_questions(config))
         except InputError as error:
-            assert str(error).startswith(f"{path}, line 2: ") and "\n" not in str(error)
-            assert name in str(error)
+            message = str(error)
+            place = "row " if "the response is empty" in message else "line 2: "
+            assert message.startswith(f"{path}, {place}") and "\n" not in message
+            assert name in message
             continue
         for question in questions:
             assert question.context["response"].strip()

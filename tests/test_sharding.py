@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 import reward_model
 import text2grad
+from data import write_rows
 from helpers import ROOT, free_port, randomise, run_main
 from model import (add_lora, checkpoint_activations, fingerprint, gathered, load_lora,
                    load_model, lora_parameters, response_hidden, save_lora, shard, use_lora)
@@ -182,8 +183,12 @@ def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_pat
 
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     monkeypatch.setattr(script, "load_model", load)
+    flags = ["--shard", "--output_dir", tmp_path]
+    if script is reward_model:
+        write_rows(tmp_path / "feedback.jsonl", [{"task": "toy"}])
+        flags += ["--data", tmp_path / "feedback.jsonl"]
     with pytest.raises(Stop):
-        run_main("--shard", "--output_dir", tmp_path, module=script)
+        run_main(*flags, module=script)
 
 
 def test_two_ranks_make_the_numbers_of_one(runs):
