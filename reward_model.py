@@ -466,8 +466,8 @@ def refuse_other_settings(config: RewardConfig):
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
     config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
-    row_task = next(iter_rows(config.data)).get("task", config.task)
-    flags = ["--task", row_task, *sys.argv[1:]]              # a --task of the user comes later
+    row_task = next(iter_rows(config.data)).get("task") or config.task
+    flags = ["--task", str(row_task), *sys.argv[1:]]         # a --task of the user comes later
     config = parse_flags(RewardConfig, flags, __doc__, reward_preset)
     refuse_other_settings(config)
     if config.shard and WORLD_SIZE == 1:

@@ -773,8 +773,11 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     with_response = []
     without_response = []
     for row in rows:
-        has_response = "response" in row or task.responses(row)
-        (with_response if has_response else without_response).append(row)
+        responses = task.all_responses(row)
+        if not responses:
+            without_response.append(row)
+        elif all(example["response"].strip() for example in responses):
+            with_response.append(row)
     parts = chunks(without_response, 256)
     for part in tqdm(parts, "respond", disable=not without_response or RANK > 0):
         with gathered(model):

@@ -60,7 +60,7 @@ from text2grad import (Config, add_advantages, add_feedback, forward, gae, rewar
 
 POSTS = 3000                            # training posts of the policy
 BETA = 0.2                              # initial β, as in the paper for SLF5K
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)   # learning rates; tuning starts with three
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)     # learning rates
 TUNING = (100, 101)                     # seeds of the tuning runs
 
 
@@ -170,10 +170,9 @@ STUDIES = {
         METHODS_COMPARED | MORE_METHODS | FEW,
         "SFT imitates perfect references. ILF imitates refinements by a function that reads "
         "the corrections in the critique. Real data has neither. SDPO's policy was first "
-        "trained to rewrite, which needs as many annotated rows again. With 400 annotations, "
-        "the learning rates are those tuned with 3,000.",
+        "trained to rewrite, which needs as many annotated rows again.",
         tuned=(*METHODS_COMPARED, "Dr. GRPO of 4", "tokens of groups of 4, R_φ",
-               "PPO, true sum", "true critic"),
+               "PPO, true sum", "true critic", *FEW),
         compared=("rows",)),
     2: Study(
         "Reward designs",
@@ -212,14 +211,14 @@ STUDIES = {
         "critiques better?",
         {"discrete": Run(), "graded": Run("graded")},
         "Facts of the toy world are either right or wrong, so no degrees can be learned.",
-        tuned=("discrete",), seeds=3),
+        tuned=("discrete",)),
     6: Study(
         "Human-like feedback",
         "What happens if R_φ learns from rougher feedback, with missed facts, quotes that are "
         "too long, and wrong verdicts?",
         {"programmatic": Run(), "human-like": Run(annotator="human")},
         "The errors of people are simulated at random. Real people make other errors.",
-        tuned=("programmatic",), seeds=3),
+        tuned=("programmatic",)),
     7: Study(
         "A critic that falls behind",
         "R_φ is trained on responses of the base, but it judges responses of a policy that has "
@@ -244,16 +243,23 @@ STUDIES = {
                                               ("placed, R_φ", Run()),
                                               ("at the end, R_φ", Run("end")))},
         "80 tokens are still a short text. Facts are as dense in long responses as in short "
-        "ones.", trajectories=TRAJECTORIES),
+        "ones.",
+        tuned=(*(f"{name}, {20 * n} tokens" for n in (1, 2, 4)
+                 for name in ("placed", "at the end")),
+               "placed, R_φ, 20 tokens", "at the end, R_φ, 20 tokens"),
+        trajectories=TRAJECTORIES),
     10: Study(
         "What PPO adds to Definition 1",
         "Definition 1 weights log π(y_t) by δ_t. PPO adds whitening, the sum over later "
         "tokens, a baseline V, the decay λ, and the clip. What does each of them buy, and from "
         "which length on?",
-        {**ladder("true", 1), **ladder("critique", 1), **ladder("true", 4, SHORT_LADDER)},
+        {**ladder("true", 1), **ladder("critique", 1),
+         **ladder("true", 2, SHORT_LADDER), **ladder("critique", 2, SHORT_LADDER),
+         **ladder("true", 4), **ladder("critique", 4, SHORT_LADDER)},
         "Facts are independent of each other, so a token's reward depends on few other tokens. "
         "Where later text depends on earlier choices, the sum over later tokens matters more.",
-        tuned=(*ladder("true", 1), *ladder("true", 4, SHORT_LADDER)),
+        tuned=(*ladder("true", 1), *ladder("true", 2, SHORT_LADDER),
+               *ladder("true", 4, SHORT_LADDER)),
         compared=("length", "method"), trajectories=TRAJECTORIES),
     11: Study(
         "Omissions",
@@ -823,7 +829,7 @@ def tune(runs: list[Run], get_records) -> list[Run]:
     Three rates are tried first. If the best rate has no worse neighbour in RATES on one side,
     the next rate on that side is tried, too.
     """
-    tried = [{*RATES[1:4]} for _ in runs]
+    tried = [{*RATES[2:5]} for _ in runs]
     while True:
         tries = [replace(run, rate=rate, seed=seed) for run, rates in zip(runs, tried)
                  for rate in sorted(rates) for seed in TUNING]

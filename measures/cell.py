@@ -27,7 +27,7 @@ FOLDER_MB = 64                                # size of the program's directory,
 FOLDER_FILES = 4096                           # maximum number of files in it
 SLACK = 2                                     # seconds for the start and the tests' imports
 SOCKET_KB = 416                               # KiB of kernel memory that a Unix socket may hold
-ROOT = "/proc"                                # exists everywhere; the new root is mounted on it
+ROOT = "/proc"                                # the new root is mounted on this directory
 SHARED = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/nix/store", "/dev/null", "/dev/zero",
           "/dev/full", "/dev/random", "/dev/urandom", sys.base_prefix, sys.prefix]
 # AUDIT_ARCH; socket and socketpair; then the refused system calls. These are add_key,

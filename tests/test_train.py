@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import text2grad
+import toy
 from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, eos_ids, lora_parameters
@@ -327,6 +328,15 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path)
     assert message.endswith("set --batch_size 16 --minibatch_size 16")
+
+
+def test_empty_responses_in_the_rows_are_left_out_and_counted(tmp_path, capsys):
+    texts = ["a", " ", "b"]
+    rows = [row | {"response": text} for row, text in zip(toy.rows("train", 3), texts)]
+    summary = text2grad.write_responses(None, None, rows, Config(), tmp_path)
+    assert summary.startswith("2 responses, 0 of them sampled")
+    assert read_jsonl(tmp_path / "responses.jsonl") == [rows[0], rows[2]]
+    assert "left out 1 empty responses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks, group, batch_size, minibatch_size", [
