@@ -221,12 +221,13 @@ class Grounding:
     ambiguous: int = 0
 
 
-def ground(response: str, feedback: Feedback) -> Grounding:
+def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) -> Grounding:
     """Find each quote in the response (§3.3, Appendix L).
 
     A quote without an exact match is searched for in normal form (`normal_form`). If a quote is
     repeated, the k-th repeat gets the k-th occurrence. Repeats without an occurrence are
-    unmatched. A quote that occurs more often than it is quoted is ambiguous and gets no span. A
+    unmatched. A quote that occurs more often than it is quoted is ambiguous and gets no span.
+    If repeats_are_poor, a good quote is never ambiguous: its further occurrences are poor. A
     match must not begin or end inside a word or a grapheme cluster (a letter with accents).
     """
     spans = []
@@ -236,8 +237,11 @@ def ground(response: str, feedback: Feedback) -> Grounding:
         for quote, repeats in Counter(quotes).items():
             places = [*_exact_places(response, quote)] or [*normal_places(response, quote)]
             if len(places) > repeats:
-                ambiguous += 1
-                continue
+                if label < 0 or not repeats_are_poor:
+                    ambiguous += 1
+                    continue
+                spans += [Span(start, end, -1) for start, end in places[repeats:]]
+                places = places[:repeats]
             assert places == sorted(set(places)), "§3.3: the k-th repeat, the k-th occurrence"
             for start, end in places:
                 text = response[start:end]

@@ -62,6 +62,9 @@ class Task:
     reward: dict = field(default_factory=dict)
     # Metrics from ground truth: name → (row, response) → number. No critic sees them.
     truth: dict[str, Callable[[dict, str], float]] = field(default_factory=dict)
+    # In phase 3, a good quote that occurs several times is good only at its first place. The
+    # others are poor, so that the policy does not repeat what was praised.
+    repeats_are_poor: bool = False
     # row → program that tests its response; its output is stored in the row as `outcome`.
     tests: Callable[[dict], str] | None = None
     # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".

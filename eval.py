@@ -508,7 +508,8 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
 
 LOWER_IS_BETTER = ("tokens in poor spans", "unparseable critiques", *(
     FIGURES[key][0] for key in ("unparseable", "unmatched", "ambiguous")))
-UNITS = {"BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
+UNITS = {"repeated facts": ("a row ↓", share),
+         "BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
          "rating": ("1–10 ↑", ratio), "mean δ per token": ("−1–1 ↑", ratio),
          **dict.fromkeys(LOWER_IS_BETTER, ("0–1 ↓", share))}

@@ -152,8 +152,13 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     """Encode a user turn, or chat messages, as a prompt that the model continues to answer."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
-    text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
-                                         add_generation_prompt=True)     # it contains BOS
+    try:
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
+                                             add_generation_prompt=True)     # it contains BOS
+    except Exception as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
+                         f"{roles}: {error}; change `policy_prompt` of the task") from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 

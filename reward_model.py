@@ -11,6 +11,7 @@ of R_φ with those of the annotator, token by token (§4.2, Table 1). Phase 3 ca
 
 Departures: quotes that do not occur in the response are removed from z before training, whereas
 Appendix L removes them from the annotation. If a critique cannot be parsed, its δ' is zero.
+The paper does not say what a quote that occurs several times means; see `ground`.
 B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
@@ -295,11 +296,11 @@ class Judgement:
     spans: list[Span] = field(default_factory=list)
 
 
-def judge(critique: str, text: str, offsets) -> Judgement:
+def judge(critique: str, text: str, offsets, repeats_are_poor: bool = False) -> Judgement:
     """Parse A'(y) from a critique and compute δ' from it (Alg. 4 l.13).
 
     If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
-    token of the text.
+    token of the text. repeats_are_poor: see `ground`.
     """
     try:
         if not critique:
@@ -308,7 +309,8 @@ def judge(critique: str, text: str, offsets) -> Judgement:
         feedback = parse_feedback(critique, response=text)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
-    return reward_tokens(critique, text, offsets, feedback, ground(text, feedback))
+    grounding = ground(text, feedback, repeats_are_poor)
+    return reward_tokens(critique, text, offsets, feedback, grounding)
 
 
 def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:

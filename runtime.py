@@ -356,12 +356,6 @@ SETTINGS_READ = {
 }
 
 
-# Names of settings in run directories of the second version → their names now.
-EARLIER_NAMES = {"critic": "annotator_function"} | {
-    f"what lies behind --{name}": f"sha256 of --{name}"
-    for name in ("data", "reward_model", "adapter")}
-
-
 def result_exists(path: Path) -> bool:
     """Whether a phase has written this file. A file that a power cut left empty is none."""
     return path.exists() and path.stat().st_size > 0
@@ -413,10 +407,7 @@ def save_settings(config, directory: Path, critic=None):
     """
     path = directory / "config.json"
     settings = run_settings(config)
-    saved = dict(settings)
-    if path.exists():
-        for name, value in read_rows(path)[0].items():
-            saved[EARLIER_NAMES.get(name, name)] = value
+    saved = read_rows(path)[0] if path.exists() else {}
     check_settings(settings, saved, bound_settings(directory, settings.keys()), directory,
                    f"choose another --output_dir{reward_model_hint(config, directory)}")
     if RANK == 0:

@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
-                      check_annotator, token_offsets, token_rewards)
+                      check_annotator, ground, token_offsets, token_rewards)
 from ask import Journal
 from data import (DTYPES, TASKS, InputError, chunks, examples, flag, get_task, parse_flags,
                   prompt_text, read_rows, run_script, whole_rows, write_rows)
@@ -357,6 +357,7 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
 
     `train` and `evaluate` accept any such function; experiments/designs.py has others.
     """
+    repeats_are_poor = get_task(config.task).repeats_are_poor
     judgements = []
     for part in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.rollout_batch_size):
         texts = [rollouts.texts[i] for i in part]
@@ -364,7 +365,8 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
         critiques = write_critiques(model, tokenizer, prompts, texts,                    # l.12
                                     config.max_critique_tokens)
         for i, z in zip(part, critiques):
-            judgements.append(judge(z, rollouts.texts[i], rollouts.offsets[i]))          # l.13
+            judgements.append(judge(z, rollouts.texts[i], rollouts.offsets[i],           # l.13
+                                    repeats_are_poor))
     return judgements
 
 
@@ -621,7 +623,9 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
         replies = ask_annotator(questions, journal, annotation)
         for i, (_, _, parsed) in zip(indices, replies):
             if parsed:                     # a missing reply gets no default
-                _, grounding = parsed
+                feedback, grounding = parsed
+                if task.repeats_are_poor:
+                    grounding = ground(batch.texts[i], feedback, repeats_are_poor=True)
                 truth = token_rewards(batch.texts[i], batch.offsets[i], grounding.spans)
                 counts += count_tokens(truth, batch.feedback[i].delta)
                 true_delta += truth
@@ -860,6 +864,10 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         if unreadable > MOST_UNREADABLE:
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
+    if before["tokens in good spans"] + before["tokens in poor spans"] == 0:
+        print_rank0(f"warning: every δ is 0 on the {len(samples)} held-out responses; if R_φ "
+                    f"judges, its quotes do not occur in them; python report.py {out} shows "
+                    f"them")
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:

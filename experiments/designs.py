@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import (FeedbackError, Span, annotator_reply, call_function, get_mode, quoted,
-                      token_rewards, tokens_inside)
-from data import InputError, chunks, load_object
+from annotate import (FeedbackError, Span, annotator_reply, call_function, get_mode, ground,
+                      quoted, token_rewards, tokens_inside)
+from data import InputError, chunks, get_task, load_object
 from model import encode_prompt, response_hidden, use_lora
 from report import split_text
 from reward_model import Judgement, judge, reward_tokens, write_critiques
@@ -167,6 +167,7 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     The function is not called for empty responses, which get δ = 0.
     """
     critic = load_object("--annotator_function", config.annotator_function, Callable)
+    repeats_are_poor = get_task(config.task).repeats_are_poor
     judgements = []
     for i in row_share(rollouts):
         text = rollouts.texts[i]
@@ -176,6 +177,8 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
         reply = annotator_reply(critic, example, config) if text.strip() else ""
         try:
             feedback, grounding = get_mode(config.mode).read(example, reply)
+            if repeats_are_poor:
+                grounding = ground(text, feedback, repeats_are_poor=True)
             judgement = reward_tokens(reply, text, offsets, feedback, grounding)
         except FeedbackError as error:
             judgement = Judgement(reply, [0.0] * len(offsets), str(error))

@@ -185,6 +185,17 @@ def test_quotes_are_found_by_hand(response, good, poor, spans, unmatched, ambigu
     assert (grounding.unmatched, grounding.ambiguous) == (unmatched, ambiguous)
 
 
+@pytest.mark.parametrize("response, good, poor, spans, ambiguous", [
+    ("one two one one", ["one"], [], [(0, 3, 1), (8, 11, -1), (12, 15, -1)], 0),
+    # Two of three places are quoted.
+    ("one two one one", ["one", "one"], [], [(0, 3, 1), (8, 11, 1), (12, 15, -1)], 0),
+    # Blame of a quote that occurs twice stays ambiguous.
+    ("one two one two", ["two"], ["one"], [(4, 7, 1), (12, 15, -1)], 1)])
+def test_a_task_may_read_repeated_praise_as_blame(response, good, poor, spans, ambiguous):
+    grounding = ground(response, Feedback("c", good, poor), repeats_are_poor=True)
+    assert grounding == Grounding([Span(*span) for span in spans], [], ambiguous)
+
+
 @pytest.mark.parametrize("response, quote", [
     ("vi\u00ea\u0323t", "vi\u00eat"), ("x a\u0301\u0300 y", "x \u00e1 y"),
     ("x a\u0301\u0300 y", "\u00e1"), ("x \ud55c y", "\u1112\u1161"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import data
+import text2grad
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
@@ -302,6 +303,32 @@ def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
         assert found.delta == token_rewards(text, offsets, spans)
         assert any(found.delta) and not found.reason
     assert not any(empty.delta) and empty.reason
+
+
+@pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
+def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
+                                                      first, second):
+    """R_φ, the annotator as critic, and the probe read a fact that is praised once alike."""
+    model, tokenizer = toy_model
+    (row,) = toy.rows("train", 1)
+    reply = row["facts"]["reply"]
+    text = f'She said "{reply}" and then said "{reply}"'
+    ids = encode_answer(tokenizer, text)
+    offsets = token_offsets(tokenizer, ids)[1]
+    rollouts = Rollouts([row], ["x"], [text], [offsets], *pad_batch([[1]], [ids], "cpu"))
+    expected = [0] * len(ids)
+    for start, label in ((text.index(reply), first), (text.rindex(reply), second)):
+        for i, (begin, end) in enumerate(offsets):
+            if start <= begin < end <= start + len(reply):
+                expected[i] = label
+    config = Config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
+    monkeypatch.setattr(text2grad, "write_critiques", lambda *_: [toy.critique(row, text)])
+    for critic in (text2grad.reward_model_critic, true_critic):
+        rollouts.feedback = critic(rollouts, model, tokenizer, config)
+        assert rollouts.feedback[0].delta == expected
+    figures = text2grad.probe(rollouts, config, tmp_path)
+    assert figures["true_delta"] == sum(expected) / len(expected)
+    assert figures["good_recall"] == (1 if first else None)
 
 
 def test_the_true_critic_reads_feedback_and_names_the_line_of_an_error(toy_model, monkeypatch):

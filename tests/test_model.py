@@ -616,6 +616,17 @@ def test_the_plain_template_stands_after_one_bos(bos_tokenizer):
     assert bos_tokenizer.decode(encode_prompt(bos_tokenizer, "C?")) == "C?\n\nAnswer:\n"
 
 
+def test_turns_that_a_template_refuses_are_named(bos_tokenizer):
+    bos_tokenizer.chat_template = (
+        "{% for turn in messages %}{% if turn.role == 'system' %}"
+        "{{ raise_exception('no system turn here') }}{% endif %}{{ turn.content }}"
+        "{% endfor %}")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A?"}]
+    refused("refuses the turns system, user: no system turn here", encode_prompt,
+            bos_tokenizer, turns)
+    assert bos_tokenizer.decode(encode_prompt(bos_tokenizer, turns[1:])) == "A?"
+
+
 def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
     """An answer is the text and EOS, without BOS. eos_ids lists the tokenizer's EOS first, then
     the config's, without duplicates."""

@@ -108,6 +108,25 @@ def test_phase_3_does_not_start_with_an_unreadable_r_phi(toy_model, tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.parametrize("is_quote_real", [False, True])
+def test_a_critic_without_any_reward_is_reported_before_training(toy_model, tmp_path, capsys,
+                                                                 is_quote_real):
+    def critic(rollouts, model, tokenizer, config):
+        quotes = [text if is_quote_real else "xylophone" for text in rollouts.texts]
+        replies = [json.dumps({"critique": "Well done.", "good_spans": [quote],
+                               "poor_spans": []}) for quote in quotes]
+        return [*map(judge, replies, rollouts.texts, rollouts.offsets)]
+
+    model, tokenizer = toy_model
+    add_lora(model, "policy", 4, 8)
+    rows = get_task("toy").rows("eval", 6, 0)
+    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
+                    max_new_tokens=3, probe_rows=0)
+    text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
+    warning = "warning: every δ is 0 on the 6 held-out responses; if R_φ judges, its quotes do"
+    assert (warning in capsys.readouterr().out) is not is_quote_real
+
+
 @pytest.fixture()
 def unreadable_r_phi(monkeypatch):
     """Phase 3 starts although the R_φ of a small run writes no readable critique."""
@@ -150,11 +169,6 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 3
-    settings = (out / "config.json").read_text()                # names of the second version
-    (out / "config.json").write_text(
-        settings.replace('"annotator_function": "toy:critique"', '"critic": "a:b"'))
-    assert "annotator_function was a:b" in refused(*SMALL, "--output_dir", out)
-    (out / "config.json").write_text(settings)
     (out / "feedback.jsonl").unlink()
     message = refused(*SMALL, "--annotator_function", "toy:none", "--output_dir", out)
     assert "cannot import" in message, "the annotator may change if no feedback exists"
@@ -172,9 +186,6 @@ def test_what_lies_behind_a_path_binds_too(reward, tmp_path, unreadable_r_phi):
     assert "secret" not in (out / "config.json").read_text()
     run_main(*flags)
     write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
-    assert "sha256 of --data was" in refused(*flags)
-    settings = (out / "config.json").read_text()                # names of the second version
-    (out / "config.json").write_text(settings.replace("sha256 of", "what lies behind"))
     assert "sha256 of --data was" in refused(*flags)
     write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
     tensors = adapter / "adapter_model.safetensors"

@@ -140,6 +140,7 @@ def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
     assert said in feedback.critique
     assert feedback == Feedback(feedback.critique, good, poor)
     assert toy.fact_accuracy(ROW, response) == pytest.approx(accuracy)
+    assert toy.repeated_facts(ROW, response) == ambiguous
     assert found.ambiguous == ambiguous and not found.unmatched
 
 

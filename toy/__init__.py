@@ -195,6 +195,12 @@ def fact_accuracy(row: dict, response: str) -> float:
     return sum(phrases.get(slot) == [fact] for slot, fact in facts.items()) / len(facts)
 
 
+def repeated_facts(_, response: str) -> int:
+    """Number of fact phrases that the summary states again."""
+    phrases = [phrase for _, _, phrase in said_facts(response)]
+    return len(phrases) - len(set(phrases))
+
+
 def said_twice(response: str) -> list[tuple[str, str]]:
     """(annotator's sentence, quote) for each clause that is repeated immediately.
 
@@ -363,7 +369,8 @@ TASK = Task(
 # of Adam at rate η changes W by a norm of η √(in · out). It changes (α/r) B A, with B = 0 and
 # random A, by only η (α/r) √(r · out / 3), which is a fifth of it for a 576 × 576 matrix.
 PROSE = replace(
-    TASK, name="prose",
+    TASK, name="prose", repeats_are_poor=True,
+    truth=TASK.truth | {"repeated facts": repeated_facts},
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",
             "annotator_function": "toy:critique_prose",
             "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
