@@ -405,8 +405,10 @@ def test_help_names_every_flag_once(capsys):
     output = capsys.readouterr().out
     flags = re.findall(r"--\w+", output)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
-    first = output[output.index("start here:"):output.index("\nphases 1 and 2:")]
+    first = output.partition("start here:")[2].partition("\n\n")[0]
     assert len(set(re.findall(r"--[a-z_]+", first))) == 10, first
+    machine = output.partition("the machine:")[2].partition("\n\n")[0]
+    assert "--dtype" in machine and "--micro_batch_size" in machine, machine
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, capsys):
