@@ -290,7 +290,7 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
 
 def _parse_json(text: bytes, place: str):
     try:
-        return json.loads(text)                            # with or without byte order mark
+        return json.loads(text)                           # it also removes a byte order mark
     except (ValueError, RecursionError) as error:         # not UTF-8, not JSON, or too deep
         raise InputError(f"{place}: not JSON in UTF-8 ({error}); fix it or remove "
                          f"it") from error

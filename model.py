@@ -226,8 +226,8 @@ def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
         raise InputError(
             f"{source}: the shortest prompt has {min(lengths)} tokens, and the longest that "
             f"fits has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction "
-            f"takes {instruction}; lower --max_new_tokens {config.max_new_tokens} or "
-            f"--max_critique_tokens {config.max_critique_tokens}, or raise "
+            f"takes {instruction}; lower --max_new_tokens ({config.max_new_tokens}) or "
+            f"--max_critique_tokens ({config.max_critique_tokens}), or raise "
             f"--max_prompt_tokens if it is set")
     if len(fitting_rows) < len(rows):
         print_rank0(f"{source}: left out {len(rows) - len(fitting_rows)} of {len(rows)} rows, "

@@ -315,7 +315,7 @@ def test_an_unfinished_run_says_what_is_not_there_yet(run):
     for path in run.rglob("*.json*"):
         if path.name != "config.json":
             path.unlink()
-    assert run_report(run).read_text().count("does not exist yet") == 8
+    assert run_report(run).read_text().count("does not exist yet") == 7
     (run / "config.json").unlink()
     with pytest.raises(InputError, match="no config.json; name the --output_dir of a run"):
         run_report(run)
