@@ -17,8 +17,6 @@ quote is ambiguous. It is counted but gets no span, because precision comes firs
 Appendix L tokenizes the text again, but here the token offsets come from the sampled ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -398,11 +396,10 @@ def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
 
 
 def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
-    """Count the tokens that are in both a good and a poor span. Their δ_t is 0."""
-    labels = {(t, span.label)
-              for span, inside in zip(spans, tokens_inside(text, offsets, spans))
-              for t in inside}
-    return len(labels) - len({t for t, _ in labels})           # tokens with two labels
+    """Count the tokens that are in both a good and a poor span: inside, but with δ_t = 0."""
+    delta = token_rewards(text, offsets, spans)
+    inside = set().union(*tokens_inside(text, offsets, spans))
+    return sum(delta[t] == 0 for t in inside)
 
 
 def half_inside_tokens(text: str, offsets, spans: list[Span]) -> int:
@@ -460,12 +457,7 @@ MODES = {
 
 def get_mode(name: str) -> Mode:
     """The Mode with this name in MODES, or the custom Mode "module:NAME"."""
-    if name in MODES:
-        return MODES[name]
-    if ":" not in name:
-        raise InputError(f"--mode must be one of {', '.join(MODES)}, not {name!r}; name a "
-                         f"custom mode as module:NAME, for example experiments.modes:DENSE")
-    return load_object("--mode", name, Mode)
+    return load_object("--mode", name, Mode, MODES)
 
 
 def fenced(parts: dict[str, str]) -> tuple[str, str]:
@@ -508,7 +500,6 @@ def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, 
 
     Raises FeedbackError if the reply is invalid.
     """
-    check_characters("the row", example["id"], example["prompt"], example["response"])
     return get_mode(mode).read(example, reply)
 
 
@@ -521,43 +512,42 @@ def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
 
 def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Grounding,
                  annotator: str) -> dict:
-    """One row of 𝒟_R (Alg. 1 l.9–10): x, y, the feedback z and the spans of its quotes.
-
-    "conflicting" counts words in both a good and a poor span. It does not count tokens, because
-    phase 1 has no tokenizer.
-    """
-    response = example["response"]
-    words = [match.span() for match in re.finditer(r"\S+", response)]
+    """One row of 𝒟_R (Alg. 1 l.9–10): x, y, the feedback z and the spans of its quotes."""
     return {"id": example["id"], "task": task, "prompt": example["prompt"],
-            "response": response, **asdict(feedback), **asdict(grounding),
-            "conflicting": conflicting_tokens(response, words, grounding.spans),
+            "response": example["response"], **asdict(feedback), **asdict(grounding),
             "annotator": annotator}
 
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
 
 @dataclass
-class AnnotateConfig:
+class AnnotatorConfig:
+    """Flags of annotate.py and text2grad.py: the annotator and its cost."""
+    annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
+    annotator_function: str | None = flag(None, "module:function(row, response); None: server")
+    mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
+    base_url: str | None = flag(None, "OpenAI-compatible server; None: OPENAI_BASE_URL")
+    price_in: float | None = flag(None, "USD per million prompt tokens; None: unknown")
+    price_out: float | None = flag(None, "USD per million reply tokens; None: unknown")
+    max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit")
+
+
+@dataclass
+class AnnotateConfig(AnnotatorConfig):
     """Settings of phase 1, which annotates responses with critiques and spans."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
     data: str | None = flag(None, "JSON lines file of rows with responses")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
-    mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
     limit: int | None = flag(None, "responses to annotate; None: all", least=1)
-    annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
-    base_url: str | None = flag(None, "OpenAI-compatible server; None: OPENAI_BASE_URL")
-    annotator_function: str | None = flag(None, "module:function(row, response); None: server")
     concurrency: int = flag(8, "number of parallel requests", least=1)
     retries: int = flag(6, "maximum number of retries per request")
     timeout: float = flag(120.0, "timeout per request in seconds", least=0.01)
-    price_in: float | None = flag(None, "USD per million prompt tokens; None: unknown")
-    price_out: float | None = flag(None, "USD per million reply tokens; None: unknown")
-    max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit")
     dry_run: bool = flag(False, "only print a forecast of tokens and cost")
+    skip_empty: bool = flag(False, "leave out empty responses")
     skip_failed: bool = flag(False, "leave out empty and failed responses")
 
-    GROUPS = {"task": "data and mode", "annotator_model": "annotator", "price_in": "budget",
-              "skip_failed": "other"}
+    GROUPS = {"annotator_model": "annotator", "base_url": "server and budget",
+              "task": "data and requests"}
 
     @property
     def prices(self) -> tuple:
@@ -631,22 +621,38 @@ def check_annotator(config: AnnotateConfig):
     check_asking(*config.prices, config.base_url, is_free)
 
 
-def annotation_questions(config: AnnotateConfig) -> Iterator[Question]:
-    """Yield the request for each response of --data, in order."""
+def annotation_questions(config: AnnotateConfig) -> list[Question]:
+    """The request for each response of --data, in order. Empty responses are left out.
+
+    Raises InputError at an empty response without --skip_empty, and if no request is left.
+    """
     task = get_task(config.task)
-    for example in islice(examples(task, iter_rows(config.data, task=task)), config.limit):
+    questions = []
+    empty = []                                   # ids of the empty responses
+    stored = examples(task, iter_rows(config.data, task=task))
+    for example in tqdm(islice(stored, config.limit), "read", delay=2):
+        place = f"{config.data}, row {example['id']}"
         if not example["response"].strip():
-            problem = f"{config.data}, row {example['id']}: the response is empty"
-            if not config.skip_failed:
-                raise InputError(f"{problem}; fix it, or run annotate.py --skip_failed")
-            print(f"{problem}; it is left out", file=sys.stderr)
+            if not (config.skip_empty or config.skip_failed):
+                raise InputError(f"{place}: the response is empty; fix it, or run annotate.py "
+                                 f"--skip_empty")
+            empty.append(example["id"])
             continue
         needs_outcome = task.tests and not (config.annotator_function or config.dry_run)
         if needs_outcome and "outcome" not in example:
-            raise InputError(f"{config.data}, row {example['id']}: the field 'outcome' with "
-                             f"the results of the tests is missing; first run "
-                             f"python -m measures.sandbox {config.data} --task {config.task}")
-        yield annotation_question(example, config)
+            raise InputError(f"{place}: the field 'outcome' with the results of the tests is "
+                             f"missing; first run python -m measures.sandbox {config.data} "
+                             f"--task {config.task}")
+        questions.append(annotation_question(example, config))
+    if not questions:
+        raise InputError(f"{config.data}: " + (
+            "every response is empty; if text2grad.py sampled them, choose another --model"
+            if empty else "no row has a response; add a field 'response', or let text2grad.py "
+            "sample the responses"))
+    if empty:
+        print(f"{config.data}: left out {len(empty)} empty responses (the first: row "
+              f"{empty[0]})", file=sys.stderr)
+    return questions
 
 
 def annotation_question(example: dict, config: AnnotateConfig) -> Question:
@@ -687,10 +693,7 @@ def annotate(config: AnnotateConfig) -> str:
     """
     check_annotator(config)
     with Journal(f"{config.output}.journal", *config.prices) as journal:
-        questions = list(tqdm(annotation_questions(config), "read", delay=2))
-        if not questions:
-            raise InputError(f"{config.data}: no row has a response; add a field 'response', "
-                             f"or let text2grad.py sample the responses")
+        questions = annotation_questions(config)
         todo = missing(questions, journal)
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"
@@ -705,7 +708,7 @@ def annotate(config: AnnotateConfig) -> str:
                 failures.append(f"{question.id}: {record['reason'][:150]}")
                 continue
             row = feedback_row(config.task, question.context, *feedback, config.annotator)
-            rows.append({**row, "usage": record["usage"], "usd": record["usd"]})
+            rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
         if failures and not (config.skip_failed and rows):
             raise InputError(
                 f"{len(failures)} responses have no feedback, so {config.output} is not "
@@ -721,7 +724,7 @@ def annotate(config: AnnotateConfig) -> str:
 
 def main():
     """Annotate the responses in a file, with settings from the command line."""
-    config = parse_flags(AnnotateConfig, sys.argv[1:], __doc__)
+    config = parse_flags(AnnotateConfig, __doc__)
     print(annotate(config))
     if not config.dry_run:
         print(next_command("reward_model.py", task=config.task, data=config.output,

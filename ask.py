@@ -88,8 +88,6 @@ class Journal:
             self.file.close()
             raise InputError(f"{self.path}: another process is writing to this file; wait for "
                              f"it to end, or choose another output") from error
-        for path in self.path.parent.glob(f".{self.path.stem}.[0-9]*"):
-            path.unlink()                                    # a killed process left it
         self._replay()
         return self
 

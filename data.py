@@ -9,8 +9,6 @@ Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for
 R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import gzip
@@ -72,8 +70,7 @@ class Task:
 
     def __post_init__(self):
         """Raise InputError for the frequent mistake of a text in the place of a tuple."""
-        if not all(isinstance(group, (tuple, str)) for group in self.needs) or isinstance(
-                self.needs, str):
+        if not all(isinstance(group, tuple) for group in self.needs):
             raise InputError(f"Task {self.name}: `needs` must be a tuple of tuples of field "
                              f"names, such as ((\"post\",),)")
 
@@ -196,12 +193,7 @@ TASKS = {
 
 def get_task(name: str) -> Task:
     """A task by its name, or by "module:NAME"; "toy" stands for toy:TASK."""
-    if name in TASKS:
-        return TASKS[name]
-    if name != "toy" and ":" not in name:
-        raise InputError(f"--task {name}: no such task; use toy, {', '.join(TASKS)}, or "
-                         f"module:NAME for a Task of your own")
-    return load_object("--task", "toy:TASK" if name == "toy" else name, Task)
+    return load_object("--task", "toy:TASK" if name == "toy" else name, Task, TASKS)
 
 
 def reward_prompt(prompt: str, response: str) -> str:
@@ -249,7 +241,6 @@ def prompt_text(prompt: str | list[dict]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-EMPTY = (None, "", [], {})
 # Types of the fields that Task.check does not see or cannot judge. The lists hold texts.
 FIELDS = {"good_spans": list, "poor_spans": list, "critique": str, "title": str, "post": str,
           "summary_prompt": str, SLF5K_RESPONSE: str}
@@ -275,8 +266,8 @@ def check_fields(row: dict, place: str):
 def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
     """The rows of a file, one at a time, with valid fields that fit the task.
 
-    needs: groups of names, of which each row needs at least one that is not empty; of a name
-    that stands alone, the field may be empty. Raises InputError with file, line and field.
+    needs: groups of names, of which each row needs at least one that is not None or "".
+    Raises InputError with file, line and field.
     """
     path = Path(path)
     number = 0
@@ -285,9 +276,8 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
     for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
-        for group in (*needs, *(task.needs if task else ())):
-            names, empty = (group, EMPTY) if isinstance(group, tuple) else ([group], [None])
-            if all(row.get(name) in empty for name in names):
+        for names in (*needs, *(task.needs if task else ())):
+            if all(row.get(name) in (None, "") for name in names):
                 fields_text = " or ".join(map(repr, names))
                 raise InputError(f"{place}: field {fields_text} is missing or empty")
         check_fields(row, place)
@@ -300,7 +290,7 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
 
 def _parse_json(text: bytes, place: str):
     try:
-        return json.loads(text.decode("utf-8-sig"))           # with or without byte order mark
+        return json.loads(text)                           # it also removes a byte order mark
     except (ValueError, RecursionError) as error:         # not UTF-8, not JSON, or too deep
         raise InputError(f"{place}: not JSON in UTF-8 ({error}); fix it or remove "
                          f"it") from error
@@ -336,7 +326,7 @@ def write_rows(path, rows: Iterable[dict]):
     """Write JSON lines atomically: where `rows` raises, the file stays as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -362,7 +352,7 @@ def whole_rows(path: Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         try:
             # [:-1] makes a line without its newline invalid: it was cut off.
-            rows.append(dict(json.loads(line[:-1].decode("utf-8-sig"))))
+            rows.append(dict(json.loads(line[:-1])))
         except (ValueError, TypeError) as error:
             print(f"{path}, line {number}: skipping corrupt line ({error})")
     return rows
@@ -406,10 +396,11 @@ def _reader(value_type: type, least, most, is_optional: bool) -> Callable[[str],
     return read
 
 
-def parse_flags(config_class, argv: list[str], description: str, preset=lambda task: {}):
-    """Config from the command line. preset(task): defaults of --task, which flags override.
+def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None):
+    """Config from argv, by default the command line. preset(task): defaults of --task.
 
-    GROUPS of the config class, {field: title}, starts a group in --help before that field.
+    GROUPS of the config class, {field: title}, names the group of that field and the next ones
+    in --help.
     """
     task_parser = _Parser(add_help=False, allow_abbrev=False)
     task_parser.add_argument("--task", default=getattr(config_class, "task", ""))
@@ -418,10 +409,12 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
                              usage="%(prog)s [--flag value ...]",
                              formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = typing.get_type_hints(config_class)
+    groups = {}
     for setting in fields(config_class):
         title = getattr(config_class, "GROUPS", {}).get(setting.name)
         if title:
-            group = parser.add_argument_group(title)
+            group = groups.get(title) or parser.add_argument_group(title)
+            groups[title] = group
         value_types = typing.get_args(types[setting.name]) or (types[setting.name],)
         options = {"action": "store_true"} if value_types == (bool,) else {
             "type": _reader(value_types[0], *setting.metadata["range"],
@@ -443,10 +436,17 @@ def parse_flags(config_class, argv: list[str], description: str, preset=lambda t
     return config_class(**vars(parser.parse_args(argv)))
 
 
-def load_object(flag_name: str, name: str, expected_type=object):
-    """The object "module:NAME" of a flag. Raises InputError where it is missing or of another
-    type."""
+def load_object(flag_name: str, name: str, expected_type=object, choices=()):
+    """The choice with this name, or the object "module:NAME" of a flag.
+
+    Raises InputError where it is missing or of another type.
+    """
+    if name in choices:
+        return choices[name]
     module, _, attribute = name.partition(":")
+    if choices and not attribute:
+        raise InputError(f"{flag_name} {name}: no such name; use {', '.join(choices)}, or "
+                         f"module:NAME for your own")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

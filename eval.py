@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
@@ -326,7 +325,8 @@ def ask_critics(side: Side, pairs: list[dict]) -> dict[str, list[str]]:
         rows = [{"prompt": reward_prompt(x["prompt"], x["response"])} for x in pairs]
         critiques["R_φ"] = column(side.critic.answer(rows), "response")
     if config.annotator_function:
-        annotation = AnnotateConfig(config.task, annotator_function=config.annotator_function)
+        annotation = AnnotateConfig(task=config.task,
+                                    annotator_function=config.annotator_function)
         annotator = load_annotator(annotation)
         critiques["annotator"] = [
             annotator.function(annotation_question(pair, annotation))
@@ -581,7 +581,7 @@ def output_directory(config: EvalConfig) -> Path:
 
 def main():
     """Evaluate each side, print the table and write the results."""
-    config = parse_flags(EvalConfig, sys.argv[1:], __doc__, settings_of)
+    config = parse_flags(EvalConfig, __doc__, settings_of)
     check_flags(config)
     out = output_directory(config)
     config = replace(config, output_dir=str(out))

@@ -15,13 +15,12 @@ files. Departure from common practice: adapters are merged into the base only wh
 cancel most of a small update, such as that of PPO.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 
@@ -36,9 +35,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import InputError, ModelError, get_task, reward_prompt
-from runtime import (atomic_directory, checksum, find_device, find_files, print_rank0,
-                     read_json, read_tensors)
+from data import DTYPES, InputError, ModelError, flag, get_task, reward_prompt
+from runtime import (WORLD_SIZE, atomic_directory, checksum, find_device, find_files,
+                     print_rank0, read_json, read_tensors)
 from sampling import context_length, head_weight, positions_of
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
@@ -58,6 +57,19 @@ UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"
 
 
 # ── Loading and prompts
+
+@dataclass
+class BaseConfig:
+    """Flags of text2grad.py and reward_model.py with the same defaults."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
+    model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
+    seed: int = flag(0, "random seed", most=10**9)
+    max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
+    dtype: str | None = flag(
+        None, "data type of the base; None: bfloat16 on CUDA, float32 on a CPU", DTYPES)
+    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
+    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
+
 
 def find_model(path) -> str:
     """The path of a base. One that is shipped with the code is found from any directory."""
@@ -91,6 +103,18 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         raise ModelError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
                          f"give --model a hub id or a directory in Hugging Face format"
                          ) from error
+
+
+def load_base(config, device):
+    """`load_model` with the settings of a BaseConfig → (model, tokenizer)."""
+    if config.shard and WORLD_SIZE == 1:
+        raise ModelError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
+    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    if config.shard:
+        shard(model, device)
+    return model, tokenizer
 
 
 def _read_model(path, dtype, device, to_shard):
@@ -178,8 +202,7 @@ def scaled_rate(model, rate: float) -> float:
 
 def eos_ids(tokenizer, model=None) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
-    config = getattr(model, "generation_config", None)
-    config_ids = getattr(config, "eos_token_id", None)
+    config_ids = None if model is None else model.generation_config.eos_token_id
     ids = [tokenizer.eos_token_id,
            *(config_ids if isinstance(config_ids, list) else [config_ids])]
     ids = [token for token in dict.fromkeys(ids) if token is not None]
@@ -200,14 +223,12 @@ def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
     fitting_rows = [row for row, length in zip(rows, lengths) if length <= limit]
     source = config.data or config.task
     if not fitting_rows:
-        shortest = min(lengths)
-        remedy = ("raise --max_prompt_tokens" if shortest <= room else
-                  "lower --max_new_tokens or --max_critique_tokens")
         raise InputError(
-            f"{source}: the shortest prompt has {shortest} tokens, and the longest that fits "
-            f"has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction takes "
-            f"{instruction}, --max_new_tokens {config.max_new_tokens} and "
-            f"--max_critique_tokens {config.max_critique_tokens}; {remedy}")
+            f"{source}: the shortest prompt has {min(lengths)} tokens, and the longest that "
+            f"fits has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction "
+            f"takes {instruction}; lower --max_new_tokens ({config.max_new_tokens}) or "
+            f"--max_critique_tokens ({config.max_critique_tokens}), or raise "
+            f"--max_prompt_tokens if it is set")
     if len(fitting_rows) < len(rows):
         print_rank0(f"{source}: left out {len(rows) - len(fitting_rows)} of {len(rows)} rows, "
                     f"whose prompts have more than {limit} tokens")
@@ -237,10 +258,10 @@ class LoRALinear(nn.Module):
         """
         weight = self.base_layer.weight
         A = torch.empty(r, weight.shape[1])
-        B = torch.zeros(weight.shape[0], r)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-        self.lora_A[name] = nn.Parameter(A.to(weight.device, torch.float32))
-        self.lora_B[name] = nn.Parameter(B.to(weight.device, torch.float32))
+        B = torch.zeros(weight.shape[0], r)
+        self.lora_A[name] = nn.Parameter(A.to(weight.device))
+        self.lora_B[name] = nn.Parameter(B.to(weight.device))
         self.scaling[name] = alpha / r
         self.dropout[name] = dropout
 
@@ -512,8 +533,7 @@ def checkpoint_activations(model):
     forward pass must use the same adapter as the first, even if the `use_lora` block has ended.
     """
     for block in decoder_blocks(model):
-        if not isinstance(block.forward, partial):
-            block.forward = partial(_run_checkpointed, block, block.forward)
+        block.forward = partial(_run_checkpointed, block, block.forward)
 
 
 def _run_checkpointed(block, forward, *args, **kwargs):

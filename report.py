@@ -11,8 +11,6 @@ poor tokens in [- -].
 Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -113,7 +111,7 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 def write_page(path, text: str):
     """Write a page in UTF-8; a lone surrogate becomes a reference such as &#55296;."""
-    Path(path).write_bytes(text.encode("utf-8", "xmlcharrefreplace"))
+    Path(path).write_text(text, "utf-8", "xmlcharrefreplace")
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str = "") -> str:
@@ -162,13 +160,12 @@ def card(heading: str, prompt: str, columns: dict[str, str], badges=()) -> str:
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2")
 
 
-def heatmap(tokens: list[str], values: list[float], limit: float | None = None) -> str:
+def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
     """Tokens as HTML, coloured by δ_t or A_t: green above 0, vermillion below 0.
 
-    limit: magnitude that gets the full colour; by default the largest one. ↵ shows a newline, ⇥
-    a tab, and ▯ a token without text.
+    limit: magnitude that gets the full colour. ↵ shows a newline, ⇥ a tab, and ▯ a token
+    without text.
     """
-    limit = limit or max((abs(v) for v in values if math.isfinite(v)), default=0) or 1
     html = ""
     for token, value in zip(tokens, values, strict=True):
         colour = _COLOURS[value < 0]
@@ -185,15 +182,15 @@ def heatmap(tokens: list[str], values: list[float], limit: float | None = None) 
 LEGEND = heatmap(["good", " ", "poor", " no colour: 0; ▯: a token without text"], [1, 0, -1, 0])
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most `count` + 1 axis ticks that cover [low, high], in steps of 1, 2 or 5 · 10^k.
+def ticks(low: float, high: float) -> list[float]:
+    """At most six axis ticks that cover [low, high], in steps of 1, 2 or 5 · 10^k.
 
     Processors round differently. Therefore 1.0000001 counts as 1, so that the axis is the same
     on every machine.
     """
     if high - low <= 1e-6 * max(abs(low), abs(high)):              # the range is a single value
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    rough_step = (high - low) / (count - 1)
+    rough_step = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough_step))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough_step * (1 - 1e-6))
     first = math.floor(low / step + 1e-6)
@@ -458,12 +455,10 @@ _SECTIONS = [
 
 
 def _section(out: Path, title: str, html_of, *files: str) -> str:
-    """A section with the rows of some files of a run; it names files that have no rows."""
+    """A section with the rows of some files of a run; it says if the first has no rows."""
     rows = [whole_rows(out / file) for file in files]
-    missing = [f'<p class="muted">{file} does not exist yet.</p>'
-               for file, file_rows in zip(files, rows) if not file_rows]
-    html = html_of(*rows) if rows[0] else ""
-    return f"<section><h2>{title}</h2>{''.join(missing)}{html}</section>"
+    html = html_of(*rows) if rows[0] else f"{files[0]} does not exist yet."
+    return f"<section><h2>{title}</h2>{html}</section>"
 
 
 def _overview(out: Path) -> str:
@@ -534,7 +529,7 @@ def compare_runs(directories) -> Path:
     return path
 
 
-def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
+def print_result(config, out: Path, prompts: int, hint: str):
     """Print metrics before and after training, warnings, the output files and next commands.
 
     config: text2grad.Config. prompts: number of held-out prompts. hint: flag that a run with
@@ -546,7 +541,7 @@ def print_result(config, out: Path, prompts: int, seconds: float, hint: str):
     for state, text in health(out):
         if state == "unhealthy":
             print(f"warning: {text}")
-    print(f"\nThe run took {seconds:.0f} s. Report: {run_report(out)}. {out}/ also contains "
+    print(f"\nReport: {run_report(out)}. {out}/ also contains "
           f"policy/ (PEFT format), metrics.jsonl and samples.jsonl.\n"
           f"{evaluation_command(config, out)}\nor repeat phase 3 with other settings and "
           f"another --output_dir{hint}")

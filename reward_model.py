@@ -15,8 +15,6 @@ The paper does not say what a quote that occurs several times means; see `ground
 B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys
@@ -30,11 +28,11 @@ from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
                       half_inside_tokens, parse_feedback, token_offsets, token_rewards)
-from data import (DTYPES, TASKS, InputError, Task, chunks, flag, get_task, iter_rows,
+from data import (TASKS, InputError, Task, chunks, flag, get_task, iter_rows,
                   next_command, parse_flags, read_rows, reward_prompt, run_script, write_rows)
-from model import (add_lora, checkpoint_activations, encode_answer, encode_prompt, eos_ids,
-                   gathered, load_model, lora_parameters, response_hidden, save_lora,
-                   scaled_rate, shard, use_lora)
+from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, gathered,
+                   load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
+                   use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_settings, checksum,
                      gather_rows, keep_checkpoint, lock_directory, newest_checkpoint,
                      print_rank0, restore_optimizer, result_exists, run_collective, start_ranks)
@@ -42,13 +40,10 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(BaseConfig):
     """Settings of phase 2. These defaults suit the toy task; --task sets others (Table 9)."""
-    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
-    model: str = flag("toy/base", "base: directory or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
-    seed: int = flag(0, "random seed", most=10**9)
     epochs: int | None = flag(3, "passes over the rows (release: 3); None: derived", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
     learning_rate: float | None = flag(
@@ -60,24 +55,19 @@ class RewardConfig:
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
                              "adapted layers (release: q_proj,v_proj)")
     max_tokens: int = flag(512, "longest x + y + z in tokens; longer rows are dropped", least=1)
-    max_critique_tokens: int = flag(96, "token limit of z (release: 500, 768)", least=1)
     held_out: int = flag(200, "prompts held out, at most a tenth")
-    dtype: str | None = flag(None, "base dtype; None: bfloat16 on CUDA, float32 on a CPU",
-                             DTYPES)
     micro_batch_size: int = flag(16, "rows per forward pass; affects dropout masks", least=1)
-    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
-    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
 
-    GROUPS = {"task": "start here", "epochs": "training", "dtype": "the machine"}
+    GROUPS = {"task": "start here", "max_critique_tokens": "training", "dtype": "the machine",
+              "data": "start here", "epochs": "training", "micro_batch_size": "the machine"}
 
 
 # The rows of feedback.jsonl; their lists of spans may be empty.
 FEEDBACK = Task("feedback", lambda row: row["prompt"],
-                ("id", ("prompt",), ("response",), ("critique",), "good_spans", "poor_spans"))
+                (("id",), ("prompt",), ("response",), ("critique",), ("good_spans",),
+                 ("poor_spans",)))
 MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-# Settings that may differ when training resumes. They can change only the dropout masks.
-FREE = {"data", "output_dir", "micro_batch_size", "activation_checkpointing", "shard"}
 PAPER = dict(
     model="meta-llama/Llama-3.1-8B-Instruct",
     lora_r=16,
@@ -109,14 +99,16 @@ def reward_preset(task: str) -> dict:
     """Defaults of a task: the settings of the release, then those of the task (Table 9)."""
     if task == "toy":
         return {}                                       # the defaults of RewardConfig
-    common = PAPER if task in TASKS else {**PAPER, **OWN}
-    return {**common, **get_task(task).reward}
+    common = PAPER if task in TASKS else PAPER | OWN
+    return common | get_task(task).reward
 
 
 def fit_reward_to_rows(config: RewardConfig, count: int, model) -> RewardConfig:
     """Derive settings that are None: about 200 optimizer steps, and a rate for this size."""
     epochs = config.epochs or min(10, max(3, 200 * config.batch_size // count))
-    learning_rate = config.learning_rate or scaled_rate(model, 5e-3)
+    learning_rate = config.learning_rate
+    if learning_rate is None:
+        learning_rate = scaled_rate(model, 5e-3)
     return replace(config, epochs=epochs, learning_rate=learning_rate)
 
 
@@ -249,7 +241,8 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     batches = []
     for _ in range(config.epochs):
         batches += shuffle_batches(pairs, config.batch_size, rng)
-    settings = {key: value for key, value in asdict(config).items() if key not in FREE}
+    settings = {key: value for key, value in asdict(config).items()
+                if key not in CHANGEABLE | {"data"}}
     fingerprint = checksum(state=[settings, pairs])
     start, losses = _resume(out, optimizer, fingerprint, name)
     warm_up = max(1, len(batches) // 20)                                              # steps
@@ -425,7 +418,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
              for step, loss in enumerate(losses, 1)]
     metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
                "steps": len(losses), "skipped_steps": losses.count(None),
-               "final_loss": [x for x in losses if x is not None][-1]}
+               "final_loss": losses[-1]}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
         parts = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
@@ -467,20 +460,13 @@ def refuse_other_settings(config: RewardConfig):
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
-    config = parse_flags(RewardConfig, sys.argv[1:], __doc__, reward_preset)
+    config = parse_flags(RewardConfig, __doc__, reward_preset)
     row_task = next(iter_rows(config.data)).get("task") or config.task
     flags = ["--task", str(row_task), *sys.argv[1:]]         # a --task of the user comes later
-    config = parse_flags(RewardConfig, flags, __doc__, reward_preset)
+    config = parse_flags(RewardConfig, __doc__, reward_preset, flags)
     refuse_other_settings(config)
-    if config.shard and WORLD_SIZE == 1:
-        raise InputError("--shard needs more than one rank; start the script with "
-                         "torchrun --nproc_per_node N")
     device = start_ranks(minutes=30.0)
-    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    if config.shard:
-        shard(model, device)
+    model, tokenizer = load_base(config, device)
     metrics = fit(model, tokenizer, config)
     data = None if get_task(config.task).rows else "ROWS"           # the toy world makes rows
     command = next_command("text2grad.py", task=config.task, model=config.model, data=data,

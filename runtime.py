@@ -11,19 +11,15 @@ it. Each phase of Algorithm 1 runs once per run directory.
 The paper does not describe any of this.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib
 import json
 import os
-import re
 import resource
 import shutil
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -46,16 +42,10 @@ CPU_GROUP = None                                     # the gloo group of `gather
 
 
 def find_device() -> torch.device:
-    """This rank's GPU, or the CPU; prints a warning where torch cannot use an existing GPU."""
-    with warnings.catch_warnings(record=True) as problems:
-        warnings.simplefilter("always")
-        has_cuda = torch.cuda.is_available()
-    for problem in problems:                         # e.g. a driver for another CUDA version
-        reason = str(problem.message).split(" (Triggered")[0]
-        print_rank0(f"warning: no GPU is used, because torch {torch.__version__} is built for "
-                    f"CUDA {torch.version.cuda}: {' '.join(reason.split())}")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
+    """This rank's GPU, or the CPU. torch warns if it cannot use an existing GPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
 
 
 def start_ranks(minutes: float) -> torch.device:
@@ -130,16 +120,16 @@ def print_rank0(text: str):
 def atomic_directory(directory):
     """Write into a temporary directory beside `directory`; it is renamed once it is on disk."""
     directory = Path(directory)
-    new = directory.with_name(f".{directory.name}.new-{os.getpid()}")
-    old = directory.with_name(f".{directory.name}.old-{os.getpid()}")
-    shutil.rmtree(new, ignore_errors=True)
+    new = directory.with_name(f".{directory.name}.new")
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(new, ignore_errors=True)           # from a killed run
     new.mkdir(parents=True)
     try:
         yield new
         for path in (*new.iterdir(), new):
             _sync(path)
         if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)   # from a killed run with this process id
+            shutil.rmtree(old, ignore_errors=True)
             directory.rename(old)
         new.rename(directory)
         _sync(directory.parent)                      # the new name also survives a power cut
@@ -209,7 +199,7 @@ def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
     with atomic_directory(directory) as temporary:
         path = temporary / "tensors.safetensors"
         save_file(copies, path)
-        saved_state = {**state, "sha256": checksum(path, state=state)}
+        saved_state = state | {"sha256": checksum(path, state=state)}
         (temporary / "state.json").write_text(json.dumps(saved_state))
 
 
@@ -222,7 +212,7 @@ def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
     state = read_json(state_path)
     state.pop("sha256", None)
     # The text is compared, because a flipped bit may not change the JSON value: 1e-5 is 1E-5.
-    if state_path.read_text() != json.dumps({**state, "sha256": checksum(path, state=state)}):
+    if state_path.read_text() != json.dumps(state | {"sha256": checksum(path, state=state)}):
         raise ModelError(f"{path} is damaged: its sha256 is not the one in state.json; remove "
                          f"the checkpoint")
     return read_tensors(path)[0], state
@@ -230,9 +220,8 @@ def load_checkpoint(directory) -> tuple[dict[str, Tensor], dict]:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run directory, oldest first."""
-    number = re.compile(r"checkpoint-(\d+)").fullmatch
-    paths = [path for path in run.glob("checkpoint-*") if number(path.name)]
-    return sorted(paths, key=lambda path: int(number(path.name)[1]))
+    paths = {path.name.removeprefix("checkpoint-"): path for path in run.glob("checkpoint-*")}
+    return [paths[n] for n in sorted(filter(str.isdecimal, paths), key=int)]
 
 
 def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: int, end: int):
@@ -251,7 +240,7 @@ def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: i
     path = run / f"checkpoint-{n}"
     previous_path = run / f"checkpoint-{previous}"
     try:
-        save_checkpoint(path, tensors, {**state, "ranks": WORLD_SIZE})
+        save_checkpoint(path, tensors, state | {"ranks": WORLD_SIZE})
     except (OSError, SafetensorError) as error:
         megabytes = sum(x.nbytes for x in tensors.values()) / 1e6
         raise ModelError(f"{path} could not be written ({error}); free {megabytes:.1f} MB and "
@@ -314,8 +303,7 @@ def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
 def lock_directory(directory: Path):
     """Create a directory and lock it, so that it has one writer; the lock file is returned.
 
-    The lock lasts until that file is closed. Temporary files of killed writers are removed.
-    Raises InputError where another process has the lock.
+    The lock lasts until that file is closed. Raises InputError where another process has it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / ".lock", "a")
@@ -325,11 +313,6 @@ def lock_directory(directory: Path):
     except BlockingIOError as error:
         raise InputError(f"{directory}: another process is writing to it; wait for it, or "
                          f"choose another directory") from error
-    for path in directory.iterdir() if RANK == 0 else ():
-        if re.fullmatch(r"\..+\.(new|old)-\d+", path.name):       # from `atomic_directory`
-            shutil.rmtree(path)
-        elif re.fullmatch(r"\..+\.jsonl?\.\d+", path.name):       # from `write_rows`
-            path.unlink()
     return file
 
 
@@ -378,10 +361,8 @@ def bound_settings(directory: Path, names: set[str]) -> set[str]:
     """The settings that the results in a run directory depend on."""
     bound = set()
     for pattern, settings in SETTINGS_READ.items():
-        if settings is None:
-            settings = names - CHANGEABLE - ANNOTATION
-        if any(result_exists(path) for path in directory.glob(pattern)):
-            bound |= settings
+        if any(map(result_exists, directory.glob(pattern))):
+            bound |= settings or names - CHANGEABLE - ANNOTATION
     return bound
 
 

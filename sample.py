@@ -90,7 +90,7 @@ def write_merged(model, tokenizer, directory):
 
 def main():
     """Answer a prompt with the base and the policy, or write the merged model."""
-    config = parse_flags(SampleConfig, sys.argv[1:], __doc__)
+    config = parse_flags(SampleConfig, __doc__)
     model, tokenizer = load_model(config.model, "float32" if config.merge else None)
     load_lora(model, "policy", config.adapter)
     if config.merge:

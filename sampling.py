@@ -17,8 +17,6 @@ chooses its kernels by the shape of the batch. The last bits of the logits can t
 and in rare cases so does a token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import cache

@@ -23,14 +23,10 @@ CPU, an interrupted run that continues ends with bit-identical weights. A GPU do
 this.
 """
 
-from __future__ import annotations
-
 import math
 import random
-import sys
-import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,14 +36,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from annotate import (AnnotateConfig, annotate, annotation_question, ask_annotator,
-                      check_annotator, ground, token_offsets, token_rewards)
+from annotate import (AnnotateConfig, AnnotatorConfig, annotate, annotation_question,
+                      ask_annotator, check_annotator, ground, token_offsets, token_rewards)
 from ask import Journal
-from data import (DTYPES, TASKS, InputError, chunks, examples, flag, get_task, parse_flags,
+from data import (TASKS, InputError, chunks, examples, flag, get_task, parse_flags,
                   prompt_text, read_rows, run_script, whole_rows, write_rows)
-from model import (ValueHead, add_lora, checkpoint_activations, drop_long_rows, encode_prompt,
-                   eos_ids, gathered, load_lora, load_model, lora_parameters, response_hidden,
-                   save_lora, scaled_rate, shard, target_layers, use_lora)
+from model import (BaseConfig, ValueHead, add_lora, drop_long_rows, encode_prompt, eos_ids,
+                   gathered, load_base, load_lora, lora_parameters, response_hidden, save_lora,
+                   scaled_rate, target_layers, use_lora)
 from report import batch_metrics, colour_tokens, print_result, sample_row, score_response
 from reward_model import (Judgement, RewardConfig, count_tokens, fit, judge, reward_preset,
                           split_rows, summary, token_figures, write_critiques)
@@ -60,24 +56,18 @@ from sampling import generate, head_weight, pad_batch, token_entropy, token_logp
 
 
 @dataclass
-class Config:
+class Config(AnnotatorConfig, BaseConfig):
     """Defaults suit the toy task; --task sets the values of the release (Table 10)."""
-    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
-    model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
     data: str | None = flag(None, "training rows as JSON lines; None: the toy world makes them")
     output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
-    annotator_model: str = flag("gpt-4o", "annotator model on an OpenAI-compatible server")
     annotator_function: str | None = flag(
         "toy:critique", "local annotator as module:function; None: a server")
     reward_model: str | None = flag(None, "adapter of R_φ; None: phases 1 and 2 train it")
     iterations: int | None = flag(25, "iterations of Algorithm 4; None: from the rows", least=1)
     learning_rate: float | None = flag(
         1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7); None: from the model", most=10)
-    seed: int = flag(0, "random seed", most=10**9)
     adapter: str | None = flag(
         None, "SFT adapter: initial policy and reference; None: the bare base")
-    base_url: str | None = flag(None, "URL of the annotator's server; None: OPENAI_BASE_URL")
-    mode: str = flag("cot", "annotation mode: cot (paper), no_cot, align, or module:NAME")
     reward_learning_rate: float | None = flag(
         None, "peak rate of R_φ; None: the task's, or from the model", most=10)
     reward_epochs: int | None = flag(
@@ -85,9 +75,6 @@ class Config:
     reward_lora_targets: str | None = flag(
         None, "layers of R_φ with an adapter; None: the task's, or all")
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
-    price_in: float | None = flag(None, "USD per million prompt tokens")
-    price_out: float | None = flag(None, "USD per million reply tokens")
-    max_usd: float | None = flag(None, "maximum cost of annotation in USD; needs both prices")
     allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
     batch_size: int | None = flag(
         64, "rollouts per iteration, all ranks (release: 12, 64); None: from the rows", least=1)
@@ -96,7 +83,6 @@ class Config:
     max_prompt_tokens: int | None = flag(
         None, "longest prompt in tokens; longer ones are dropped", least=1)
     max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
-    max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
     kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
     kl_horizon: int | None = flag(
@@ -119,19 +105,18 @@ class Config:
     lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
     lora_targets: str = flag("q_proj,v_proj", "layers with an adapter, comma-separated")
     eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
-    dtype: str | None = flag(
-        None, "data type of the base; None: bfloat16 on CUDA, float32 on a CPU", DTYPES)
     micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
     rollout_batch_size: int = flag(256, "texts that a rank decodes together", least=1)
-    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
     rank_timeout: float = flag(30.0, "timeout of collective operations in minutes", least=0.01)
-    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
     save_every: int = flag(20, "iterations between checkpoints", least=1)
     probe_rows: int = flag(64, "rollouts also scored by the annotator, ten times per run")
     wandb: str | None = flag(None, "Weights & Biases project for the metrics; None: no upload")
 
-    GROUPS = {"task": "start here", "adapter": "phases 1 and 2", "dtype": "the machine",
-              "batch_size": "rollouts and rewards", "ppo_epochs": "the update"}
+    GROUPS = {"task": "start here", "max_critique_tokens": "rollouts and rewards",
+              "dtype": "the machine", "annotator_model": "start here",
+              "mode": "phases 1 and 2", "data": "start here", "adapter": "phases 1 and 2",
+              "batch_size": "rollouts and rewards", "ppo_epochs": "the update",
+              "micro_batch_size": "the machine"}
 
     @property
     def reference(self) -> str | None:
@@ -182,8 +167,8 @@ def preset(task: str) -> dict:
     if task == "toy":
         return {}                                       # the defaults of Config
     custom = get_task(task)
-    common = PAPER if task in TASKS else {**PAPER, **OWN}
-    return {**common, "output_dir": f"runs/{custom.name}", **custom.policy}
+    common = PAPER if task in TASKS else PAPER | OWN
+    return common | {"output_dir": f"runs/{custom.name}"} | custom.policy
 
 
 def fit_to_rows(config: Config, count: int, model) -> Config:
@@ -193,9 +178,13 @@ def fit_to_rows(config: Config, count: int, model) -> Config:
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
     iterations = config.iterations or min(6000, max(12, passes * count // batch_size))
     minibatch_size = config.minibatch_size or max(1, batch_size // 2 // WORLD_SIZE) * WORLD_SIZE
-    learning_rate = config.learning_rate or scaled_rate(model, 2e-3)
+    learning_rate = config.learning_rate
     value_learning_rate = config.value_learning_rate
-    if config.learning_rate is None and value_learning_rate is None:
+    if value_learning_rate is None:
+        value_learning_rate = learning_rate               # the policy's, as in the release
+    if learning_rate is None:
+        learning_rate = scaled_rate(model, 2e-3)
+    if value_learning_rate is None:
         value_learning_rate = 10 * learning_rate
     return replace(config, batch_size=batch_size, iterations=iterations,
                    minibatch_size=minibatch_size, learning_rate=learning_rate,
@@ -297,14 +286,14 @@ class Rollouts:
     response_ids: Tensor                  # y
     mask: Tensor                          # 1 on sampled tokens, EOS included
     feedback: list[Judgement] = field(default_factory=list)
-    delta: Tensor | None = None           # δ'_t
-    logprobs_old: Tensor | None = None    # log π_θold(y_t)
-    entropy: Tensor | None = None         # H(π_θold(·|x, y_<t))
-    logprobs_ref: Tensor | None = None    # log π_ref(y_t)
-    values: Tensor | None = None          # V_ψ(x, y_<t)
-    rewards: Tensor | None = None         # r_t = δ'_t + r_t^KL
-    advantages: Tensor | None = None      # A_t, whitened
-    returns: Tensor | None = None         # targets of V
+    delta: Tensor = None              # δ'_t
+    logprobs_old: Tensor = None       # log π_θold(y_t)
+    entropy: Tensor = None            # H(π_θold(·|x, y_<t))
+    logprobs_ref: Tensor = None       # log π_ref(y_t)
+    values: Tensor = None             # V_ψ(x, y_<t)
+    rewards: Tensor = None            # r_t = δ'_t + r_t^KL
+    advantages: Tensor = None         # A_t, whitened
+    returns: Tensor = None            # targets of V
     truncated: list[bool] = field(default_factory=list)       # no EOS within max_new_tokens
 
     def part(self, index: list[int]) -> dict[str, Tensor]:
@@ -359,21 +348,20 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
     """
     repeats_are_poor = get_task(config.task).repeats_are_poor
     judgements = []
-    for part in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.rollout_batch_size):
-        texts = [rollouts.texts[i] for i in part]
-        prompts = [rollouts.prompts[i] for i in part]
+    triples = [*zip(rollouts.prompts, rollouts.texts, rollouts.offsets)]
+    for part in chunks(triples[RANK::WORLD_SIZE], config.rollout_batch_size):
+        prompts, texts, _ = zip(*part)
         critiques = write_critiques(model, tokenizer, prompts, texts,                    # l.12
                                     config.max_critique_tokens)
-        for i, z in zip(part, critiques):
-            judgements.append(judge(z, rollouts.texts[i], rollouts.offsets[i],           # l.13
-                                    repeats_are_poor))
+        for z, (_, text, offsets) in zip(critiques, part):
+            judgements.append(judge(z, text, offsets, repeats_are_poor))                 # l.13
     return judgements
 
 
 def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
     """Gather the judgements of all ranks, and their δ' as one tensor (Alg. 4 l.13)."""
     rollouts.feedback = gather_rows(judgements)
-    rollouts.delta = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
+    rollouts.delta = torch.zeros_like(rollouts.mask, dtype=torch.float32)
     assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
     for row, judgement in enumerate(rollouts.feedback):
         n = int(rollouts.mask[row].sum())
@@ -397,11 +385,10 @@ def add_scores(rollouts: Rollouts, model, value_head, config: Config):
         logprobs = token_logprobs(hidden, weight, targets, config.temperature)
         entropy = token_entropy(hidden, weight, config.temperature)
         logprobs_ref = token_logprobs(reference, weight, targets, config.temperature)
-        B, T = part["mask"].shape
-        full = torch.zeros(4, B * T, device=model.device)
-        full[:, part["sampled"]] = torch.stack(
+        full = torch.zeros(4, *part["mask"].shape, device=model.device)
+        full.view(4, -1)[:, part["sampled"]] = torch.stack(
             [logprobs, entropy, logprobs_ref, value_head(hidden)])
-        scores[:, index, :T] = full.view(4, B, T)
+        scores[:, index, : full.shape[2]] = full
     (rollouts.logprobs_old, rollouts.entropy,
      rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
     # NaN passes these asserts: `ppo_update` skips and counts such a step.
@@ -504,7 +491,7 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
     for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
         loss, stats = minibatch_loss(rollouts.part(index), model, value_head, config, count)
         loss.backward()
-        totals.append(torch.stack(list(stats.values())))
+        totals.append(torch.stack(list(stats.values())).detach())
     for p in parameters:
         all_sum(p.grad)
     return dict(zip(stats, all_sum(sum(totals)).tolist()))
@@ -533,7 +520,7 @@ def minibatch_loss(part: dict[str, Tensor], model, value_head, config: Config, c
             "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # KL(π_old ‖ π), k3: ≥ 0
             "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
         }
-    return loss, {key: x.detach() for key, x in stats.items()}
+    return loss, stats
 
 
 # ── Algorithm 4
@@ -574,9 +561,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
-        metrics = {"iteration": iteration + 1, "kl_coef": kl.beta,
-                   **batch_metrics(batch, get_task(config.task)), **counts, **stats,
-                   **timer.seconds}
+        metrics = {"iteration": iteration + 1, "kl_coef": kl.beta}
+        metrics |= batch_metrics(batch, get_task(config.task)) | counts | stats | timer.seconds
         if kl.target:
             metrics["kl_target"] = kl.target
         kl.update(metrics["kl"], config.batch_size)
@@ -591,11 +577,8 @@ def train(model, tokenizer, rows, config: Config, out: Path, critic=reward_model
 
 def set_learning_rates(optimizer, config: Config, iteration: int):
     """The decayed rates of θ and ψ (Appendix D.2)."""
-    policy_rate = config.learning_rate
-    value_rate = config.value_learning_rate
-    if value_rate is None:
-        value_rate = policy_rate
-    for group, rate in zip(optimizer.param_groups, (policy_rate, value_rate)):
+    rates = config.learning_rate, config.value_learning_rate
+    for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate * decay(config, iteration)
 
 
@@ -610,8 +593,7 @@ def probe(batch: Rollouts, config: Config, out: Path) -> dict[str, float | None]
     """
     task = get_task(config.task)
     annotation = annotation_settings(config, out)
-    count = min(config.probe_rows, len(batch.rows))
-    indices = [i for i in range(count) if batch.texts[i].strip()]
+    indices = [i for i, y in enumerate(batch.texts[: config.probe_rows]) if y.strip()]
     rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in indices]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
@@ -699,7 +681,7 @@ def resume(optimizer, kl: AdaptiveKL, settings: dict, out: Path) -> int:
 def check_config(config: Config, out: Path, needs_reward_model: bool):
     """Check flags, annotator, key and directory before anything is sampled or paid."""
     task = get_task(config.task)
-    parse_flags(RewardConfig, ["--task", config.task], "", reward_preset)    # checks its values
+    parse_flags(RewardConfig, "", reward_preset, ["--task", config.task])    # checks its values
     sizes = {name: getattr(config, name) or 0 for name in ("batch_size", "minibatch_size")}
     if any(size % WORLD_SIZE for size in sizes.values()):
         remedy = " ".join(f"--{name} {-(-size // WORLD_SIZE) * WORLD_SIZE}"
@@ -708,8 +690,6 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     if (config.batch_size or 0) % config.responses_per_prompt:
         raise InputError(f"--batch_size {config.batch_size} is not a multiple of "
                          f"--responses_per_prompt {config.responses_per_prompt}")
-    if config.shard and WORLD_SIZE == 1:
-        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     if config.data is None and task.rows is None:
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb and not find_spec("wandb"):
@@ -774,25 +754,13 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     task = get_task(config.task)
     generator = torch.Generator().manual_seed(config.seed)
-    with_response = []
-    without_response = []
-    for row in rows:
-        responses = task.all_responses(row)
-        if not responses:
-            without_response.append(row)
-        elif all(example["response"].strip() for example in responses):
-            with_response.append(row)
+    with_response = [row for row in rows if task.all_responses(row)]
+    without_response = [row for row in rows if not task.all_responses(row)]
     parts = chunks(without_response, 256)
     for part in tqdm(parts, "respond", disable=not without_response or RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
-        for row, y in zip(part, batch.texts):
-            if y.strip():
-                with_response.append(row | {"response": y})                              # l.6
-    if len(with_response) < len(rows):
-        print_rank0(f"left out {len(rows) - len(with_response)} empty responses")
-    if not with_response:
-        raise InputError(f"{config.model}: every response is empty; choose another --model")
+        with_response += [row | {"response": y} for row, y in zip(part, batch.texts)]    # l.6
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         with_response = gather_rows(add_outcomes(with_response[RANK::WORLD_SIZE], task))
@@ -803,27 +771,20 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 
 def annotation_settings(config: Config, out: Path) -> AnnotateConfig:
     """Settings of phase 1 (Alg. 1 l.7–11): responses.jsonl → feedback.jsonl."""
-    names = ("task", "annotator_function", "annotator_model", "base_url", "mode", "price_in",
-             "price_out", "max_usd")
-    shared = {name: getattr(config, name) for name in names}
-    return AnnotateConfig(data=str(out / "responses.jsonl"), output=str(out / "feedback.jsonl"),
-                          **shared)
+    shared = {f.name: getattr(config, f.name) for f in fields(AnnotatorConfig)}
+    return AnnotateConfig(task=config.task, data=str(out / "responses.jsonl"),
+                          output=str(out / "feedback.jsonl"), skip_empty=True, **shared)
 
 
 def reward_settings(config: Config, out: Path) -> RewardConfig:
     """Settings of phase 2: feedback.jsonl → reward/adapter."""
-    names = "task", "model", "seed", "micro_batch_size", "max_critique_tokens"
-    shared = {name: getattr(config, name) for name in names}
+    shared = {f.name: getattr(config, f.name) for f in fields(BaseConfig)}
+    shared["micro_batch_size"] = config.micro_batch_size
     files = {"data": str(out / "feedback.jsonl"), "output_dir": str(out / "reward")}
     flags = {"learning_rate": config.reward_learning_rate, "epochs": config.reward_epochs,
              "lora_targets": config.reward_lora_targets}
     flags = {name: value for name, value in flags.items() if value is not None}
     return RewardConfig(**(reward_preset(config.task) | shared | files | flags))
-
-
-def fit_reward(model, tokenizer, config: Config, out: Path) -> str:
-    """Phase 2 (Alg. 1 l.13–14): R_φ from feedback.jsonl → reward/adapter."""
-    return summary(fit(model, tokenizer, reward_settings(config, out)))                  # l.14
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
@@ -890,15 +851,13 @@ def start_policy(model, config: Config):
 def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
          advantages=add_advantages):
     """Algorithm 1. needs_reward_model: whether the critic uses R_φ (phases 1 and 2)."""
-    argv = sys.argv[1:] if argv is None else argv
-    config = parse_flags(Config, argv, __doc__, preset)
+    config = parse_flags(Config, __doc__, preset, argv)
     out = Path(config.output_dir)
-    started = time.time()
     check_config(config, out, needs_reward_model)
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)
-    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
+    model, tokenizer = load_base(config, device)
     rows = drop_long_rows(rows, model, tokenizer, config)
     held_out = drop_long_rows(held_out, model, tokenizer, config)
     config = fit_to_rows(config, len(rows), model)
@@ -907,16 +866,12 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
     if trains_reward_model:
         check_phases(model, annotation_rows, config, out)
     save_settings(config, out, "R_φ" if needs_reward_model else config.annotator_function)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")
-    if config.shard:
-        shard(model, device)
     try:
         if trains_reward_model:
             run_phase("phase 1, respond", "responses.jsonl", out,
@@ -925,8 +880,8 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
             run_phase("phase 1, annotate", "feedback.jsonl", out,
                       lambda: on_rank0(annotate, annotation_settings(config, out)))  # l.7–11
             run_phase("phase 2, reward model", "reward/metrics.json", out,
-                      lambda: fit_reward(model, tokenizer, config, out),             # l.13–14
-                      out / "reward")
+                      lambda: summary(fit(model, tokenizer,                          # l.13–14
+                                          reward_settings(config, out))), out / "reward")
             if not lora_parameters(model, "reward"):            # trained in an earlier run
                 load_lora(model, "reward", out / "reward" / "adapter")
         run_phase("phase 3, policy", "result.json", out,
@@ -938,7 +893,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
                          f"--shard, and run the same command to continue") from error
     if RANK == 0:
         hint = reward_model_hint(config, out)
-        print_result(config, out, len(held_out), time.time() - started, hint)
+        print_result(config, out, len(held_out), hint)
     run_collective(dist.destroy_process_group)
 
 

@@ -510,7 +510,7 @@ def main(argv=None):
                          f"text2grad.py")
     defaults = ["--output_dir", f"runs/{name}", "--probe_rows", "0"]
     flags = [*defaults, *flags]                    # later flags override earlier ones
-    config = parse_flags(Config, flags, __doc__, preset)
+    config = parse_flags(Config, __doc__, preset, flags)
     if name in TRUE and not config.annotator_function:
         raise InputError(f"{name} needs --annotator_function: set it to module:function")
     if name in GROUPED and config.responses_per_prompt < 2:

@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import platform
 import re
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -925,7 +924,7 @@ def do_study(number: int, study: Study, config: StudyConfig, get_records) -> Pat
 
 def main():
     """Execute the chosen studies and print the paths of their pages."""
-    config = parse_flags(StudyConfig, sys.argv[1:], __doc__)
+    config = parse_flags(StudyConfig, __doc__)
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
         cache = Path(config.cache)
         records = Path(config.output_dir) / "records.jsonl"

@@ -479,7 +479,7 @@ CONCURRENCIES = [1, 8, 64] if SLOW else [1, 64]
 
 def worst_usd(work) -> float:
     """The most that one row may cost."""
-    question = next(annotation_questions(work.config()))
+    question = annotation_questions(work.config())[0]
     return usd(Server("tiny").max_usage(question))
 
 
@@ -598,10 +598,16 @@ def test_an_empty_response_is_named_and_can_be_left_out(critic, capsys):
     critic.module.judge = lambda row, response: GOOD
     rows = random_rows(3)
     rows[1]["response"] = " "
-    critic.fails("row row-1: the response is empty; .* --skip_failed", rows)
-    critic.run(skip_failed=True)
-    assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
-    assert "row row-1: the response is empty; it is left out" in capsys.readouterr().err
+    critic.fails("row row-1: the response is empty; .* --skip_empty", rows)
+    for flag in ("skip_empty", "skip_failed"):
+        critic.run(**{flag: True})
+        assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
+        assert "left out 1 empty responses (the first: row row-1)" in capsys.readouterr().err
+    for row in rows:
+        row["response"] = ""
+    write_rows(critic.data, rows)
+    with pytest.raises(InputError, match="every response is empty; .* choose another --model$"):
+        critic.run(skip_empty=True)
 
 
 USER_MODULE = """
@@ -679,7 +685,7 @@ def test_a_row_with_a_lone_surrogate_is_refused_before_any_request(work, field):
 # ── Flags
 
 @pytest.mark.parametrize("flags, message", [
-    (["--mode", "cots"], "--mode must be one of.*no_cot"),
+    (["--mode", "cots"], "--mode cots: no such name; use .*no_cot"),
     (["--unmatched", "drop"], "--unmatched"), (["--limit", "0"], "--limit"),
     (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
     (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"),
@@ -690,7 +696,7 @@ def test_invalid_flags_are_refused_before_any_request(work, monkeypatch, flags, 
     flags = ["--task", "ultrafeedback", "--data", str(work.data), "--output", str(work.output),
              "--base_url", work.server.url, *flags]
     with pytest.raises(InputError, match=message):
-        annotate(parse_flags(AnnotateConfig, flags, "Ask."))
+        annotate(parse_flags(AnnotateConfig, "Ask.", argv=flags))
     assert work.calls() == 0 and not work.records()
 
 

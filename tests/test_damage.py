@@ -43,10 +43,10 @@ def states(tmp_path_factory):
         shutil.copytree(out, folder / "annotated")
         return original_fit(*args)
 
-    original_fit = text2grad.fit_reward
+    original_fit = text2grad.fit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
-        patch.setattr(text2grad, "fit_reward", copy_annotated)
+        patch.setattr(text2grad, "fit", copy_annotated)
         patch.setattr(reward_model, "SAVE_EVERY", 2)
         copy_at(reward_model, "keep_checkpoint", "phase 2", 4)
         copy_at(text2grad, "keep_checkpoint", "phase 3", 1)

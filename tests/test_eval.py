@@ -535,7 +535,7 @@ def test_nan_weights_are_an_error(tmp_path):
     (("--task", "arc", "--data", "d", "--before", __file__), "test_eval.py is a file"),
     (("--task", "reward_model", "--data", "d"), "needs --adapter, R_φ"),
     (("--adapter", "none", "--reward_model", __file__), "test_eval.py is a file"),
-    (("--task", "poetry"), "--task poetry: no such task")])
+    (("--task", "poetry"), "--task poetry: no such name")])
 def test_an_invalid_flag_is_refused_before_the_model_is_loaded(flags, message, monkeypatch,
                                                                tmp_path):
     monkeypatch.setattr(evaluation, "load_model", None)

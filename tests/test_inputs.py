@@ -70,7 +70,7 @@ def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path):
     for line, name in mutated_lines(row, 300 if SLOW else 60, task):
         path.write_bytes(json.dumps(row).encode() + b"\n" + line + b"\n")
         try:
-            questions = list(annotation_questions(config))
+            questions = annotation_questions(config)
         except InputError as error:
             message = str(error)
             place = "row " if "the response is empty" in message else "line 2: "

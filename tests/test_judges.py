@@ -274,7 +274,7 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
 
 @pytest.mark.parametrize("row, message", [
     (BENCH[0] | {"question_id": None}, "line 2: field 'question_id'"),
-    (BENCH[0] | {"turns": []}, "line 2: field 'turns'"),
+    (BENCH[0] | {"turns": []}, "row 2: 'turns' must be a list of two texts"),
     (BENCH[0] | {"turns": ["a"]}, "row 2: 'turns' must be a list of two texts"),
     (BENCH[0] | {"reference": "c"}, "row 2: 'reference' must be a list of two texts"),
     (["a"], "line 2: expected a JSON object")])

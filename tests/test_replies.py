@@ -145,13 +145,6 @@ def test_no_reply_breaks_the_budget_or_is_paid_twice(kind, server, tmp_path, mon
     capsys.readouterr()
 
 
-def test_the_unfinished_output_of_a_killed_run_is_removed(tmp_path):
-    leftover = tmp_path / ".feedback.jsonl.4711"
-    leftover.write_text("{")
-    with Journal(tmp_path / "feedback.jsonl.journal"):
-        assert not leftover.exists()
-
-
 @pytest.mark.parametrize("text", [
     '{"' * 600_000, "[" * 1_200_000, '{"a":' * 240_000, '{"a": [' * 170_000,
     '{"a": 1} ' * 130_000, '{"good_spans": [1]} ' * 60_000,

@@ -116,13 +116,13 @@ def test_the_points_of_a_curve_are_the_metrics(values, power):
 
 
 @often
-@given(numbers, numbers, st.integers(3, 8))
-def test_ticks_are_round_evenly_spaced_and_reach_around_the_numbers(a, b, most):
+@given(numbers, numbers)
+def test_ticks_are_round_evenly_spaced_and_reach_around_the_numbers(a, b):
     low, high = min(a, b), max(a, b)
-    marks = ticks(low, high, most)
+    marks = ticks(low, high)
     steps = [q - p for p, q in zip(marks, marks[1:])]
     assert marks[0] <= low + 1e-6 * steps[0] and high - 1e-6 * steps[0] <= marks[-1]
-    assert len(marks) <= most + 1 and max(steps) - min(steps) < 1e-6 * max(map(abs, marks))
+    assert len(marks) <= 6 and max(steps) - min(steps) < 1e-6 * max(map(abs, marks))
     assert round(float(f"{steps[0]:.3e}".split("e")[0]), 2) in (1, 2, 5)
 
 
@@ -310,13 +310,12 @@ def test_an_unfinished_run_says_what_is_not_there_yet(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     text = run_report(run).read_text()
-    said = re.findall(r'<p class="muted">(\S+) does not exist yet', text)
-    assert said == ["result.json", "after_samples.jsonl"]
+    assert re.findall(r"(\S+)</h2>(\S+) does not exist yet", text) == [("after", "result.json")]
     assert text.count("<h3>Before</h3>") == 7 and "<h3>After</h3>" not in text
     for path in run.rglob("*.json*"):
         if path.name != "config.json":
             path.unlink()
-    assert run_report(run).read_text().count("does not exist yet") == 8
+    assert run_report(run).read_text().count("does not exist yet") == 7
     (run / "config.json").unlink()
     with pytest.raises(InputError, match="no config.json; name the --output_dir of a run"):
         run_report(run)

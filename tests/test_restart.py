@@ -144,13 +144,13 @@ def test_without_a_checkpoint_a_damaged_result_is_refused(unbroken, reward, tmp_
     assert re.search("policy/.* is missing or has changed.*restore it, or remove", message)
 
 
-def test_a_lost_log_is_named_and_files_of_killed_writers_are_removed(broken, reward, capsys):
+def test_a_lost_log_is_named_and_files_of_killed_writers_are_replaced(broken, reward, capsys):
     (broken / "metrics.jsonl").unlink()
-    leftovers = [broken / ".result.json.123", broken / ".samples.jsonl.99999"]
-    for path in leftovers:
-        path.write_text("{")
-    (broken / ".policy.new-77").mkdir()
-    (broken / ".checkpoint-2.old-77").mkdir()
+    for name in (".result.json.new", ".samples.jsonl.new"):
+        (broken / name).write_text("{")
+    for name in (".policy.new", ".policy.old"):
+        (broken / name).mkdir()
+        (broken / name / "adapter_config.json").write_text("{")
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
     assert f"{broken / 'metrics.jsonl'} has lost 6 of the lines" in capsys.readouterr().out
     assert [path.name for path in broken.glob(".*")] == [".lock"]

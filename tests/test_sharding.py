@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
+import model as model_file
 import reward_model
 import text2grad
 from data import write_rows
@@ -181,8 +182,8 @@ def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_pat
         assert model.device.type == "cpu"
         raise Stop
 
-    monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    monkeypatch.setattr(script, "load_model", load)
+    monkeypatch.setattr(model_file, "WORLD_SIZE", 2)
+    monkeypatch.setattr(model_file, "load_model", load)
     flags = ["--shard", "--output_dir", tmp_path]
     if script is reward_model:
         write_rows(tmp_path / "feedback.jsonl", [{"task": "toy"}])

@@ -129,7 +129,7 @@ def row(response="The cat sat on the mat.", good=("cat",), poor=("mat",), **fiel
              for label, quotes in ((1, good), (-1, poor)) for q in quotes]
     return {"id": "r", "prompt": "p", "response": response, "critique": "c",
             "good_spans": list(good), "poor_spans": list(poor), "spans": spans, "unmatched": [],
-            "ambiguous": 0, "conflicting": 0, **fields}
+            "ambiguous": 0, **fields}
 
 
 def test_labels_are_names_or_numbers_and_the_text_of_a_span_must_match_its_offsets():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import text2grad
-import toy
+from annotate import annotation_questions
 from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, eos_ids, lora_parameters
@@ -128,7 +128,9 @@ def test_both_learning_rates_decay_to_zero(model_and_tokenizer, rows, tmp_path, 
 
     monkeypatch.setattr(text2grad, "ppo_update", record)
     config = replace(CONFIG, iterations=4, learning_rate=0.2, value_learning_rate=value_rate)
-    train(*model_and_tokenizer, rows, config, tmp_path, length_critic)
+    model, tokenizer = model_and_tokenizer
+    config = text2grad.fit_to_rows(config, len(rows), model)
+    train(model, tokenizer, rows, config, tmp_path, length_critic)
     policy_rates, value_rates = zip(*rates)
     assert policy_rates == pytest.approx([0.2, 0.15, 0.1, 0.05])
     assert value_rates == pytest.approx(expected)
@@ -222,7 +224,7 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
     assert reference != texts_of(model, tokenizer, rows, "policy")
     write_responses(model, tokenizer, rows, config, tmp_path)
     responses = [row["response"] for row in read_jsonl(tmp_path / "responses.jsonl")]
-    assert responses == [text for text in reference if text.strip()]
+    assert responses == list(reference)
     train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, length_critic)
     result = json.loads((tmp_path / "result.json").read_text())
     for name, adapter in (("before", "reference"), ("after", "policy")):
@@ -319,8 +321,20 @@ def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millio
     assert config.value_learning_rate == pytest.approx(10 * config.learning_rate)
     release = text2grad.fit_to_rows(replace(empty, task="slf5k", batch_size=12), 5000, model)
     assert release.iterations == 1666                            # four epochs
-    named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5)
+    named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5,
+                    value_learning_rate=0.25)
     assert text2grad.fit_to_rows(named, rows, model) == named
+
+
+def test_a_learning_rate_of_zero_is_not_replaced_by_a_derived_one():
+    weight = torch.nn.Parameter(torch.zeros(1), False)
+    model = SimpleNamespace(parameters=lambda: [weight])
+    for rate, value_rate, expected in ((0.0, None, (0.0, 0.0)), (0.5, 0.0, (0.5, 0.0)),
+                                       (0.5, None, (0.5, 0.5)), (None, 0.0, (2e-3, 0.0))):
+        config = Config(learning_rate=rate, value_learning_rate=value_rate)
+        config = text2grad.fit_to_rows(config, 100, model)
+        assert (config.learning_rate, config.value_learning_rate) == expected
+    assert fit_reward_to_rows(RewardConfig(learning_rate=0.0), 100, model).learning_rate == 0.0
 
 
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
@@ -330,13 +344,25 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     assert message.endswith("set --batch_size 16 --minibatch_size 16")
 
 
-def test_empty_responses_in_the_rows_are_left_out_and_counted(tmp_path, capsys):
-    texts = ["a", " ", "b"]
-    rows = [row | {"response": text} for row, text in zip(toy.rows("train", 3), texts)]
-    summary = text2grad.write_responses(None, None, rows, Config(), tmp_path)
-    assert summary.startswith("2 responses, 0 of them sampled")
-    assert read_jsonl(tmp_path / "responses.jsonl") == [rows[0], rows[2]]
-    assert "left out 1 empty responses" in capsys.readouterr().out
+def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
+    """Phase 1 keeps the other response of a row that has two."""
+    def side(text):
+        return [{"role": "assistant", "content": text}]
+
+    rows = [{"id": "a", "prompt": "p", "chosen": side("good"), "rejected": side(" ")},
+            {"id": "b", "prompt": "q", "response": ""},
+            {"id": "c", "prompt": "q", "response": "text"}]
+    config = Config(task="ultrafeedback", annotator_function="my_critic:judge")
+    assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
+        "3 responses, 0 of them sampled")
+    settings = text2grad.annotation_settings(config, tmp_path)
+    questions = annotation_questions(settings)
+    assert [question.id for question in questions] == ["a/0", "c"]
+    assert "left out 2 empty responses (the first: row a/1)" in capsys.readouterr().err
+    write_rows(tmp_path / "responses.jsonl", rows[1:2])
+    with pytest.raises(InputError, match="every response is empty; if text2grad.py sampled "
+                                         "them, choose another --model$"):
+        annotation_questions(settings)
 
 
 @pytest.mark.parametrize("ranks, group, batch_size, minibatch_size", [
@@ -374,7 +400,8 @@ def test_a_wrong_setting_of_a_task_is_one_line(config_class):
     for setting in fields(config_class):
         for value in WRONG:
             try:
-                config = parse_flags(config_class, [], "", lambda task: {setting.name: value})
+                config = parse_flags(config_class, "",
+                                     lambda task: {setting.name: value}, [])
             except InputError as error:
                 assert setting.name in str(error) and "\n" not in str(error)
                 refused += 1
