@@ -250,11 +250,12 @@ STUDIES = {
         {"placed, 20 tokens": STABLE, "placed at .003, 20 tokens": FAST,
          "placed, 40 tokens": replace(TRUE, length=2),
          "placed, 80 tokens": replace(TRUE, length=4),
-         **{f"{name}, {20 * n} tokens": replace(run, length=n) for n in (1, 2, 4)
-            for name, run in (("at the end", END), ("placed, R_φ", Run()),
-                              ("at the end, R_φ", Run("end")))}},
+         **{f"at the end, {20 * n} tokens": replace(END, length=n) for n in (1, 2, 4)},
+         **{f"{name}, R_φ, {20 * n} tokens": Run(method, length=n) for n in (1, 2)
+            for name, method in (("placed", "critique"), ("at the end", "end"))}},
         "80 tokens are still a short text. Facts are as dense in long responses as in short "
-        "ones.",
+        "ones. There is no R_φ for 80 tokens: in a trial with one seed it found only a quarter "
+        "of the wrong tokens, because the base never saw such long critiques.",
         tuned=("placed, 40 tokens", "placed, 80 tokens", "at the end, 20 tokens",
                "at the end, 40 tokens", "at the end, 80 tokens", "placed, R_φ, 20 tokens",
                "at the end, R_φ, 20 tokens"),

@@ -329,7 +329,6 @@ def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts()
 
 
 PAGES = sorted((ROOT / "notebooks" / "studies").glob("*.md"))
-IN_OLD_WORLD = "in the first version of the toy world"      # a page whose runs are not kept
 DECIMALS = re.compile(r"\d*(\.\d+)")
 
 
@@ -346,8 +345,6 @@ def test_every_figure_of_a_page_follows_from_the_committed_records(path, cache, 
                                                                    monkeypatch):
     """Table, chart and text: each decimal in the findings stands in the table."""
     page = path.read_text()
-    if IN_OLD_WORLD in page:
-        pytest.skip("measured in the first version of the toy world")
     monkeypatch.setattr(studies, "work", None)                         # no run may be repeated
     (tmp_path / path.name).write_text(page)
     number = int(path.stem.split("_")[0])
