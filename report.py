@@ -340,6 +340,8 @@ RANGES = {
     "clip_fraction": (0, 0.2, "{:.0%} of tokens clipped (range: up to 20%)", _STEPS),
     "policy_kl": (0, 0.05, "{:.2g} nats per token and update (range: up to 0.05)", _STEPS),
     "skipped_steps": (0, 0, "{:.2g} per iteration (range: 0)", _STEPS),
+    "repeated facts": (0, 0.03, "{:.2f} per response (range: up to 0.03)",
+                       "set repeats_are_poor in the task"),
     "kl / kl_target": (0.5, 1.5, "{:.2g} at the end (range: 0.5 to 1.5)",
                        "lower --learning_rate or --kl_horizon, or if it is too small, "
                        "raise --iterations"),
@@ -363,7 +365,8 @@ def health(out: Path) -> list[tuple[str, str]]:
         values["kl / kl_target"] = [row["kl"] / row["kl_target"] for row in rows
                                     if "kl_target" in row]
         for name, before in result["before"].items():
-            if name in {"mean δ per token"}.union(*rows):             # and the task's metrics
+            # The other metrics are the task's.
+            if name in {"mean δ per token"}.union(*rows) - RANGES.keys():
                 values[name] = [(result["after"][name] - before) / (abs(before) or 1)]
     checks = []
     for name, numbers in values.items():

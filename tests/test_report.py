@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 import report
-from data import InputError, public
+from data import InputError, public, write_rows
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
                     html_table, run_report, sample_row, split_text, svg_line, table, ticks)
@@ -360,6 +360,20 @@ def test_a_goal_that_falls_by_a_tenth_is_unhealthy(run, before, after, state):
                                  "after": {"mean δ per token": after, "response tokens": 1.0}}])
     sentences = {text.split(" is ")[0]: found for found, text in health(run)}
     assert sentences["mean δ per token"] == state and "response tokens" not in sentences
+
+
+@pytest.mark.parametrize("repeats, state", [(0.03, "healthy"), (0.04, "unhealthy")])
+def test_repeated_facts_should_be_few_not_many(run, repeats, state):
+    """A task's other metrics must not fall; this one must stay near 0."""
+    rows = read_jsonl(run / "metrics.jsonl")
+    write_rows(run / "metrics.jsonl", [row | {"repeated facts": repeats} for row in rows])
+    (result,) = read_jsonl(run / "result.json")
+    for side in result.values():
+        side["repeated facts"] = 0.5
+    result["after"]["repeated facts"] = 0.0
+    write_rows(run / "result.json", [result])
+    sentences = [text for _, text in health(run) if text.startswith("repeated facts")]
+    assert sentences == [sentences[0]] and f"repeated facts is {state}:" in sentences[0]
 
 
 def test_a_run_stopped_by_unreadable_critiques_is_told_from_a_healthy_one(run):
