@@ -787,8 +787,22 @@ def reward_settings(config: Config, out: Path) -> RewardConfig:
     return RewardConfig(**(reward_preset(config.task) | shared | files | flags))
 
 
+@torch.no_grad()
+def base_nats(rollouts: Rollouts, model, tokenizer, config: Config) -> Tensor:
+    """[−Σ_t log p(y_t | x, y_<t) of the base in nats, number of tokens], without the EOS."""
+    eos = torch.tensor([*eos_ids(tokenizer, model)], device=model.device)
+    sums = torch.zeros(2, device=model.device)
+    for index in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.micro_batch_size):
+        hidden, targets = forward(model, rollouts.part([*index]), None)
+        logprobs = token_logprobs(hidden, head_weight(model), targets)
+        is_text = ~torch.isin(targets, eos)
+        sums += torch.stack([-logprobs[is_text].sum(), is_text.sum()])
+    return all_sum(sums)
+
+
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
     """A sampled response to each held-out row, judged by the critic: (means, samples)."""
+    nats = torch.zeros(2, device=model.device)
     generator = torch.Generator().manual_seed(config.seed)
     truths = get_task(config.task).truth
     scores = []
@@ -797,11 +811,13 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
             add_feedback(batch, critic(batch, model, tokenizer, config))
+            nats += base_nats(batch, model, tokenizer, config)
         for i, row in enumerate(part):
             samples.append({"id": row.get("id"), **sample_row(batch, i)})
             score = {name: truth(row, batch.texts[i]) for name, truth in truths.items()}
             scores.append(score | score_response(batch.feedback[i], batch.truncated[i]))
     means = {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+    means["perplexity under the base"] = (nats[0] / nats[1].clamp(min=1)).exp().item()
     return means, samples
 
 

@@ -257,6 +257,12 @@ MUTATIONS = [
     Mutation("reward_model.py", "if skipped == len(losses):", "if False:",
              REWARD, "a fit without a finite step succeeds"),
 
+    Mutation("text2grad.py", "rollouts.part([*index]), None)",
+             'rollouts.part([*index]), "policy")',
+             TRAIN, "perplexity under the policy"),
+    Mutation("text2grad.py", "is_text = ~torch.isin(targets, eos)", "is_text = targets >= 0",
+             TRAIN, "the EOS counts in the perplexity"),
+
     # ── annotate.py
     Mutation("annotate.py", "            if len(places) > repeats:",
              "            places = places[:repeats]\n            if False:",

@@ -5,6 +5,7 @@ each step's inputs with explicit values.
 """
 
 import json
+import math
 import random
 import typing
 from dataclasses import fields, replace
@@ -12,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 import text2grad
+import toy
 from annotate import annotation_questions
 from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
-from model import ValueHead, add_lora, eos_ids, lora_parameters
+from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters
 from reward_model import Judgement, RewardConfig, fit_reward_to_rows, split_rows
 from sampling import generate
 from text2grad import (Config, batch_rows, evaluate, load_rows, ppo_update, sample_rollouts,
@@ -233,6 +236,28 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
         means, _ = evaluate(model, tokenizer, rows, config, adapter, length_critic)
         assert result[name] == means
     assert result["before"] != result["after"]
+
+
+@pytest.mark.parametrize("adapter", [None, "policy"])
+def test_perplexity_is_that_of_transformers_own_base(model_and_tokenizer, rows, adapter):
+    """exp(nats / tokens) over all responses, without EOS, at temperature 1."""
+    model, tokenizer = model_and_tokenizer
+    config = replace(CONFIG, batch_size=len(rows), micro_batch_size=3, temperature=0.7,
+                     max_new_tokens=48)
+    generator = torch.Generator().manual_seed(config.seed)
+    batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
+    base = AutoModelForCausalLM.from_pretrained(toy.BASE)
+    eos = eos_ids(tokenizer, model)
+    logprobs = []
+    for i, row in enumerate(rows):
+        x = encode_prompt(tokenizer, toy.prompt(row))
+        y = [token for token in batch.response_ids[i][batch.mask[i].bool()].tolist()
+             if token not in eos]
+        rows_of_logits = base(torch.tensor([x + y])).logits[0, len(x) - 1 : -1]
+        logprobs += rows_of_logits.log_softmax(-1)[range(len(y)), y].tolist()
+    means, _ = evaluate(model, tokenizer, rows, config, adapter, length_critic)
+    perplexity = math.exp(-sum(logprobs) / len(logprobs))
+    assert means["perplexity under the base"] == pytest.approx(perplexity, rel=1e-4)
 
 
 def test_equal_policies_have_equal_results_before_and_after(toy_model, rows, tmp_path):
