@@ -789,7 +789,7 @@ def reward_settings(config: Config, out: Path) -> RewardConfig:
 
 @torch.no_grad()
 def base_nats(rollouts: Rollouts, model, tokenizer, config: Config) -> Tensor:
-    """[−Σ_t log p(y_t | x, y_<t) of the base in nats, number of tokens], without the EOS."""
+    """Nats −Σ_t log p(y_t | x, y_<t) of the base and number of tokens, without the EOS → [2]"""
     eos = torch.tensor([*eos_ids(tokenizer, model)], device=model.device)
     sums = torch.zeros(2, device=model.device)
     for index in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.micro_batch_size):

@@ -59,7 +59,7 @@ def learn(smollm2, out):
                        "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
-    train(model, tokenizer, toy.rows("train", 8), config, out, true_critic)
+    train(model, tokenizer, toy.PROSE.rows("train", 8, 0), config, out, true_critic)
     return out
 
 

@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 from collections import Counter
+from functools import partial
 from statistics import mean
 
 import pytest
@@ -60,10 +62,11 @@ def test_a_fault_rate_that_cannot_be_is_one_line(rate):
         toy.write_summary(toy.rows("train", 1)[0]["facts"], random.Random(0), rate)
 
 
-@pytest.mark.parametrize("length", toy.LENGTHS)
-def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
+@pytest.mark.parametrize("rows", [*(partial(toy.rows, length=n) for n in toy.LENGTHS),
+                                  toy.PROSE.rows])
+def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(rows):
     """Summaries in which the critics find nothing poor."""
-    for row in toy.rows("train", 100, 0, length):
+    for row in rows("train", 100, 0):
         for text in (row["post"], row["reference"]):
             phrases = [value for _, _, value in toy.said_facts(text)]
             assert sorted(phrases) == sorted(row["facts"].values())
@@ -72,6 +75,24 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(length):
         assert toy.critique_prose(row, row["reference"]) == reply
         assert toy.fact_accuracy(row, row["reference"]) == 1
         assert toy.supported_words(row, row["reference"]) == 1
+        assert toy.repeated_facts(row, row["reference"]) == 0
+
+
+def test_prose_posts_have_no_sentence_with_all_facts_and_references_of_four_forms():
+    """A policy that copies a sentence of such a post cannot state every fact."""
+    rows = toy.PROSE.rows("train", 400, 0)
+    openings = Counter()
+    for row in rows:
+        for sentence in re.split(r'(?<=\.)"? ', row["post"]):
+            assert sum(fact in sentence for fact in row["facts"].values()) < 3, sentence
+        text = row["reference"]
+        for slot, fact in row["facts"].items():
+            text = text.replace(fact, slot)
+        openings[text] += 1
+    assert len(openings) == 4 and min(openings.values()) > 60
+    held_out = toy.PROSE.rows("eval", 200, 0)
+    assert len({row["post"] for row in held_out}) == 200
+    assert not {row["post"] for row in held_out} & {row["post"] for row in rows}
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():

@@ -18,6 +18,7 @@ import random
 import re
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from data import InputError, Task
@@ -91,19 +92,33 @@ _SUMMARY = [
      "A gift of {the} {donor}, it [was kept in the {place}] and had cost {price}.",
      "It came from {the} {donor}, had cost {price} and [was in the {place}] until then."]]
 
+# The same for real language models (`PROSE`). A post states its facts in two sentences, so that
+# no sentence of it is a summary.
+_PROSE_POST = [
+    ['In {month} my {person} opened my mail. When I asked about it, I was told "{reply}"',
+     'Somebody opened my mail in {month}. It was my {person}, who only told me "{reply}"',
+     '"{reply}" That is all my {person} told me. My mail had been opened in {month}.',
+     'I found my mail open in {month}. My {person} did it and only told me "{reply}"']]
+_PROSE_SUMMARY = [
+    ['The writer\'s {person} opened the mail in {month} and only said "{reply}"',
+     'In {month}, the writer\'s {person} opened the mail and answered "{reply}"',
+     'The writer\'s mail was opened in {month} by the {person}, who only said "{reply}"',
+     'The writer was told "{reply}" after the {person} opened the mail in {month}.']]
+
 # The facts of a row belong to the split that contains their hash modulo 16.
 SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}
 
 
-def write_post(facts: dict[str, str], rng: random.Random) -> str:
+def write_post(facts: dict[str, str], rng: random.Random, forms=_POST) -> str:
     """A first-person post that states every fact once, in random wording."""
-    sentences = [rng.choice(forms) for forms in _POST[: len(facts) // PER_SENTENCE]]
+    sentences = [rng.choice(choices) for choices in forms[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
         sentences.insert(rng.randrange(1, len(sentences) + 1), rng.choice(_FILLER))
     return " ".join(sentences).format(**facts)
 
 
-def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0) -> str:
+def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0,
+                  forms=_SUMMARY) -> str:
     """A summary with one sentence for every three facts.
 
     With probability `fault_rate`, a sentence either repeats a clause or uses the first person.
@@ -113,10 +128,10 @@ def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float =
         raise InputError(f"toy: the fault rate {fault_rate} is not a probability; choose a "
                          f"value from 0 to 1")
     sentences = []
-    for forms in _SUMMARY[: len(facts) // PER_SENTENCE]:
+    for choices in forms[: len(facts) // PER_SENTENCE]:
         fault = rng.choice(("twice", "my")) if rng.random() < fault_rate else ""
         clause = r"\1, \1" if fault == "twice" else r"\1"
-        sentence = re.sub(r"\[(.+?)\]", clause, rng.choice(forms))
+        sentence = re.sub(r"\[(.+?)\]", clause, rng.choice(choices))
         sentences.append(sentence.format(the="my" if fault == "my" else "the", **facts))
     return " ".join(sentences)
 
@@ -142,7 +157,8 @@ def write_draft(facts: dict[str, str], rng: random.Random) -> str:
     return write_summary(confuse(facts, rng), rng, FAULT_RATE)
 
 
-def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
+def rows(split: str, n: int, seed: int = 0, length: int = LENGTH, posts=_POST,
+         summaries=_SUMMARY) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
     length: number of sentences in a summary; a sentence has about 20 tokens. No two posts are
@@ -165,10 +181,11 @@ def rows(split: str, n: int, seed: int = 0, length: int = LENGTH) -> list[dict]:
         facts = {slot: rng.choice(SLOTS[slot]) for slot in slots}
         if zlib.crc32("|".join(facts.values()).encode()) % 16 not in SPLITS[split]:
             continue
-        post = write_post(facts, rng)
+        post = write_post(facts, rng, posts)
         if post not in examples:
             examples[post] = {"id": f"toy-{split}-{seed}-{len(examples)}", "post": post,
-                              "facts": facts, "reference": write_summary(facts, rng)}
+                              "facts": facts,
+                              "reference": write_summary(facts, rng, forms=summaries)}
             attempts = 0
     return list(examples.values())
 
@@ -370,14 +387,15 @@ TASK = Task(
 # random A, by only η (α/r) √(r · out / 3), which is a fifth of it for a 576 × 576 matrix.
 PROSE = replace(
     TASK, name="prose", repeats_are_poor=True,
+    rows=partial(rows, posts=_PROSE_POST, summaries=_PROSE_SUMMARY),
     truth=TASK.truth | {"repeated facts": repeated_facts},
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",
             "annotator_function": "toy:critique_prose",
             "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
             "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
             "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
-            "kl_coef": 0.05, "kl_target": 0.0, "value_clip": 5.0, "max_new_tokens": 48,
-            "value_learning_rate": 3e-3, "entropy_coef": 0.01,
+            "kl_coef": 0.2, "kl_target": 4.0, "kl_horizon": 32, "value_clip": 5.0,
+            "max_new_tokens": 48, "value_learning_rate": 3e-3, "entropy_coef": 0.01,
             "max_critique_tokens": 160, "probe_rows": 16},
     reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 1e-3,
             "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 4,
