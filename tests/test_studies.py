@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,6 +25,7 @@ from experiments.studies import (STUDIES, Arm, Run, Study, StudyConfig, arm_figu
                                  renewed, seed_interval, settle, sheet, smooth)
 from helpers import ROOT
 from model import add_lora, response_hidden, use_lora
+from notebooks import smollm2
 from reward_model import Judgement
 from sampling import head_weight
 from text2grad import Config, nl_gradient_loss, sample_rollouts
@@ -389,3 +391,74 @@ def test_every_committed_page_can_be_judged_and_repeated(path):
         assert re.search(wanted, page), wanted
     for file in re.findall(r"!\[.*?\]\((.*?)\)", page):
         ElementTree.parse(path.parent / file)
+
+
+# ── The page of SmolLM2
+
+def finished_run(directory, facts, kl):
+    """A run directory with the given metric of each iteration."""
+    directory.mkdir(parents=True)
+    metrics = [{"iteration": i + 1, "fact accuracy": x, "repeated facts": 0.5, "kl": y,
+                "kl_target": 4.0} for i, (x, y) in enumerate(zip(facts, kl))]
+    for row in metrics[::3]:
+        row |= {"true_delta": 0.25, "good_precision": 1.0, "good_recall": 0.5,
+                "poor_precision": None, "poor_recall": 0.75 if row["iteration"] < 7 else 0.25}
+    means = {"fact accuracy": 0.25, "repeated facts": 1.0, "perplexity under the base": 20.04,
+             "response tokens": 17.0}
+    write_rows(directory / "metrics.jsonl", metrics)
+    write_rows(directory / "result.json",
+               [{"before": means, "after": means | {"fact accuracy": 0.9375}}])
+    write_rows(directory / "phases.jsonl",
+               [{"phase": "phase 1", "seconds": 59.6, "GB": 1.26},
+                {"phase": "phase 3", "seconds": 120.2, "GB": 3.0}])
+    for side in ("before", "after"):
+        write_rows(directory / f"{side}_samples.jsonl",
+                   [{"prompt": f"Summarise.\n\nPost: post {i}", "response": f"{side}|{i}"}
+                    for i in range(12)])
+    return directory
+
+
+def test_the_page_of_smollm2_has_the_figures_of_its_runs(tmp_path):
+    """A record replaces the one of the same name and seed; means over five iterations."""
+    facts = [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    run = finished_run(tmp_path / "run", facts, [*range(12)])
+    page = tmp_path / "page.md"
+    marks = "".join(f"<!-- {name} -->\nold\n<!-- end -->\ntext\n"
+                    for name in ("runs", "judged", "phases", "responses"))
+    page.write_text(marks)
+    names = ("the annotator", 0), ("the annotator, from the base", 0), ("R_φ", 1)
+    write_rows(page.with_suffix(".jsonl"),
+               [smollm2.read_run(name, seed, run) for name, seed in names])
+    smollm2.main(["R_φ", "0", str(run)], page)
+    smollm2.main(["R_φ", "0", str(run)], page)
+    records = read_rows(page.with_suffix(".jsonl"))
+    assert [(record["run"], record["seed"]) for record in records] == [
+        ("the annotator", 0), ("the annotator, from the base", 0), ("R_φ", 0), ("R_φ", 1)]
+    text = page.read_text()
+    assert "old" not in text and text.count("text\n") == 4
+    assert ("| R_φ | 1 | 0.250 → 0.938 | 0.600; 1.000 | 1.00 → 1.00 | 20.0 → 20.0 | 9.0; 4.0 | "
+            "17.0 → 17.0 | 3; 3.0 |") in text
+    assert "| 0 | first half | 1.000 / 0.500 | – / 0.750 |" in text
+    assert "| 0 | second half | 1.000 / 0.500 | – / 0.250 |" in text
+    assert "| phase 1 | 60 s; 1.3 GB | 60 s; 1.3 GB |" in text
+    assert r"| post 9 | before\|9 | before\|9 | after\|9 | after\|9 |" in text
+    assert "post 10" not in text
+    charts = ElementTree.parse(page.with_suffix(".svg")).findall("{*}svg/{*}svg")
+    assert len(charts) == 4
+    assert [len(chart.findall("{*}path[@class='curve']")) for chart in charts] == [2] * 4
+    points = [re.findall("h0", chart.find("{*}path[@class='curve']").get("d"))
+              for chart in charts]
+    assert [*map(len, points)] == [8, 8, 8, 4]
+
+
+def test_the_committed_page_of_smollm2_follows_from_its_records(tmp_path):
+    """Tables and figure are rebuilt; the README quotes only figures of this page."""
+    for suffix in (".md", ".jsonl"):
+        shutil.copy((ROOT / "notebooks" / "smollm2").with_suffix(suffix), tmp_path)
+    page = tmp_path / "smollm2.md"
+    smollm2.write_page(page)
+    for suffix in (".md", ".svg"):
+        assert page.with_suffix(suffix).read_text() == smollm2.PAGE.with_suffix(suffix).read_text()
+    section = (ROOT / "README.md").read_text().partition("## A real language model")[2]
+    quoted = DECIMALS.findall(section.partition("\n## ")[0])
+    assert len(quoted) > 5 and {*quoted} <= {*DECIMALS.findall(page.read_text())}
