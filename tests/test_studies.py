@@ -426,14 +426,14 @@ def test_the_page_of_smollm2_has_the_figures_of_its_runs(tmp_path):
     marks = "".join(f"<!-- {name} -->\nold\n<!-- end -->\ntext\n"
                     for name in ("runs", "judged", "phases", "responses"))
     page.write_text(marks)
-    names = ("the annotator", 0), ("the annotator, from the base", 0), ("R_φ", 1)
+    names = ("the annotator", 0), ("R_φ", 1)
     write_rows(page.with_suffix(".jsonl"),
                [smollm2.read_run(name, seed, run) for name, seed in names])
     smollm2.main(["R_φ", "0", str(run)], page)
     smollm2.main(["R_φ", "0", str(run)], page)
     records = read_rows(page.with_suffix(".jsonl"))
     assert [(record["run"], record["seed"]) for record in records] == [
-        ("the annotator", 0), ("the annotator, from the base", 0), ("R_φ", 0), ("R_φ", 1)]
+        ("the annotator", 0), ("R_φ", 0), ("R_φ", 1)]
     text = page.read_text()
     assert "old" not in text and text.count("text\n") == 4
     assert ("| R_φ | 1 | 0.250 → 0.938 | 0.600; 1.000 | 1.00 → 1.00 | 20.0 → 20.0 | 9.0; 4.0 | "
@@ -441,7 +441,7 @@ def test_the_page_of_smollm2_has_the_figures_of_its_runs(tmp_path):
     assert "| 0 | first half | 1.000 / 0.500 | – / 0.750 |" in text
     assert "| 0 | second half | 1.000 / 0.500 | – / 0.250 |" in text
     assert "| phase 1 | 60 s; 1.3 GB | 60 s; 1.3 GB |" in text
-    assert r"| post 9 | before\|9 | before\|9 | after\|9 | after\|9 |" in text
+    assert r"| post 9 | before\|9 | after\|9 | after\|9 |" in text
     assert "post 10" not in text
     charts = ElementTree.parse(page.with_suffix(".svg")).findall("{*}svg/{*}svg")
     assert len(charts) == 4
