@@ -436,8 +436,8 @@ def test_the_page_of_smollm2_has_the_figures_of_its_runs(tmp_path):
         ("the annotator", 0), ("R_φ", 0), ("R_φ", 1)]
     text = page.read_text()
     assert "old" not in text and text.count("text\n") == 4
-    assert ("| R_φ | 1 | 0.250 → 0.938 | 0.600; 1.000 | 1.00 → 1.00 | 20.0 → 20.0 | 9.0; 4.0 | "
-            "17.0 → 17.0 | 3; 3.0 |") in text
+    assert ("| R_φ | 1 | 12 | 0.250 → 0.938 | 0.600; 1.000 | 1.00 → 1.00 | 20.0 → 20.0 | "
+            "9.0; 4.0 | 17.0 → 17.0 | 3; 3.0 |") in text
     assert "| 0 | first half | 1.000 / 0.500 | – / 0.750 |" in text
     assert "| 0 | second half | 1.000 / 0.500 | – / 0.250 |" in text
     assert "| phase 1 | 60 s; 1.3 GB | 60 s; 1.3 GB |" in text
@@ -458,7 +458,8 @@ def test_the_committed_page_of_smollm2_follows_from_its_records(tmp_path):
     page = tmp_path / "smollm2.md"
     smollm2.write_page(page)
     for suffix in (".md", ".svg"):
-        assert page.with_suffix(suffix).read_text() == smollm2.PAGE.with_suffix(suffix).read_text()
+        committed = smollm2.PAGE.with_suffix(suffix).read_text()
+        assert page.with_suffix(suffix).read_text() == committed
     section = (ROOT / "README.md").read_text().partition("## A real language model")[2]
     quoted = DECIMALS.findall(section.partition("\n## ")[0])
     assert len(quoted) > 5 and {*quoted} <= {*DECIMALS.findall(page.read_text())}
