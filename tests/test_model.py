@@ -687,8 +687,8 @@ def test_greedy_is_transformers_greedy(base, monkeypatch):
     model, tokenizer = base
     prompts, caches, update = prompts_of(tokenizer), set(), StaticCache.update
 
-    def watched_update(self, *arguments):
-        out = update(self, *arguments)
+    def watched_update(self, *arguments, **options):   # transformers ≥ 5.24 passes keywords
+        out = update(self, *arguments, **options)
         caches.update((x.data_ptr(), x.shape[2]) for x in self.layers[0])
         return out
 
