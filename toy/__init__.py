@@ -161,7 +161,8 @@ def rows(split: str, n: int, seed: int = 0, length: int = LENGTH, posts=_POST,
          summaries=_SUMMARY) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
-    length: number of sentences in a summary; a sentence has about 20 tokens. No two posts are
+    length: number of sentences in a summary; a sentence has about 20 tokens. posts, summaries:
+    their forms, a list for each of these sentences, as in _POST and _SUMMARY. No two posts are
     equal. The same arguments give the same rows on every machine. Raises KeyError if the split
     is unknown, and InputError if the length is not in LENGTHS or the split has fewer posts.
     """
