@@ -20,6 +20,7 @@ and in rare cases so does a token.
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -287,6 +288,9 @@ class Decoder:
         self.model = model
         self.temperature = temperature
         self.cache = StaticCache(columns)
+        # transformers 5.24 renamed this argument, and warns of its old name.
+        parameters = signature(model.base_model.forward).parameters
+        self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self.weight = head_weight(model)                             # [V, H]
         self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
         self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
@@ -301,7 +305,7 @@ class Decoder:
         """Run a forward pass over `ids`; return the hidden state of the last column, [B, H]."""
         masks = _masks(self.model.config, mask, self.cache.cache_position)
         output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
-                                       past_key_values=self.cache, use_cache=True)
+                                       use_cache=True, **{self.cache_keyword: self.cache})
         return output.last_hidden_state[:, -1]
 
     def prefill(self, prompts, attention):
