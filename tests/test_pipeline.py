@@ -109,22 +109,26 @@ def test_phase_3_does_not_start_with_an_unreadable_r_phi(toy_model, tmp_path):
 
 
 @pytest.mark.parametrize("is_quote_real", [False, True])
-def test_a_critic_without_any_reward_is_reported_before_training(toy_model, tmp_path, capsys,
-                                                                 is_quote_real):
+def test_a_critic_without_any_reward_is_reported_before_training(
+        toy_model, tmp_path, monkeypatch, capsys, is_quote_real):
     def critic(rollouts, model, tokenizer, config):
         quotes = [text if is_quote_real else "xylophone" for text in rollouts.texts]
         replies = [json.dumps({"critique": "Well done.", "good_spans": [quote],
                                "poor_spans": []}) for quote in quotes]
         return [*map(judge, replies, rollouts.texts, rollouts.offsets)]
 
+    def train(*_):                                     # what stands on the terminal so far
+        printed.append(capsys.readouterr().out)
+
+    printed = []
+    monkeypatch.setattr(text2grad, "train", train)
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
     rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
-                    max_new_tokens=3, probe_rows=0)
+    config = Config(max_new_tokens=3)
     text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
     warning = "warning: every δ is 0 on the 6 held-out responses; if R_φ judges, its quotes do"
-    assert (warning in capsys.readouterr().out) is not is_quote_real
+    assert (warning in printed[0]) is not is_quote_real
 
 
 @pytest.fixture()
