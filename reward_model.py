@@ -412,13 +412,16 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if not pairs:
         raise InputError(f"{config.data}: every training row has more than {limit} tokens; "
                          f"raise --max_tokens, or use a model with a longer context")
+    too_long = len(rows) - len(pairs) - len(held_out)
+    if too_long:
+        print_rank0(f"{config.data}: left out {too_long} of {len(rows)} rows, which have more "
+                    f"than {limit} tokens (--max_tokens)")
     config = fit_reward_to_rows(config, len(pairs), model)
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     curve = [{"iteration": step, "loss in nats per token of z": loss}
              for step, loss in enumerate(losses, 1)]
-    metrics = {"training_rows": len(pairs), "too_long": len(rows) - len(pairs) - len(held_out),
-               "steps": len(losses), "skipped_steps": losses.count(None),
-               "final_loss": losses[-1]}
+    metrics = {"training_rows": len(pairs), "too_long": too_long, "steps": len(losses),
+               "skipped_steps": losses.count(None), "final_loss": losses[-1]}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
         parts = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)

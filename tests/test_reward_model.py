@@ -175,6 +175,19 @@ def test_the_held_out_loss_is_of_r_phi_per_token_of_z(finished_run, toy_model, t
     assert loss["saved"] < 0.63 * loss[None]
 
 
+def test_rows_that_are_too_long_are_counted_on_the_terminal(toy_model, tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"id": str(i), "prompt": f"prompt {i}", "response": "a cat",
+             "critique": "word " * words, "good_spans": ["cat"], "poor_spans": []}
+            for i, words in enumerate((1, 600, 2, 600))]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    config = RewardConfig(data=str(data), output_dir=str(tmp_path / "r"), epochs=1, held_out=0)
+    metrics = fit(*toy_model, config)
+    assert (metrics["training_rows"], metrics["too_long"]) == (2, 2)
+    assert (f"{data}: left out 2 of 4 rows, which have more than 512 tokens (--max_tokens)"
+            in capsys.readouterr().out)
+
+
 def test_tokens_of_graded_delta_count_by_their_sign():
     """Graded critics give ±.25 to ±1: good 2 marked, 3 predicted, 2 hit; poor 3, 2 and 1."""
     truth = [1, 0.5, -1, -0.25, 0, -0.75]
