@@ -99,8 +99,6 @@ class EvalConfig(judges.JudgeConfig):
     allow_code_execution: bool = flag(False, "run the programs of --task code in a sandbox")
     unsafe_sandbox: bool = flag(False, "run programs even if a sandbox layer is missing")
     code_timeout: float = flag(10.0, "CPU seconds for each program of --task code", least=0.01)
-    difficulty: str | None = flag(None, "AlpacaEval's df_gamed.csv; None computes no "
-                                        "length-controlled win rate")
 
     max_prompt_tokens = None                 # no flag: only the context limits the prompts
 
@@ -457,18 +455,19 @@ def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
 
 
 def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
-    """Win rate against the reference outputs in --data; also writes a file for alpaca_eval."""
+    """Win rate against the reference outputs in --data.
+
+    Also writes the outputs for alpaca_eval, and prints the command that computes their
+    length-controlled win rate.
+    """
     config = side.config
     rows = judges.read_alpaca(config.data)[: config.limit]
     answered_rows = side.answer(rows)
     texts = column(answered_rows, "response")
-    judges.write_alpaca(Path(config.output_dir, f"{side.name}_outputs.json"), rows, texts,
-                        side.source or config.model)
+    command = judges.write_alpaca(Path(config.output_dir, f"{side.name}_outputs.json"), rows,
+                                  texts, side.source or config.model)
+    side.print(f"for the length-controlled win rate, run: {command}")
     wins = ask_wins(side, rows, texts, column(rows, "response"))
-    if wins and config.difficulty:
-        gamed = judges.read_difficulty(config.difficulty)
-        rate = judges.length_controlled(rows, texts, wins, gamed)
-        side.print(f"length-controlled, %\n{report.table([*rate], [[*rate.values()]])}")
     return answered_rows, {"win rate": column(wins, "win")}
 
 
@@ -557,8 +556,6 @@ def check_flags(config: EvalConfig):
     if task == "reward_model" and config.adapter is None:
         raise InputError("--task reward_model needs --adapter, R_φ or a file of critiques")
     judges.check_judge(config)
-    if config.difficulty:
-        judges.read_difficulty(config.difficulty)
     for path in filter(None, (config.before, config.adapter, config.reward_model)):
         runs_model = task in ("arc", "mt_bench") or path == config.reward_model
         if runs_model and os.path.isfile(path):

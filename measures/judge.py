@@ -6,20 +6,20 @@
     scores = pairwise_scores(ask_judge(questions, config, "judge.journal"))
     print(win_tie_loss(scores))
 
-Paper: §4.2–4.5, Table 4, Figure 3, Appendix E. Shapes: n rows, k features.
+Paper: §4.2–4.5, Table 4, Figure 3, Appendix E.
 
 Departures: Appendix E shuffles the two answers. Here the judge sees them in both orders, and
 two verdicts that disagree count as a tie. If a reply has no verdict or several different ones,
 the row is counted as unjudged and the next run asks again; FastChat takes the first verdict.
-AlpacaEval's leaderboard uses its own prompt. For its win rate, run alpaca_eval on the file that
-`write_alpaca` writes.
+AlpacaEval's leaderboard has its own prompt and controls for length. For its win rate, run the
+command that `write_alpaca` returns.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import re
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -228,18 +228,18 @@ def pairwise_scores(verdicts: list[dict]) -> list[dict]:
 
 
 def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
-    """Numbers of wins, ties, losses, inconsistent and unjudged rows, and the `win_rate`."""
+    """Numbers of wins, ties, losses, inconsistent and unjudged rows; the win rate.
+
+    win_rate: mean of the judged rows in per cent, with its standard_error; None if there are
+    too few rows.
+    """
     wins = [row["win"] for row in scores if row["win"] is not None]
     counts = Counter(wins)
+    n = len(wins)
     return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
             "inconsistent": sum(row["inconsistent"] for row in scores),
-            "unjudged": len(scores) - len(wins), **win_rate(wins)}
-
-
-def win_rate(wins) -> dict:
-    """Mean of wins [n] and its standard error in per cent; None if n is too small."""
-    n = len(wins)
-    return {"win_rate": 100 * float(np.mean(wins)) if n else None,
+            "unjudged": len(scores) - n,
+            "win_rate": 100 * float(np.mean(wins)) if n else None,
             "standard_error": 100 * float(np.std(wins, ddof=1)) / n**0.5 if n > 1 else None}
 
 
@@ -342,94 +342,15 @@ def read_alpaca(path) -> list[dict]:
             for number, row in enumerate(rows)]
 
 
-def write_alpaca(path, rows: list[dict], texts: list[str], generator: str):
-    """Write a policy's outputs as a JSON array, which alpaca_eval takes as --model_outputs."""
+def write_alpaca(path, rows: list[dict], texts: list[str], generator: str) -> str:  # Table 4
+    """Write a policy's outputs for alpaca_eval; return the command that judges them.
+
+    The command prints AlpacaEval 2's length-controlled win rate. It needs alpaca_eval 0.6,
+    OPENAI_API_KEY, and outputs for all 805 instructions. Without the last flag, alpaca_eval
+    skips a generator that it has already judged.
+    """
     outputs = [{"instruction": row["prompt"], "output": text, "generator": generator}
                for row, text in zip(rows, texts, strict=True)]
     Path(path).write_text(json.dumps(outputs, indent=1))
-
-
-def read_difficulty(path) -> list[dict]:
-    """Rows of AlpacaEval's df_gamed.csv: preferences for two baselines, and difficulties.
-
-    Raises InputError if the file has another format.
-    """
-    names = "std_delta_len", "instruction_difficulty", "preference"
-    rows = []
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                numbers = {name: float(row[name] or "nan") for name in names}
-                rows.append({"index": row["index"], **numbers})
-    except (LookupError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: this is not AlpacaEval's df_gamed.csv ({error!r}); name "
-                         f"that file with --difficulty") from error
-    return rows
-
-
-def length_controlled(rows: list[dict], texts: list[str], scores: list[dict],
-                      gamed: list[dict]) -> dict:  # Table 4
-    """AlpacaEval 2's length-controlled win rate in per cent, as in alpaca_eval 0.6.6.
-
-    A logistic model is fitted: P(a text wins) = σ(φ tanh(Δ/s) + ψ γ_x + θ). Δ is the length of
-    the reference minus that of the text, in characters. s is the standard deviation of Δ, and
-    γ_x the difficulty of instruction x. The rate is the mean of P at Δ = 0. gamed: rows of
-    `read_difficulty`. They are a verbose and a concise baseline, which regularise φ with a
-    total weight of 0.2. An unjudged row is not used in the fit, but counts in the mean. Raises
-    InputError if an instruction's difficulty is unknown, or if fewer than five rows are judged.
-    """
-    difficulty = {row["index"]: row["instruction_difficulty"] for row in gamed}
-    for row in rows:
-        if row["id"] not in difficulty:
-            raise InputError(f"the --difficulty file has no instruction_difficulty for index "
-                             f"{row['id']}; use AlpacaEval's own instructions")
-    n_judged = sum(score["win"] is not None for score in scores)
-    if n_judged < 5:
-        raise InputError(f"{n_judged} rows are judged, but a length-controlled win rate needs "
-                         f"at least five; judge more rows")
-    length_gap = np.array([len(row["response"]) - len(text)
-                           for row, text in zip(rows, texts, strict=True)])     # Δ, [n]
-    even = np.array([[0, difficulty[row["id"]], 1] for row in rows])            # Δ = 0
-    policy = even + np.outer(length_gap / (length_gap.std(ddof=1) or 1), [1, 0, 0])
-    x = np.array([[row["std_delta_len"], row["instruction_difficulty"], 0] for row in gamed]
-                 + policy.tolist())
-    x[:, 0] = np.tanh(x[:, 0])                                                  # [n, k]
-    wins = [row["preference"] for row in gamed] + [score["win"] for score in scores]
-    y = np.array(wins, dtype=float)                                             # None: nan
-    weight = np.where(x[:, 2] == 1, 1.0, 0.2 / 2)
-    is_judged = ~np.isnan(y)
-    w = fit_cross_validated(x[is_judged], y[is_judged], weight[is_judged])
-    return win_rate(1 / (1 + np.exp(-even @ w)))
-
-
-def fit_cross_validated(x, y, weight) -> np.ndarray:
-    """Coefficients [k] for the penalty in scikit-learn's grid with the lowest held-out loss."""
-    fold = (len(x) - 1 - np.arange(len(x))) % 5             # the same as in GroupKFold
-
-    def held_out(strength: float) -> float:
-        losses = []
-        for k in range(5):
-            train = fold != k
-            test = fold == k
-            z = x[test] @ fit_logistic(x[train], y[train], weight[train], strength)
-            losses.append(np.mean(weight[test] * (np.logaddexp(0, z) - y[test] * z)))
-        return np.mean(losses)
-    return fit_logistic(x, y, weight, min(np.logspace(-4, 4, 10), key=held_out))
-
-
-def fit_logistic(x, y, weight, strength: float) -> np.ndarray:
-    """argmin_w ‖w‖₁ + C Σ weight · cross-entropy(y, σ(x w)), [k], by proximal gradient descent.
-
-    strength: C, the inverse of the penalty's strength, as in scikit-learn.
-    """
-    rate = 4 / strength / np.linalg.norm((x.T * weight) @ x, 2)      # 1 / largest curvature
-    w = np.zeros(x.shape[1])
-    previous = np.inf
-    for _ in range(2000):
-        if np.abs(w - previous).max() < 1e-8:
-            break
-        previous = w
-        gradient = strength * x.T @ (weight * (1 / (1 + np.exp(-x @ w)) - y))
-        step = w - rate * gradient
-        w = np.sign(step) * np.maximum(np.abs(step) - rate, 0)
-    return w
+    return shlex.join(["alpaca_eval", "--model_outputs", str(path),
+                       "--is_overwrite_leaderboard"])

@@ -292,10 +292,6 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
     questions = [row for row in read_rows(shared / "data" / "mt_bench_question.jsonl")
                  if sum(map(len, row["turns"])) < 400][:4]
     write_rows(tmp_path / "questions.jsonl", questions)
-    gamed = tmp_path / "df_gamed.csv"
-    gamed.write_text(
-        "model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline\n"
-        + "".join(f"long,0.{i},{i},-1.5,0.{i},False\n" for i in range(10)))
     with loopback(responder=verdict) as server:
         judge = ("--judge_model", "judge", "--base_url", server.url)
         result, _ = run(capsys, "--task", "mt_bench", "--data", tmp_path / "questions.jsonl",
@@ -308,10 +304,11 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(
         assert len(row["response"]) == 2 and row["question_id"] == questions[0]["question_id"]
         data = shared / "data" / "alpaca_eval_100.jsonl"
         result, printed = run(capsys, "--task", "alpaca_eval", "--data", data, "--limit", "6",
-                              "--difficulty", gamed, *stories_flags, *judge,
-                              "--output_dir", tmp_path / "alpaca")
-        assert (figure(result, "win rate")["rows"] == 6
-                and printed.count("length-controlled, %\n") == 2)
+                              *stories_flags, *judge, "--output_dir", tmp_path / "alpaca")
+        assert figure(result, "win rate")["rows"] == 6
+        for name in ("before", "after"):
+            path = tmp_path / "alpaca" / f"{name}_outputs.json"
+            assert f"run: alpaca_eval --model_outputs {path} --is_over" in printed
         outputs = json.loads((tmp_path / "alpaca" / "after_outputs.json").read_text())
         rows = read_rows(tmp_path / "alpaca" / "after.jsonl")
         assert outputs == [{"instruction": row["instruction"], "output": answer["response"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -297,89 +299,17 @@ def test_the_published_files_are_read(shared, config):
     assert rows[99]["id"] == "99"
 
 
-# ── AlpacaEval
-
-def random_scores(seed: int, n: int) -> tuple[list[dict], list[str], list[dict], list[dict]]:
-    """(reference rows, texts, scores, rows of two gamed baselines); long texts win often."""
-    rng = random.Random(seed)
-    difficulties = [rng.gauss(0, 1) for _ in range(n)]
-    rows, texts, scores = [], [], []
-    for i, difficulty in enumerate(difficulties):
-        reference, length = rng.randint(50, 900), rng.randint(50, 1500)
-        advantage = math.tanh((reference - length) / 500)
-        p = 1 / (1 + math.exp(1.2 * advantage - 0.8 * difficulty + 0.4))
-        win = 0.5 if rng.random() < 0.2 else 0.0 + (rng.random() < p)
-        rows.append({"id": str(i), "prompt": "Do it.", "response": "x" * reference})
-        texts.append("y" * length)
-        scores.append({"id": str(i), "win": win, "inconsistent": False})
-    gamed = [{"index": str(i), "instruction_difficulty": difficulties[i],
-              "std_delta_len": sign * rng.uniform(0.5, 2),
-              "preference": round(0.5 - 0.15 * sign + rng.uniform(-0.1, 0.1), 3)}
-             for sign in (-1, 1) for i in range(n)]
-    return rows, texts, scores, gamed
-
-
-@pytest.mark.parametrize("seed, n, rate, error, controlled, controlled_error", [
-    (0, 200, 54.25, 3.064989, 49.603251, 0.713437),
-    (1, 120, 56.25, 4.123551, 47.480236, 1.076793),
-    (2, 150, 52.0, 3.629361, 44.381157, 0.462909),
-    (3, 60, 41.666667, 5.720252, 35.394054, 1.135304),
-    (4, 805, 50.248447, 1.572271, 42.667927, 0.346678)])
-def test_win_rates_are_those_of_alpaca_eval(seed, n, rate, error, controlled, controlled_error):
-    """Table 4; the constants are from length_controlled_v1 of alpaca_eval 0.6.6."""
-    rows, texts, scores, gamed = random_scores(seed, n)
-    table = win_tie_loss(scores)
-    assert [table["win_rate"], table["standard_error"]] == pytest.approx(
-        [rate, error], abs=1e-6)
-    table = judges.length_controlled(rows, texts, scores, gamed)
-    # alpaca_eval uses the solver of scikit-learn 1.9.1, which stops at a tolerance of 1e-4.
-    assert table["win_rate"] == pytest.approx(controlled, abs=1e-3)
-    assert table["standard_error"] == pytest.approx(controlled_error, abs=1e-3)
-
-
-@pytest.mark.parametrize("strength, features", [(1e-3, 0), (0.5, 1), (1.0, 2), (1e4, 3)])
-def test_the_l1_penalised_fit_satisfies_the_optimality_conditions(strength, features):
-    rng = np.random.default_rng(0)
-    x, y, weight = rng.normal(size=(80, 3)), rng.random(80), rng.random(80)
-    y[:40] = np.round(y[:40])
-    w = judges.fit_logistic(x, y, weight, strength)
-    p = 1 / (1 + np.exp(-x @ w))
-    gradient = strength * x.T @ (weight * (p - y))
-    assert np.allclose(gradient[w != 0], -np.sign(w[w != 0]), atol=1e-6 * max(1, strength))
-    assert (np.abs(gradient[w == 0]) <= 1 + 1e-6).all()
-    assert (w != 0).sum() == features
-
-
-def test_unjudged_rows_are_predicted_and_a_one_sided_judge_gives_a_number():
-    rows, texts, scores, gamed = random_scores(5, 60)
-    partial = [row | {"win": None} if i % 3 == 0 else row for i, row in enumerate(scores)]
-    indices = [i for i in range(60) if i % 3]
-    rate = judges.length_controlled(rows, texts, partial, gamed)["win_rate"]
-    assert 0 < rate < 100
-    assert rate != judges.length_controlled(rows, texts, scores, gamed)["win_rate"]
-    subset = ([values[i] for i in indices] for values in (rows, texts, partial))
-    assert rate != judges.length_controlled(*subset, gamed)["win_rate"], (
-        "the mean must be over all instructions")
-    all_wins = [row | {"win": 1.0} for row in scores]
-    assert judges.length_controlled(rows, texts, all_wins, gamed)["win_rate"] > 98
-    with pytest.raises(InputError, match="2 rows are judged"):
-        judges.length_controlled(rows[:3], texts[:3], partial[:3], gamed)
-    with pytest.raises(InputError, match="no instruction_difficulty for index 77"):
-        judges.length_controlled([*rows[1:], rows[0] | {"id": "77"}], texts, scores, gamed)
-
-
-def test_the_difficulty_file_is_read_and_errors_name_it(tmp_path):
-    path = tmp_path / "d.csv"
-    valid = ("model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline\n"
-             "gpt4_gamed_verbose,0.25,3,-1.5,0.75,False\n")
-    path.write_text(valid)
-    assert judges.read_difficulty(path) == [
-        {"preference": 0.25, "index": "3", "std_delta_len": -1.5,
-         "instruction_difficulty": 0.75}]
-    path.write_text(valid.replace("0.25", ""))                   # as pandas writes NaN
-    assert math.isnan(judges.read_difficulty(path)[0]["preference"])
-    for text in ("index,preference,instruction_difficulty\n1,2,3\n", "a,b\n1,2\n",
-                 valid.replace("0.75", "hard")):
-        path.write_text(text)
-        with pytest.raises(InputError, match="d.csv.*df_gamed.csv"):
-            judges.read_difficulty(path)
+def test_outputs_are_written_for_alpaca_eval_with_its_command(tmp_path):  # Table 4
+    """alpaca_eval 0.6.6 reads a list of objects with these three fields."""
+    path = tmp_path / "my run" / "after_outputs.json"
+    path.parent.mkdir()
+    rows = [{"id": "0", "prompt": "Sum up.", "response": "a"},
+            {"id": "1", "prompt": "Why {}?", "response": "b"}]
+    command = judges.write_alpaca(path, rows, ["é", ""], "runs/policy")
+    assert shlex.split(command) == ["alpaca_eval", "--model_outputs", str(path),
+                                    "--is_overwrite_leaderboard"]
+    assert json.loads(path.read_text()) == [
+        {"instruction": "Sum up.", "output": "é", "generator": "runs/policy"},
+        {"instruction": "Why {}?", "output": "", "generator": "runs/policy"}]
+    with pytest.raises(ValueError, match="zip"):
+        judges.write_alpaca(path, rows, ["x"], "runs/policy")
