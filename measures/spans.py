@@ -1,7 +1,6 @@
-"""Span metrics: scores of R_φ's critiques, statistics of annotated rows, human annotations.
+"""Span metrics: scores of R_φ's critiques, and statistics of annotated rows.
 
     python -m measures.spans --audit feedback.jsonl --output page.html   # tables and a page
-    python -m measures.spans --people marked.jsonl --output feedback.jsonl
     figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # scores of R_φ
 
 Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
@@ -26,20 +25,19 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
 from operator import attrgetter
-from statistics import fmean, median
-from textwrap import shorten
+from statistics import fmean
 from typing import Callable
 
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Grounding, Span, check_characters, feedback_row,
-                      ground, parse_feedback, quoted, token_offsets, token_rewards)
-from data import InputError, read_rows, run_script, write_rows
+from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback, token_offsets,
+                      token_rewards)
+from data import InputError, read_rows, run_script
 from report import (LEGEND, card, heatmap, page, score_response, table, text_block,
                     write_page)
 from reward_model import Judgement, count_tokens, judge
@@ -300,11 +298,9 @@ def _shares(annotated: list[tuple], unit: str) -> tuple:
     quotes = unmatched = ambiguous = 0
     for row, spans, offsets in annotated:
         labels.update(token_rewards(row["response"], offsets, spans))
-        if "unmatched" in row:   # people's rows may list an unmatched quote only in this field
-            row_quotes = Counter(row["good_spans"] + row["poor_spans"])
-            row_unmatched = Counter(row["unmatched"])
-            quotes += (row_quotes | row_unmatched).total()
-            unmatched += row_unmatched.total()
+        if "unmatched" in row:
+            quotes += len(row["good_spans"] + row["poor_spans"])
+            unmatched += len(row["unmatched"])
             ambiguous += row["ambiguous"]
     units = labels.total()
     lines = [["unmatched quotes", unmatched, quotes],
@@ -425,176 +421,27 @@ def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
     write_page(path, page(title, body))
 
 
-# ── Annotations by people
-
-def read_people(rows: list[dict]) -> list[dict]:
-    """Convert rows to {id, prompt, response, critique, annotator, spans, unmatched, ambiguous}.
-
-    A row has either `spans` [{start, end, label}], or the quotes `good_spans` and `poor_spans`,
-    or the format of FineGrainedRLHF, whose errors become poor spans. Each row without an
-    annotator counts as a different person. Raises InputError for any other format.
-    """
-    annotations = []
-    for number, row in enumerate(rows, 1):
-        try:
-            row = _finegrained(row) if "prediction 1" in row else row
-            texts = {"id": str(row.get("id", number)), "prompt": row["prompt"],
-                     "response": row["response"],
-                     "critique": row.get("critique") or row.get("feedback") or "",
-                     "annotator": str(row.get("annotator") or f"unnamed {number}")}
-            check_characters("it", *texts.values())
-            if not (texts["prompt"].strip() and texts["response"].strip()):
-                raise InputError("the prompt or the response is empty")
-            if "spans" in row:
-                grounding = Grounding(read_spans(row))
-            else:
-                quotes = {key: row.get(key) for key in ("good_spans", "poor_spans")}
-                feedback = parse_feedback(json.dumps(quotes), "of a person")
-                grounding = ground(row["response"], feedback)
-        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"row {number} cannot be read: {error} ({type(error).__name__}); "
-                             f"correct it or remove it") from error
-        annotations.append(texts | asdict(grounding))
-    return annotations
-
-
-def _finegrained(row: dict) -> dict:
-    """Convert a row of FineGrainedRLHF to our fields. Each error becomes a poor span.
-
-    The critique explains the errors and names the missing information.
-    """
-    response = row["prediction 1"]
-    passages = row["passages"]
-    errors = sorted(row["feedback"]["errors"], key=lambda error: error["start"])
-    sentences = [] if errors else ["No part of the answer is marked as wrong."]
-
-    def cite(text: str) -> str:       # the beginning is enough: the spans hold the full quote
-        return f'"{shorten(text, 40, placeholder=" …")}"'
-
-    def cite_passage(place: dict) -> str:
-        passage = passages[place["passage_id"] - 1]      # [title, first sentence, …]
-        return cite(" ".join(passage[number] for number in place["sentence_id"]))
-
-    for error in errors:
-        error_type = error["error type"]
-        reason = error["explanation"]
-        has_place = reason and error_type == "Wrong-Grounding"
-        reason = cite_passage(json.loads(reason)) if has_place else cite(reason)
-        quote = cite(response[error["start"] : error["end"]])
-        sentences.append(f"{quote} is marked as {error_type}: {reason}".removesuffix(': ""'))
-    for gap in row["feedback"]["missing-info"]:
-        sentences.append(f"The answer has a {gap['error type']}: {cite_passage(gap)}")
-    texts = []
-    for title, *lines in passages:            # the first line repeats the title
-        text = " ".join(lines).removeprefix(f"{title}\n\n")
-        texts.append(f"{title}\n{text}\n\n")
-    return {**row, "response": response, "critique": "\n".join(sentences),
-            "prompt": f"Answer the question from the passages.\n\n{''.join(texts)}"
-                      f"Question: {row['question']}",
-            "spans": [{**error, "label": -1} for error in errors]}
-
-
-def merge(annotations: list[dict]) -> tuple[list[dict], float | None]:
-    """Merge annotations by people into one row of feedback per response (Alg. 1 l.9–10).
-
-    Also returns the agreement of the annotators, as Krippendorff's α over visible characters.
-    The paper has a single annotator, a model. Here a character gets the label that more than
-    half of the annotators gave it, or else 0. This is the median of their labels.
-    """
-    groups = {}
-    for annotation in annotations:
-        key = annotation["prompt"], annotation["response"]
-        groups.setdefault(key, []).append(annotation)
-    rows = []
-    units = []
-    for (_, response), group in groups.items():
-        people = {annotation["annotator"]: [] for annotation in group}
-        for annotation in group:
-            people[annotation["annotator"]] += read_spans(annotation)
-        votes = [*zip(*(character_labels(response, spans) for spans in people.values()))]
-        units += [Counter(vote) for char, vote in zip(response, votes) if char.strip()]
-        spans = _label_runs(response, [int(median(vote)) for vote in votes])
-        critiques = {annotation["critique"] for annotation in group} - {""}
-        feedback = quoted(response, "\n".join(sorted(critiques)), spans)
-        unmatched = sum((annotation["unmatched"] for annotation in group), [])
-        ambiguous = sum(annotation["ambiguous"] for annotation in group)
-        annotator = "a person" if len(people) == 1 else f"{len(people)} people"
-        rows.append(feedback_row("", group[0], feedback,
-                                 Grounding(spans, unmatched, ambiguous), annotator))
-    return rows, krippendorff_alpha(units)
-
-
-def _label_runs(response: str, labels: list[int]) -> list[Span]:
-    """A span for each run of equal labels ±1, without white space at its ends."""
-    spans = []
-    for label, run in groupby(range(len(labels)), labels.__getitem__):
-        indices = [*run]
-        span = trimmed(response, Span(indices[0], indices[-1] + 1, label))
-        if label and span.start < span.end:
-            spans.append(span)
-    return spans
-
-
-def krippendorff_alpha(units: list[Counter]) -> float | None:
-    """Nominal α = 1 − observed / expected disagreement (Krippendorff 2011).
-
-    units: for each character, how often it got each label. None if the expected disagreement
-    is 0.
-    """
-    def disagreement(counts: Counter) -> float:
-        """Number of ordered pairs of different labels, divided by the number of labels − 1."""
-        pairs = counts.total() ** 2 - sum(number**2 for number in counts.values())
-        return pairs / (counts.total() - 1)
-
-    units = [unit for unit in units if unit.total() > 1]
-    expected = disagreement(sum(units, Counter())) if units else 0
-    return 1 - sum(map(disagreement, units)) / expected if expected else None
-
-
 # ── The script
 
-def print_audit(path: str, output: str | None, tokenizer: str | None):
-    """Print the tables for a file of annotated rows, and write the rows as an HTML page."""
-    rows = read_rows(path)
+def main():
+    """Print tables of annotated rows, and write the rows as an HTML page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--audit", metavar="FILE", required=True, help="annotated rows")
+    parser.add_argument("--output", help="HTML page to write; None writes no page")
+    parser.add_argument("--tokenizer", help="directory or hub id; None counts words")
+    args = parser.parse_args()
+    if os.path.realpath(args.output or "") == os.path.realpath(args.audit):
+        raise InputError(f"--output must name another file than the rows {args.audit}")
+    rows = read_rows(args.audit)
     places = None
-    if tokenizer:
-        places = partial(response_tokens, AutoTokenizer.from_pretrained(tokenizer))
+    if args.tokenizer:
+        places = partial(response_tokens, AutoTokenizer.from_pretrained(args.tokenizer))
     # eval.py sets `reason` if a critique cannot be parsed.
     readable_rows = [row for row in rows if not row.get("reason")]
     print(f"{audit_text(audit(readable_rows, places))}\n\n"
           f"{len(rows) - len(readable_rows)} rows without feedback were left out")
-    if output:
-        feedback_page(output, path, readable_rows)
-
-
-def merge_people(path: str, output: str):
-    """Merge people's annotations into rows of feedback, and print the annotators' agreement."""
-    rows, alpha = merge(read_people(read_rows(path)))
-    write_rows(output, rows)
-    without_critique = sum(not row["critique"] for row in rows)
-    print(f"{output}: {len(rows)} responses; {without_critique} lack the critique that "
-          f"reward_model.py needs\n"
-          f"Krippendorff's alpha {'–' if alpha is None else alpha:.3}")
-
-
-def main():
-    """Print tables for annotated rows, or merge annotations by people."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--audit", metavar="FILE", help="print tables for these annotated rows")
-    mode.add_argument("--people", metavar="FILE", help="merge these annotations by people")
-    parser.add_argument("--output", help="HTML page (--audit) or merged rows (--people)")
-    parser.add_argument("--tokenizer", help="directory or hub id; None counts words")
-    args = parser.parse_args()
-    source = args.audit or args.people
-    output = args.output
-    is_source = os.path.realpath(output or "") == os.path.realpath(source)
-    if is_source or args.people and not output:
-        raise InputError(f"--output must name a file to write, other than the input {source}")
-    if args.people:
-        merge_people(source, output)
-    else:
-        print_audit(source, output, args.tokenizer)
+    if args.output:
+        feedback_page(args.output, args.audit, readable_rows)
 
 
 if __name__ == "__main__":

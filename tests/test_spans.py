@@ -1,24 +1,20 @@
 """spans.py against values computed by hand, by brute force and with an HTML parser."""
 
-import json
 import random
 import re
-from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 import annotate
 from annotate import Feedback, Span, ground
-from data import InputError, read_rows, write_rows
-from helpers import HOSTILE, Page, assert_closed, error_message, often, run_main
+from data import InputError, write_rows
+from helpers import HOSTILE, Page, assert_closed, error_message, run_main
 from measures import spans as script
 from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_spans, compare,
-                            feedback_page, figures, krippendorff_alpha, merge, overlaps,
-                            read_people, read_spans, readable, span_accuracy, span_length,
-                            span_table, total, words, written_replies)
+                            feedback_page, figures, overlaps, read_spans, readable,
+                            span_accuracy, span_length, span_table, total, words,
+                            written_replies)
 
 TEXT = "The cat sat on the mat and slept all day long"
 
@@ -193,8 +189,8 @@ def lines(rows, name, places=None):
 
 
 def test_table_15_counts_quotes_that_are_not_in_the_response():  # Table 15
-    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),   # good_spans includes it
-            row(unmatched=["dog", "dog"], ambiguous=2),          # these are in neither list
+    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),
+            row(unmatched=["dog", "dog"], poor_spans=["dog", "mat", "dog"], ambiguous=2),
             {"response": "a b", "spans": []}]                    # a row without quotes
     table = lines(rows, "Table 15")
     assert table["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
@@ -300,187 +296,6 @@ def test_the_page_shows_a_few_rows_and_those_with_unmatched_quotes_first(tmp_pat
     assert {tag for tag, *_ in page.tags} == {tag for tag, *_ in harmless_page.tags}
 
 
-# ── Annotations by people
-
-def people_row(spans=(), critique="", **fields):
-    return {"id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": critique,
-            "annotator": "anna", "spans": list(spans), **fields}
-
-
-def finegrained_row(**fields):
-    return {"question": "Who is it?", "prediction 1": RESPONSE, "passages": [
-        ["Rob", "Rob\n\nRob is a bird.", "He sings."], ["Song", "Song is loud."]], "feedback": {
-        "errors": [{"start": 23, "end": 26, "error type": "Wrong-Grounding",
-                    "explanation": '{"passage_id":1,"sentence_id":[2]}'},
-                   {"start": 0, "end": 17, "error type": "Irrelevant", "explanation": ""},
-                   {"start": 37, "end": 40, "error type": "Dull", "explanation": "no news"}],
-        "missing-info": [{"error type": "Missing-Answer", "passage_id": 2,
-                          "sentence_id": [0, 1]}]}, **fields}
-
-
-QUOTES_ROW = {"prompt": "Sum up.", "response": RESPONSE, "feedback": "It is Rob.",
-              "good_spans": ["plot"], "poor_spans": ["Bob"]}
-
-
-def test_offsets_and_quotes_give_the_same_annotation():
-    marks = [span(4, 8, 1), span(23, 26, -1)]
-    by_offsets, = read_people([people_row(marks, "It is Rob.")])
-    by_quotes, = read_people([QUOTES_ROW | {"id": 7, "annotator": "anna"}])
-    assert by_offsets == by_quotes == {
-        "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
-        "annotator": "anna", "spans": marks, "unmatched": [], "ambiguous": 0}
-    read, = read_people([QUOTES_ROW | {"good_spans": ["plot", "is", "gone"]}])
-    assert read["unmatched"] == ["gone"] and read["ambiguous"] == 1 and read["spans"] == marks
-
-
-def test_a_finegrained_error_is_a_poor_span_that_the_critique_explains():
-    read, = read_people([finegrained_row()])
-    assert read["spans"] == [span(0, 17, -1), span(23, 26, -1), span(37, 40, -1)]
-    assert read["critique"].splitlines() == [
-        '"The plot is right" is marked as Irrelevant',
-        '"Bob" is marked as Wrong-Grounding: "He sings."', '"Rob" is marked as Dull: "no news"',
-        'The answer has a Missing-Answer: "Song Song is loud."']
-    assert read["prompt"] == (
-        "Answer the question from the passages.\n\nRob\nRob is a bird. He sings.\n\nSong\n"
-        "Song is loud.\n\nQuestion: Who is it?")
-    read, = read_people([finegrained_row(feedback={"errors": [], "missing-info": []})])
-    assert read["spans"] == []
-    assert read["critique"] == "No part of the answer is marked as wrong."
-
-
-@pytest.mark.parametrize("name", ["finegrained_qa_human_spans", "finegrained_qa_101_400"])
-def test_all_finegrained_rows_are_read_and_each_error_is_one_span(shared, name):
-    rows = read_rows(shared / "data" / f"{name}.jsonl")
-    merged, _ = merge(read_people(rows))
-    for source, read in zip(rows, merged, strict=True):
-        errors = source["feedback"]["errors"]
-        labels = [-any(e["start"] <= i < e["end"] for e in errors)
-                  for i in range(len(read["response"]))]
-        pairs = zip(read["response"], labels, labelled(read))
-        assert all(a == b for char, a, b in pairs if not char.isspace())
-        sentences = max(len(errors), 1) + len(source["feedback"]["missing-info"])
-        assert len(read["critique"].splitlines()) == sentences
-        assert read["response"] == source["prediction 1"]
-        assert source["question"] in read["prompt"]
-        assert all(sentence.split("\n\n")[-1] in read["prompt"]
-                   for passage in source["passages"] for sentence in passage)
-
-
-ERROR = {"start": 0, "end": 17, "error type": "Wrong-Grounding", "explanation": ""}
-
-
-@pytest.mark.parametrize("bad", [
-    *(people_row() | change for change in (
-        {"response": "  "}, {"prompt": None}, {"prompt": ""}, {"critique": 3}, {"spans": None},
-        {"response": RESPONSE + "\ud800"}, {"spans": ["plot"]}, {"spans": [span(4, 99, 1)]},
-        {"spans": [span(4, 8, 0)]}, {"spans": [span(4, 8, 1) | {"text": "lot "}]})),
-    QUOTES_ROW | {"good_spans": [1]}, QUOTES_ROW | {"poor_spans": "Bob"},
-    *(finegrained_row(feedback={"errors": errors, "missing-info": lacks})
-      for errors, lacks in (
-        (None, []), ([], None), ([], [{}]), ([{}], []), ([ERROR | {"start": "0"}], []),
-        ([ERROR | {"end": 99}], []), ([ERROR | {"explanation": 7}], []),
-        ([ERROR | {"error type": "Dull", "explanation": 7}], []))),
-    finegrained_row(feedback=None), finegrained_row(passages=[[]]),
-    finegrained_row(question="\ud800")])
-def test_the_error_of_an_unreadable_row_says_what_to_do(bad):
-    with pytest.raises(InputError, match="^row 2 cannot be read: .*; correct it or remove it$"):
-        read_people([people_row(), bad])
-
-
-# ── Several people
-
-@st.composite
-def annotations(draw, people=5):
-    """Annotation rows of one response by several people, some of whom annotate it twice."""
-    response = draw(st.text("ab \n", min_size=1, max_size=30).filter(str.strip))
-    n = len(response)
-    mark = st.builds(lambda start, size, label: span(start, min(start + size, n), label),
-                     st.integers(0, n - 1), st.integers(1, 9), st.sampled_from([1, -1]))
-    marks = st.lists(mark, max_size=5)
-    names = draw(st.lists(st.sampled_from("vwxyz"[:people]), min_size=1, max_size=people))
-    critiques = st.sampled_from(["", "good", "it\nis poor"])
-    return [people_row(draw(marks), draw(critiques), response=response, annotator=name)
-            for name in names]
-
-
-def votes(rows) -> dict[str, list[int]]:
-    """The label of each character by each annotator."""
-    labels = {}
-    for name in sorted({a["annotator"] for a in rows}):
-        spans = [s for a in rows if a["annotator"] == name for s in a["spans"]]
-        labels[name] = [sum({s["label"] for s in spans if s["start"] <= i < s["end"]})
-                        for i in range(len(rows[0]["response"]))]
-    return labels
-
-
-def labelled(row) -> list[int]:
-    """The label of each character; spans must not overlap."""
-    labels = [0] * len(row["response"])
-    for s in row["spans"]:
-        assert not any(labels[s["start"]:s["end"]])
-        labels[s["start"]:s["end"]] = [s["label"]] * (s["end"] - s["start"])
-    return labels
-
-
-@often
-@given(annotations())
-def test_the_majority_label_of_each_character_and_the_longest_trimmed_spans(rows):
-    [merged], _ = merge(read_people(rows))
-    counts = [Counter(labels) for labels in zip(*votes(rows).values())]
-    expected = [next((label for label in (1, -1) if 2 * count[label] > count.total()), 0)
-                for count in counts]
-    text = merged["response"]
-    visible = [i for i, char in enumerate(text) if not char.isspace()]
-    labels = labelled(merged)
-    assert [labels[i] for i in visible] == [expected[i] for i in visible]
-    for s in merged["spans"]:
-        assert text[s["start"]:s["end"]].strip() == text[s["start"]:s["end"]] != ""
-        assert set(expected[s["start"]:s["end"]]) == {s["label"]}
-    for a, b in zip(merged["spans"], merged["spans"][1:]):      # they differ or have a gap
-        separators = set(expected[a["end"]:b["start"]])
-        assert a["label"] != b["label"] or a["end"] < b["start"] and separators != {a["label"]}
-    for sign, name in ((1, "good_spans"), (-1, "poor_spans")):
-        assert merged[name] == [text[s["start"] : s["end"]]
-                                for s in merged["spans"] if s["label"] == sign]
-    people = len({a["annotator"] for a in rows})
-    assert merged["annotator"] == (f"{people} people" if people > 1 else "a person")
-    # The order of the rows does not matter.
-    assert merge(read_people(rows[::-1])) == merge(read_people(rows))
-
-
-def test_rows_are_grouped_by_response_and_rows_without_a_name_are_by_different_people():
-    rows = [{"prompt": p, "response": RESPONSE, "spans": [span(4, 8, 1)]} for p in "aba"]
-    merged, _ = merge(read_people(rows))
-    assert [(r["id"], r["prompt"], r["annotator"]) for r in merged] == [
-        ("1", "a", "2 people"), ("2", "b", "a person")]         # in order of first appearance
-
-
-@pytest.mark.parametrize("coders, alpha", [
-    (["0100000010", "1110010000"], 0.095), (["aabbdcccedda", "babbbccceddd"], 0.692),
-    (["123321412...", "1233224125.3", ".3332342251.", "12332441251."], 0.743),
-    ([".....34121133.3", "1.213343.......", "..21344.21133.4"], 0.691)])
-def test_alpha_of_published_examples(coders, alpha):
-    """Examples A to C of Krippendorff, Computing Krippendorff's Alpha-Reliability (2011).
-
-    The last example has three coders.
-    """
-    units = [Counter(v for v in unit if v != ".") for unit in zip(*coders, strict=True)]
-    assert krippendorff_alpha(units) == pytest.approx(alpha, abs=5e-4)
-
-
-@often
-@given(st.lists(annotations(people=3), min_size=1, max_size=4))
-def test_agreement_pools_the_visible_characters_of_all_responses(groups):
-    rows, columns = [], []
-    for n, group in enumerate(groups):
-        rows += [{**a, "prompt": str(n)} for a in group]
-        by_character = zip(group[0]["response"], *votes(group).values())
-        columns += [labels for char, *labels in by_character if not char.isspace()]
-    random.Random(0).shuffle(rows)
-    expected = krippendorff_alpha([Counter(labels) for labels in columns])
-    assert merge(read_people(rows))[1] == pytest.approx(expected, abs=1e-12)
-
-
 # ── The script
 
 def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, capsys, shared):
@@ -498,33 +313,12 @@ def test_the_audit_prints_the_tables_and_writes_the_page(tmp_path, capsys, share
     assert "Table 18, Table 19: words" in capsys.readouterr().out
 
 
-def test_annotations_by_people_become_feedback_rows(tmp_path, capsys):
-    """Two people agree on one of two spans."""
-    export, output = tmp_path / "e.json", tmp_path / "f.jsonl"
-    rows = [people_row([span(4, 8, 1), span(23, 26, -1)], "It is Rob."),
-            people_row([span(4, 8, 1)], annotator="bert")]
-    export.write_text(json.dumps(rows, indent=1))
-    run_main("--people", export, "--output", output, module=script)
-    printed = capsys.readouterr().out
-    merged, alpha = merge(read_people(rows))
-    assert read_rows(output) == merged
-    assert merged[0].items() >= {
-        "id": "7", "prompt": "Sum up.", "response": RESPONSE, "critique": "It is Rob.",
-        "spans": [span(4, 8, 1)], "unmatched": [], "ambiguous": 0}.items()
-    assert f"Krippendorff's alpha {alpha:.3}" in printed
-    assert "1 responses; 0 lack the critique" in printed
-
-
-@pytest.mark.parametrize("text, flags, message", [
-    ('[{"text": "a"}]', "--people e.json --output f.jsonl", "row 1 cannot be read: 'prompt'"),
-    ("{", "--people e.json --output f.jsonl", "e.json, line 1: not JSON"),
-    ("[{}]", "--people e.json --output e.json", "--output must .* other than .*e.json"),
-    ("[{}]", "--audit e.json --output x/../e.json", "--output must .* other than .*e.json"),
-    ("[{}]", "--people e.json", "--output must name a file to write"),
-    ("[{}]", "--audit e.json", "row None: 'response' must be a text and 'spans' a list")])
-def test_invalid_input_is_an_error_and_nothing_is_written(tmp_path, text, flags, message):
-    (tmp_path / "e.json").write_text(text)
-    flags = [str(tmp_path / flag) if "json" in flag else flag for flag in flags.split()]
+@pytest.mark.parametrize("output, message", [
+    ("x/../e.json", "--output must name another file than the rows .*e.json"),
+    ("page.html", "row None: 'response' must be a text and 'spans' a list")])
+def test_invalid_input_is_an_error_and_nothing_is_written(tmp_path, output, message):
+    file = tmp_path / "e.json"
+    file.write_text("[{}]")
+    flags = "--audit", file, "--output", tmp_path / output
     assert re.search(message, error_message("measures/spans.py", *flags))
-    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
-    assert (tmp_path / "e.json").read_text() == text
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == "[{}]"
