@@ -25,9 +25,10 @@ import sys
 import traceback
 import unicodedata
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Callable, Iterator
 
 from tqdm import tqdm
@@ -546,9 +547,6 @@ class AnnotateConfig(AnnotatorConfig):
     skip_empty: bool = flag(False, "leave out empty responses")
     skip_failed: bool = flag(False, "leave out empty and failed responses")
 
-    GROUPS = {"annotator_model": "annotator", "base_url": "server and budget",
-              "task": "data and requests"}
-
     @property
     def prices(self) -> tuple:
         """(price_in, price_out, max_usd): the last three arguments of `Journal`."""
@@ -559,6 +557,13 @@ class AnnotateConfig(AnnotatorConfig):
         """The name of the annotator, a field of each row and a part of the journal's keys."""
         mode = "" if self.mode == "cot" else f" ({self.mode})"
         return self.annotator_function or self.annotator_model + mode
+
+
+def annotation_settings(config, run: Path) -> AnnotateConfig:
+    """Settings of phase 1 in a run directory: responses.jsonl → feedback.jsonl."""
+    shared = {f.name: getattr(config, f.name) for f in fields(AnnotatorConfig)}
+    return AnnotateConfig(task=config.task, data=str(run / "responses.jsonl"),
+                          output=str(run / "feedback.jsonl"), skip_empty=True, **shared)
 
 
 def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:

@@ -20,7 +20,7 @@ import shlex
 import sys
 import typing
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -189,6 +189,51 @@ TASKS = {
                 "lora_targets": "q_proj,k_proj,v_proj,o_proj"},
         tests=lambda row: row.get("test_code") or row["test"]),
 }
+
+
+# Settings of text2grad.py ("policy") and reward_model.py ("reward") that replace the defaults,
+# which suit the toy world. RELEASE: common values of the release (Tables 9 and 10).
+RELEASE = {
+    "policy": dict(
+        model="meta-llama/Llama-3.1-8B-Instruct", annotator_function=None, annotated_rows=10000,
+        iterations=None, learning_rate=1e-6, schedule="cosine", value_learning_rate=None,
+        value_clip=0.2, temperature=0.6, max_new_tokens=512, max_critique_tokens=768,
+        kl_coef=0.05, kl_target=3.0, kl_horizon=10_000, micro_batch_size=1,
+        rollout_batch_size=64, eval_rows=64, probe_rows=0),
+    "reward": dict(
+        model="meta-llama/Llama-3.1-8B-Instruct", learning_rate=1e-5, weight_decay=3e-7,
+        lora_r=16, lora_alpha=32, lora_dropout=0.1, lora_targets="q_proj,v_proj", batch_size=8,
+        micro_batch_size=1, max_tokens=1250, max_critique_tokens=768),
+}
+# OWN: what a task of your own has instead, because those values suit only an 8B model and
+# thousands of rows. A None is chosen later, from the number of rows and the size of the model.
+OWN = {
+    "policy": dict(
+        batch_size=None, minibatch_size=None, learning_rate=None, ppo_epochs=2,
+        lora_targets="q_proj,k_proj,v_proj,o_proj", value_clip=5.0, kl_horizon=None,
+        micro_batch_size=4, max_new_tokens=128, max_critique_tokens=256),
+    "reward": dict(
+        learning_rate=None, epochs=None, batch_size=4, lora_dropout=0.0, weight_decay=0.0,
+        lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        micro_batch_size=4),
+}
+
+
+def preset(task_name: str, part: str) -> dict:
+    """The settings that --task changes. part: "policy" or "reward"."""
+    if task_name == "toy":
+        return {}                                                # the defaults of the flags
+    task = get_task(task_name)
+    common = RELEASE[part] | ({} if task_name in TASKS else OWN[part])
+    if part == "policy":
+        return common | {"output_dir": f"runs/{task.name}"} | task.policy
+    return common | task.reward
+
+
+def fill(config, **values):
+    """A copy of the config in which these values replace the settings that are None."""
+    return replace(config, **{name: value for name, value in values.items()
+                              if getattr(config, name) is None})
 
 
 def get_task(name: str) -> Task:
@@ -380,60 +425,71 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (--help lists the flags)")
 
 
-def _reader(value_type: type, least, most, is_optional: bool) -> Callable[[str], object]:
+def _reader(value_type: type) -> Callable[[str], object]:
     """Function from the text of a flag to its value; argparse adds the flag to its errors."""
     def read(text: str):
-        if is_optional and text.lower() == "none":
-            return None
-        value = value_type(text)
-        if value_type is str and not text.strip():
-            raise argparse.ArgumentTypeError("the value is empty")
-        if value_type is not str and not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g} and at "
-                                             f"most {most:g}")
-        return value
+        return None if text.lower() == "none" else value_type(text)
     read.__name__ = value_type.__name__
     return read
 
 
-def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None):
-    """Config from argv, by default the command line. preset(task): defaults of --task.
+def value_types(config_class, name: str) -> tuple[type, ...]:
+    """The types of a setting, such as (float, NoneType)."""
+    hint = typing.get_type_hints(config_class)[name]
+    return typing.get_args(hint) or (hint,)
 
-    GROUPS of the config class, {field: title}, names the group of that field and the next ones
-    in --help.
-    """
-    task_parser = _Parser(add_help=False, allow_abbrev=False)
-    task_parser.add_argument("--task", default=getattr(config_class, "task", ""))
-    task = task_parser.parse_known_args(argv)[0].task
-    group = parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
-                             usage="%(prog)s [--flag value ...]",
-                             formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    types = typing.get_type_hints(config_class)
-    groups = {}
+
+def check_values(config_class, values: dict, place: str):
+    """Raise InputError where a value has the wrong type, or is no choice or out of range."""
     for setting in fields(config_class):
-        title = getattr(config_class, "GROUPS", {}).get(setting.name)
-        if title:
-            group = groups.get(title) or parser.add_argument_group(title)
-            groups[title] = group
-        value_types = typing.get_args(types[setting.name]) or (types[setting.name],)
-        options = {"action": "store_true"} if value_types == (bool,) else {
-            "type": _reader(value_types[0], *setting.metadata["range"],
-                            type(None) in value_types),
-            "choices": setting.metadata["choices"], "metavar": value_types[0].__name__}
-        group.add_argument(f"--{setting.name}", help=setting.metadata["help"],
-                           default=setting.default, **options)
-    settings = preset(task)
-    for name, value in settings.items():
-        expected = types.get(name)
-        if expected in (str, str | None) and not isinstance(value, expected):
-            raise InputError(f"--task {task}: its setting {name!r} is not a text: {value!r}")
-    flags = [f"--{name}" if value is True else f"--{name}={value}"
-             for name, value in settings.items() if value is not False]
-    try:                                            # a task's settings obey the rules of flags
-        parser.set_defaults(**vars(parser.parse_args(flags)))
-    except InputError as error:
-        raise InputError(f"--task {task}: its settings: {error}") from error
-    return config_class(**vars(parser.parse_args(argv)))
+        value = values.get(setting.name, setting.default)
+        types = value_types(config_class, setting.name)
+        choices = setting.metadata["choices"]
+        least, most = setting.metadata["range"]
+        problem = ""
+        if type(value) not in types and not (type(value) is int and float in types):
+            problem = f"is not of type {types[0].__name__}"
+        elif choices and value not in choices:
+            problem = f"must be one of {', '.join(map(str, choices))}"
+        elif type(value) is str and not value.strip():
+            problem = "is empty"
+        elif type(value) in (int, float) and not least <= value <= most:
+            problem = f"must be at least {least:g} and at most {most:g}"
+        if problem:
+            raise InputError(f"{place}--{setting.name} {value!r:.40} {problem}")
+
+
+def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None,
+                find_task=lambda data: None):
+    """Config from argv, by default the command line. preset(task): what --task changes.
+
+    find_task(data): the task if --task is not given, or None for the default. In --help, the
+    flags of each class have their own group, with the first line of its docstring as title.
+    """
+    first_parser = _Parser(add_help=False, allow_abbrev=False)
+    first_parser.add_argument("--task")
+    first_parser.add_argument("--data")
+    first = first_parser.parse_known_args(argv)[0]
+    task = first.task or find_task(first.data) or getattr(config_class, "task", "")
+    settings = {"task": task} | preset(task)
+    check_values(config_class, settings, f"--task {task}: its setting ")
+    parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
+                     usage="%(prog)s [--flag value ...]",
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    groups = {}                                          # name of a setting → its group
+    for part in reversed(config_class.__mro__[:-1]):
+        group = parser.add_argument_group(part.__doc__.split(".")[0])
+        groups |= {name: groups.get(name, group) for name in part.__annotations__}
+    for setting in fields(config_class):
+        value_type = value_types(config_class, setting.name)[0]
+        options = {"action": "store_true"} if value_type is bool else {
+            "type": _reader(value_type), "metavar": value_type.__name__}
+        groups[setting.name].add_argument(
+            f"--{setting.name}", help=setting.metadata["help"],
+            default=settings.get(setting.name, setting.default), **options)
+    values = vars(parser.parse_args(argv))
+    check_values(config_class, values, "")
+    return config_class(**values)
 
 
 def load_object(flag_name: str, name: str, expected_type=object, choices=()):

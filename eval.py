@@ -63,7 +63,8 @@ from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_m
                    load_model, use_lora)
 from runtime import WORLD_SIZE, check_settings, checksum, lock_directory
 from sampling import context_length, generate
-from text2grad import Config, load_rows, preset
+from data import preset
+from text2grad import Config, load_rows
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "temperature": 1.0},
            "alpaca_eval": {"max_new_tokens": 2048}}

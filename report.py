@@ -116,11 +116,12 @@ def write_page(path, text: str):
 
 def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str = "") -> str:
     """The same as `table`, but in HTML. kind: "wide" if the cells hold long texts."""
-    lines = []
-    for tag, row in [("th", header), *(("td", row) for row in rows)]:
+    html = ""
+    for number, row in enumerate([header, *rows]):
+        tag = "td" if number else "th"
         cells = [f"<{tag}>{escape(_cell(value, digits))}</{tag}>" for value in row]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll {kind}"><table>{"".join(lines)}</table></div>'
+        html += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="scroll {kind}"><table>{html}</table></div>'
 
 
 def text_block(text: str, html: str = "") -> str:
@@ -172,8 +173,8 @@ def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
         line = "underline wavy" if value < 0 else "underline"
         level = min(1, abs(value) / limit) if math.isfinite(value) else 0
         text = escape(token).replace("\n", "↵\n").replace("\t", "⇥\t") or "▯"
-        ground, ink = (f"{colour}{round(opacity * level):02x}" for opacity in (128, 255))
-        style = f"background:{ground};text-decoration:{line} {ink}"
+        style = (f"background:{colour}{round(128 * level):02x};"
+                 f"text-decoration:{line} {colour}{round(255 * level):02x}")
         html += f'<span title="{value:+.4g}" style="{style}">{text}</span>'
     return ('<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;'
             f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
@@ -204,13 +205,12 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     A line goes on over values that are None, NaN or infinite. From the fifth series on, lines
     are dashed. With up to three series, the legend also shows their last values.
     """
-    series = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
+    curves = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
               for name, values in series.items()}
-    finite = [v for points in series.values() for _, v in points] or [0.0]
-    marks = ticks(min(finite), max(finite))
+    values = [v for points in curves.values() for _, v in points] or [0.0]
+    marks = ticks(min(values), max(values))
     left = 16 + 6.4 * max(len(f"{v:g}") for v in marks)
     right = 326
-    svg = ""
 
     def across(position):
         return left + (right - left) * (position - x[0]) / (x[-1] - x[0] or 1)
@@ -218,28 +218,28 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     def height(value):
         return 156 - 110 * (value - marks[0]) / (marks[-1] - marks[0])
 
-    def text(x, y, label, attributes=""):
-        return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(label)}</text>'
-
+    svg = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 340 180" width="100%" '
+           f'role="img" style="max-width:460px;font:11px system-ui" fill="currentColor">'
+           f'<title>{escape(title)}</title><text x="4.00" y="13.00" >{escape(title)}</text>')
     for mark in marks:
-        svg += f'<path d="M{left:.2f} {height(mark):.2f}H{right}" stroke="#8885"/>'
-        svg += text(left - 6, height(mark) + 4, f"{mark:g}", 'class="y" text-anchor="end"')
-    svg += text(left, 172, f"{x[0]:g}", 'class="x"')
-    svg += text((left + right) / 2, 172, unit, 'text-anchor="middle"')
-    svg += text(right, 172, f"{x[-1]:g}", 'class="x" text-anchor="end"')
-    for i, (name, points) in enumerate(series.items()):
+        y = height(mark)
+        svg += (f'<path d="M{left:.2f} {y:.2f}H{right}" stroke="#8885"/><text x="{left - 6:.2f}" '
+                f'y="{y + 4:.2f}" class="y" text-anchor="end">{mark:g}</text>')
+    svg += (f'<text x="{left:.2f}" y="172.00" class="x">{x[0]:g}</text>'
+            f'<text x="{(left + right) / 2:.2f}" y="172.00" text-anchor="middle">{escape(unit)}'
+            f'</text><text x="{right:.2f}" y="172.00" class="x" text-anchor="end">{x[-1]:g}</text>')
+    for i, (name, points) in enumerate(curves.items()):
         dash = 'stroke-dasharray="6 4" ' * (i > 3)
         pen = (f'fill="none" stroke="{_COLOURS[i % 4]}" {dash}stroke-width="1.8" '
                f'stroke-linecap="round"')
-        legend_x = 4 + 336 * i / len(series)
-        label = f"{name} {points[-1][1]:.4g}" if points and len(series) < 4 else name
-        svg += f'<path d="M{legend_x:.1f} 28h13" {pen}/>' + text(legend_x + 17, 32, label)
+        legend_x = 4 + 336 * i / len(curves)
+        label = f"{name} {points[-1][1]:.4g}" if points and len(curves) < 4 else name
         # h0 makes a single point visible.
         line = "L".join(f"{across(i):.2f} {height(v):.2f}h0" for i, v in points)
-        svg += f'<path class="curve" d="M{line}" {pen}/>'
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 340 180" width="100%" '
-            f'role="img" style="max-width:460px;font:11px system-ui" fill="currentColor">'
-            f"<title>{escape(title)}</title>{text(4, 13, title)}{svg}</svg>")
+        svg += (f'<path d="M{legend_x:.1f} 28h13" {pen}/>'
+                f'<text x="{legend_x + 17:.2f}" y="32.00" >{escape(label)}</text>'
+                f'<path class="curve" d="M{line}" {pen}/>')
+    return svg + "</svg>"
 
 
 # Metric of an iteration → its unit, and how it should develop during training.
@@ -276,7 +276,7 @@ NOTES = {
 
 
 def batch_metrics(rollouts, task) -> dict[str, float]:
-    """The metrics of a text2grad.Rollouts batch that NOTES lists, and those of task.truth."""
+    """The metrics of a policy.Rollouts batch that NOTES lists, and those of task.truth."""
     is_token = rollouts.mask.bool()
     judgements = rollouts.feedback
     names = ("delta", "returns", "values", "entropy", "logprobs_old", "logprobs_ref")
@@ -394,12 +394,13 @@ def _columns(row: dict) -> dict[str, str]:
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
     """At most 8 held-out prompts with responses before and, if present, after training."""
     html = LEGEND
-    for i in range(0, len(before), math.ceil(len(before) / 8)):   # evenly spaced, not the best
-        sides = {"Before": before[i]} | ({"After": after[i]} if after else {})
-        columns = {side: "".join(f"<h3>{title}</h3>{part}"
-                                 for title, part in _columns(row).items())
-                   for side, row in sides.items()}
-        html += card(f"held-out {before[i]['id'] or ''}", before[i]["prompt"], columns)
+    pairs = [*zip(before, after)] if after else [*zip(before)]
+    for pair in pairs[:: math.ceil(len(before) / 8)]:             # evenly spaced, not the best
+        columns = {}
+        for side, row in zip(("Before", "After"), pair):
+            parts = [f"<h3>{title}</h3>{part}" for title, part in _columns(row).items()]
+            columns[side] = "".join(parts)
+        html += card(f"held-out {pair[0]['id'] or ''}", pair[0]["prompt"], columns)
     return html
 
 

@@ -16,20 +16,24 @@ B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
 import math
+import os
 import random
-import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from annotate import (Feedback, FeedbackError, Span, conflicting_tokens, ground,
-                      half_inside_tokens, parse_feedback, token_offsets, token_rewards)
-from data import (TASKS, InputError, Task, chunks, flag, get_task, iter_rows,
-                  next_command, parse_flags, read_rows, reward_prompt, run_script, write_rows)
+from annotate import (Feedback, FeedbackError, Span, annotation_question, annotation_settings,
+                      ask_annotator, conflicting_tokens, ground, half_inside_tokens,
+                      parse_feedback, token_offsets, token_rewards)
+from ask import Journal
+from data import (InputError, Task, chunks, examples, fill, flag, get_task, iter_rows,
+                  next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
+                  write_rows)
 from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, gathered,
                    load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
                    use_lora)
@@ -58,9 +62,6 @@ class RewardConfig(BaseConfig):
     held_out: int = flag(200, "prompts held out, at most a tenth")
     micro_batch_size: int = flag(16, "rows per forward pass; affects dropout masks", least=1)
 
-    GROUPS = {"task": "start here", "max_critique_tokens": "training", "dtype": "the machine",
-              "data": "start here", "epochs": "training", "micro_batch_size": "the machine"}
-
 
 # The rows of feedback.jsonl; their lists of spans may be empty.
 FEEDBACK = Task("feedback", lambda row: row["prompt"],
@@ -68,48 +69,27 @@ FEEDBACK = Task("feedback", lambda row: row["prompt"],
                  ("poor_spans",)))
 MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-PAPER = dict(
-    model="meta-llama/Llama-3.1-8B-Instruct",
-    lora_r=16,
-    lora_alpha=32,
-    lora_dropout=0.1,
-    lora_targets="q_proj,v_proj",
-    learning_rate=1e-5,
-    weight_decay=3e-7,
-    batch_size=8,
-    micro_batch_size=1,
-    max_tokens=1250,
-    max_critique_tokens=768,
-)
 
 
-# An own task replaces these settings of the release; `fit` derives a value that is None.
-OWN = dict(
-    learning_rate=None,
-    epochs=None,
-    batch_size=4,
-    lora_dropout=0.0,
-    weight_decay=0.0,
-    lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-    micro_batch_size=4,
-)
+def reward_settings(config, run: Path) -> RewardConfig:
+    """Settings of phase 2 in a run directory: feedback.jsonl → reward/adapter."""
+    settings = preset(config.task, "reward")
+    settings |= {f.name: getattr(config, f.name) for f in fields(BaseConfig)}
+    named = {"learning_rate": config.reward_learning_rate, "epochs": config.reward_epochs,
+             "lora_targets": config.reward_lora_targets}
+    settings |= {name: value for name, value in named.items() if value is not None}
+    return RewardConfig(**settings | {
+        "data": str(run / "feedback.jsonl"), "output_dir": str(run / "reward"),
+        "micro_batch_size": config.micro_batch_size})
 
 
-def reward_preset(task: str) -> dict:
-    """Defaults of a task: the settings of the release, then those of the task (Table 9)."""
-    if task == "toy":
-        return {}                                       # the defaults of RewardConfig
-    common = PAPER if task in TASKS else PAPER | OWN
-    return common | get_task(task).reward
+def derive_reward_settings(config: RewardConfig, count: int, model) -> RewardConfig:
+    """Choose the settings that are None: about 200 optimizer steps, and a rate for this model.
 
-
-def fit_reward_to_rows(config: RewardConfig, count: int, model) -> RewardConfig:
-    """Derive settings that are None: about 200 optimizer steps, and a rate for this size."""
-    epochs = config.epochs or min(10, max(3, 200 * config.batch_size // count))
-    learning_rate = config.learning_rate
-    if learning_rate is None:
-        learning_rate = scaled_rate(model, 5e-3)
-    return replace(config, epochs=epochs, learning_rate=learning_rate)
+    count: number of training rows.
+    """
+    epochs = min(10, max(3, 200 * config.batch_size // count))
+    return fill(config, epochs=epochs, learning_rate=scaled_rate(model, 5e-3))
 
 
 # ── From rows to token sequences [x ; y ; z]
@@ -400,6 +380,36 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
     return figures
 
 
+def probe(batch, config, out: Path) -> dict[str, float | None]:
+    """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
+
+    R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
+    the policy exploits R_φ. Requests use the journal, budget and prices of phase 1.
+    """
+    task = get_task(config.task)
+    annotation = annotation_settings(config, out)
+    indices = [i for i, y in enumerate(batch.texts[: config.probe_rows]) if y.strip()]
+    rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in indices]
+    if task.tests and config.allow_code_execution:
+        from measures.sandbox import add_outcomes
+        rows = add_outcomes(rows, task)
+    questions = [annotation_question(example, annotation) for example in examples(task, rows)]
+    counts = Counter()
+    true_delta = []
+    with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
+        replies = ask_annotator(questions, journal, annotation)
+        for i, (_, _, parsed) in zip(indices, replies):
+            if parsed:                     # a missing reply gets no default
+                feedback, grounding = parsed
+                if task.repeats_are_poor:
+                    grounding = ground(batch.texts[i], feedback, repeats_are_poor=True)
+                truth = token_rewards(batch.texts[i], batch.offsets[i], grounding.spans)
+                counts += count_tokens(truth, batch.feedback[i].delta)
+                true_delta += truth
+    mean = sum(true_delta) / len(true_delta) if true_delta else None
+    return {"true_delta": mean, **token_figures(counts)}
+
+
 def fit(model, tokenizer, config: RewardConfig) -> dict:
     """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics."""
     rows = read_rows(config.data, task=FEEDBACK)
@@ -416,7 +426,7 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
     if too_long:
         print_rank0(f"{config.data}: left out {too_long} of {len(rows)} rows, which have more "
                     f"than {limit} tokens (--max_tokens)")
-    config = fit_reward_to_rows(config, len(pairs), model)
+    config = derive_reward_settings(config, len(pairs), model)
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     curve = [{"iteration": step, "loss in nats per token of z": loss}
              for step, loss in enumerate(losses, 1)]
@@ -461,12 +471,16 @@ def refuse_other_settings(config: RewardConfig):
                        "choose another --output_dir")
 
 
+def find_task(data: str | None) -> str | None:
+    """The task in the first row of a feedback file; None if there is no such file yet."""
+    path = data or RewardConfig.data
+    return next(iter_rows(path)).get("task") if os.path.isfile(path) else None
+
+
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
-    config = parse_flags(RewardConfig, __doc__, reward_preset)
-    row_task = next(iter_rows(config.data)).get("task") or config.task
-    flags = ["--task", str(row_task), *sys.argv[1:]]         # a --task of the user comes later
-    config = parse_flags(RewardConfig, __doc__, reward_preset, flags)
+    config = parse_flags(RewardConfig, __doc__, partial(preset, part="reward"),
+                         find_task=find_task)
     refuse_other_settings(config)
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_base(config, device)

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import importlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -318,25 +319,27 @@ def lock_directory(directory: Path):
 
 # ── A run directory: its settings and its phases
 
-# Settings that may change when a run continues. Weights and texts do not depend on them. The
-# dropout masks are an exception, because phase 2 draws them for each micro-batch.
-CHANGEABLE = {"output_dir", "base_url", "price_in", "price_out", "max_usd", "micro_batch_size",
-              "rollout_batch_size", "activation_checkpointing", "shard", "rank_timeout",
-              "save_every", "probe_rows", "wandb", "allow_code_execution"}
-SAMPLING = {"task", "model", "adapter", "data", "seed", "temperature", "dtype", "eval_rows",
-            "annotated_rows", "max_prompt_tokens", "max_new_tokens", "max_critique_tokens",
-            "sha256 of --data", "sha256 of --adapter"}
-ANNOTATION = {"annotator_model", "annotator_function", "mode"}
-# Result of a phase → the settings that the phase reads. None: all settings, except changeable
-# ones and those of the annotator.
-SETTINGS_READ = {
-    "responses.jsonl": SAMPLING,
-    "feedback.jsonl": SAMPLING | ANNOTATION,
-    "reward/metrics.json": SAMPLING | ANNOTATION | {
-        "reward_learning_rate", "reward_epochs", "reward_lora_targets"},
-    "result.json": None,
-    "checkpoint-*": None,
-}
+# The settings of text2grad.py, and the results of a run that depend on them. A result binds its
+# settings when a run continues. The last row may change: weights and texts do not depend on it,
+# except for dropout masks, which phase 2 draws for each micro-batch.
+POLICY = ["result.json", "checkpoint-*"]
+REWARD_MODEL = ["reward/metrics.json", *POLICY]
+SETTINGS = [
+    ("""task model adapter data seed temperature dtype eval_rows annotated_rows
+        max_prompt_tokens max_new_tokens max_critique_tokens""",
+     ["responses.jsonl", "feedback.jsonl", *REWARD_MODEL]),
+    ("annotator_model annotator_function mode", ["feedback.jsonl", "reward/metrics.json"]),
+    ("reward_learning_rate reward_epochs reward_lora_targets", REWARD_MODEL),
+    ("""reward_model iterations learning_rate batch_size responses_per_prompt kl_coef kl_target
+        kl_horizon gamma lam ppo_epochs minibatch_size schedule clip value_learning_rate
+        value_clip value_coef value_target entropy_coef lora_r lora_alpha lora_targets""",
+     POLICY),
+    ("""output_dir base_url price_in price_out max_usd micro_batch_size rollout_batch_size
+        activation_checkpointing shard rank_timeout save_every probe_rows wandb
+        allow_code_execution""", []),
+]
+CHANGEABLE = set(SETTINGS[-1][0].split())
+HASH = "sha256 of --"                     # prefix of a flag whose file has this hash
 
 
 def result_exists(path: Path) -> bool:
@@ -353,23 +356,17 @@ def run_settings(config) -> dict:
         path = getattr(config, name)
         if path:
             files = sorted(Path(path).glob("adapter_*")) or [path]
-            settings[f"sha256 of --{name}"] = checksum(*files)[:16]
+            settings[HASH + name] = checksum(*files)[:16]
     return settings
 
 
-def bound_settings(directory: Path, names: set[str]) -> set[str]:
-    """The settings that the results in a run directory depend on."""
+def bound_settings(run: Path) -> set[str]:
+    """The settings, and the hashes of named files, that the results of a run depend on."""
     bound = set()
-    for pattern, settings in SETTINGS_READ.items():
-        if any(map(result_exists, directory.glob(pattern))):
-            bound |= settings or names - CHANGEABLE - ANNOTATION
+    for names, results in SETTINGS:
+        if any(result_exists(path) for pattern in results for path in run.glob(pattern)):
+            bound |= {f"{prefix}{name}" for name in names.split() for prefix in ("", HASH)}
     return bound
-
-
-def policy_settings(config) -> dict:
-    """The settings that the weights of phase 3 depend on, for its checkpoints."""
-    return {name: value for name, value in run_settings(config).items()
-            if name not in CHANGEABLE | ANNOTATION}
 
 
 def check_settings(settings: dict, saved: dict, bound: set[str], place: Path, remedy: str):
@@ -389,7 +386,7 @@ def save_settings(config, directory: Path, critic=None):
     path = directory / "config.json"
     settings = run_settings(config)
     saved = read_rows(path)[0] if path.exists() else {}
-    check_settings(settings, saved, bound_settings(directory, settings.keys()), directory,
+    check_settings(settings, saved, bound_settings(directory), directory,
                    f"choose another --output_dir{reward_model_hint(config, directory)}")
     if RANK == 0:
         write_rows(path, [settings | {"critic of phase 3": critic}])
@@ -465,6 +462,27 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
                "result": result, "sha256": hash_files(directory, result)}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
+
+
+def resume(optimizer, beta: float, run: Path) -> tuple[int, float]:
+    """Continue phase 3 from its newest checkpoint; return (iterations done, β).
+
+    The logs lose the lines that were written after the checkpoint. Without a checkpoint, no
+    iteration is done, and β keeps its value.
+    """
+    path, tensors, state = newest_checkpoint(run)
+    restore_optimizer(optimizer, tensors)
+    start = state.get("iteration", 0)
+    if path:
+        print_rank0(f"phase 3: resumed after iteration {start} from {path}")
+    for file in (run / "metrics.jsonl", run / "samples.jsonl"):
+        if RANK == 0:
+            rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= start]
+            if len(rows) < start:
+                print_rank0(f"warning: {file} has lost {start - len(rows)} of the lines before "
+                            f"the checkpoint; the report shows the others")
+            write_rows(file, rows)
+    return start, state.get("kl_coef", beta)
 
 
 # ── Metrics of a run

@@ -243,9 +243,9 @@ def ppo_batch(options: dict, vocabulary: int):
 
 
 def build_ppo(side: str, options: dict):
-    """The work of PPOTrainer.step in text2grad.py: old log-probs of both policies, values,
+    """The work of PPOTrainer.step in policy.py: old log-probs of both policies, values,
     advantages, PPO epochs. Saves base and adapter in options["work"] for TRL."""
-    import text2grad as t2g
+    import policy
     from model import ValueHead, add_lora, save_lora
     from sampling import pad_batch
     model = base_model(options)
@@ -262,8 +262,9 @@ def build_ppo(side: str, options: dict):
                                   weight_decay=0, fused=True)
     prompts, responses, scores = ppo_batch(options, V)
     rows = len(prompts)
-    config = t2g.Config(batch_size=rows, minibatch_size=rows, ppo_epochs=options["epochs"],
-                        micro_batch_size=options["micro"])
+    config = policy.PolicyConfig(batch_size=rows, minibatch_size=rows,
+                                 ppo_epochs=options["epochs"],
+                                 micro_batch_size=options["micro"])
     padded = pad_batch(prompts, responses, model.device)
     delta = torch.zeros(padded[3].shape, device=model.device)
     ends = padded[3].sum(1) - 1
@@ -271,10 +272,10 @@ def build_ppo(side: str, options: dict):
 
     def step() -> float:
         texts = [""] * rows
-        rollouts = t2g.Rollouts([{}] * rows, texts, texts, [[]] * rows, *padded, delta=delta)
-        t2g.add_scores(rollouts, model, value_head, config)
-        t2g.add_advantages(rollouts, 0.2, config)
-        t2g.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
+        rollouts = policy.Rollouts([{}] * rows, texts, texts, [[]] * rows, *padded, delta=delta)
+        policy.add_scores(rollouts, model, value_head, config)
+        policy.add_advantages(rollouts, 0.2, config)
+        policy.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
         return float(rollouts.logprobs_old[rollouts.mask.bool()].mean())
 
     return warmed(step)
@@ -366,9 +367,10 @@ def iteration_worker(options: dict) -> list[dict]:
     """Algorithm 4 on random weights, one iteration to warm up: with feedback and without it,
     the peak beside the weights, or the card that options["card"] makes of this one; rollouts
     and critiques with the decode step captured and not."""
+    import policy
     import reward_model
-    import text2grad as t2g
     from model import add_lora
+    from text2grad import Config
     device, new, batch = (options[key] for key in ("device", "new", "batch"))
     if card := options.get("card"):
         whole = torch.cuda.mem_get_info()[1]
@@ -377,7 +379,7 @@ def iteration_worker(options: dict) -> list[dict]:
     tokenizer = word_tokenizer(V := model.config.vocab_size)
     for name in ("policy", "reward"):
         add_lora(model, name, 16, 32)
-    config = t2g.Config(
+    config = Config(
         task="ultrafeedback", batch_size=batch, minibatch_size=batch, ppo_epochs=4,
         max_new_tokens=new, max_critique_tokens=new, micro_batch_size=options["micro"],
         iterations=1 + options["rounds"], learning_rate=1e-5, annotator_function=None,
@@ -387,12 +389,12 @@ def iteration_worker(options: dict) -> list[dict]:
     phases = "rollout", "critique", "score", "update"
 
     def run() -> list[list[float]]:
-        steps = train(model, tokenizer, rows, config, t2g.reward_model_critic)[1:]
+        steps = train(model, tokenizer, rows, config, policy.reward_model_critic)[1:]
         return [[step[f"seconds_{phase}"] for phase in phases] for step in steps]
 
     weights = sum(p.nbytes for p in model.parameters())
     first = partial(train, model, tokenizer, rows, replace(config, iterations=1),
-                    t2g.reward_model_critic)
+                    policy.reward_model_critic)
     peak = peak_bytes(first, device)
     peak += weights if device == "cpu" else torch.cuda.memory_allocated()
     keep_memory()
@@ -401,7 +403,7 @@ def iteration_worker(options: dict) -> list[dict]:
     best = min(steps, key=sum)
     note = ", ".join(f"{phase} {x:.3g} s" for phase, x in zip(phases, best))
     note += f"; feedback is {best[1] / sum(best):.0%} of it"
-    for module in (t2g, reward_model):
+    for module in (policy, reward_model):
         module.generate = partial(module.generate, cuda_graph=False)
     eager = run() if options.get("eager") else steps
     drawing = [[sum(step[:2]) for step in both] for both in (steps, eager)]
@@ -411,9 +413,9 @@ def iteration_worker(options: dict) -> list[dict]:
 
 def train(model, tokenizer, rows, config, critic) -> list[dict]:
     """Algorithm 4 from l.5 to l.33; the metrics of its iterations."""
-    import text2grad as t2g
+    import policy
     with tempfile.TemporaryDirectory() as out:
-        t2g.train(model, tokenizer, rows, config, Path(out), critic)
+        policy.train(model, tokenizer, rows, config, Path(out), critic)
         return [json.loads(line) for line in open(Path(out, "metrics.jsonl"))]
 
 
@@ -437,13 +439,13 @@ def asserts_worker(options: dict) -> list[dict]:
         return compile(ast.fix_missing_locations(tree), loader.path, "exec")
 
     SourceFileLoader.get_code = get_code
-    import text2grad as t2g
     import toy
     from experiments.designs import true_critic
     from model import add_lora, load_model
+    from text2grad import Config
     model, tokenizer = load_model(toy.BASE, device=options["device"])
     add_lora(model, "policy", 16, 32)
-    work = partial(train, model, tokenizer, toy.rows("train", 64), t2g.Config(iterations=1),
+    work = partial(train, model, tokenizer, toy.rows("train", 64), Config(iterations=1),
                    true_critic)
     keep_memory()
     work()

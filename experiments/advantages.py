@@ -3,7 +3,7 @@
     python -m experiments.baselines reward_to_go        # R_φ, with G_t in place of GAE
     python -m experiments.baselines grpo --responses_per_prompt 4
 
-An advantage function fills `rewards`, `advantages` and `returns` of text2grad.Rollouts, and
+An advantage function fills `rewards`, `advantages` and `returns` of policy.Rollouts, and
 `text2grad.train` accepts it. All functions here use r_t = δ_t − β log π(y_t) / π_ref(y_t), and
 none uses V. ADVANTAGES maps these names to functions:
 
@@ -30,7 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from text2grad import Config, Rollouts, gae, whiten
+from policy import Rollouts, gae, whiten
+from text2grad import Config
 
 
 def kl_rewards(rollouts: Rollouts, beta: float) -> Tensor:

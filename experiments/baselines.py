@@ -61,14 +61,16 @@ from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, to
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
 from report import evaluation_command
-from reward_model import (Judgement, RewardConfig, fit_adapter, fit_reward_to_rows,
+from reward_model import (Judgement, RewardConfig, fit_adapter, derive_reward_settings,
                           write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import (MAX_GRAD_NORM, Config, Rollouts, add_advantages, annotation_settings,
-                       batch_rows, check_config, decay, fit_to_rows, forward, load_rows, preset,
-                       reward_model_critic, reward_settings, sample_rollouts, start_policy,
-                       train, write_responses)
+from annotate import annotation_settings
+from data import preset
+from policy import (MAX_GRAD_NORM, Rollouts, add_advantages, batch_rows, decay, derive_settings,
+                    forward, reward_model_critic, sample_rollouts, start_policy, train)
+from reward_model import reward_settings
+from text2grad import Config, check_config, load_rows, write_responses
 
 
 # ── The losses
@@ -388,7 +390,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     if len(examples) < 2:
         raise InputError(f"{reward_type} rewards need two labelled examples, and there are "
                          f"{len(examples)}: the others are ties or have no label; add rows")
-    settings = fit_reward_to_rows(reward_settings(config, out), len(examples), model)
+    settings = derive_reward_settings(reward_settings(config, out), len(examples), model)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
     n_heldout = max(1, len(examples) // 10)
@@ -437,8 +439,7 @@ def sdpo(model, tokenizer, rows, config: Config, out: Path):
         for _ in range(config.ppo_epochs):
             order = rng.sample(range(len(sampled_rows)), len(sampled_rows))
             for minibatch in chunks(order, config.minibatch_size):
-                distil(model, batch.part(minibatch), teacher_batch.part(minibatch),
-                       config.temperature)
+                distil(model, batch, teacher_batch, minibatch, config.temperature)
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -456,15 +457,15 @@ def show(batch: Rollouts, judgements: list[Judgement], tokenizer) -> Rollouts:
     return replace(batch, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 
 
-def distil(model, student_batch: dict[str, Tensor], teacher_batch: dict[str, Tensor],
+def distil(model, student_batch: Rollouts, teacher_batch: Rollouts, index: list[int],
            temperature: float):
-    """Backpropagate the mean of `sdpo_loss` over the tokens.
+    """Backpropagate the mean of `sdpo_loss` over the tokens of the rows in an index.
 
-    Student and teacher both use the adapter "policy". The batches come from `Rollouts.part`.
+    Student and teacher both use the adapter "policy".
     """
     with torch.no_grad():
-        teacher, _ = forward(model, teacher_batch, "policy")                           # [N, H]
-    student, _ = forward(model, student_batch, "policy")
+        teacher, _ = forward(model, teacher_batch, index, "policy")                    # [N, H]
+    student, _ = forward(model, student_batch, index, "policy")
     head = head_weight(model).T
     student_logits = student @ head / temperature                                      # [N, V]
     teacher_logits = teacher @ head / temperature
@@ -530,7 +531,7 @@ def main(argv=None):
     model, tokenizer = load_model(config.model, config.dtype)
     rows, heldout_rows = (drop_long_rows(part, model, tokenizer, config)
                           for part in load_rows(config))
-    config = fit_to_rows(config, len(rows), model)
+    config = derive_settings(config, len(rows), model)
     save_settings(config, out)
     start_policy(model, config)
     if config.reward_model:

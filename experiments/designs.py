@@ -47,7 +47,7 @@ from report import split_text
 from reward_model import Judgement, judge, reward_tokens, write_critiques
 from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
-from text2grad import reward_model_critic
+from policy import reward_model_critic
 
 
 def row_share(rollouts) -> range:

@@ -52,8 +52,10 @@ from model import load_lora, load_model, lora_parameters
 from report import svg_line, table
 from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
-from text2grad import (Config, add_advantages, add_feedback, forward, gae, reward_model_critic,
-                       reward_settings, sample_rollouts, start_policy, train, whiten)
+from policy import (add_advantages, add_feedback, forward, gae, reward_model_critic,
+                    sample_rollouts, start_policy, train, whiten)
+from reward_model import reward_settings
+from text2grad import Config
 
 # ── Runs: what a study compares
 
@@ -565,7 +567,7 @@ def gradient_products(model, rollouts, rows, advantages, parameters) -> dict[str
     """
     gradients = {name: [] for name in advantages}
     for i in rows:
-        hidden, targets = forward(model, rollouts.part([i]), "policy")                  # [T, H]
+        hidden, targets = forward(model, rollouts, [i], "policy")                        # [T, H]
         logprobs = token_logprobs(hidden, head_weight(model), targets)
         for name, a in advantages.items():
             objective = (a[i, : len(targets)] * logprobs).sum()

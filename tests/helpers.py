@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import text2grad
 from hypothesis import settings
 from safetensors.torch import load_file
 
-import text2grad
 from data import InputError
 from reward_model import Judgement
 from sampling import pad_batch
-from text2grad import Rollouts, add_advantages, add_scores
+from policy import Rollouts, add_advantages, add_scores
 
 # `SLOW=1 python -m pytest -q tests` kills runs more often and generates 100,000 replies.
 SLOW = bool(os.environ.get("SLOW"))

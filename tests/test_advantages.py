@@ -5,7 +5,8 @@ import torch
 from experiments import advantages
 from experiments.advantages import ADVANTAGES
 from helpers import error_message, noise
-from text2grad import Config, Rollouts, batch_rows
+from policy import Rollouts, batch_rows
+from text2grad import Config
 
 V, T, BETA = 4, 3, 0.7
 

@@ -14,16 +14,18 @@ import pytest
 import torch
 import reward_model
 import sampling
-import text2grad
+import policy
 from annotate import Grounding
 from data import get_task
 from helpers import ROOT, scored
 from model import add_lora, response_hidden
 from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
-from text2grad import AdaptiveKL, Config, add_advantages, add_feedback, add_scores
+from policy import AdaptiveKL, add_advantages, add_feedback, add_scores
+from text2grad import Config
 
-CORE = ("annotate", "ask", "data", "model", "reward_model", "runtime", "sampling", "text2grad")
+CORE = ("annotate", "ask", "data", "model", "policy", "reward_model", "runtime", "sampling",
+        "text2grad")
 ONES, SHORT = torch.ones(2, 3), torch.ones(2, 2)
 IDS = torch.ones(1, 2).long()
 HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
@@ -57,7 +59,7 @@ def test_the_core_asserts_its_equations():
 
 def sample(model, head, rollouts, tokenizer):
     rows = get_task("toy").rows("train", 2, 0)
-    text2grad.sample_rollouts(model, tokenizer, rows, CONFIG, None, torch.Generator())
+    policy.sample_rollouts(model, tokenizer, rows, CONFIG, None, torch.Generator())
 
 
 def judge_as(judge_row, hole=0):
@@ -84,7 +86,7 @@ def update(model, head, rollouts, tokenizer):
     rollouts.logprobs_old += 1
     parameters = [p for p in model.parameters() if p.requires_grad] + [*head.parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1)
-    text2grad.ppo_update(rollouts, model, head, optimizer, CONFIG, random.Random(0))
+    policy.ppo_update(rollouts, model, head, optimizer, CONFIG, random.Random(0))
 
 
 def write(model, head, rollouts, tokenizer):
@@ -105,7 +107,7 @@ def moved_gae(by_advantage, by_return):
     def moved(*arguments):
         advantages, returns = gae(*arguments)
         return advantages + by_advantage, returns + by_return
-    gae = text2grad.gae
+    gae = policy.gae
     return moved
 
 
@@ -117,27 +119,27 @@ def pad_without_the_last(*arguments):
 
 # (a part of the message, the patched names, the call)
 BROKEN = [
-    ("Definition 1", {}, lambda *_: text2grad.nl_gradient_loss(ONES, SHORT, ONES)),
-    ("one r_t and V per token", {}, lambda *_: text2grad.gae(ONES, SHORT, ONES, 1, 1)),
+    ("Definition 1", {}, lambda *_: policy.nl_gradient_loss(ONES, SHORT, ONES)),
+    ("one r_t and V per token", {}, lambda *_: policy.gae(ONES, SHORT, ONES, 1, 1)),
     ("mean 0", {"torch.rsqrt": lambda _: torch.tensor([[1.0, 2, 5]])},
-     lambda *_: text2grad.whiten(torch.tensor([[1.0, 2, 4]]), torch.ones(1, 3))),
-    ("one A_t per ρ_t", {}, lambda *_: text2grad.ppo_loss(ONES, ONES, SHORT, ONES, 0.2)),
-    ("one R_t per V", {}, lambda *_: text2grad.value_loss(ONES, ONES, SHORT, ONES, 0.2)),
+     lambda *_: policy.whiten(torch.tensor([[1.0, 2, 4]]), torch.ones(1, 3))),
+    ("one A_t per ρ_t", {}, lambda *_: policy.ppo_loss(ONES, ONES, SHORT, ONES, 0.2)),
+    ("one R_t per V", {}, lambda *_: policy.value_loss(ONES, ONES, SHORT, ONES, 0.2)),
     ("y ends with its EOS",
-     {"text2grad.generate": lambda model, x, *_, **__: [[5, 6]] * len(x)}, sample),
-    ("each y_t has its characters", {"text2grad.token_offsets": lambda *_: ("", [])}, sample),
-    ("Alg. 4 l.12: one z' for each y", {"text2grad.gather_rows": lambda judged: judged[1:]},
+     {"policy.generate": lambda model, x, *_, **__: [[5, 6]] * len(x)}, sample),
+    ("each y_t has its characters", {"policy.token_offsets": lambda *_: ("", [])}, sample),
+    ("Alg. 4 l.12: one z' for each y", {"policy.gather_rows": lambda judged: judged[1:]},
      judge_as(lambda n: [0.0] * n)),
     ("one δ'_t per sampled token", {}, judge_as(lambda n: [0.0])),
     ("no δ' on padding", {}, judge_as(lambda n: [1.0] * n, hole=1)),
-    ("log π_θold of a probability", {"text2grad.token_logprobs": log_probs_of(1, -1)}, score),
-    ("log π_ref of a probability", {"text2grad.token_logprobs": log_probs_of(-1, 1)}, score),
-    ("H ≥ 0", {"text2grad.token_entropy": lambda hidden, *_: -torch.ones(len(hidden))}, score),
+    ("log π_θold of a probability", {"policy.token_logprobs": log_probs_of(1, -1)}, score),
+    ("log π_ref of a probability", {"policy.token_logprobs": log_probs_of(-1, 1)}, score),
+    ("H ≥ 0", {"policy.token_entropy": lambda hidden, *_: -torch.ones(len(hidden))}, score),
     ("no r_t on padding", {}, lambda *objects: advance(*objects, mask=2)),
-    ("one r_t, A_t, R_t per token", {}, lambda *_: text2grad.assert_one_per_token(
+    ("one r_t, A_t, R_t per token", {}, lambda *_: policy.assert_one_per_token(
         SimpleNamespace(mask=ONES, rewards=ONES, advantages=ONES, returns=SHORT))),
-    ("A_T = r_T − V", {"text2grad.gae": moved_gae(1, 0)}, advance),
-    ("R_T = r_T", {"text2grad.gae": moved_gae(0, 1)}, advance),
+    ("A_T = r_T − V", {"policy.gae": moved_gae(1, 0)}, advance),
+    ("R_T = r_T", {"policy.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),
     ("a penalty", {}, lambda *_: AdaptiveKL(-1.0, 6.0, 100).update(7.0, 10)),
     ("z quotes the response", {"reward_model.ground": lambda response, feedback: Grounding(

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import data
-import text2grad
+import policy
+import reward_model
 import toy
 from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
@@ -32,7 +33,8 @@ from model import (add_lora, encode_answer, encode_prompt, load_model, lora_para
 from report import evaluation_command
 from reward_model import Judgement
 from sampling import pad_batch
-from text2grad import Config, Rollouts
+from policy import Rollouts
+from text2grad import Config
 
 close = torch.testing.assert_close
 
@@ -322,11 +324,11 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
             if start <= begin < end <= start + len(reply):
                 expected[i] = label
     config = Config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
-    monkeypatch.setattr(text2grad, "write_critiques", lambda *_: [toy.critique(row, text)])
-    for critic in (text2grad.reward_model_critic, true_critic):
+    monkeypatch.setattr("policy.write_critiques", lambda *_: [toy.critique(row, text)])
+    for critic in (policy.reward_model_critic, true_critic):
         rollouts.feedback = critic(rollouts, model, tokenizer, config)
         assert rollouts.feedback[0].delta == expected
-    figures = text2grad.probe(rollouts, config, tmp_path)
+    figures = reward_model.probe(rollouts, config, tmp_path)
     assert figures["true_delta"] == sum(expected) / len(expected)
     assert figures["good_recall"] == (1 if first else None)
 
@@ -650,7 +652,7 @@ def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
     batch = rollouts_of(tokenizer, 2)
     shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in range(4)], tokenizer)
     parameters, rows = lora_parameters(model, "policy"), [0, 1, 2, 3]
-    distil(model, batch.part(rows), shown.part(rows), 0.5)
+    distil(model, batch, shown, rows, 0.5)
     total, count = 0, 0
     for i in range(4):
         y, logits = ids_of(batch, i), []

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import reward_model
+import policy
 import text2grad
 from data import InputError
 from helpers import SLOW, assert_equal_tensors, run_main
@@ -43,13 +44,13 @@ def states(tmp_path_factory):
         shutil.copytree(out, folder / "annotated")
         return original_fit(*args)
 
-    original_fit = text2grad.fit
+    original_fit = reward_model.fit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
         patch.setattr(text2grad, "fit", copy_annotated)
         patch.setattr(reward_model, "SAVE_EVERY", 2)
         copy_at(reward_model, "keep_checkpoint", "phase 2", 4)
-        copy_at(text2grad, "keep_checkpoint", "phase 3", 1)
+        copy_at(policy, "keep_checkpoint", "phase 3", 1)
         run_main(*FLAGS, "--output_dir", out)
     return folder
 

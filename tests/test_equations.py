@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-import text2grad
 from annotate import Feedback, FeedbackError, parse_feedback
 from data import reward_prompt
 from helpers import noise, random_rollouts, randomise, scored
@@ -21,9 +20,10 @@ from model import add_lora, encode_prompt, lora_parameters, response_hidden, use
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)
 from sampling import head_weight, token_logprobs
-from text2grad import (AdaptiveKL, Config, Rollouts, add_advantages, add_feedback, add_scores,
-                       batch_rows, decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss,
-                       ppo_update, value_loss, whiten)
+from policy import (AdaptiveKL, Rollouts, add_advantages, add_feedback, add_scores, batch_rows,
+                    decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
+                    value_loss, whiten)
+from text2grad import Config
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
@@ -88,16 +88,16 @@ def flat(parameters):
 def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.1 Definition 1
     """g_NL = Σ_t δ_t ∇ log π(y_t | x, y_<t) from the model's logits, averaged over rows."""
     model, _, rollouts = policy
-    parameters, part = lora_parameters(model, "policy"), rollouts.part([0, 1, 2])
+    parameters = lora_parameters(model, "policy")
+    mask = rollouts.mask[:3]
     # padding holds δ too
-    delta = torch.tensor([[1.0, -1, 0, 1, 0.3]]).repeat(3, 2)[:, : part["mask"].shape[1]]
+    delta = torch.tensor([[1.0, -1, 0, 1, 0.3]]).repeat(3, 2)[:, : mask.shape[1]]
     with use_lora(model, "policy"):
-        hidden = response_hidden(model, *(
-            part[k] for k in ("prompt_ids", "prompt_mask", "response_ids", "mask")))
+        hidden = response_hidden(model, rollouts.prompt_ids[:3], rollouts.prompt_mask[:3],
+                                 rollouts.response_ids[:3], mask)
         logprobs = token_logprobs(hidden.flatten(0, 1), head_weight(model),
-                                  part["response_ids"].flatten())
-        gradient = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, part["mask"]),
-                        parameters)
+                                  rollouts.response_ids[:3].flatten())
+        gradient = gradients(nl_gradient_loss(logprobs.view_as(delta), delta, mask), parameters)
         g_nl = sum(delta[row, t] * gradients(brute(model, x, y)[0][t, token], parameters)
                    for row, (x, y) in enumerate(unpadded(rollouts)[:3])
                    for t, token in enumerate(y))
@@ -399,7 +399,7 @@ def test_the_kl_penalty_has_the_gradient_of_minus_the_kl(T, monkeypatch):
     gradient is 0.
     """
     V, steps = 4, torch.arange(T)
-    monkeypatch.setattr(text2grad, "whiten", lambda x, mask: x)
+    monkeypatch.setattr("policy.whiten", lambda x, mask: x)
     # All V^T responses in order: the first t tokens of the i-th are the number i // V^(T−t).
     y = torch.cartesian_prod(*[torch.arange(V)] * T).reshape(-1, T)
     prefix = torch.arange(V**T)[:, None] // V ** (T - steps)
@@ -453,7 +453,7 @@ def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.27; A
     rollouts.logprobs_old += 0.3 * torch.randn_like(rollouts.logprobs_old)
     rollouts.values += 0.3 * torch.randn_like(rollouts.values)
     parameters = [*lora_parameters(model, "policy"), *head.parameters()]
-    loss, stats = minibatch_loss(rollouts.part(list(range(6))), model, head, config,
+    loss, stats = minibatch_loss(rollouts, list(range(6)), model, head, config,
                                  rollouts.mask.sum())
     with torch.no_grad(), use_lora(model, "policy"):
         values = [head(brute(model, x, y)[1]) for x, y in unpadded(rollouts)]
@@ -469,10 +469,11 @@ def test_entropy_bonus_has_a_gradient_that_raises_entropy(policy):  # Alg. 4 l.2
     """Alg. 4 l.25, 27: the bonus adds −β ∇ mean H of the full softmax; descent raises H."""
     config = Config(entropy_coef=0.5, micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
-    parameters, part = lora_parameters(model, "policy"), rollouts.part(list(range(6)))
+    parameters, index = lora_parameters(model, "policy"), list(range(6))
     count = rollouts.mask.sum()
-    with_bonus, without = (gradients(minibatch_loss(part, model, head, c, count)[0], parameters)
-                           for c in (config, replace(config, entropy_coef=0.0)))
+    with_bonus, without = (
+        gradients(minibatch_loss(rollouts, index, model, head, c, count)[0], parameters)
+        for c in (config, replace(config, entropy_coef=0.0)))
     with use_lora(model, "policy"):
         logps = [brute(model, x, y)[0] for x, y in unpadded(rollouts)]
     mean_entropy = sum(-(logp.exp() * logp).sum() for logp in logps) / count
@@ -485,12 +486,12 @@ def test_ratio_is_one_at_the_old_policy_and_only_there(policy):  # Alg. 4 l.7
     """Alg. 4 l.22 and invariant 1: before an update ρ = 1 and policy_kl = 0; afterwards > 0."""
     config = Config(temperature=0.7, micro_batch_size=2)
     model, head, rollouts = scored(policy, config)
-    part, count = rollouts.part(list(range(6))), rollouts.mask.sum()
-    stats = minibatch_loss(part, model, head, config, count)[1]
+    index, count = list(range(6)), rollouts.mask.sum()
+    stats = minibatch_loss(rollouts, index, model, head, config, count)[1]
     assert stats["ratio"] == pytest.approx(1, abs=1e-5)
     assert stats["clip_fraction"] == 0 and abs(stats["policy_kl"]) < 1e-6
     randomise(lora_parameters(model, "policy"))
-    assert minibatch_loss(part, model, head, config, count)[1]["policy_kl"] > 1e-3
+    assert minibatch_loss(rollouts, index, model, head, config, count)[1]["policy_kl"] > 1e-3
 
 
 def updated(model, head, rollouts, config):
@@ -505,7 +506,7 @@ def updated(model, head, rollouts, config):
 def test_update_is_gradient_descent_on_algorithm_4(policy, monkeypatch):  # Alg. 4 l.29–30
     """Alg. 4 l.19–31: three passes of clipped descent on the brute-force loss, targets kept."""
     config = Config(minibatch_size=6, micro_batch_size=4, ppo_epochs=3, entropy_coef=0.1)
-    monkeypatch.setattr(text2grad, "MAX_GRAD_NORM", 0.5)
+    monkeypatch.setattr("policy.MAX_GRAD_NORM", 0.5)
     model, head, rollouts = scored(policy, config)
     got, stats = updated(model, head, rollouts, config)
     parameters, norms = [*lora_parameters(model, "policy"), *head.parameters()], []
@@ -525,12 +526,12 @@ def test_every_pass_takes_every_rollout_once(policy, monkeypatch):  # Alg. 4 l.1
     config, calls = Config(minibatch_size=4, micro_batch_size=3, ppo_epochs=4), []
     model, head, rollouts = scored(policy, config)
 
-    def spy(part, model, head, config, count):
-        row_names = part["response_ids"].sum(1).tolist()       # the sum of a row's ids names it
-        calls.append((row_names, int(part["mask"].sum()), int(count)))
-        return minibatch_loss(part, model, head, config, count)
+    def spy(rollouts, index, model, head, config, count):
+        row_names = rollouts.response_ids[index].sum(1).tolist()     # the sum of its ids
+        calls.append((row_names, int(rollouts.mask[index].sum()), int(count)))
+        return minibatch_loss(rollouts, index, model, head, config, count)
 
-    monkeypatch.setattr(text2grad, "minibatch_loss", spy)
+    monkeypatch.setattr("policy.minibatch_loss", spy)
     updated(model, head, rollouts, config)
     passes = [calls[i : i + 3] for i in range(0, 12, 3)]
     names = sorted(rollouts.response_ids.sum(1).tolist())

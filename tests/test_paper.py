@@ -29,7 +29,9 @@ from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import RewardConfig, judge, reward_preset, write_critiques
 from sampling import generate
-from text2grad import Config, gae, preset, sample_rollouts, whiten, write_responses
+from data import preset
+from policy import gae, sample_rollouts, whiten
+from text2grad import Config, write_responses
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]

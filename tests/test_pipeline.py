@@ -19,6 +19,7 @@ import torch
 from loopback import loopback
 from safetensors.torch import load_file, save_file
 import reward_model
+import policy
 import text2grad
 import toy
 from annotate import annotate
@@ -29,7 +30,10 @@ from model import add_lora
 from report import NOTES
 from reward_model import Judgement, judge, token_figures
 from runtime import checksum, lock_directory, newest_checkpoint
-from text2grad import Config, Rollouts, annotation_settings, probe, train
+from annotate import annotation_settings
+from policy import Rollouts, train
+from reward_model import probe
+from text2grad import Config
 
 
 def refused(*flags) -> str:
@@ -203,19 +207,19 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
     """Compiled as by python -O, a run gives the same result, and a failing assert is absent."""
     monkeypatch.setattr(SourceFileLoader, "get_code", lambda self, name: compile(
         self.get_data(self.path), self.path, "exec", optimize=1))
-    for name in ("annotate", "ask", "data", "model", "report", "reward_model", "runtime",
-                 "sampling", "text2grad", "toy"):
+    for name in ("annotate", "ask", "data", "model", "policy", "report", "reward_model",
+                 "runtime", "sampling", "text2grad", "toy"):
         monkeypatch.delitem(sys.modules, name)
     module, x = importlib.import_module("text2grad"), torch.ones(1, 2)
-    module.nl_gradient_loss(x, x[0], x)
+    sys.modules["policy"].nl_gradient_loss(x, x[0], x)
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path, module=module)
     assert_equal_runs(tmp_path, unbroken)
 
 
 def test_the_deletion_test(tmp_path):
     """Without eval.py, measures/ and experiments/, `python text2grad.py` still runs."""
-    names = ("annotate", "ask", "data", "model", "report", "reward_model", "runtime",
-             "sampling", "text2grad")
+    names = ("annotate", "ask", "data", "model", "policy", "report", "reward_model",
+             "runtime", "sampling", "text2grad")
     for name in names:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
@@ -557,7 +561,7 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
     iteration with the same texts and reads their replies from the journal."""
     model, tokenizer = toy_model
     add_lora(model, "policy")
-    rows, unpatched, lost = toy.rows("train", 64, length=1), text2grad.write_metrics, []
+    rows, unpatched, lost = toy.rows("train", 64, length=1), policy.write_metrics, []
     config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
                     save_every=8)
@@ -572,11 +576,11 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
             raise KeyboardInterrupt
         unpatched(metrics, *args)
 
-    monkeypatch.setattr(text2grad, "write_metrics", killed)
+    monkeypatch.setattr("policy.write_metrics", killed)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "run")
     before = len(REQUESTS)
-    monkeypatch.setattr(text2grad, "write_metrics", unpatched)
+    monkeypatch.setattr("policy.write_metrics", unpatched)
     metrics = start(tmp_path / "run")
     assert [metrics[9]] == lost and len(REQUESTS) == len({*REQUESTS}) > before > 16
     probed = [row for row in metrics if "true_delta" in row]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 import reward_model
-import text2grad
+import policy
 from data import InputError
 from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
                      error_message, read_jsonl, run_main)
@@ -62,7 +62,7 @@ def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unb
 def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, tmp_path,
                                                               monkeypatch, killed_after):
     """Stop before and after the first checkpoint (2), with half a line in metrics.jsonl."""
-    out, unpatched = tmp_path / "stopped", text2grad.write_metrics
+    out, unpatched = tmp_path / "stopped", policy.write_metrics
 
     def stops(metrics, *args):
         unpatched(metrics, *args)
@@ -71,12 +71,12 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, 
                 file.write('{"iteration": 9')
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(text2grad, "write_metrics", stops)
+    monkeypatch.setattr("policy.write_metrics", stops)
     flags = [*PHASE_3, "--reward_model", reward, "--output_dir", out]
     with pytest.raises(KeyboardInterrupt):
         run_main(*flags)
     gc.collect()                                         # release the lock of the stopped run
-    monkeypatch.setattr(text2grad, "write_metrics", unpatched)
+    monkeypatch.setattr("policy.write_metrics", unpatched)
     run_main(*flags)
     assert_equal_runs(out, unbroken)
 
@@ -216,7 +216,7 @@ def infinite(loss, stats):
 def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, capsys):
     """Six of 24 steps are harmful, so AdamW takes 18. A warning appears if most steps of an
     iteration are skipped."""
-    unpatched, calls = text2grad.minibatch_loss, []
+    unpatched, calls = policy.minibatch_loss, []
 
     def spoil(*args):
         calls.append(1)
@@ -224,7 +224,7 @@ def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, ca
                 24: far_off}.get(len(calls))
         return harm(*unpatched(*args)) if harm else unpatched(*args)
 
-    monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
+    monkeypatch.setattr("policy.minibatch_loss", spoil)
     run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
@@ -241,13 +241,13 @@ def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, capsys):
 
 def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeypatch):
     """The last checkpoint stays, and the error suggests a lower --learning_rate."""
-    unpatched, calls = text2grad.minibatch_loss, []
+    unpatched, calls = policy.minibatch_loss, []
 
     def spoil(*args):
         calls.append(1)
         return without_gradient(*unpatched(*args)) if len(calls) > 12 else unpatched(*args)
 
-    monkeypatch.setattr(text2grad, "minibatch_loss", spoil)
+    monkeypatch.setattr("policy.minibatch_loss", spoil)
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
         run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
@@ -258,7 +258,7 @@ def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. "
                                      "GPU 0 has")
 
-    monkeypatch.setattr(text2grad, "ppo_update", full)
+    monkeypatch.setattr("policy.ppo_update", full)
     with pytest.raises(InputError, match="out of memory.*--micro_batch_size.*--shard"):
         run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
 

@@ -28,7 +28,8 @@ from model import add_lora, response_hidden, use_lora
 from notebooks import smollm2
 from reward_model import Judgement
 from sampling import head_weight
-from text2grad import Config, nl_gradient_loss, sample_rollouts
+from policy import nl_gradient_loss, sample_rollouts
+from text2grad import Config
 
 
 HERE = SimpleNamespace(map=map)                  # a pool that works in this process

@@ -16,14 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 import text2grad
 import toy
-from annotate import annotation_questions
+from annotate import annotation_questions, annotation_settings
 from data import InputError, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters
-from reward_model import Judgement, RewardConfig, fit_reward_to_rows, split_rows
+from reward_model import Judgement, RewardConfig, derive_reward_settings, split_rows
 from sampling import generate
-from text2grad import (Config, batch_rows, evaluate, load_rows, ppo_update, sample_rollouts,
-                       train, train_and_evaluate, write_responses)
+from policy import add_scores, batch_rows, derive_settings, ppo_update, sample_rollouts, train
+from text2grad import Config, evaluate, load_rows, train_and_evaluate, write_responses
 
 CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
                 value_learning_rate=0.0, max_new_tokens=12, probe_rows=0, kl_target=0.0, seed=3)
@@ -84,7 +84,7 @@ def test_every_row_of_every_decoding_chunk_has_its_own_uniforms(model_and_tokeni
         calls.append(uniforms)
         return generate(model, prompts, *args, uniforms=uniforms)
 
-    monkeypatch.setattr(text2grad, "generate", record)
+    monkeypatch.setattr("policy.generate", record)
     sample_rollouts(*model_and_tokenizer, rows, replace(CONFIG, rollout_batch_size=3), "policy",
                     torch.Generator().manual_seed(5))
     expected = torch.rand(8, 12, generator=torch.Generator().manual_seed(5))
@@ -105,7 +105,7 @@ def test_every_iteration_has_its_own_seed(model_and_tokenizer, rows, tmp_path, m
         orders.append(rng.getstate())
         return ppo_update(rollouts, model, value_head, optimizer, config, rng)
 
-    monkeypatch.setattr(text2grad, "ppo_update", record)
+    monkeypatch.setattr("policy.ppo_update", record)
     train(model, tokenizer, rows[:1], CONFIG, tmp_path, length_critic)
     for iteration in range(2):
         seed = documented_seed(CONFIG, iteration)
@@ -129,10 +129,10 @@ def test_both_learning_rates_decay_to_zero(model_and_tokenizer, rows, tmp_path, 
             group["lr"] = 0.0
         return ppo_update(rollouts, model, value_head, optimizer, config, rng)
 
-    monkeypatch.setattr(text2grad, "ppo_update", record)
+    monkeypatch.setattr("policy.ppo_update", record)
     config = replace(CONFIG, iterations=4, learning_rate=0.2, value_learning_rate=value_rate)
     model, tokenizer = model_and_tokenizer
-    config = text2grad.fit_to_rows(config, len(rows), model)
+    config = derive_settings(config, len(rows), model)
     train(model, tokenizer, rows, config, tmp_path, length_critic)
     policy_rates, value_rates = zip(*rates)
     assert policy_rates == pytest.approx([0.2, 0.15, 0.1, 0.05])
@@ -152,7 +152,7 @@ def test_the_kl_coefficient_follows_nats_per_response(iterations, kl_horizon, ho
     config = replace(CONFIG, minibatch_size=4, iterations=iterations)
     batch = sample_rollouts(model, tokenizer, batch_rows(rows, config, 0), config, "policy",
                             torch.Generator().manual_seed(documented_seed(config, 0)))
-    text2grad.add_scores(batch, model, ValueHead(128), config)
+    add_scores(batch, model, ValueHead(128), config)
     log_ratio = (batch.logprobs_old - batch.logprobs_ref) * batch.mask
     kl = log_ratio.sum(1).mean().item()
     config = replace(config, kl_target=kl / 1.1, kl_horizon=kl_horizon)  # relative error .1
@@ -171,8 +171,8 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
 
     def gradient(rank, ranks):
         """The gradient that one rank contributes, taken before it is summed over the ranks."""
-        monkeypatch.setattr(text2grad, "RANK", rank)
-        monkeypatch.setattr(text2grad, "WORLD_SIZE", ranks)
+        monkeypatch.setattr("policy.RANK", rank)
+        monkeypatch.setattr("policy.WORLD_SIZE", ranks)
         gradients = []
 
         def record(x):
@@ -180,7 +180,7 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
             if len(gradients) == len(parameters):
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(text2grad, "all_sum", record)
+        monkeypatch.setattr("policy.all_sum", record)
         optimizer = torch.optim.SGD(parameters, lr=0.0)
         optimizer.zero_grad()
         with pytest.raises(KeyboardInterrupt):
@@ -340,15 +340,15 @@ def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millio
     model = SimpleNamespace(parameters=lambda: [weight])
     empty = Config(task="my_task:HEADLINES", iterations=None, batch_size=None,
                    minibatch_size=None, learning_rate=None, value_learning_rate=None)
-    config = text2grad.fit_to_rows(empty, rows, model)
+    config = derive_settings(empty, rows, model)
     assert (config.batch_size, config.iterations, config.minibatch_size) == expected[:3]
     assert config.learning_rate == pytest.approx(expected[3], rel=0.01)
     assert config.value_learning_rate == pytest.approx(10 * config.learning_rate)
-    release = text2grad.fit_to_rows(replace(empty, task="slf5k", batch_size=12), 5000, model)
+    release = derive_settings(replace(empty, task="slf5k", batch_size=12), 5000, model)
     assert release.iterations == 1666                            # four epochs
     named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5,
                     value_learning_rate=0.25)
-    assert text2grad.fit_to_rows(named, rows, model) == named
+    assert derive_settings(named, rows, model) == named
 
 
 def test_a_learning_rate_of_zero_is_not_replaced_by_a_derived_one():
@@ -357,9 +357,9 @@ def test_a_learning_rate_of_zero_is_not_replaced_by_a_derived_one():
     for rate, value_rate, expected in ((0.0, None, (0.0, 0.0)), (0.5, 0.0, (0.5, 0.0)),
                                        (0.5, None, (0.5, 0.5)), (None, 0.0, (2e-3, 0.0))):
         config = Config(learning_rate=rate, value_learning_rate=value_rate)
-        config = text2grad.fit_to_rows(config, 100, model)
+        config = derive_settings(config, 100, model)
         assert (config.learning_rate, config.value_learning_rate) == expected
-    assert fit_reward_to_rows(RewardConfig(learning_rate=0.0), 100, model).learning_rate == 0.0
+    assert derive_reward_settings(RewardConfig(learning_rate=0.0), 100, model).learning_rate == 0.0
 
 
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
@@ -380,7 +380,7 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
     config = Config(task="ultrafeedback", annotator_function="my_critic:judge")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
         "3 responses, 0 of them sampled")
-    settings = text2grad.annotation_settings(config, tmp_path)
+    settings = annotation_settings(config, tmp_path)
     questions = annotation_questions(settings)
     assert [question.id for question in questions] == ["a/0", "c"]
     assert "left out 2 empty responses (the first: row a/1)" in capsys.readouterr().err
@@ -395,9 +395,10 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
 def test_derived_batches_fit_the_ranks_and_the_groups(ranks, group, batch_size, minibatch_size,
                                                       monkeypatch):
     """Each rank gets the same number of rollouts, and no group is cut."""
-    monkeypatch.setattr(text2grad, "WORLD_SIZE", ranks)
+    monkeypatch.setattr("policy.WORLD_SIZE", ranks)
     config = Config(batch_size=None, minibatch_size=None, responses_per_prompt=group)
-    config = text2grad.fit_to_rows(config, 100, None)
+    model = SimpleNamespace(parameters=list)
+    config = derive_settings(config, 100, model)
     assert (config.batch_size, config.minibatch_size) == (batch_size, minibatch_size)
 
 
@@ -408,10 +409,10 @@ def test_settings_of_r_phi_follow_from_its_rows_and_the_model(rows, millions, ep
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
     model = SimpleNamespace(parameters=lambda: [weight])
     empty = RewardConfig(epochs=None, learning_rate=None, batch_size=4)
-    config = fit_reward_to_rows(empty, rows, model)
+    config = derive_reward_settings(empty, rows, model)
     assert config.epochs == epochs and config.learning_rate == pytest.approx(rate, rel=0.01)
     named = replace(empty, epochs=2, learning_rate=0.5)
-    assert fit_reward_to_rows(named, rows, model) == named
+    assert derive_reward_settings(named, rows, model) == named
 
 
 WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan"), True]

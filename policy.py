@@ -1,0 +1,569 @@
+"""Algorithm 4: the policy learns from the token rewards that R_φ's critiques give (§3.5).
+
+    train(model, tokenizer, rows, PolicyConfig(), Path("runs/policy"))      # text2grad.py calls it
+
+    for each iteration:                                              function           line
+        y ~ π_θold(·|x)                                              sample_rollouts    8–11
+        z' ~ R_φ(·|x, y), and δ'_t from the spans of z'              critic             12–13
+        log π_θold, log π_ref and V_ψ of each y_t                    add_scores         7
+        r_t = δ'_t − β log(π_θold(y_t) / π_ref(y_t)), A_t by GAE     add_advantages     14–17
+        for each epoch and minibatch:                                ppo_update         19–32
+            ρ_t = π_θ(y_t) / π_θold(y_t)
+            θ, ψ ← AdamW on −L_CLIP − β_H H + c L_VF                 minibatch_loss     21–30
+
+Read `train` next; the functions above it are its steps. Departures. Corrected errors of the
+paper: the loss is −L_CLIP − β H. The sum of GAE ends at T − t, and V is 0 after the last token.
+The paper has two δ_t; here they are `delta` and `td_error`. Taken from the release: A_t is
+whitened over the batch, the value loss is halved and clipped, and θ and ψ share one gradient
+clip. Our own: R_φ writes z' greedily. A harmful optimizer step is skipped and counted. r_t^KL
+is the log-ratio of the sampled token. The release uses the exact KL_t as a reward, whose policy
+gradient is not −∇KL.
+
+Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
+tokens of some rows, H hidden size. Each rank samples, judges and trains on rows
+[RANK::WORLD_SIZE], and every rank holds the full batch. Every random draw depends only on
+(seed, iteration, row). On a CPU, an interrupted run that continues ends with bit-identical
+weights. A GPU does not guarantee this.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from annotate import AnnotatorConfig, token_offsets
+from data import TASKS, InputError, chunks, fill, flag, get_task, prompt_text
+from model import (BaseConfig, ValueHead, add_lora, encode_prompt, eos_ids, gathered,
+                   load_lora, lora_parameters, response_hidden, save_lora, scaled_rate,
+                   use_lora)
+from report import batch_metrics, colour_tokens, sample_row
+from reward_model import Judgement, judge, probe, write_critiques
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, gather_rows, keep_checkpoint,
+                     optimizer_parameters, print_rank0, resume, write_metrics)
+from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
+
+
+# ── The equations
+
+def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
+    """Surrogate loss; its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t).
+
+    Definition 1 (§3.1), §3.5. All arguments are [B, T]; the loss is a scalar, averaged over the
+    batch. Algorithm 4 uses A_t instead of δ_t.
+    """
+    assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
+    return -(delta * logprobs * mask).sum() / len(logprobs)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float):
+    """A_t = Σ_l (γλ)^l td_error_{t+l},  td_error_t = r_t + γ V_{t+1} − V_t   (§3.5, App. A)
+
+    [B, T] each → (advantages, returns = A + V), 0 in the padding. V after the last token is 0;
+    λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
+    """
+    assert rewards.shape == values.shape == mask.shape, "§3.5 GAE: one r_t and V per token"
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]            # l.15–16
+        next_advantage = (td_error + gamma * lam * next_advantage) * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, (advantages + values) * mask
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Scale to mean 0 and variance 1 over the mask, as the release does. [B, T] → [B, T]"""
+    wide = x.double()                 # float32 would leave rounding error over a tiny spread
+    count = mask.sum()
+    mean = (wide * mask).sum() / count
+    variance = ((wide - mean) ** 2 * mask).sum() / count
+    white = (wide - mean) * torch.rsqrt(variance + 1e-8) * mask
+    assert not (white.sum() / count).abs() > 1e-6, "whitened advantages have mean 0"
+    return white.to(x.dtype)
+
+
+def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) -> Tensor:
+    """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)   (§3.5)
+
+    Any shape → scalar (Alg. 4 l.21–23, 27). count: tokens to average over; default mask.sum().
+    """
+    assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
+    ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
+    # l.23
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return -(gain * mask).sum() / (mask.sum() if count is None else count)
+
+
+def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Tensor:
+    """½ E_t[max((V − R)², (clip(V, V_old ± clip) − R)²)]   (Alg. 4 l.24, 28; the release clips)
+
+    Any shape → scalar; count as in `ppo_loss`.
+    """
+    assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
+    clipped = torch.clamp(values, values_old - clip, values_old + clip)
+    error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)            # l.24
+    return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
+
+
+@dataclass
+class AdaptiveKL:
+    """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2).
+
+    An update changes β by 20 % at most, even if a batch is larger than the horizon.
+    """
+    beta: float
+    target: float                         # nats per response; 0: β is fixed
+    horizon: int                          # number of rollouts over which β adapts
+
+    def update(self, kl: float, n: int):
+        """kl: mean KL per response of the last batch, in nats; n: number of its rollouts."""
+        if self.target and math.isfinite(kl):
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.beta *= 1 + error * min(1, n / self.horizon)
+        assert self.beta >= 0, "Alg. 4 l.14: the KL term is a penalty"
+
+
+# ── Settings
+
+@dataclass
+class PolicyConfig(AnnotatorConfig, BaseConfig):
+    """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
+    iterations: int | None = flag(
+        25, "iterations of Algorithm 4; none: passes over the rows", least=1)
+    learning_rate: float | None = flag(
+        1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7); none: by the size of the model",
+        most=10)
+    adapter: str | None = flag(
+        None, "SFT adapter: initial policy and reference; none: the bare base")
+    batch_size: int | None = flag(
+        64, "rollouts per iteration, all ranks (release: 12, 64); none: by the number of rows",
+        least=1)
+    responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
+    temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
+    max_prompt_tokens: int | None = flag(
+        None, "longest prompt in tokens; longer ones are dropped", least=1)
+    max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
+    kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
+    kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
+    kl_horizon: int | None = flag(
+        None, "rollouts in which β adapts (release: 10000); none: a tenth of the run", least=1)
+    gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
+    lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
+    ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
+    minibatch_size: int | None = flag(
+        64, "rollouts per optimizer step, all ranks; none: half a batch", least=1)
+    schedule: str = flag("linear", "learning rate decay (release: both)", ("linear", "cosine"))
+    clip: float = flag(0.2, "PPO clip range ε (release: .2)")
+    value_learning_rate: float | None = flag(
+        7e-3, "peak rate of the value head; none: learning_rate (release), or ten times a rate "
+        "chosen by the size of the model", most=10)
+    value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
+    value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
+    value_target: str = flag(
+        "gae", "target of V: gae is A + V, return is Alg. 4 l.24", ("gae", "return"))
+    entropy_coef: float = flag(0.0, "weight β of the entropy bonus (release: 0)")
+    lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
+    lora_targets: str = flag("q_proj,v_proj", "layers with an adapter, comma-separated")
+    micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
+    rollout_batch_size: int = flag(256, "texts that a rank decodes together", least=1)
+    save_every: int = flag(20, "iterations between checkpoints", least=1)
+    probe_rows: int = flag(64, "rollouts also scored by the annotator, ten times per run")
+    allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
+    wandb: str | None = flag(None, "Weights & Biases project for the metrics; none: no upload")
+
+    @property
+    def reference(self) -> str | None:
+        """The adapter of π_ref: the frozen SFT adapter, or None for the bare base."""
+        return "reference" if self.adapter else None
+
+
+def derive_settings(config: PolicyConfig, count: int, model) -> PolicyConfig:
+    """Choose the settings that are None from the number of rows and the size of the model."""
+    unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
+    batch_size = -(-(64 if count >= 1000 else 16) // unit) * unit       # rounded up to a unit
+    config = fill(config, batch_size=batch_size)
+    passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
+    rate = scaled_rate(model, 2e-3)
+    value_rate = 10 * rate if config.learning_rate is None else config.learning_rate
+    return fill(
+        config, learning_rate=rate, value_learning_rate=value_rate,
+        iterations=min(6000, max(12, passes * count // config.batch_size)),
+        minibatch_size=max(1, config.batch_size // 2 // WORLD_SIZE) * WORLD_SIZE)
+
+
+def start_policy(model, config: PolicyConfig):
+    """The adapter "policy" before the first step, and π_ref's (Alg. 1 l.17)."""
+    if config.adapter:
+        load_lora(model, "reference", config.adapter)
+        load_lora(model, "policy", config.adapter)
+    else:
+        torch.manual_seed(config.seed)
+        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
+                 config.lora_targets.split(","))
+
+
+# ── A batch of rollouts (Alg. 4 l.8–18)
+
+@dataclass
+class Rollouts:
+    """ℬ. Tensors are [B, T], right-padded, unless said otherwise; log-probs are in nats."""
+    rows: list[dict]
+    prompts: list[str]
+    texts: list[str]
+    offsets: list[list[tuple[int, int]]]  # characters [start, end) of each token in its text
+    prompt_ids: Tensor                    # x, [B, P], left-padded
+    prompt_mask: Tensor                   # [B, P]
+    response_ids: Tensor                  # y
+    mask: Tensor                          # 1 on sampled tokens, EOS included
+    feedback: list[Judgement] = field(default_factory=list)
+    delta: Tensor = None              # δ'_t
+    logprobs_old: Tensor = None       # log π_θold(y_t)
+    entropy: Tensor = None            # H(π_θold(·|x, y_<t))
+    logprobs_ref: Tensor = None       # log π_ref(y_t)
+    values: Tensor = None             # V_ψ(x, y_<t)
+    rewards: Tensor = None            # r_t = δ'_t + r_t^KL
+    advantages: Tensor = None         # A_t, whitened
+    returns: Tensor = None            # targets of V
+    truncated: list[bool] = field(default_factory=list)       # no EOS within max_new_tokens
+
+    def sampled(self, index) -> Tensor:
+        """Whether each column of these rows holds a sampled token, [len(index), T]."""
+        return self.mask[index].bool()
+
+    def by_length(self, index) -> list[int]:
+        """Rows by response length, so that a micro-batch holds little padding."""
+        lengths = self.mask.sum(1).tolist()
+        return sorted(index, key=lengths.__getitem__)
+
+
+def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
+                    generator) -> Rollouts:
+    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads the texts only."""
+    prompts = [get_task(config.task).policy_prompt(row) for row in rows]
+    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    prompts = [prompt_text(prompt) for prompt in prompts]
+    uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
+    eos = eos_ids(tokenizer, model)
+    ids = []
+    with use_lora(model, adapter, merge=True):
+        for part in chunks(range(RANK, len(rows), WORLD_SIZE), config.rollout_batch_size):
+            part_prompts = [prompt_ids[i] for i in part]
+            ids += generate(model, part_prompts, config.max_new_tokens, config.temperature, eos,
+                            uniforms=uniforms[list(part)])                               # l.11
+    ids = gather_rows(ids)
+    truncated = [y[-1] not in eos for y in ids]
+    assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
+        "Alg. 4 l.11: y ends with its EOS, or is cut off"
+    texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
+    assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: each y_t has its characters"
+    padded = pad_batch(prompt_ids, ids, model.device)
+    return Rollouts(rows, prompts, list(texts), list(offsets), *padded,                  # l.8
+                    truncated=truncated)
+
+
+def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Judgement]:
+    """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
+
+    `train` and `evaluate` accept any such function; experiments/designs.py has others.
+    """
+    repeats_are_poor = get_task(config.task).repeats_are_poor
+    judgements = []
+    triples = [*zip(rollouts.prompts, rollouts.texts, rollouts.offsets)]
+    for part in chunks(triples[RANK::WORLD_SIZE], config.rollout_batch_size):
+        prompts, texts, _ = zip(*part)
+        critiques = write_critiques(model, tokenizer, prompts, texts,                    # l.12
+                                    config.max_critique_tokens)
+        for z, (_, text, offsets) in zip(critiques, part):
+            judgements.append(judge(z, text, offsets, repeats_are_poor))                 # l.13
+    return judgements
+
+
+def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
+    """Gather the judgements of all ranks, and their δ' as one tensor (Alg. 4 l.13)."""
+    rollouts.feedback = gather_rows(judgements)
+    rollouts.delta = torch.zeros_like(rollouts.mask, dtype=torch.float32)
+    assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
+    for row, judgement in enumerate(rollouts.feedback):
+        n = int(rollouts.mask[row].sum())
+        assert len(judgement.delta) == n, \
+            "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
+        rollouts.delta[row, :n] = torch.tensor(judgement.delta)
+    assert not (rollouts.delta * (1 - rollouts.mask)).any(), "Alg. 4 l.13: no δ' on padding"
+
+
+@torch.no_grad()
+def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
+    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), from the training forward pass.
+
+    The update needs only the log-probs of π_θold, so its weights are not copied (l.7).
+    """
+    weight = head_weight(model)
+    scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
+    order = rollouts.by_length(range(len(rollouts.rows)))
+    for index in chunks(order[RANK::WORLD_SIZE], config.micro_batch_size):
+        hidden, targets = forward(model, rollouts, index, "policy")
+        hidden_ref, _ = forward(model, rollouts, index, config.reference)
+        logprobs = token_logprobs(hidden, weight, targets, config.temperature)           # l.7
+        entropy = token_entropy(hidden, weight, config.temperature)
+        logprobs_ref = token_logprobs(hidden_ref, weight, targets, config.temperature)
+        part = torch.zeros(4, *rollouts.mask[index].shape, device=model.device)
+        part[:, rollouts.sampled(index)] = torch.stack(
+            [logprobs, entropy, logprobs_ref, value_head(hidden)])
+        scores[:, index] = part
+    (rollouts.logprobs_old, rollouts.entropy,
+     rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
+    # NaN passes these asserts: `ppo_update` skips and counts such a step.
+    assert not rollouts.logprobs_old.max() > 1e-3, "Alg. 4 l.22: log π_θold of a probability"
+    assert not rollouts.logprobs_ref.max() > 1e-3, "Alg. 4 l.14: log π_ref of a probability"
+    assert not rollouts.entropy.min() < -1e-2, "Alg. 4 l.25: H ≥ 0"
+
+
+def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tensor, Tensor]:
+    """For the rows of an index, the hidden states that predict the sampled tokens, [N, H].
+
+    The second result holds these tokens, [N]. Columns in which all rows are padded are left out.
+    """
+    prompt_mask = rollouts.prompt_mask[index]
+    mask = rollouts.mask[index]
+    P = int(prompt_mask.sum(1).max())
+    T = int(mask.sum(1).max())
+    prompt_ids = rollouts.prompt_ids[index][:, -P:]
+    response_ids = rollouts.response_ids[index][:, :T]
+    sampled = rollouts.sampled(index)[:, :T]
+    with use_lora(model, adapter):
+        hidden = response_hidden(model, prompt_ids, prompt_mask[:, -P:], response_ids,
+                                 mask[:, :T])
+    return hidden[sampled], response_ids[sampled]
+
+
+def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
+    """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
+
+    r_t^KL = −β (log π(y_t) − log π_ref(y_t)), whose policy gradient is −β ∇KL. The exact KL_t
+    depends only on x and y_<t, so for y_t it would be a baseline.
+    """
+    mask = rollouts.mask
+    values = rollouts.values
+    kl = rollouts.logprobs_old - rollouts.logprobs_ref
+    rewards = (rollouts.delta - beta * kl) * mask                                        # l.14
+    rollouts.rewards = rewards
+    assert not (rewards * (1 - mask)).any(), "Alg. 4 l.14: no r_t on padding"
+    advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
+    if config.value_target == "return":                # l.24: Σ_k γ^{k−t} r_k, λ = 1 and V = 0
+        no_values = torch.zeros_like(values)
+        rollouts.returns, _ = gae(rewards, no_values, mask, config.gamma, 1.0)
+    last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
+    assert_equal_at(last, advantages, rewards - values, "§3.5, V = 0 after y: A_T = r_T − V")
+    assert_equal_at(last, rollouts.returns, rewards, "Alg. 4 l.24: R_T = r_T")
+    rollouts.advantages = whiten(advantages, mask)
+
+
+def assert_one_per_token(rollouts: Rollouts):
+    """Assert that r_t, A_t and R_t are filled, [B, T] each (Alg. 4 l.14–17)."""
+    for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
+        assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
+
+
+def assert_equal_at(index: Tensor, x: Tensor, y: Tensor, equation: str):
+    """Assert x = y in column index[b] of each row b; x and y are [B, T], index is [B, 1]."""
+    pair = x.gather(1, index), y.gather(1, index)
+    assert torch.allclose(*pair, atol=1e-5, equal_nan=True), equation
+
+
+# ── The update (Alg. 4 l.19–32)
+
+MAX_GRAD_NORM = 1.0
+MAX_RATIO = 10          # a step is skipped if the mean ρ_t of its minibatch is larger
+
+
+def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyConfig,
+               rng) -> dict:
+    """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
+
+    Losses are divided by the token count of the whole minibatch, so neither micro-batches nor
+    ranks change the update. A harmful step is skipped and counted. Raises InputError if all
+    steps are harmful.
+    """
+    parameters = optimizer_parameters(optimizer)
+    steps = []
+    skipped = 0
+    for _ in range(config.ppo_epochs):                                                # l.19
+        order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
+        for minibatch in chunks(order, config.minibatch_size):                        # l.20
+            stats = add_gradients(rollouts, minibatch, model, value_head, parameters, config)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+            stats["grad_norm"] = norm.item()
+            if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
+                has_moved = steps or skipped or model.dtype != torch.float32
+                assert has_moved or abs(stats["ratio"] - 1) < 0.1, \
+                    "Alg. 4 l.22: ρ = 1 until θ moves"
+                optimizer.step()                                                   # l.29–30
+                steps.append(stats)
+            else:
+                skipped += 1
+            optimizer.zero_grad()
+    if not steps:
+        raise InputError(f"all optimizer steps of an iteration were skipped, because they were "
+                         f"not finite or their mean ratio exceeded {MAX_RATIO} (the last: "
+                         f"{stats}); lower --learning_rate")
+    if skipped > len(steps):
+        print_rank0(f"warning: {skipped} of {skipped + len(steps)} optimizer steps were "
+                    f"harmful and skipped; stop the run and lower --learning_rate")
+    means = {key: sum(step[key] for step in steps) / len(steps) for key in stats}
+    return means | {"skipped_steps": skipped}
+
+
+def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, parameters,
+                  config: PolicyConfig) -> dict[str, float]:
+    """Accumulate the gradients of a minibatch over all ranks (Alg. 4 l.21–28) → metrics."""
+    minibatch = rollouts.by_length(minibatch)
+    count = rollouts.mask[minibatch].sum()
+    totals = []
+    for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
+        loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
+        loss.backward()
+        totals.append(torch.stack(list(stats.values())).detach())
+    for p in parameters:
+        all_sum(p.grad)
+    return dict(zip(stats, all_sum(sum(totals)).tolist()))
+
+
+def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyConfig, count):
+    """The loss −L_CLIP − β H + c L_VF of some rows, and metrics (Alg. 4 l.21–28).
+
+    Both are sums over the N sampled tokens of these rows, divided by `count`.
+    """
+    hidden, targets = forward(model, rollouts, index, "policy")
+    weight = head_weight(model)
+    sampled = rollouts.sampled(index)                                            # [B, T] → [N]
+    mask = rollouts.mask[index][sampled]                                            # all are 1
+    logprobs_old = rollouts.logprobs_old[index][sampled]
+    advantages = rollouts.advantages[index][sampled]
+    values_old = rollouts.values[index][sampled]
+    returns = rollouts.returns[index][sampled]
+    logprobs = token_logprobs(hidden, weight, targets, config.temperature)
+    values = value_head(hidden.detach())          # the value loss does not move the policy
+    policy = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
+    value = value_loss(values, values_old, returns, mask, config.value_clip, count)      # l.28
+    loss = policy + config.value_coef * value
+    if config.entropy_coef:
+        entropy = token_entropy(hidden, weight, config.temperature)                      # l.25
+        loss = loss - config.entropy_coef * entropy.sum() / count                        # l.27
+    with torch.no_grad():
+        log_ratio = logprobs - logprobs_old
+        ratio = log_ratio.exp()
+        stats = {
+            "policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
+            "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # KL(π_old ‖ π), k3: ≥ 0
+            "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
+        }
+    return loss, stats
+
+
+# ── Helpers of the loop: rows, rates, logs
+
+def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
+    """The decayed rates of θ and ψ (Appendix D.2)."""
+    rates = config.learning_rate, config.value_learning_rate
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate * decay(config, iteration)
+
+
+def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
+    """The rows of an iteration. Each epoch visits all rows once, in a new random order.
+
+    A row is repeated --responses_per_prompt times.
+    """
+    n = len(rows)
+    prompts = config.batch_size // config.responses_per_prompt
+    start = iteration * prompts
+    end = start + prompts
+    order = []
+    for epoch in range(start // n, (end - 1) // n + 1):
+        order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
+    drawn = order[start % n :][:prompts]
+    return [row for row in drawn for _ in range(config.responses_per_prompt)]
+
+
+def decay(config: PolicyConfig, iteration: int) -> float:
+    """Factor of the learning rates, from 1 to 0: linear or cosine (Appendix D.2)."""
+    remaining = 1 - iteration / config.iterations
+    if config.schedule == "linear":
+        return remaining
+    return 0.5 * (1 - math.cos(math.pi * remaining))
+
+
+PROBES = 10                               # probes per run; the last iteration has the last one
+
+
+def log_iteration(iteration: int, metrics: dict, kl: AdaptiveKL, batch: Rollouts, bar,
+                  config: PolicyConfig, out: Path):
+    """Rank 0 logs an iteration's metrics and one sample. In ten iterations it runs `probe`."""
+    if RANK > 0:
+        return
+    metrics = {"iteration": iteration, "kl_coef": kl.beta} | metrics
+    if kl.target:
+        metrics["kl_target"] = kl.target
+    probes_done = (iteration - 1) * PROBES // config.iterations
+    if config.probe_rows and iteration * PROBES // config.iterations > probes_done:
+        metrics |= probe(batch, config, out)
+    bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
+    sample = sample_row(batch, (iteration - 1) % len(batch.rows))
+    write_metrics(metrics, sample, config, out)
+    if iteration % 10 == 1:
+        tokens = colour_tokens(sample["tokens"], sample["delta"])
+        print_rank0(f"{iteration:4d}  {tokens}")
+
+
+# ── Algorithm 4
+
+def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward_model_critic,
+          advantages=add_advantages):
+    """Algorithm 4: the adapter "policy" learns from the critic's judgements of its rollouts.
+
+    critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
+    advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
+    further metrics. Writes policy/, value_head.safetensors, metrics, samples and checkpoints to
+    `out`, and continues from the newest checkpoint there.
+    """
+    value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
+    groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+    horizon = config.kl_horizon or max(1, config.iterations * config.batch_size // 10)
+    kl = AdaptiveKL(config.kl_coef, config.kl_target, horizon)
+    start, kl.beta = resume(optimizer, kl.beta, out)
+    bar = tqdm(range(start, config.iterations), "policy", initial=start,
+               total=config.iterations, disable=RANK > 0)
+    for iteration in bar:                                                              # l.6
+        seed = config.seed * 1_000_003 + iteration
+        generator = torch.Generator().manual_seed(seed)
+        rng = random.Random(seed)
+        timer = Timer()
+        set_learning_rates(optimizer, config, iteration)
+        with gathered(model):
+            drawn_rows = batch_rows(rows, config, iteration)                         # l.9–10
+            batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
+            timer.lap("rollout")
+            add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
+            timer.lap("critique")
+            add_scores(batch, model, value_head, config)                                # l.7
+            counts = advantages(batch, kl.beta, config) or {}                      # l.14–17
+            assert_one_per_token(batch)
+            timer.lap("score")
+        stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
+        timer.lap("update")
+        metrics = batch_metrics(batch, get_task(config.task)) | counts | stats | timer.seconds
+        log_iteration(iteration + 1, metrics, kl, batch, bar, config, out)
+        kl.update(metrics["kl"], config.batch_size)
+        state = {"iteration": iteration + 1, "kl_coef": kl.beta}
+        keep_checkpoint(out, optimizer, state, config.save_every, start, config.iterations)
+    if RANK == 0:
+        save_lora(model, "policy", out / "policy")                                     # l.33
+        save_file(value_head.state_dict(), out / "value_head.safetensors")
