@@ -1,6 +1,6 @@
 """Algorithm 4: the policy learns from the token rewards that R_φ's critiques give (§3.5).
 
-    train(model, tokenizer, rows, PolicyConfig(), Path("runs/policy"))      # text2grad.py calls it
+    train(model, tokenizer, rows, PolicyConfig(), Path("runs/policy"))   # as text2grad.py does
 
     for each iteration:                                              function           line
         y ~ π_θold(·|x)                                              sample_rollouts    8–11
@@ -38,9 +38,8 @@ from tqdm import tqdm
 
 from annotate import AnnotatorConfig, token_offsets
 from data import TASKS, InputError, chunks, fill, flag, get_task, prompt_text
-from model import (BaseConfig, ValueHead, add_lora, encode_prompt, eos_ids, gathered,
-                   load_lora, lora_parameters, response_hidden, save_lora, scaled_rate,
-                   use_lora)
+from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
+                   response_hidden, save_lora, scaled_rate, use_lora)
 from report import batch_metrics, colour_tokens, sample_row
 from reward_model import Judgement, judge, probe, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, gather_rows, keep_checkpoint,
@@ -198,17 +197,6 @@ def derive_settings(config: PolicyConfig, count: int, model) -> PolicyConfig:
         minibatch_size=max(1, config.batch_size // 2 // WORLD_SIZE) * WORLD_SIZE)
 
 
-def start_policy(model, config: PolicyConfig):
-    """The adapter "policy" before the first step, and π_ref's (Alg. 1 l.17)."""
-    if config.adapter:
-        load_lora(model, "reference", config.adapter)
-        load_lora(model, "policy", config.adapter)
-    else:
-        torch.manual_seed(config.seed)
-        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
-                 config.lora_targets.split(","))
-
-
 # ── A batch of rollouts (Alg. 4 l.8–18)
 
 @dataclass
@@ -328,7 +316,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
 def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tensor, Tensor]:
     """For the rows of an index, the hidden states that predict the sampled tokens, [N, H].
 
-    The second result holds these tokens, [N]. Columns in which all rows are padded are left out.
+    The second result holds these tokens, [N]. Columns that are padded in all rows are left out.
     """
     prompt_mask = rollouts.prompt_mask[index]
     mask = rollouts.mask[index]

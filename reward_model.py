@@ -1,13 +1,18 @@
-"""Phase 2: R_φ learns to write z, a critique and its spans as JSON (§3.4, Algorithm 3).
+"""Algorithm 3: R_φ learns to write z, a critique and its spans as JSON (§3.4, phase 2).
 
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL
     torchrun --nproc_per_node 8 reward_model.py …       # the same on eight ranks
 
-R_φ is a LoRA adapter; it shares its base model with the policy. It is trained by teacher
-forcing with the loss L_R(φ) = −E[log p_φ(z | x, y)]. The tokens of the prompt have no loss, but
-the EOS token does. The evaluation on held-out rows reports the loss, and it compares the spans
-of R_φ with those of the annotator, token by token (§4.2, Table 1). Phase 3 calls
-`write_critiques` and `judge` (Alg. 4 l.12–13).
+    [x ; y ; z] ← the tokens of each annotated row                       encode_rows      l.2
+    φ ← a new LoRA adapter "reward" with B = 0 on the frozen base        add_lora         l.4
+    for each batch:                                                      fit_adapter      l.5–7
+        L_R(φ) = −Σ_j log p_φ(z_j | z_<j, x, y)                          z_loss
+        φ ← AdamW on the mean of L_R over the tokens of z
+    z' ~ R_φ(·|x, y) and its token rewards δ', for Algorithm 4           write_critiques, judge
+
+The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but the
+EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by token
+(§4.2, Table 1); `probe` does so on the policy's own responses during phase 3.
 
 Departures: quotes that do not occur in the response are removed from z before training, whereas
 Appendix L removes them from the annotation. If a critique cannot be parsed, its δ' is zero.

@@ -1,20 +1,23 @@
-"""Algorithm 1: responses, their feedback, the reward model R_φ, and then the policy.
+"""Algorithm 1: from prompts to a policy that was trained with natural-language feedback.
 
     python text2grad.py                              # all three phases on the toy world
     torchrun --nproc_per_node 8 text2grad.py --task slf5k --data slf5k.jsonl \\
              --model meta-llama/Llama-3.1-8B-Instruct --batch_size 96 --minibatch_size 96
 
-Text2Grad (arXiv 2505.22338) has four algorithms. Each is one file:
+Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file. Read them in this order:
 
-    text2grad.py     Alg. 1   y ~ π_ref(·|x) → feedback z → R_φ → π_θ
-    annotate.py      Alg. 2   (x, y) → critique and quotes → spans → δ_t          phase 1
-    reward_model.py  Alg. 3   R_φ learns to write z: −E[log p_φ(z | x, y)]        phase 2
-    policy.py        Alg. 4   y, z' ~ R_φ, δ'_t, r_t = δ'_t + r_t^KL, GAE, PPO    phase 3
+    annotate.py       Alg. 2   critique of y → its quotes → spans → δ_t ∈ {−1, 0, +1}
+    reward_model.py   Alg. 3   R_φ learns to write the critiques z: −E[log p_φ(z | x, y)]
+    policy.py         Alg. 4   y ~ π_θ, z' ~ R_φ, δ'_t, r_t = δ'_t + r_t^KL, GAE, PPO
+    text2grad.py      Alg. 1   the whole run:
 
-`main` below is Algorithm 1. Phase 1 samples the responses that the rows do not have and
-annotates them. Phase 2 trains R_φ on this feedback. Phase 3 trains the policy, between two
-evaluations on held-out prompts. The same command continues a run that was stopped. Departure:
-phases whose results exist are not repeated.
+        y ~ π_ref(·|x) for each prompt x                write_responses      l.5–6    phase 1
+        z = (critique, spans) of each (x, y)            annotate             l.7–11   phase 1
+        φ ← R_φ trained on all (x, y, z)                fit                  l.13–14  phase 2
+        θ ← π_θ trained with the critiques of R_φ       train_and_evaluate   l.16–19  phase 3
+
+`main`, at the end, makes these four calls. Departures: a row that has a response keeps it, held-
+out prompts are judged before and after phase 3, and the same command continues a stopped run.
 """
 
 import random
@@ -31,10 +34,10 @@ from tqdm import tqdm
 from annotate import annotate, annotation_settings, check_annotator
 from data import (InputError, check_values, chunks, examples, flag, get_task, parse_flags,
                   preset, read_rows, run_script, write_rows)
-from model import (drop_long_rows, eos_ids, gathered, load_base, load_lora, lora_parameters,
-                   target_layers)
+from model import (add_lora, drop_long_rows, eos_ids, gathered, load_base, load_lora,
+                   lora_parameters, target_layers)
 from policy import (PolicyConfig, Rollouts, add_advantages, add_feedback, derive_settings,
-                    forward, reward_model_critic, sample_rollouts, start_policy, train)
+                    forward, reward_model_critic, sample_rollouts, train)
 from report import print_result, sample_row, score_response
 from reward_model import RewardConfig, fit, reward_settings, split_rows, summary
 from runtime import (RANK, WORLD_SIZE, all_sum, gather_rows, lock_directory, on_rank0,
@@ -220,6 +223,17 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": before, "after": after}])
     return f"{config.iterations} iterations"
+
+
+def start_policy(model, config: Config):
+    """The adapter "policy" before the first step, and π_ref's (Alg. 1 l.17)."""
+    if config.adapter:
+        load_lora(model, "reference", config.adapter)
+        load_lora(model, "policy", config.adapter)
+    else:
+        torch.manual_seed(config.seed)
+        add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
+                 config.lora_targets.split(","))
 
 
 def main(argv=None, critic=reward_model_critic, needs_reward_model=True,

@@ -68,9 +68,9 @@ from sampling import head_weight, pad_batch, token_logprobs
 from annotate import annotation_settings
 from data import preset
 from policy import (MAX_GRAD_NORM, Rollouts, add_advantages, batch_rows, decay, derive_settings,
-                    forward, reward_model_critic, sample_rollouts, start_policy, train)
+                    forward, reward_model_critic, sample_rollouts, train)
 from reward_model import reward_settings
-from text2grad import Config, check_config, load_rows, write_responses
+from text2grad import Config, check_config, load_rows, start_policy, write_responses
 
 
 # ── The losses

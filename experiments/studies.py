@@ -53,9 +53,9 @@ from report import svg_line, table
 from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
 from policy import (add_advantages, add_feedback, forward, gae, reward_model_critic,
-                    sample_rollouts, start_policy, train, whiten)
+                    sample_rollouts, train, whiten)
 from reward_model import reward_settings
-from text2grad import Config
+from text2grad import Config, start_policy
 
 # ── Runs: what a study compares
 

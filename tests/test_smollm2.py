@@ -18,8 +18,8 @@ from experiments.designs import true_critic
 from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
 from data import preset
-from policy import start_policy, train
-from text2grad import Config
+from policy import train
+from text2grad import Config, start_policy
 
 BASE = os.environ.get("SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
