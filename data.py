@@ -80,7 +80,6 @@ class Task:
 
     def check(self, row: dict, place: str):
         """Raise InputError where a row does not fit the task. place: its file and line."""
-        row = _RecordingRow(row)
         try:
             if not is_prompt(self.policy_prompt(row)):
                 raise TypeError("the prompt is not a text or a list of chat messages")
@@ -88,22 +87,9 @@ class Task:
                 if not isinstance(response["response"], str):
                     raise TypeError("the response is not a text")
         except Exception as error:                  # functions of a task may raise anything
-            raise InputError(f"{place}: field {row.last_name!r} does not fit the task "
-                             f"{self.name} ({type(error).__name__}: {error}); fix or drop the "
-                             f"row") from error
-
-
-class _RecordingRow(dict):
-    """A row that remembers which field was read last, to name it in an error."""
-    last_name = ""
-
-    def __getitem__(self, name):
-        self.last_name = name
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        """The same as dict.get, which would not call `__getitem__`."""
-        return self[name] if name in self else default
+            raise InputError(f"{place}: the row does not fit the task {self.name} "
+                             f"({type(error).__name__}: {error}); fix or drop it: "
+                             f"{json.dumps(row):.300}") from error
 
 
 def _slf5k_prompt(row: dict) -> str:
@@ -425,25 +411,16 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (--help lists the flags)")
 
 
-def _reader(value_type: type) -> Callable[[str], object]:
-    """Function from the text of a flag to its value; argparse adds the flag to its errors."""
-    def read(text: str):
-        return None if text.lower() == "none" else value_type(text)
-    read.__name__ = value_type.__name__
-    return read
-
-
-def value_types(config_class, name: str) -> tuple[type, ...]:
-    """The types of a setting, such as (float, NoneType)."""
-    hint = typing.get_type_hints(config_class)[name]
-    return typing.get_args(hint) or (hint,)
+def setting_types(setting) -> tuple[type, ...]:
+    """The types of a dataclass field, such as (float, NoneType) for `float | None`."""
+    return typing.get_args(setting.type) or (setting.type,)
 
 
 def check_values(config_class, values: dict, place: str):
     """Raise InputError where a value has the wrong type, or is no choice or out of range."""
     for setting in fields(config_class):
         value = values.get(setting.name, setting.default)
-        types = value_types(config_class, setting.name)
+        types = setting_types(setting)
         choices = setting.metadata["choices"]
         least, most = setting.metadata["range"]
         problem = ""
@@ -459,12 +436,20 @@ def check_values(config_class, values: dict, place: str):
             raise InputError(f"{place}--{setting.name} {value!r:.40} {problem}")
 
 
+def _reader(value_type: type) -> Callable[[str], object]:
+    """Function from the text of a flag to its value. argparse puts its name into errors."""
+    def read(text: str):
+        return None if text.lower() == "none" else value_type(text)
+    read.__name__ = value_type.__name__
+    return read
+
+
 def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None,
                 find_task=lambda data: None):
     """Config from argv, by default the command line. preset(task): what --task changes.
 
     find_task(data): the task if --task is not given, or None for the default. In --help, the
-    flags of each class have their own group, with the first line of its docstring as title.
+    flags of each class are one group; the first sentence of its docstring is the title.
     """
     first_parser = _Parser(add_help=False, allow_abbrev=False)
     first_parser.add_argument("--task")
@@ -479,9 +464,9 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
     groups = {}                                          # name of a setting → its group
     for part in reversed(config_class.__mro__[:-1]):
         group = parser.add_argument_group(part.__doc__.split(".")[0])
-        groups |= {name: groups.get(name, group) for name in part.__annotations__}
+        groups = dict.fromkeys(part.__annotations__, group) | groups
     for setting in fields(config_class):
-        value_type = value_types(config_class, setting.name)[0]
+        value_type = setting_types(setting)[0]
         options = {"action": "store_true"} if value_type is bool else {
             "type": _reader(value_type), "metavar": value_type.__name__}
         groups[setting.name].add_argument(

@@ -42,7 +42,7 @@ from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora
                    response_hidden, save_lora, scaled_rate, use_lora)
 from report import batch_metrics, colour_tokens, sample_row
 from reward_model import Judgement, judge, probe, write_critiques
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, gather_rows, keep_checkpoint,
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_log, gather_rows, keep_checkpoint,
                      optimizer_parameters, print_rank0, resume, write_metrics)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
@@ -526,7 +526,12 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     horizon = config.kl_horizon or max(1, config.iterations * config.batch_size // 10)
     kl = AdaptiveKL(config.kl_coef, config.kl_target, horizon)
-    start, kl.beta = resume(optimizer, kl.beta, out)
+    checkpoint, state = resume(out, optimizer)
+    start = state.get("iteration", 0)
+    kl.beta = state.get("kl_coef", kl.beta)
+    if RANK == 0:
+        cut_log(out / "metrics.jsonl", start)
+        cut_log(out / "samples.jsonl", start)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
                total=config.iterations, disable=RANK > 0)
     for iteration in bar:                                                              # l.6
@@ -550,8 +555,10 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         metrics = batch_metrics(batch, get_task(config.task)) | counts | stats | timer.seconds
         log_iteration(iteration + 1, metrics, kl, batch, bar, config, out)
         kl.update(metrics["kl"], config.batch_size)
-        state = {"iteration": iteration + 1, "kl_coef": kl.beta}
-        keep_checkpoint(out, optimizer, state, config.save_every, start, config.iterations)
+        done = iteration + 1
+        if done % config.save_every == 0 or done == config.iterations:
+            state = {"iteration": done, "kl_coef": kl.beta}
+            checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33
         save_file(value_head.state_dict(), out / "value_head.safetensors")

@@ -17,15 +17,16 @@ import os
 import re
 import sys
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
+from statistics import fmean
 
 from data import InputError, next_command, public, run_script, whole_rows
 
 # ── The terminal
 
-_ANSI = {1: ("\033[32m", "\033[0m"), -1: ("\033[31m", "\033[0m")}
-_PLAIN = {1: ("[+", "+]"), -1: ("[-", "-]")}
+_ANSI = {1: "\033[32m{}\033[0m", -1: "\033[31m{}\033[0m"}             # green and red
+_PLAIN = {1: "[+{}+]", -1: "[-{}-]"}
 
 
 def split_text(text: str, offsets) -> list[str]:
@@ -49,13 +50,12 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
     """
     if colour is None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    signs = [(value > 0) - (value < 0) for value in delta]
     text = ""
-    for sign, run in groupby(zip(signs, tokens), key=lambda pair: pair[0]):
+    for sign, run in groupby(zip(delta, tokens), lambda pair: (pair[0] > 0) - (pair[0] < 0)):
         piece = "".join(token for _, token in run)
         word = piece.lstrip()
-        before, after = (_ANSI if colour else _PLAIN).get(sign if word else 0, ("", ""))
-        text += piece[: len(piece) - len(word)] + before + word + after
+        mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
+        text += piece.removesuffix(word) + mark.format(word)
     return text
 
 
@@ -67,11 +67,12 @@ def _cell(value, digits: int) -> str:
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
     """A text table with right-aligned numbers of `digits` decimals. None becomes a dash."""
-    cells = [header] + [[_cell(value, digits) for value in row] for row in rows]
+    cells = [[_cell(value, digits) for value in row] for row in [header, *rows]]
     first, *widths = [max(map(len, column)) for column in zip(*cells)]
-    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in widths)])
-    head, *body = [line.format(*row).rstrip() for row in cells]
-    return "\n".join([head, "─" * len(line.format(*[""] * len(header))), *body])
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)])
+             for row in cells]
+    lines.insert(1, "─" * len(lines[0]))
+    return "\n".join(map(str.rstrip, lines))
 
 
 # ── Pages, which take the browser's light or dark colours
@@ -81,7 +82,7 @@ _STYLE = """
 body { max-width: 1240px; margin: auto; padding: 1rem; } h1 { margin: .4em 0; }
 h2 { margin: 2em 0 .4em; } .columns h2 { margin-top: .4em; font-size: 1.2rem; }
 h3, figcaption { font-size: .8rem; margin: .4rem 0; } section { min-width: 0; }
-.muted, h3, th, figcaption, .prompt { opacity: .75; } .badge { color: #d55e00; }
+h3, th, figcaption, .prompt { opacity: .75; }
 .healthy, .unhealthy, table { font-size: .9rem; border-collapse: collapse; }
 .healthy, .unhealthy { border-left: .5rem solid #009e73; padding-left: .6rem; }
 .unhealthy { border-color: #d55e00; font-weight: bold; } .code { font-family: monospace; }
@@ -109,9 +110,14 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 """
 
 
-def write_page(path, text: str):
-    """Write a page in UTF-8; a lone surrogate becomes a reference such as &#55296;."""
-    Path(path).write_text(text, "utf-8", "xmlcharrefreplace")
+def write_page(path, text: str) -> Path:
+    """Write a page in UTF-8 and return its path.
+
+    A lone surrogate becomes a reference such as &#55296;.
+    """
+    path = Path(path)
+    path.write_text(text, "utf-8", "xmlcharrefreplace")
+    return path
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2, kind: str = "") -> str:
@@ -136,21 +142,18 @@ def text_block(text: str, html: str = "") -> str:
 _CUT = 400                                # characters of a prompt that are always shown
 
 
-def card(heading: str, prompt: str, columns: dict[str, str], badges=()) -> str:
+def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
     """A box with a heading, a prompt, and columns {title: HTML} below it.
 
-    A long prompt is cut, and a click shows the rest. badges: short texts beside the heading
-    that name problems.
+    A long prompt is cut, and a click shows the rest.
     """
-    labels = [f'<span class="badge">{escape(badge)}</span>' for badge in badges]
     cut_prompt = text_block(prompt[:_CUT])
     if rest := prompt[_CUT:]:
         cut_prompt += (f"<details><summary>… the prompt is cut here; show the other "
                        f"{len(rest):,} characters</summary>{text_block(rest)}</details>")
     sections = [f"<section><h3>{escape(title)}</h3>{html}</section>"
                 for title, html in columns.items()]
-    return (f'<article class="card"><b>{escape(heading)}</b> {" ".join(labels)}'
-            f'<div class="prompt">{cut_prompt}</div>'
+    return (f'<article class="card"><b>{escape(heading)}</b> <div class="prompt">{cut_prompt}</div>'
             f'<div class="columns">{"".join(sections)}</div></article>')
 
 
@@ -180,7 +183,7 @@ def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
             f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
 
 
-LEGEND = heatmap(["good", " ", "poor", " no colour: 0; ▯: a token without text"], [1, 0, -1, 0])
+LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], [1, -1, 0])
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -190,10 +193,12 @@ def ticks(low: float, high: float) -> list[float]:
     on every machine.
     """
     if high - low <= 1e-6 * max(abs(low), abs(high)):              # the range is a single value
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        margin = (abs(low) or 1) / 2
+        low -= margin
+        high += margin
     rough_step = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough_step))
-    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough_step * (1 - 1e-6))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough_step * (1 - 1e-6))
     first = math.floor(low / step + 1e-6)
     last = math.ceil(high / step - 1e-6)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
@@ -205,15 +210,14 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     A line goes on over values that are None, NaN or infinite. From the fifth series on, lines
     are dashed. With up to three series, the legend also shows their last values.
     """
-    curves = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
-              for name, values in series.items()}
-    values = [v for points in curves.values() for _, v in points] or [0.0]
+    lines = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
+             for name, values in series.items()}
+    values = [v for points in lines.values() for _, v in points] or [0.0]
     marks = ticks(min(values), max(values))
     left = 16 + 6.4 * max(len(f"{v:g}") for v in marks)
-    right = 326
 
     def across(position):
-        return left + (right - left) * (position - x[0]) / (x[-1] - x[0] or 1)
+        return left + (326 - left) * (position - x[0]) / (x[-1] - x[0] or 1)
 
     def height(value):
         return 156 - 110 * (value - marks[0]) / (marks[-1] - marks[0])
@@ -223,32 +227,32 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
            f'<title>{escape(title)}</title><text x="4.00" y="13.00" >{escape(title)}</text>')
     for mark in marks:
         y = height(mark)
-        svg += (f'<path d="M{left:.2f} {y:.2f}H{right}" stroke="#8885"/><text x="{left - 6:.2f}" '
+        svg += (f'<path d="M{left:.2f} {y:.2f}H326" stroke="#8885"/><text x="{left - 6:.2f}" '
                 f'y="{y + 4:.2f}" class="y" text-anchor="end">{mark:g}</text>')
     svg += (f'<text x="{left:.2f}" y="172.00" class="x">{x[0]:g}</text>'
-            f'<text x="{(left + right) / 2:.2f}" y="172.00" text-anchor="middle">{escape(unit)}'
-            f'</text><text x="{right:.2f}" y="172.00" class="x" text-anchor="end">{x[-1]:g}</text>')
-    for i, (name, points) in enumerate(curves.items()):
+            f'<text x="{(left + 326) / 2:.2f}" y="172.00" text-anchor="middle">{escape(unit)}'
+            f'</text><text x="326.00" y="172.00" class="x" text-anchor="end">{x[-1]:g}</text>')
+    for i, (name, points) in enumerate(lines.items()):
         dash = 'stroke-dasharray="6 4" ' * (i > 3)
         pen = (f'fill="none" stroke="{_COLOURS[i % 4]}" {dash}stroke-width="1.8" '
                f'stroke-linecap="round"')
-        legend_x = 4 + 336 * i / len(curves)
-        label = f"{name} {points[-1][1]:.4g}" if points and len(curves) < 4 else name
+        legend_x = 4 + 336 * i / len(lines)
+        label = f"{name} {points[-1][1]:.4g}" if points and len(lines) < 4 else name
         # h0 makes a single point visible.
-        line = "L".join(f"{across(i):.2f} {height(v):.2f}h0" for i, v in points)
+        path = "L".join(f"{across(i):.2f} {height(v):.2f}h0" for i, v in points)
         svg += (f'<path d="M{legend_x:.1f} 28h13" {pen}/>'
                 f'<text x="{legend_x + 17:.2f}" y="32.00" >{escape(label)}</text>'
-                f'<path class="curve" d="M{line}" {pen}/>')
+                f'<path class="curve" d="M{path}" {pen}/>')
     return svg + "</svg>"
 
 
+_AGREEMENT = "agreement with the annotator's tokens; falls if π leaves R_φ's training data"
 # Metric of an iteration → its unit, and how it should develop during training.
 NOTES = {
     "delta": "mean δ_t per token by the critic, −1 to 1; rises together with the truth",
     "true_delta": "mean δ_t per token by the annotator; rises together with the critic's",
-    **{f"{sign}_{figure}": f"{figure} of the critic's {sign} tokens against the annotator's; "
-                           "falls when the policy leaves R_φ's training distribution"
-       for sign in ("poor", "good") for figure in ("recall", "precision")},
+    "poor_recall": _AGREEMENT, "poor_precision": _AGREEMENT,
+    "good_recall": _AGREEMENT, "good_precision": _AGREEMENT,
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
     "entropy": "nats per token; falls slowly; near 0, all rollouts are the same",
@@ -262,16 +266,16 @@ NOTES = {
     "unmatched": "share of quotes that are not in the response; under .05",
     "ambiguous": "share of quotes that occur more often than they are quoted; under .05",
     "conflicting": "tokens in spans of both signs, where δ_t = 0; near 0",
-    "half_inside": "tokens partly inside a span, where δ_t = 0; few",
-    "policy_loss": "about 0, because A_t is whitened; no trend",
+    "half_inside": "tokens partly in a span: δ_t = 0; few",
+    "policy_loss": "about 0, as A_t is whitened; no trend",
     "value_loss": "squared units of the return; falls at first, then noise",
     "ratio": "mean ρ_t; about 1",
     "policy_kl": "nats per token from π_old to π; under .05, otherwise the steps are too long",
     "clip_fraction": "share of clipped tokens; under .2",
     "grad_norm": "norm before clipping; steady; look at the batches of its peaks",
     "skipped_steps": "skipped optimizer steps (gradient or ρ_t out of bounds); 0",
-    **{f"seconds_{part}": "seconds; steady"
-       for part in ("rollout", "critique", "score", "update")},
+    "seconds_rollout": "steady", "seconds_critique": "steady",
+    "seconds_score": "steady", "seconds_update": "steady",
 }
 
 
@@ -306,13 +310,13 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
 
 def score_response(judgement, is_truncated: bool) -> dict[str, float]:
     """The metrics of one response in the table "Before and after"."""
-    tokens = len(judgement.delta)
-    n = max(1, tokens)
-    return {"mean δ per token": sum(judgement.delta) / n,
-            "tokens in good spans": sum(d > 0 for d in judgement.delta) / n,
-            "tokens in poor spans": sum(d < 0 for d in judgement.delta) / n,
+    delta = judgement.delta
+    n = max(1, len(delta))
+    return {"mean δ per token": sum(delta) / n,
+            "tokens in good spans": sum(d > 0 for d in delta) / n,
+            "tokens in poor spans": sum(d < 0 for d in delta) / n,
             "unparseable critiques": float(bool(judgement.reason)),
-            "truncated responses": float(is_truncated), "response tokens": float(tokens)}
+            "truncated responses": float(is_truncated), "response tokens": float(len(delta))}
 
 
 def sample_row(rollouts, row: int) -> dict:
@@ -357,24 +361,24 @@ def health(out: Path) -> list[tuple[str, str]]:
     critiques of the held-out responses count. KL and the gain are judged when a run has ended.
     """
     rows = whole_rows(out / "metrics.jsonl")
-    rows = rows[-math.ceil(len(rows) / 5) :] or [
+    rows = rows[4 * len(rows) // 5 :] or [
         {"unparseable": bool(sample["unreadable"])}
         for sample in whole_rows(out / "before_samples.jsonl")]
     values = {name: [row[name] for row in rows if name in row] for name in RANGES}
     for result in whole_rows(out / "result.json"):           # no row before the run has ended
         values["kl / kl_target"] = [row["kl"] / row["kl_target"] for row in rows
                                     if "kl_target" in row]
-        for name, before in result["before"].items():
-            # The other metrics are the task's.
-            if name in {"mean δ per token"}.union(*rows) - RANGES.keys():
-                values[name] = [(result["after"][name] - before) / (abs(before) or 1)]
+        goals = {"mean δ per token"}.union(*rows) - RANGES.keys()   # δ, and the task's metrics
+        for name in goals & result["before"].keys():
+            before = result["before"][name]
+            values[name] = [(result["after"][name] - before) / (abs(before) or 1)]
     checks = []
     for name, numbers in values.items():
         if numbers:
-            mean = sum(numbers) / len(numbers)
+            mean = fmean(numbers)
             low, high, words, remedy = RANGES.get(name, _GAIN)
-            is_healthy = low <= mean <= high
-            state, advice = ("healthy", "") if is_healthy else ("unhealthy", f"; {remedy}")
+            state = "healthy" if low <= mean <= high else "unhealthy"
+            advice = f"; {remedy}" if state == "unhealthy" else ""
             checks.append((state, f"{name} is {state}: {words.format(mean)}{advice}"))
     return sorted(checks, reverse=True)                                     # unhealthy first
 
@@ -383,8 +387,9 @@ def health(out: Path) -> list[tuple[str, str]]:
 
 def _columns(row: dict) -> dict[str, str]:
     """Columns for `card`: tokens coloured by δ_t and, if present, by A_t; the critique."""
-    mean = sum(row["delta"]) / max(1, len(row["delta"]))
-    columns = {f"δ_t, mean {mean:+.3f}": heatmap(row["tokens"], row["delta"], 1)}
+    delta = row["delta"]
+    mean = sum(delta) / max(1, len(delta))
+    columns = {f"δ_t, mean {mean:+.3f}": heatmap(row["tokens"], delta, 1)}
     if "advantage" in row:
         columns["A_t, whitened; deepest from ±2"] = heatmap(row["tokens"], row["advantage"], 2)
     note = f"no reward: {row['unreadable']}\n" if row["unreadable"] else ""
@@ -394,13 +399,13 @@ def _columns(row: dict) -> dict[str, str]:
 def _examples(before: list[dict], after: list[dict]) -> str:  # Figure 4
     """At most 8 held-out prompts with responses before and, if present, after training."""
     html = LEGEND
-    pairs = [*zip(before, after)] if after else [*zip(before)]
-    for pair in pairs[:: math.ceil(len(before) / 8)]:             # evenly spaced, not the best
+    step = math.ceil(len(before) / 8)                             # evenly spaced, not the best
+    for pair in zip(*(rows[::step] for rows in (before, after) if rows)):
         columns = {}
         for side, row in zip(("Before", "After"), pair):
-            parts = [f"<h3>{title}</h3>{part}" for title, part in _columns(row).items()]
-            columns[side] = "".join(parts)
-        html += card(f"held-out {pair[0]['id'] or ''}", pair[0]["prompt"], columns)
+            columns[side] = "".join(f"<h3>{title}</h3>{part}"
+                                    for title, part in _columns(row).items())
+        html += card(f"held-out {row['id'] or ''}", row["prompt"], columns)
     return html
 
 
@@ -411,6 +416,7 @@ def _samples(rows: list[dict]) -> str:
 
 
 _NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BESIDE = {"true_delta": "delta", "kl": "kl_target"}     # metric → the second line in its chart
 
 
 def curves(*runs: list[dict]) -> str:  # Figure 3
@@ -421,26 +427,28 @@ def curves(*runs: list[dict]) -> str:  # Figure 3
     """
     tables = [{row["iteration"]: row for row in rows} for rows in runs]
     x = sorted(set().union(*tables))
-    keys = set().union(*(row for rows in runs for row in rows))     # some rows lack some keys
+    keys = set().union(*chain(*runs))                               # some rows lack some keys
     task_keys = sorted(keys - {"iteration", "kl_target", *NOTES})
+    names = _NAMES if len(runs) > 1 else ["last"]
     html = ""
     for key in task_keys + [key for key in NOTES if key in keys]:
-        lines = {}
-        for name, table in zip(_NAMES if len(runs) > 1 else ["last"], tables):
-            lines[name] = [table.get(i, {}).get(key) for i in x]
-        label, partner = {"true_delta": ("critic", "delta"),
-                          "kl": ("target", "kl_target")}.get(key, ("", ""))
-        if len(runs) == 1 and partner in keys:
-            lines[label] = [row.get(partner) for row in runs[0]]
+        lines = {name: [table.get(i, {}).get(key) for i in x]
+                 for name, table in zip(names, tables)}
+        other = _BESIDE.get(key)
+        if len(runs) == 1 and other in keys:
+            lines[other.replace("_", " ")] = [row.get(other) for row in runs[0]]
         chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"
     return f'<div class="curves">{html}</div>'
 
 
+def _before_after(result: dict) -> list[list]:
+    """A line [name, before, after] for each mean in result.json."""
+    return [[name, mean, result["after"][name]] for name, mean in result["before"].items()]
+
+
 def _compared(rows: list[dict]) -> str:
-    after = rows[0]["after"]
-    lines = [[key, old, after[key], after[key] - old] for key, old in rows[0]["before"].items()]
-    return html_table(["held-out mean", "before", "after", "change"], lines, 3)
+    return html_table(["held-out mean", "before", "after"], _before_after(rows[0]), 3)
 
 
 def _pairs(rows: list[dict]) -> str:
@@ -474,12 +482,13 @@ def _overview(out: Path) -> str:
     if not settings:
         raise InputError(f"{out}: there is no config.json; name the --output_dir of a run of "
                          f"text2grad.py")
-    names = "model", "task", "critic of phase 3"
-    facts = [f"{name}: {settings[0][name]}" for name in names if settings[0].get(name)]
+    facts = [f"{name}: {settings[0][name]}" for name in ("model", "task", "critic of phase 3")
+             if settings[0].get(name)]
     phases = whole_rows(out / "phases.jsonl")
-    for row in phases[-1:]:
+    if phases:
         seconds = sum(row["seconds"] for row in phases)
-        facts.append(f"{row['phase']}: ended {row.get('ended')} after {seconds:.0f} s in all")
+        facts.append(f"{phases[-1]['phase']}: ended {phases[-1].get('ended')} after "
+                     f"{seconds:.0f} s in all")
     checks = health(out)
     unhealthy = sum(state == "unhealthy" for state, _ in checks)
     lines = [f'<p class="{state}">{escape(text)}</p>' for state, text in checks]
@@ -493,8 +502,7 @@ def run_report(directory) -> Path:
     """Write report.html for a text2grad.py run from its files. The run may be unfinished."""
     out = Path(directory)
     body = _overview(out) + "".join(_section(out, *section) for section in _SECTIONS)
-    write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
-    return out / "report.html"
+    return write_page(out / "report.html", page(f"Text2Grad: {out.resolve().name}", body))
 
 
 def evaluation_command(config, out: Path, **flags) -> str:
@@ -505,7 +513,7 @@ def evaluation_command(config, out: Path, **flags) -> str:
     """
     samples = whole_rows(out / "samples.jsonl")
     is_numeric = samples and not any(row["critique"] for row in samples)
-    reward_model = Path(config.reward_model or out / "reward" / "adapter")
+    reward_model = Path(config.reward_model or out / "reward/adapter")
     settings = {
         "task": config.task, "data": config.data, "model": config.model,
         "adapter": out / "policy",
@@ -526,11 +534,10 @@ def compare_runs(directories) -> Path:
     settings = [whole_rows(out / "config.json")[0] for out in runs.values()]
     lines = [[key, *(public(str(row.get(key))) for row in settings)]
              for key in sorted(set().union(*settings))]
-    changes = [line for line in lines if len(set(line[1:])) > 1]
-    body += html_table(["settings that differ", *runs], changes, kind="wide")
-    path = runs["A"].parent / "comparison.html"
-    write_page(path, page(f"Text2Grad: {len(runs)} runs", body))
-    return path
+    body += html_table(["settings that differ", *runs],
+                       [line for line in lines if len(set(line[1:])) > 1], kind="wide")
+    return write_page(runs["A"].parent / "comparison.html",
+                      page(f"Text2Grad: {len(runs)} runs", body))
 
 
 def print_result(config, out: Path, prompts: int, hint: str):
@@ -539,9 +546,8 @@ def print_result(config, out: Path, prompts: int, hint: str):
     config: text2grad.Config. prompts: number of held-out prompts. hint: flag that a run with
     other settings needs, or "".
     """
-    result = whole_rows(out / "result.json")[0]
-    lines = [[name, before, result["after"][name]] for name, before in result["before"].items()]
-    print(table([f"{prompts} held-out prompts", "before", "after"], lines))
+    result, = whole_rows(out / "result.json")
+    print(table([f"{prompts} held-out prompts", "before", "after"], _before_after(result)))
     for state, text in health(out):
         if state == "unhealthy":
             print(f"warning: {text}")
@@ -553,8 +559,7 @@ def print_result(config, out: Path, prompts: int, hint: str):
 
 def main():
     """Write the report of a run, or one page that compares several runs."""
-    parser = argparse.ArgumentParser(
-        description="Write RUN/report.html, or comparison.html beside the first of some runs.")
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("run", nargs="+", help="directory of a text2grad.py run")
     runs = parser.parse_args().run
     print(compare_runs(runs) if len(runs) > 1 else run_report(*runs))

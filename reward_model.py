@@ -10,9 +10,9 @@
         φ ← AdamW on the mean of L_R over the tokens of z
     z' ~ R_φ(·|x, y) and its token rewards δ', for Algorithm 4           write_critiques, judge
 
-The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but the
-EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by token
-(§4.2, Table 1); `probe` does so on the policy's own responses during phase 3.
+The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but
+the EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by
+token (§4.2, Table 1); `probe` does so on the policy's own responses during phase 3.
 
 Departures: quotes that do not occur in the response are removed from z before training, whereas
 Appendix L removes them from the annotation. If a critique cannot be parsed, its δ' is zero.
@@ -43,8 +43,8 @@ from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, 
                    load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
                    use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_settings, checksum,
-                     gather_rows, keep_checkpoint, lock_directory, newest_checkpoint,
-                     print_rank0, restore_optimizer, result_exists, run_collective, start_ranks)
+                     gather_rows, keep_checkpoint, lock_directory, print_rank0, result_exists,
+                     resume, run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -167,18 +167,6 @@ def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[l
     return rng.sample(batches, len(batches))
 
 
-def _resume(out, optimizer, fingerprint, name) -> tuple[int, list]:
-    """Resume from the newest checkpoint in `out` if it fits; return (step, losses so far)."""
-    if not out:
-        return 0, []
-    path, tensors, state = newest_checkpoint(out)
-    if state.get("made_of") != fingerprint:
-        return 0, []
-    print_rank0(f"fit {name}: resuming from {path}")
-    restore_optimizer(optimizer, tensors)
-    return state["iteration"], state["losses"]
-
-
 def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
     """Accumulate gradients of this rank's part of a batch; return the batch's mean loss."""
     terms = sum(map(count_of, batch))
@@ -229,7 +217,9 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     settings = {key: value for key, value in asdict(config).items()
                 if key not in CHANGEABLE | {"data"}}
     fingerprint = checksum(state=[settings, pairs])
-    start, losses = _resume(out, optimizer, fingerprint, name)
+    checkpoint, state = resume(out, optimizer, fingerprint) if out else (None, {})
+    start = state.get("iteration", 0)
+    losses = state.get("losses", [])
     warm_up = max(1, len(batches) // 20)                                              # steps
     model.train()
     bar = tqdm(range(start, len(batches)), f"fit {name}", len(batches), initial=start,
@@ -244,9 +234,10 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
             is_finite = _optimizer_step(optimizer, parameters, mean_loss)                # l.7
             losses.append(mean_loss if is_finite else None)
             bar.set_postfix(loss=f"{mean_loss:.3f}")
-            if out:
+            is_due = (step + 1) % SAVE_EVERY == 0 or step + 1 == len(batches)
+            if out and is_due:
                 state = {"iteration": step + 1, "losses": losses, "made_of": fingerprint}
-                keep_checkpoint(out, optimizer, state, SAVE_EVERY, start, len(batches))
+                checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
     model.eval()
     if skipped := losses.count(None):
         problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped "

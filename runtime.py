@@ -225,30 +225,26 @@ def checkpoints(run: Path) -> list[Path]:
     return [paths[n] for n in sorted(filter(str.isdecimal, paths), key=int)]
 
 
-def keep_checkpoint(run: Path, optimizer, state: dict, save_every: int, start: int, end: int):
-    """Write checkpoint-N after iteration N, if N is a multiple of save_every or the end.
+def keep_checkpoint(run: Path, optimizer, state: dict, previous: Path | None) -> Path:
+    """Write checkpoint-N after iteration N and return its path.
 
-    Then delete all other checkpoints, even damaged ones, except the previous one, which this
-    process has written, or resumed from at iteration `start`.
-    Raises ModelError where the checkpoint cannot be written to the disk.
+    All other checkpoints are deleted, even damaged ones, except `previous`: the last that this
+    process wrote or resumed from. Raises ModelError where the disk does not take the file.
     """
-    n = state["iteration"]
-    is_due = n % save_every == 0 or n >= end
-    if RANK > 0 or not is_due:
-        return
-    previous = max(start, (n - 1) // save_every * save_every)
+    path = run / f"checkpoint-{state['iteration']}"
+    if RANK > 0:
+        return path
     tensors = optimizer_tensors(optimizer)
-    path = run / f"checkpoint-{n}"
-    previous_path = run / f"checkpoint-{previous}"
     try:
         save_checkpoint(path, tensors, state | {"ranks": WORLD_SIZE})
     except (OSError, SafetensorError) as error:
         megabytes = sum(x.nbytes for x in tensors.values()) / 1e6
         raise ModelError(f"{path} could not be written ({error}); free {megabytes:.1f} MB and "
-                         f"run the same command to continue from iteration {previous}"
+                         f"run the same command to continue from {previous or 'the start'}"
                          ) from error
-    for old in {*checkpoints(run)} - {path, previous_path}:
+    for old in {*checkpoints(run)} - {path, previous}:
         shutil.rmtree(old)
+    return path
 
 
 def newest_checkpoint(run: Path) -> tuple[Path | None, dict[str, Tensor], dict]:
@@ -299,6 +295,28 @@ def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
             parameter.data.copy_(tensor)
         else:
             optimizer.state[parameter][name] = tensor.to(parameter.device)
+
+
+def resume(run: Path, optimizer, made_of: str | None = None) -> tuple[Path | None, dict]:
+    """Restore parameters and moments from the newest checkpoint; return its path and state.
+
+    made_of: the hash in the state. Without a checkpoint of this hash, the result is (None, {}).
+    """
+    path, tensors, state = newest_checkpoint(run)
+    if path is None or state.get("made_of") != made_of:
+        return None, {}
+    restore_optimizer(optimizer, tensors)
+    print_rank0(f"resumed after iteration {state['iteration']} from {path}")
+    return path, state
+
+
+def cut_log(file: Path, count: int):
+    """Remove the lines after iteration `count`, which no checkpoint covers, from a log."""
+    rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= count]
+    if len(rows) < count:
+        print_rank0(f"warning: {file} has lost {count - len(rows)} of the lines before the "
+                    f"checkpoint; the report shows the others")
+    write_rows(file, rows)
 
 
 def lock_directory(directory: Path):
@@ -462,27 +480,6 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
                "result": result, "sha256": hash_files(directory, result)}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
-
-
-def resume(optimizer, beta: float, run: Path) -> tuple[int, float]:
-    """Continue phase 3 from its newest checkpoint; return (iterations done, β).
-
-    The logs lose the lines that were written after the checkpoint. Without a checkpoint, no
-    iteration is done, and β keeps its value.
-    """
-    path, tensors, state = newest_checkpoint(run)
-    restore_optimizer(optimizer, tensors)
-    start = state.get("iteration", 0)
-    if path:
-        print_rank0(f"phase 3: resumed after iteration {start} from {path}")
-    for file in (run / "metrics.jsonl", run / "samples.jsonl"):
-        if RANK == 0:
-            rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= start]
-            if len(rows) < start:
-                print_rank0(f"warning: {file} has lost {start - len(rows)} of the lines before "
-                            f"the checkpoint; the report shows the others")
-            write_rows(file, rows)
-    return start, state.get("kl_coef", beta)
 
 
 # ── Metrics of a run

@@ -43,9 +43,24 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def _varying_rope(config) -> list[dict]:
+    """The RoPE settings of a model whose frequencies depend on the length of the sequence."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    options = [rope, *rope.values()]                # rope may contain one dict per layer type
+    return [x for x in options
+            if isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope")]
+
+
 def context_length(model) -> int:
-    """The largest number of tokens in a prompt and its response together."""
-    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    """The largest number of tokens in a prompt and its response together.
+
+    Beyond its original context, a model with longrope rotates every position by other angles.
+    The cache still holds the keys of the old angles, so that sampling and scoring would differ.
+    """
+    lengths = [getattr(model.config, "max_position_embeddings", None) or 1 << 30]
+    for options in _varying_rope(model.config):
+        lengths.append(options.get("original_max_position_embeddings", lengths[0]))
+    return min(lengths)
 
 
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device=None,
@@ -270,11 +285,8 @@ def can_capture(model) -> bool:
     Models that FSDP shards cannot be captured. Nor can models whose RoPE frequencies depend on
     the current length.
     """
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    options = [rope, *rope.values()]                # rope may contain one dict per layer type
-    rope_types = {x.get("rope_type") for x in options if isinstance(x, dict)}
     is_sharded = isinstance(model.base_model, FSDPModule)
-    return not is_sharded and not rope_types & {"dynamic", "longrope"}
+    return not is_sharded and not _varying_rope(model.config)
 
 
 class Decoder:

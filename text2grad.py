@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 text2grad.py --task slf5k --data slf5k.jsonl \\
              --model meta-llama/Llama-3.1-8B-Instruct --batch_size 96 --minibatch_size 96
 
-Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file. Read them in this order:
+Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file, to read in this order:
 
     annotate.py       Alg. 2   critique of y → its quotes → spans → δ_t ∈ {−1, 0, +1}
     reward_model.py   Alg. 3   R_φ learns to write the critiques z: −E[log p_φ(z | x, y)]
@@ -16,8 +16,8 @@ Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file. Read th
         φ ← R_φ trained on all (x, y, z)                fit                  l.13–14  phase 2
         θ ← π_θ trained with the critiques of R_φ       train_and_evaluate   l.16–19  phase 3
 
-`main`, at the end, makes these four calls. Departures: a row that has a response keeps it, held-
-out prompts are judged before and after phase 3, and the same command continues a stopped run.
+`main`, at the end, makes these four calls. Departures: a row that has a response keeps it.
+Held-out prompts are judged before and after phase 3. The same command continues a stopped run.
 """
 
 import random

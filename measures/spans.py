@@ -415,9 +415,11 @@ def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
     for row in page_rows:
         columns = {"Response": colour_spans(row["response"], read_spans(row)),
                    "Critique": text_block(row.get("critique", ""))}
-        badges = [f"unmatched: {quote}" for quote in row.get("unmatched", ())]
+        if row.get("unmatched"):
+            columns["Quotes that are not in the response"] = text_block(
+                "\n".join(row["unmatched"]))
         body += card(f"{row.get('id', '')} · {row.get('annotator', '')}",
-                     row.get("prompt", ""), columns, badges)
+                     row.get("prompt", ""), columns)
     write_page(path, page(title, body))
 
 

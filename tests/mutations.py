@@ -136,7 +136,7 @@ MUTATIONS = [
              EQUATIONS, "δ one token too late"),
     Mutation("policy.py", "skipped += 1\n            optimizer.zero_grad()", "skipped += 1",
              EQUATIONS, "gradients add up over the steps"),
-    Mutation("runtime.py", 'state.get("kl_coef", beta)', "beta",
+    Mutation("policy.py", 'kl.beta = state.get("kl_coef", kl.beta)', "kl.beta = kl.beta",
              "tests/test_restart.py -k two_lines", "KL coefficient lost when a run goes on"),
 
     # ── reward_model.py
@@ -202,8 +202,8 @@ MUTATIONS = [
     Mutation("runtime.py", "if state_path.read_text() != json.dumps(",
              "if False and state_path.read_text() != json.dumps(",
              MODEL, "damaged checkpoint accepted"),
-    Mutation("runtime.py", "max(start, (n - 1) // save_every * save_every)",
-             "max(start, n // save_every * save_every)",
+    Mutation("runtime.py", "{*checkpoints(run)} - {path, previous}",
+             "{*checkpoints(run)} - {path}",
              "tests/test_restart.py -k flipped", "checkpoint before the newest removed"),
 
     # ── sampling.py
@@ -330,7 +330,7 @@ MUTATIONS = [
              DAMAGE, "files of a phase are used after a bit has flipped"),
     Mutation("runtime.py", "changed = changed_files(directory, result)", "changed = []",
              RESTART, "a missing policy is not noticed"),
-    Mutation("runtime.py", "if len(rows) < start:", "if False:",
+    Mutation("runtime.py", "if len(rows) < count:", "if False:",
              RESTART, "a lost metrics.jsonl is not named"),
     Mutation("runtime.py", "shutil.rmtree(new, ignore_errors=True)           # from", "#",
              RESTART, "a directory of a killed writer is not replaced"),

@@ -35,9 +35,10 @@ def states(tmp_path_factory):
         original = getattr(module, name)
 
         def wrapper(directory, optimizer, values, *args):
-            original(directory, optimizer, values, *args)
+            path = original(directory, optimizer, values, *args)
             if values["iteration"] == iteration:
                 shutil.copytree(out, folder / state)
+            return path
         patch.setattr(module, name, wrapper)
 
     def copy_annotated(*args):

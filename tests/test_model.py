@@ -849,7 +849,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
 def kept(run, n, former, **state):
     """Save checkpoint n, which holds forty numbers n, after resuming from `former`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.full((40,), float(n)))])
-    keep_checkpoint(run, optimizer, {"iteration": n, **state}, 10**9, former, n)
+    keep_checkpoint(run, optimizer, {"iteration": n, **state}, run / f"checkpoint-{former}")
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])

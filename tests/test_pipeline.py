@@ -379,7 +379,7 @@ def test_the_rows_that_a_task_makes_must_fit_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.TASK = Task("wrong", lambda row: row["text"],
                        rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
-    assert "row 10 of its `rows`: field 'text' does not fit" in refused(
+    assert "row 10 of its `rows`: the row does not fit" in refused(
         "--task", "wrong_rows:TASK", "--annotator_function", "toy:critique",
         "--output_dir", tmp_path)
 

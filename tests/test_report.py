@@ -148,7 +148,7 @@ def test_every_metric_has_a_curve_and_a_note_and_new_ones_get_a_curve(run):  # F
         found[root[0].text] = drawn(xml.tostring(root)), Page(figure).all("figcaption")[0][1]
     assert [*found][:2] == ["fact accuracy", "new <thing>"]  # the task's metrics come first
     assert [*found][2:] == [key.replace("_", " ") for key in METRICS]
-    assert ">last 0.8<" in curves(rows) and ">target 2<" in curves(rows)
+    assert ">last 0.8<" in curves(rows) and ">kl target 2<" in curves(rows)
     for key, note in [*NOTES.items(), ("new <thing>", "")]:
         ((points,), *_), caption = found[key.replace("_", " ")]
         assert caption == note and (note.strip() or key not in NOTES)
@@ -167,7 +167,7 @@ def test_runs_of_other_lengths_share_axes_and_are_named_by_letters():
     assert len({(e.get("stroke"), e.get("stroke-dasharray")) for e in lines}) == 6
     assert {*"ABCDEF"} <= {e.text for e in xml.fromstring(svg).iter()}
     rows = [{"iteration": 1, "kl": 1.0, "kl_target": 2.0}]
-    assert ">target 2<" in curves(rows) and ">target 2<" not in curves(rows, rows)
+    assert ">kl target 2<" in curves(rows) and ">kl target 2<" not in curves(rows, rows)
 
 
 def test_one_value_is_a_dot_and_none_is_an_empty_chart():
@@ -229,7 +229,7 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
         "Training samples", "Curves", "Loss of R_φ", "Reward model", "Phases", "Settings"]
     assert len(page.all("figure")) == len(METRICS) + 2
     cells = [text for _, text in page.all("td")]
-    assert cells == ["fact accuracy", "0.500", "0.750", "0.250", "held_out_loss", "0.25",
+    assert cells == ["fact accuracy", "0.500", "0.750", "held_out_loss", "0.25",
                      "phase", "annotate", "seconds", "3.2", "ended", "2026-11-22",
                      "phase", "policy", "seconds", "4.1", "ended", "2026-11-23",
                      "task", "toy", "base_url", "http://…@h/v1?…",        # nothing secret

@@ -285,7 +285,7 @@ def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(tmp_path,
 
     assert ("rows.jsonl, line 1: field 'test' or 'test_code'"
             in run(rows=[kodcode("x", test="")]))
-    assert "line 1: field 'response' does not fit the task" in run(rows=[kodcode(7)])
+    assert "line 1: the row does not fit the task" in run(rows=[kodcode(7)])
     assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
     assert ("--task ultrafeedback: this task has no tests"
             in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
