@@ -43,24 +43,24 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _varying_rope(config) -> list[dict]:
-    """The RoPE settings of a model whose frequencies depend on the length of the sequence."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    options = [rope, *rope.values()]                # rope may contain one dict per layer type
-    return [x for x in options
-            if isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope")]
+def _rope_limit(model):
+    """The length up to which the frequencies of RoPE are the same; None: always."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    for options in rope, *rope.values():            # rope may contain one dict per layer type
+        match options:
+            case {"rope_type": "dynamic" | "longrope"}:
+                return options.get("original_max_position_embeddings", 1 << 30)
 
 
 def context_length(model) -> int:
     """The largest number of tokens in a prompt and its response together.
 
-    Beyond its original context, a model with longrope rotates every position by other angles.
-    The cache still holds the keys of the old angles, so that sampling and scoring would differ.
+    For longrope (Phi-3-128k, Phi-4-mini) it is the original context. In a longer sequence, all
+    positions get other frequencies. Sampling would still read keys with the old ones from its
+    cache, so scoring would give other log-probs.
     """
-    lengths = [getattr(model.config, "max_position_embeddings", None) or 1 << 30]
-    for options in _varying_rope(model.config):
-        lengths.append(options.get("original_max_position_embeddings", lengths[0]))
-    return min(lengths)
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    return min(limit, _rope_limit(model) or limit)
 
 
 def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device=None,
@@ -285,8 +285,7 @@ def can_capture(model) -> bool:
     Models that FSDP shards cannot be captured. Nor can models whose RoPE frequencies depend on
     the current length.
     """
-    is_sharded = isinstance(model.base_model, FSDPModule)
-    return not is_sharded and not _varying_rope(model.config)
+    return not isinstance(model.base_model, FSDPModule) and _rope_limit(model) is None
 
 
 class Decoder:
@@ -410,7 +409,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     """
     if not prompt_ids or max_new_tokens < 1:
         return []
-    lengths = [len(prompt) for prompt in prompt_ids]
+    lengths = [*map(len, prompt_ids)]
     longest = max(lengths)
     limit = context_length(model)
     if 0 in lengths:
@@ -432,8 +431,8 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     uniforms = uniforms.to(device)
     decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
     decoder.prefill(prompts, attention)
-    capture = cuda_graph and uniforms.is_cuda and can_capture(model)
-    tokens, lengths = _decode(decoder, uniforms, eos, capture)
+    tokens, lengths = _decode(decoder, uniforms, eos,
+                              cuda_graph and uniforms.is_cuda and can_capture(model))
     answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
         "Alg. 4 l.11: y has a token, and an EOS at its end alone"
