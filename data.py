@@ -417,7 +417,10 @@ def setting_types(setting) -> tuple[type, ...]:
 
 
 def check_values(config_class, values: dict, place: str):
-    """Raise InputError where a value has the wrong type, or is no choice or out of range."""
+    """Raise InputError where a value has no flag or the wrong type, or is out of range."""
+    unknown = values.keys() - {setting.name for setting in fields(config_class)}
+    if unknown:
+        raise InputError(f"{place}{', '.join(sorted(unknown))}: there is no such flag")
     for setting in fields(config_class):
         value = values.get(setting.name, setting.default)
         types = setting_types(setting)
@@ -425,15 +428,15 @@ def check_values(config_class, values: dict, place: str):
         least, most = setting.metadata["range"]
         problem = ""
         if type(value) not in types and not (type(value) is int and float in types):
-            problem = f"is not of type {types[0].__name__}"
+            problem = f"{value!r:.40} is not of type {types[0].__name__}"
         elif choices and value not in choices:
-            problem = f"must be one of {', '.join(map(str, choices))}"
+            problem = f"{value} must be one of {', '.join(map(str, choices))}"
         elif type(value) is str and not value.strip():
-            problem = "is empty"
+            problem = "the value is empty"
         elif type(value) in (int, float) and not least <= value <= most:
-            problem = f"must be at least {least:g} and at most {most:g}"
+            problem = f"{value} must be at least {least:g} and at most {most:g}"
         if problem:
-            raise InputError(f"{place}--{setting.name} {value!r:.40} {problem}")
+            raise InputError(f"{place}--{setting.name}: {problem}")
 
 
 def _reader(value_type: type) -> Callable[[str], object]:

@@ -33,8 +33,6 @@ as wrong; a task leaves out prompts that are too long, as its training does. A r
 verdict from the judge is excluded from the judge's metrics. The number of such rows is printed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter
@@ -142,7 +140,7 @@ class Side:
     load: Callable
     rows: Callable
     score: Callable
-    critic: Side | None = None
+    critic: "Side | None" = None
 
     @property
     def lora(self) -> str | None:
@@ -292,7 +290,7 @@ def data_rows(config: EvalConfig) -> list[dict]:
     for source in config.adapters:
         for run in whole_rows(Path(source).parent / "config.json"):         # at most one row
             if run.get("sha256 of --data") == checksum(Path(config.data))[:16]:
-                training = Config(run["task"], data=config.data, seed=run["seed"],
+                training = Config(task=run["task"], data=config.data, seed=run["seed"],
                                   eval_rows=run["eval_rows"])
                 prompts = [task.policy_prompt(row) for row in load_rows(training)[1]]
                 held_rows = [row for row in rows if task.policy_prompt(row) in prompts]
@@ -525,7 +523,7 @@ def settings_of(task: str) -> dict:
     """Defaults for --task. Those of a data.Task are the settings of its training."""
     if task in BENCHMARKS:
         return PRESETS.get(task, {})
-    training = vars(Config()) | preset(task)
+    training = vars(Config()) | preset(task, "policy")
     settings = {name: training[name] for name in (
         "model", "annotator_function", "max_new_tokens", "max_critique_tokens")}
     if get_task(task).rows:

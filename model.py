@@ -51,9 +51,18 @@ HASH_FILE = "sha256.json"
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# PEFT options that change the formula W x + (alpha / r) B A x. They are not supported.
-UNSUPPORTED_OPTIONS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern",
-                       "modules_to_save", "fan_in_fan_out", "lora_bias")
+# The options of PEFT with which an adapter computes W x + (alpha / r) B A x on an unchanged W.
+# Any other option must be off. These may have any value: the tensors say which layers are
+# adapted, and `*_config` has an effect only with a value of init_lora_weights.
+FREE_OPTIONS = """
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
+    lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
+    megatron_core qalora_group_size eva_config corda_config lora_ga_config loftq_config
+    ensure_weight_tying runtime_config""".split()
+# These may have the listed values. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change W.
+PLAIN_VALUES = {"peft_type": ["LORA"], "bias": ["none"],
+                "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal", "mica"]}
+OFF = [None, False, [], {}]
 
 
 # ── Loading and prompts
@@ -119,16 +128,19 @@ def load_base(config, device):
 
 def _read_model(path, dtype, device, to_shard):
     # Callers check the length of each row, so the tokenizer needs no limit.
-    tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30)
+    tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30,
+                                              trust_remote_code=False)
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        path, dtype=dtype, use_safetensors=True, output_loading_info=True,
+        trust_remote_code=False)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"{path}: {len(missing)} weights are missing, the first is "
                          f"{missing[0]}; restore the files of the model")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ModelError(f"{path}: the tokenizer has {tokenizer.vocab_size} tokens and the "
-                         f"model {model.config.vocab_size}; use the tokenizer of this model")
+    largest_id = max(tokenizer.get_vocab().values())               # with added tokens
+    if largest_id >= model.config.vocab_size:
+        raise ModelError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
+                         f"{model.config.vocab_size}; use the tokenizer of this model")
     if isinstance(tokenizer.chat_template, str):
         # A resumed run, R_φ and eval.py must see the same prompt x on any day.
         tokenizer.chat_template = re.sub(
@@ -179,10 +191,14 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     try:
         text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
                                              add_generation_prompt=True)     # it contains BOS
+        if any(turn["role"] != "assistant" and turn["content"].strip() not in text
+               for turn in turns):
+            raise ValueError("it leaves out or changes their text")
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
-                         f"{roles}: {error}; change `policy_prompt` of the task") from error
+                         f"{roles}: {error}; change `policy_prompt` of the task, or the template"
+                         ) from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -428,17 +444,18 @@ def _adapter_hash(config, path):
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
+    The tensors in the file, not the option `target_modules`, say which layers are adapted.
     Raises ModelError if a file is missing or damaged, if the adapter is not plain LoRA (but
-    DoRA, rsLoRA, …), if it lacks a target layer, or if it was trained on another base. The
-    model then stays unchanged.
+    DoRA, rsLoRA, PiSSA, …), if A or B of a layer is missing or does not fit, if there are other
+    tensors, or if the adapter was trained on another base. The model then stays unchanged.
     """
     _check_name(model, name, should_exist=False)
     config_path, path = find_files(directory, *ADAPTER_FILES)
     config = read_json(config_path)
-    options = [key for key in UNSUPPORTED_OPTIONS if config.get(key)]
-    if options:
-        raise ModelError(f"{directory}: the adapter sets {options[0]}, which is not supported; "
-                         f"use plain LoRA")
+    for option, value in {"peft_type": None, **config}.items():
+        if option not in FREE_OPTIONS and value not in PLAIN_VALUES.get(option, OFF):
+            raise ModelError(f"{directory}: the adapter sets {option} to {value!r:.60}, which "
+                             f"is not known to be plain LoRA; convert it, or train it without")
     hash_path = config_path.with_name(HASH_FILE)                    # PEFT does not write it
     if hash_path.exists() and hash_path.read_bytes() != _adapter_hash(config, path):
         raise ModelError(f"{directory} is damaged: {HASH_FILE} does not fit the other files; "
@@ -461,19 +478,16 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     for key, tensor in tensors.items():
         path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
         pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
-    shapes = {path: [layer.out_features, r, r, layer.in_features]      # of B and A
-              for path, layer in _linear_layers(model).items()}
-    targets = config.get("target_modules")
-    if isinstance(targets, list):                     # PEFT also accepts a pattern
-        for path in target_layers(model, targets):
-            pairs.setdefault(path, {})                # {}: the adapter lacks this layer
+    expected = {path: {"A": (r, layer.in_features), "B": (layer.out_features, r)}
+                for path, layer in _linear_layers(model).items()}
+    if not pairs:
+        raise ModelError(f"{directory}: the adapter has no tensors; save it again")
     for path, pair in pairs.items():
-        is_pair = pair.keys() == {"A", "B"}
-        shape = [*pair["B"].shape, *pair["A"].shape] if is_pair else "no LoRA pair"
-        if shapes.get(path) != shape:
+        shapes = {side: tuple(tensor.shape) for side, tensor in pair.items()}
+        if shapes != expected.get(path):
             raise ModelError(f"{directory}: the adapter does not fit the base or its r: {path} "
-                             f"has B and A of shape {shape}, expected "
-                             f"{shapes.get(path, 'none')}; choose another adapter or --model")
+                             f"has {shapes}, expected {expected.get(path, 'no tensor')}; "
+                             f"choose another adapter or --model")
     for path, pair in pairs.items():
         layer = _wrap(model, path)
         layer.add(name, r, alpha, dropout)

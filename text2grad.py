@@ -87,33 +87,31 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     if config.probe_rows and config.mode == "align":
         raise InputError("--mode align needs feedback that people wrote, and there is none for "
                          "the policy's new responses: set --probe_rows 0")
-    has_outcomes = config.annotator_function or config.allow_code_execution
-    if config.probe_rows and task.tests and not has_outcomes:
-        raise InputError("--probe_rows: the annotator needs the test outcome of each response: "
-                         "set --allow_code_execution, or --probe_rows 0")
     has_feedback = config.reward_model or result_exists(out / "feedback.jsonl")
     if config.probe_rows or (needs_reward_model and not has_feedback):
         check_annotator(annotation_settings(config, out))
 
 
-def check_phases(model, rows: list[dict], config: Config, out: Path):
-    """Check what needs the base and the rows: the layers for R_φ, and the sandbox."""
-    target_layers(model, reward_settings(config, out).lora_targets.split(","),
-                  "--reward_lora_targets")
+def check_outcomes(rows: list[dict], has_responses: bool, config: Config):
+    """Check that a server will know whether the responses to these rows pass their tests.
+
+    A probe needs the outcomes of new responses. If programs will run, one runs here, so that a
+    sandbox that does not work is reported before anything is sampled.
+    """
     task = get_task(config.task)
-    needs_outcomes = task.tests and not config.annotator_function
-    if not needs_outcomes or result_exists(out / "responses.jsonl"):
+    if not task.tests or config.annotator_function:
         return
-    with_outcome = {id(example["row"]) for example in examples(task, rows)
-                    if "outcome" in example}
-    if len(with_outcome) == len(rows):
+    missing = [] if has_responses else [
+        row for row in rows
+        if not any("outcome" in example for example in examples(task, [row]))]
+    if not missing and not config.probe_rows:
         return
     if not config.allow_code_execution:
-        raise InputError(f"{len(rows) - len(with_outcome)} of {len(rows)} rows have no test "
-                         f"outcome: set --allow_code_execution to run their tests in the "
-                         f"sandbox")
+        raise InputError(f"{len(missing)} of {len(rows)} rows have no test outcome, and "
+                         f"{config.probe_rows} responses are probed: set --allow_code_execution "
+                         f"to run their tests in the sandbox, or --probe_rows 0")
     from measures.sandbox import add_outcomes
-    add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)  # SandboxError early
+    add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)
 
 
 def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
@@ -238,7 +236,11 @@ def start_policy(model, config: Config):
 
 def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
          advantages=add_advantages):
-    """Algorithm 1. needs_reward_model: whether the critic uses R_φ (phases 1 and 2)."""
+    """Algorithm 1. The last three arguments serve experiments/, which have other critics.
+
+    critic, advantages: see `train`. needs_reward_model: whether the critic uses R_φ, so that
+    phases 1 and 2 must train it.
+    """
     config = parse_flags(Config, __doc__, partial(preset, part="policy"), argv)
     out = Path(config.output_dir)
     check_config(config, out, needs_reward_model)
@@ -255,7 +257,10 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
     if trains_reward_model:
-        check_phases(model, annotation_rows, config, out)
+        target_layers(model, reward_settings(config, out).lora_targets.split(","),
+                      "--reward_lora_targets")
+    has_responses = not trains_reward_model or result_exists(out / "responses.jsonl")
+    check_outcomes(annotation_rows, has_responses, config)
     save_settings(config, out, "R_φ" if needs_reward_model else config.annotator_function)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "

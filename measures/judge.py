@@ -15,8 +15,6 @@ AlpacaEval's leaderboard has its own prompt and controls for length. For its win
 command that `write_alpaca` returns.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
