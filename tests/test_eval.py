@@ -525,7 +525,7 @@ def test_nan_weights_are_an_error(tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (("--batch_size", "0"), "--batch_size: 0 must be at least 1"),
     (("--limit", "-2"), "--limit: -2"), (("--temperature", "nan"), "--temperature: nan"),
-    (("--dtype", "fp99"), "--dtype: invalid choice: 'fp99'"),
+    (("--dtype", "fp99"), "--dtype: fp99 must be one of"),
     (("--max_usd", "1"), "--price_in"),
     (("--judge_prompts", "nowhere"), "nowhere: no such file"),
     (("--adapter", "nowhere"), "there is no adapter"), (("--task", "arc"), "needs --data"),
