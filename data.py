@@ -33,9 +33,18 @@ class ModelError(InputError):
     """A model, adapter, checkpoint or prompt cannot be used. The message adds a remedy."""
 
 
+def hide_key(text: str) -> str:
+    """The text without the API key. A key of letters only, such as "none", is a usual word."""
+    key = os.environ.get("OPENAI_API_KEY", "")
+    return text if key.isalpha() or len(key) < 8 else text.replace(key, "…")
+
+
 def public(text: str) -> str:
-    """The text with user, password and query removed from every URL."""
-    return re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", re.sub(r"://\S*@", "://…@", text))
+    """The text as it may be shown: without the API key, and without users, passwords and
+    queries in URLs. Characters that a terminal obeys (ESC, CR, …) become spaces."""
+    text = re.sub(r"(\w+://|\b\w+:)\S*@", r"\1…@", hide_key(text))
+    text = re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", text)
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text)
 
 
 # ── Tasks: how a row becomes a prompt
