@@ -51,25 +51,25 @@ HASH_FILE = "sha256.json"
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# The options of PEFT with which an adapter computes W x + (alpha / r) B A x on an unchanged W.
-# Any other option must be off. These may have any value: the tensors say which layers are
-# adapted, and `*_config` has an effect only with a value of init_lora_weights.
+# With these options of PEFT, an adapter computes W x + (alpha / r) B A x with the base's own W.
+# The free ones may have any value: the tensors in the file say which layers are adapted, and a
+# `*_config` has an effect only together with its value of init_lora_weights.
 FREE_OPTIONS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
     lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
     megatron_core qalora_group_size eva_config corda_config lora_ga_config loftq_config
-    ensure_weight_tying runtime_config""".split()
-# These may have the listed values. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change W.
-PLAIN_VALUES = {"peft_type": ["LORA"], "bias": ["none"],
-                "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal", "mica"]}
-OFF = [None, False, [], {}]
+    ensure_weight_tying""".split()
+# Neutral values. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change W, so they are not among them.
+NEUTRAL_VALUES = {"peft_type": ["LORA"], "bias": ["none"],
+                  "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal", "mica"]}
+OFF = [None, False, [], {}]                       # neutral values of all other options
 
 
 # ── Loading and prompts
 
 @dataclass
 class BaseConfig:
-    """Flags of text2grad.py and reward_model.py with the same defaults."""
+    """Base model: flags of text2grad.py and reward_model.py."""
     task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
     model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
     seed: int = flag(0, "random seed", most=10**9)
@@ -133,14 +133,15 @@ def _read_model(path, dtype, device, to_shard):
     model, report = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, use_safetensors=True, output_loading_info=True,
         trust_remote_code=False)
-    missing = sorted(report["missing_keys"])
+    missing = report["missing_keys"]
     if missing:
         raise ModelError(f"{path}: {len(missing)} weights are missing, the first is "
-                         f"{missing[0]}; restore the files of the model")
+                         f"{min(missing)}; restore the files of the model")
     largest_id = max(tokenizer.get_vocab().values())               # with added tokens
     if largest_id >= model.config.vocab_size:
         raise ModelError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
-                         f"{model.config.vocab_size}; use the tokenizer of this model")
+                         f"{model.config.vocab_size}; use the model's own tokenizer, or resize "
+                         f"its embeddings")
     if isinstance(tokenizer.chat_template, str):
         # A resumed run, R_φ and eval.py must see the same prompt x on any day.
         tokenizer.chat_template = re.sub(
@@ -158,7 +159,7 @@ def _check_finite(tensors: dict[str, Tensor], source):
     """Raise ModelError if a weight, of any shape, is NaN or infinite."""
     for name, x in tensors.items():
         local = x.to_local() if isinstance(x, DTensor) else x
-        if not local.detach().sum(dtype=torch.float32).isfinite():     # needs no copy of x
+        if not local.sum(dtype=torch.float32).isfinite():              # needs no copy of x
             raise ModelError(f"{source}: {name} has a NaN or infinite value; restore it "
                              f"or train it again")
 
@@ -185,19 +186,22 @@ def _check_plain_head(model, path):
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
-    """Encode a user turn, or chat messages, as a prompt that the model continues to answer."""
+    """Encode a user turn, or chat messages, as a prompt that the model continues to answer.
+
+    Raises ModelError if the chat template refuses the turns, or leaves out the text of one.
+    """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
     try:
         text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
                                              add_generation_prompt=True)     # it contains BOS
-        if any(turn["role"] != "assistant" and turn["content"].strip() not in text
-               for turn in turns):
-            raise ValueError("it leaves out or changes their text")
+        for turn in turns:             # of earlier answers, a template may drop the thoughts
+            if turn["role"] != "assistant" and turn["content"].strip() not in text:
+                raise ValueError(f"it leaves out a {turn['role']} turn")
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
-                         f"{roles}: {error}; change `policy_prompt` of the task, or the template"
+                         f"{roles}: {error}; change it, or `policy_prompt` of the task"
                          ) from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
@@ -275,9 +279,9 @@ class LoRALinear(nn.Module):
         weight = self.base_layer.weight
         A = torch.empty(r, weight.shape[1])
         nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-        B = torch.zeros(weight.shape[0], r)
+        B = torch.zeros(weight.shape[0], r, device=weight.device)
         self.lora_A[name] = nn.Parameter(A.to(weight.device))
-        self.lora_B[name] = nn.Parameter(B.to(weight.device))
+        self.lora_B[name] = nn.Parameter(B)
         self.scaling[name] = alpha / r
         self.dropout[name] = dropout
 
@@ -290,8 +294,7 @@ class LoRALinear(nn.Module):
             return y
         A = self.lora_A[self.active]
         B = self.lora_B[self.active]
-        if self.training and self.dropout[self.active]:
-            x = F.dropout(x, self.dropout[self.active])
+        x = F.dropout(x, self.dropout[self.active], self.training)
         projection = F.linear(x.to(A.dtype), A) * self.scaling[self.active]      # [..., r]
         return y + F.linear(projection, B).to(y.dtype)
 
@@ -403,7 +406,7 @@ def fingerprint(model) -> str:
     if isinstance(embeddings, DTensor):
         # `shard` has stored the hash, so that one rank can save an adapter on its own.
         return model.fingerprint_before_sharding
-    samples = [weight.detach()[:: max(1, len(weight) // 64), :64].bfloat16().tolist()
+    samples = [weight[:: max(1, len(weight) // 64), :64].bfloat16().tolist()
                for weight in (embeddings, head_weight(model))]
     shape = [*embeddings.shape, model.config.num_hidden_layers]
     return checksum(state=[shape, samples])[:16]
@@ -418,27 +421,26 @@ def save_lora(model, name: str, directory):
     layers = _lora_layers(model, name)
     tensors = {}
     for path, layer in layers.items():
-        for side, tensor in (("A", layer.lora_A[name]), ("B", layer.lora_B[name])):
+        for side, weights in ("A", layer.lora_A), ("B", layer.lora_B):
             key = f"base_model.model.{path}.lora_{side}.weight"
-            tensors[key] = tensor.detach().cpu().contiguous()
+            tensors[key] = weights[name].detach().cpu()
     r = len(layer.lora_A[name])
     base = model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
-    metadata = {"format": "pt", "base_fingerprint": fingerprint(model)}
     with atomic_directory(directory) as temporary:
         (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
         path = temporary / ADAPTER_FILES[1]
-        save_file(tensors, path, metadata)
+        save_file(tensors, path, {"format": "pt", "base_fingerprint": fingerprint(model)})
         (temporary / HASH_FILE).write_bytes(_adapter_hash(config, path))
 
 
 def _adapter_hash(config, path):
-    names = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    digest = checksum(path, state=[config.get(name) for name in names])
-    return json.dumps({"sha256": digest}).encode()
+    state = [config.get(option)
+             for option in ("r", "lora_alpha", "lora_dropout", "target_modules")]
+    return json.dumps({"sha256": checksum(path, state=state)}).encode()
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
@@ -453,7 +455,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     config_path, path = find_files(directory, *ADAPTER_FILES)
     config = read_json(config_path)
     for option, value in {"peft_type": None, **config}.items():
-        if option not in FREE_OPTIONS and value not in PLAIN_VALUES.get(option, OFF):
+        if option not in FREE_OPTIONS and value not in NEUTRAL_VALUES.get(option, OFF):
             raise ModelError(f"{directory}: the adapter sets {option} to {value!r:.60}, which "
                              f"is not known to be plain LoRA; convert it, or train it without")
     hash_path = config_path.with_name(HASH_FILE)                    # PEFT does not write it
@@ -470,10 +472,10 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     tensors, metadata = read_tensors(path)
     _check_finite(tensors, path)
     model_hash = fingerprint(model)
-    base = config.get("base_model_name_or_path")
     if metadata.get("base_fingerprint", model_hash) != model_hash:
-        raise ModelError(f"{directory}: this adapter was trained on another base ({base}), not "
-                         f"on {model.config._name_or_path}; choose its base with --model")
+        raise ModelError(f"{directory}: this adapter was trained on another base "
+                         f"({config.get('base_model_name_or_path')}), not on "
+                         f"{model.config._name_or_path}; choose its base with --model")
     pairs = {}                                        # path of a layer → {"A": A, "B": B}
     for key, tensor in tensors.items():
         path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
@@ -481,7 +483,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     expected = {path: {"A": (r, layer.in_features), "B": (layer.out_features, r)}
                 for path, layer in _linear_layers(model).items()}
     if not pairs:
-        raise ModelError(f"{directory}: the adapter has no tensors; save it again")
+        raise ModelError(f"{path} has no tensors; save it again")
     for path, pair in pairs.items():
         shapes = {side: tuple(tensor.shape) for side, tensor in pair.items()}
         if shapes != expected.get(path):
@@ -506,7 +508,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int, device=None):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1, dtype=torch.float32, device=device)
+        self.linear = nn.Linear(hidden_size, 1, device=device)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -575,9 +577,7 @@ def shard(model, device):
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model.fingerprint_before_sharding = fingerprint(model)
-    adapters = set()
-    for layer in _lora_layers(model).values():
-        adapters |= {*layer.lora_A.values(), *layer.lora_B.values()}
+    adapters = {x for name, x in model.named_parameters() if ".lora_" in name}
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = model.config.tie_word_embeddings
