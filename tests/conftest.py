@@ -5,6 +5,7 @@
 
 import fcntl
 import os
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,28 @@ def _isolated(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture()
+def spy(monkeypatch):
+    """A function (name, take=None) that wraps "module.name" and returns a list.
+
+    Each later call appends take(*arguments) before it runs, or without `take` its result.
+    """
+    def watch(name, take=None):
+        original, seen = pkgutil.resolve_name(name), []
+
+        def wrapper(*arguments, **options):
+            if take:
+                seen.append(take(*arguments, **options))
+            result = original(*arguments, **options)
+            if not take:
+                seen.append(result)
+            return result
+
+        monkeypatch.setattr(name, wrapper)
+        return seen
+    return watch
 
 
 @pytest.fixture(scope="session")
