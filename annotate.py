@@ -523,7 +523,7 @@ def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Ground
 
 @dataclass
 class AnnotatorConfig:
-    """Flags of annotate.py and text2grad.py: the annotator and its cost."""
+    """Annotator: its name and its cost."""
     annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
     annotator_function: str | None = flag(None, "module:function(row, response); None: server")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
@@ -535,7 +535,7 @@ class AnnotatorConfig:
 
 @dataclass
 class AnnotateConfig(AnnotatorConfig):
-    """Settings of phase 1, which annotates responses with critiques and spans."""
+    """Annotation: rows and requests."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
     data: str | None = flag(None, "JSON lines file of rows with responses")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")

@@ -5,8 +5,8 @@
 
 `annotate.py` calls the annotator and `measures/judge.py` calls the judge; both use `ask`. The
 journal is a file of JSON lines beside the output. Each request is written to it before it is
-sent, and each reply when it arrives. A killed run therefore keeps all replies that arrived, and
-the next run does not request them again.
+sent, and each reply when it arrives, before it is parsed. A run that is killed or that fails
+therefore keeps all replies that arrived, and the next run does not request them again.
 
 Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent.
 """
@@ -17,18 +17,19 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import sys
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from email.utils import mktime_tz, parsedate_tz
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 from tqdm import tqdm
 
-from data import InputError
+from data import InputError, hide_key, public
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,13 @@ FREE = {"prompt_tokens": 0, "completion_tokens": 0}
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply. reason: why it is unusable, or None; usage: number of billed tokens;
-    needs_retry: whether the server failed, so that the same request may succeed later."""
+    """One reply. reason: why it is unusable, or None; usage: number of billed tokens, or None
+    if they are unknown; status: HTTP status; pause: seconds that the server asks to wait."""
     text: str
     reason: str | None = None
-    usage: dict = field(default_factory=FREE.copy)
-    needs_retry: bool = False
+    usage: dict | None = None
+    status: int = 200
+    pause: float = 0.0
 
 
 class Journal:
@@ -109,30 +111,44 @@ class Journal:
 
     def begin(self, question: Question, usage: dict):
         """Record the maximum usage of a request, before it is sent."""
-        self._write({"key": question.key, "due": usage, "usd": self.usd(**usage)})
+        self._write(question, due=usage, usd=self.usd(**usage))
 
-    def append(self, question: Question, reply: Reply, reason: str | None):
-        """Record a reply with its cost. reason: why it is unusable, or None."""
-        self._write({"key": question.key, "id": question.id, "reply": reply.text,
-                     "reason": reason, "usage": reply.usage, "usd": self.usd(**reply.usage)})
+    def append(self, question: Question, reply: Reply, max_usage: dict):
+        """Record a reply with its cost. max_usage: what is booked if its usage is unknown."""
+        usage = reply.usage or max_usage
+        self._write(question, id=question.id, reply=reply.text, reason=reply.reason,
+                    usage=usage, usd=self.usd(**usage))
 
-    def _write(self, record: dict):
+    def append_reason(self, question: Question, reason: str | None) -> str | None:
+        """Record why a parser refuses the reply, or that it accepts it; return the reason."""
+        reason = one_line(reason) if reason else None
+        if reason != self.records[question.key]["reason"]:
+            self._write(question, refused=reason)
+        return reason
+
+    def _write(self, question: Question, **fields):
+        record = {"key": question.key, **fields, "time": time.time()}   # no two are equal
         sealed = {**record, "sha256": question_key(record)}
         self.file.write(json.dumps(sealed).encode() + b"\n")
         self.file.flush()
         self._account(record)
 
     def _replay(self):
-        """Read the records of earlier runs."""
+        """Read the records of earlier runs. A copy of a line counts once."""
         self.file.seek(0)
         line = b"\n"
+        hashes = set()
         for number, line in enumerate(self.file, 1):
             try:
                 record = json.loads(line)
-                # Journals of the second version have no hashes.
-                if record.pop("sha256", None) not in (None, question_key(record)):
-                    raise ValueError("a bit of the line has changed")
-                self._account(record)
+                digest = record.pop("sha256", None)
+                # Only the second version of this file wrote lines without a hash or a time.
+                if digest != question_key(record) and (digest or hashes or "time" in record):
+                    raise ValueError("the line was changed")
+                if digest not in hashes or "time" not in record:
+                    self._account(record)
+                if digest:
+                    hashes.add(digest)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
         if not line.endswith(b"\n"):                         # a killed process left half a line
@@ -141,25 +157,20 @@ class Journal:
         self.spent += sum(self.open_costs.values())
         self.open_costs.clear()
 
-    def _checked_usd(self, record: dict) -> float | None:
-        """The cost in a record in USD. Raises ValueError unless it is finite and ≥ 0."""
+    def _account(self, record: dict):
+        """Update records, open_costs and spent with a line of the file."""
+        key = record["key"]
+        if "refused" in record:
+            self.records[key] |= record | {"reason": record["refused"]}
+            return
         usage = record.get("due") or record["usage"]
         usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
-        if not 0 <= (usd or 0.0) < math.inf:
-            raise ValueError("the cost is not a finite number ≥ 0")
-        return usd
-
-    def _account(self, record: dict):
-        """Update records, due and spent with a request or a reply."""
-        key = record["key"]
-        usd = self._checked_usd(record)
+        cost_before = self.open_costs.pop(key, 0.0)
         if "due" in record:
-            self.spent += self.open_costs.pop(key, 0.0)      # a killed run sent it, too
+            self.spent += cost_before                        # a killed run sent it, too
             self.open_costs[key] = usd or 0.0
         else:
-            self.records[key] = {"reply": record["reply"], "reason": record["reason"],
-                                 "usage": record["usage"], "usd": usd}
-            self.open_costs.pop(key, None)
+            self.records[key] = record | {"usd": usd}
             self.spent += usd or 0.0
 
     def has_reply(self, key: str) -> bool:
@@ -182,32 +193,40 @@ def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
             f"(4 bytes per token, {reply_tokens} tokens per reply), {cost}")
 
 
+def one_line(text: str) -> str:
+    """The text as a part of a message: one line without secrets, at most 500 characters."""
+    return " ".join(public(text[:2000]).split())[:500]
+
+
 def ask(questions: list[Question], journal: Journal, model: Server | LocalFunction, review,
         concurrency: int = 8) -> dict[str, dict]:
     """Request every reply that is missing → {key: record {reply, reason, usage, usd}}.
 
-    review(question, text) returns why a reply is unusable, or None. Raises InputError where the
-    budget is reached, after 25 unusable replies in a row, or where the server never answers.
-    The first Ctrl-C sends no new request and waits for open requests, which are billed. A
-    second Ctrl-C stops at once.
+    review(question, text) returns why a reply is unusable, or None. It also reads the replies
+    of earlier runs again, before they are requested again. Raises InputError where the budget
+    is reached, after 25 unusable replies in a row, or where the server never answers. The first
+    Ctrl-C sends no new request and waits for open requests, which are billed. A second Ctrl-C
+    stops at once.
     """
     for question in questions:
-        if journal.has_reply(question.key):
-            record = journal.records[question.key]
-            record["reason"] = review(question, record["reply"])
-            if record["reason"]:                     # the reply was usable when it was written
-                print(f"{journal.path}: the reply to {question.id} was changed "
-                      f"({record['reason']}); requesting it again", file=sys.stderr)
+        record = journal.records.get(question.key)
+        if record and (record["reason"] is None or "refused" in record):
+            reason = review(question, record["reply"])
+            if reason and journal.has_reply(question.key):
+                print(f"{journal.path}: the reply to {question.id} is now refused "
+                      f"({one_line(reason)}); requesting it again", file=sys.stderr)
+            journal.append_reason(question, reason)
     todo = missing(questions, journal)
+    todo.sort(key=lambda question: question.key in journal.records)    # earlier failures last
     if todo and asyncio.run(_ask_all(todo, journal, model, review, concurrency)):
         todo = missing(todo, journal)
         usage = model.max_usage(todo[0])
         raise InputError(f"--max_usd {journal.max_usd:g} reached: ${journal.spent:.4f} is "
-                         f"spent, and the next of {len(todo)} requests may cost "
-                         f"${journal.usd(**usage):.4f}, with {usage['prompt_tokens']:g} + "
-                         f"{usage['completion_tokens']} tokens. Raise --max_usd to continue, "
-                         f"or lower `max_tokens` of the task or mode, which limits a reply. "
-                         f"Every reply is in {journal.path}")
+                         f"spent at {model}, and the next of {len(todo)} requests may cost "
+                         f"${journal.usd(**usage):.4f}, with {usage['prompt_tokens']:.0f} "
+                         f"+ {usage['completion_tokens']:.0f} tokens. Raise --max_usd "
+                         f"to continue, or lower `max_tokens` of the task or mode, which "
+                         f"limits a reply. Every reply is in {journal.path}")
     return journal.records
 
 
@@ -218,7 +237,6 @@ PAUSE = 1.5                           # seconds before the first retry; then 3, 
 @dataclass
 class _Run:
     """The state that the workers of one `_ask_all` share."""
-    questions: Iterator[Question]                            # each worker takes the next
     journal: Journal
     model: Server | LocalFunction
     review: Callable[[Question, str], str | None]
@@ -229,74 +247,79 @@ class _Run:
     failures_in_a_row: int = 0
 
 
-async def _ask_all(todo, journal: Journal, model, review, concurrency: int) -> bool:
+async def _ask_all(todo, journal, model, review, concurrency) -> bool:
     """Whether the budget ended the run."""
-    bar = tqdm(total=len(todo), desc="ask", delay=1)
-    run = _Run(iter(todo), journal, model, review, set(journal.records), bar)
-    async with model.connect():
-        workers = [asyncio.create_task(_work(run)) for _ in range(min(concurrency, len(todo)))]
-        try:
-            await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            is_over_budget = run.stop.is_set()
-        finally:            # open requests are billed: wait for them
+    with tqdm(total=len(todo), desc="ask", delay=1) as bar:
+        run = _Run(journal, model, review, set(journal.records), bar)
+        async with model.connect():
+            # The first request goes alone: it shows what the server accepts and bills.
+            for questions in filter(None, (todo[:1], todo[1:])):
+                await _ask_in_parallel(run, questions, concurrency)
+    return run.stop.is_set()
+
+
+async def _ask_in_parallel(run, questions, concurrency):
+    """Ask all questions. After an error or Ctrl-C, wait for open requests, which are billed."""
+    left = iter(questions)                                   # each worker takes the next
+    workers = [asyncio.create_task(_work(run, left)) for _ in questions[:concurrency]]
+    try:
+        await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        if not all(worker.done() for worker in workers):
             run.stop.set()
-            if not all(worker.done() for worker in workers):
-                bar.set_description("waiting for open requests")
-            errors = await asyncio.gather(*workers, return_exceptions=True)
-            bar.close()
+            run.bar.set_description("waiting for open requests")
+        errors = await asyncio.gather(*workers, return_exceptions=True)
     for error in filter(None, errors):
         raise error
-    return is_over_budget
 
 
-async def _work(run: _Run):
+async def _work(run, questions):
     """Request one reply after another, until no question is left or the run stops."""
-    for question in run.questions:
-        if not await _request(run, question):
+    for question in questions:
+        reply = await _request(run, question)
+        if reply is None:
             return
-        reason = run.journal.records[question.key]["reason"]
+        reason = reply.reason
         if reason:
             run.model.check_answered(reason)
+        else:
+            reason = run.journal.append_reason(question, run.review(question, reply.text))
         _count(run, question, reason)
 
 
-async def _request(run: _Run, question: Question) -> bool:
-    """Send a request, with retries, and record its replies; False if the run was stopped."""
-    max_usage = run.model.max_usage(question)
+async def _request(run, question) -> Reply | None:
+    """Send a request, with retries, and record its replies; None if the run was stopped."""
     for trial in range(run.model.retries + 1):
         if trial:
+            run.bar.set_postfix_str(reply.reason[:60])
+            pause = max(reply.pause, PAUSE * 2 ** (trial - 1))
             with suppress(TimeoutError):
-                await asyncio.wait_for(run.stop.wait(), PAUSE * 2 ** (trial - 1))
-        if not await _wait_for_budget(run, max_usage):
-            return False
-        run.journal.begin(question, max_usage)
-        reply = await run.model.ask(question)
-        reason = reply.reason or run.review(question, reply.text)
-        run.journal.append(question, reply, reason)
-        if not reply.needs_retry:
-            break
-        run.bar.set_postfix_str(reason[:60])
-    return True
-
-
-async def _wait_for_budget(run: _Run, usage: dict) -> bool:
-    """Wait until the budget covers a request; False if the run stopped or it never will."""
-    while not (run.stop.is_set() or run.journal.can_afford(usage)):
-        if run.journal.open_costs:
+                await asyncio.wait_for(run.stop.wait(), pause)
+        usage = run.model.max_usage(question)
+        while not (run.stop.is_set() or run.journal.can_afford(usage)):
+            if not run.journal.open_costs:
+                run.stop.set()                               # the budget is too small
             await asyncio.sleep(0.1)                         # open requests may cost less
-        else:
-            run.stop.set()
-    return not run.stop.is_set()
+            usage = run.model.max_usage(question)
+        if run.stop.is_set():
+            return None
+        run.journal.begin(question, usage)
+        reply = await run.model.ask(question)
+        run.journal.append(question, reply, usage)
+        if reply.status < 500 and reply.status not in (408, 409, 429):
+            break
+    return reply
 
 
-def _count(run: _Run, question: Question, reason: str | None):
+def _count(run, question, reason):
     """Count a reply. Raises InputError after MOST_FAILURES_IN_A_ROW unusable ones."""
     run.bar.update()
-    run.failures += bool(reason)
-    run.bar.set_postfix(failed=run.failures, refresh=run.failures > 0)
     if not reason:
         run.failures_in_a_row = 0
-    elif question.key not in run.old_keys:                  # an earlier failure may recur
+        return
+    run.failures += 1
+    run.bar.set_postfix(failed=run.failures)
+    if question.key not in run.old_keys:                    # an earlier failure may recur
         run.failures_in_a_row += 1
     if run.failures_in_a_row == MOST_FAILURES_IN_A_ROW:
         run.stop.set()
@@ -309,10 +332,9 @@ class LocalFunction:
     """A Python function (question) → reply text, with the interface of `Server`. It is free."""
     function: Callable[[Question], str]
     retries: int = 0
+    has_answered: bool = True
 
-    def connect(self) -> nullcontext:
-        """A context manager that does nothing: a function needs no client."""
-        return nullcontext()
+    connect = nullcontext                                # a function needs no client
 
     def max_usage(self, _question) -> dict:
         """A function bills no tokens."""
@@ -322,20 +344,39 @@ class LocalFunction:
         """Call the function in a thread."""
         return Reply(await asyncio.to_thread(self.function, question))
 
-    def check_answered(self, _reason):
-        """A function always answers."""
+
+# What a server may refuse, and the pattern of its message. A message about `temperature` or
+# `top_p` leaves out `top_p` first. A `max_tokens` that is only too large is not left out.
+REFUSABLE = {
+    "top_p": r"top_?p\b|temperature",
+    "temperature": r"temperature",
+    "max_tokens": r"max_tokens.*(instead|(un|not |n't )support|unrecogni[sz]ed|unknown|extra|"
+                  r"unexpected|deprecated|not (permitted|allowed))",
+    "system turn": r"\broles?\b(?!\")|(system|developer)\W{0,3}(prompt|message|instruction|"
+                   r"turn|is not)",
+}
 
 
 @dataclass
 class Server:
-    """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY."""
+    """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY.
+
+    left_out: names in REFUSABLE that the server refused. ratio: the largest number of tokens
+    that it reported, relative to what was asked for.
+    """
     model: str
     base_url: str | None = None
-    temperature: float | None = 0.3                      # None: not sent
+    temperature: float = 0.3
     max_tokens: int = 1200                               # per reply
     retries: int = 6                                     # per request
     timeout: float = 120.0                               # seconds per reply
-    has_answered: bool = False            # if not, any failure ends the run
+    has_answered: bool = False            # if not, most failures end the run
+    left_out: frozenset[str] = frozenset()
+    ratio: float = 1
+
+    def __str__(self) -> str:
+        excess = f", which reports {self.ratio:.3g} times what it may use" * (self.ratio > 1)
+        return f"{public(str(self.client.base_url))} with model {self.model!r}{excess}"
 
     def connect(self):
         """Open the client, an asynchronous context manager."""
@@ -344,86 +385,140 @@ class Server:
             self.client = openai.AsyncOpenAI(base_url=self.base_url, max_retries=0,
                                              timeout=None)
         except Exception as error:                       # httpx has its own error classes
-            raise InputError(f"--base_url {self.base_url}: {error}") from error
+            raise InputError(one_line(f"--base_url {self.base_url}: {error}")) from error
         return self.client
 
     def max_usage(self, question: Question) -> dict:
-        """The maximum number of billed tokens, used where the server reports no usage."""
-        return {"prompt_tokens": question.size, "completion_tokens": self.max_tokens}
+        """The maximum number of billed tokens, as far as the server's reports tell."""
+        return {"prompt_tokens": question.size * self.ratio,
+                "completion_tokens": self.max_tokens * self.ratio}
 
     def check_answered(self, reason: str):
-        """Raise InputError where the server has never answered. reason: its last failure."""
+        """Raise InputError if the server has never answered. reason: its last failure."""
         if not self.has_answered:
-            raise InputError(f"{self.client.base_url} with model {self.model!r}: {reason}; "
-                             f"check OPENAI_API_KEY, the URL and the name of the model, and "
-                             f"run the same command again")
+            raise InputError(f"{self}: {reason}; check OPENAI_API_KEY, the URL and the name of "
+                             f"the model, and run the same command again")
+
+    def _body(self, question: Question) -> dict:
+        """The body of a request, without what the server has refused."""
+        body = {"model": self.model, "messages": question.messages, "top_p": 0.95,
+                "temperature": self.temperature, "max_tokens": self.max_tokens}
+        if "system turn" in self.left_out:
+            text = "\n\n".join(message["content"] for message in question.messages)
+            body["messages"] = [{"role": "user", "content": text}]
+        if "max_tokens" in self.left_out:
+            body["max_completion_tokens"] = self.max_tokens
+        return {name: body[name] for name in body.keys() - self.left_out}
 
     async def ask(self, question: Question) -> Reply:
-        """Send a request once; resend it where the model rejects `max_tokens`."""
+        """Send a request once; resend it without a parameter that the server refuses."""
         import openai
-        max_usage = self.max_usage(question)
-        options = {"max_completion_tokens": self.max_tokens}
-        if self.temperature is not None:
-            options = {"max_tokens": self.max_tokens, "temperature": self.temperature,
-                       "top_p": 0.95}
+        left_out = self.left_out
         try:
             async with asyncio.timeout(self.timeout):    # also limits a slow stream
-                reply = await self.client.chat.completions.with_raw_response.create(
-                    model=self.model, messages=question.messages, **options)
-            self.has_answered = True
-            return read_completion(reply.text, max_usage)
+                answer = await self.client.chat.completions.with_raw_response.create(
+                    **self._body(question))
         except TimeoutError:                             # the server may have billed it
-            return Reply("", f"no answer in {self.timeout:g} s", max_usage, True)
+            return Reply("", f"no answer in {self.timeout:g} s", status=408)
         except openai.APIConnectionError as error:       # billed, unless it was never sent
             is_unsent = type(error.__cause__).__name__ == "ConnectError"
-            usage = FREE if is_unsent else max_usage
-            return Reply("", f"{error} {error.__cause__!r}", usage, True)
-        except openai.APIStatusError as error:           # refused, so not billed
-            status = error.status_code
-            message = str(error)[:500]
-            if "max_tokens" in options and "max_completion_tokens' instead" in message:
-                if self.temperature is not None:
-                    print(f"{self.model} takes no temperature; sending requests without it",
-                          file=sys.stderr)
-                self.temperature = None
+            reason = one_line(f"{error} {error.__cause__!r}")
+            return Reply("", reason, FREE if is_unsent else None, status=503)
+        except openai.APIStatusError as error:
+            answer = error.response
+        reply = read_answer(answer, question.size, self.max_tokens)
+        if reply.usage:
+            self.ratio = max(self.ratio, reply.usage["prompt_tokens"] / question.size,
+                             reply.usage["completion_tokens"] / self.max_tokens)
+        is_refused = reply.status in (400, 413, 422, 500)
+        if reply.status == 200 or is_refused and re.search("context|length", reply.reason):
+            self.has_answered = True                     # a request that is too long is refused
+        for name, pattern in REFUSABLE.items() if is_refused else ():
+            if name not in left_out and re.search(pattern, reply.reason, re.IGNORECASE):
+                if name not in self.left_out:
+                    print(f"{self.model} refused a request; leaving out the {name}: "
+                          f"{reply.reason}", file=sys.stderr)
+                self.left_out |= {name}
                 return await self.ask(question)
-            self.has_answered |= status in (400, 413, 422)   # the request is wrong, not the run
-            needs_retry = status in (408, 409, 429) or status >= 500
-            return Reply("", message, needs_retry=needs_retry)
+        return reply
 
 
-def read_usage(counts, max_usage: dict) -> dict:
-    """The token counts that a server reports, or max_usage if they are missing or implausible.
+def read_retry_after(text: str) -> float:
+    """Seconds to wait: a number or a date within two minutes; otherwise 0."""
+    seconds = 0.0
+    date = parsedate_tz(text)
+    with suppress(ValueError, OverflowError):
+        seconds = mktime_tz(date) - time.time() if date else float(text)
+    return seconds if 0 < seconds <= 120 else 0.0
 
-    Plausible counts are two integers, at most twice the maximum, with a prompt of ≥ 1 token.
+
+# Servers may bill a request that fails on their side, unless their message says the following.
+NOT_GENERATED = r"(?i)\b(not|nothing|never|no tokens)\b.{0,20}\b(generated|billed|charged)"
+
+
+def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
+    """The Reply in an HTTP answer {status_code, headers, content} to a request.
+
+    prompt_size: an upper bound on the prompt's tokens. An error in the body of an answer with
+    status 200 determines the status.
     """
-    if not isinstance(counts, dict):
-        return max_usage
-    usage = {name: counts.get(name) for name in max_usage}
-    for name, count in usage.items():
-        if type(count) is not int or not 0 <= count <= 2 * max_usage[name]:
-            return max_usage
-    return usage if usage["prompt_tokens"] else max_usage
-
-
-def read_completion(text: str, max_usage: dict) -> Reply:
-    """The Reply in the JSON of a chat completion."""
-    usage = max_usage
+    text = hide_key(answer.content.decode(errors="replace"))
+    usage = content = None
+    finish_reason = ""
     try:
-        # Python refuses to read an int of over 4,300 digits. Thirty are already implausible.
-        body = json.loads(text, parse_int=lambda digits: int(digits[:30]))
-        usage = read_usage(body.get("usage"), max_usage)
+        body = json.loads(text, parse_int=float)         # int refuses more than 4,300 digits
+        usage = read_usage(body.get("usage"), prompt_size)
         choice = body["choices"][0]
-        content = choice["message"].get("content") or ""
+        finish_reason = str(choice.get("finish_reason"))
+        message = choice["message"]
+        content = message.get("content") or ""
         if isinstance(content, list):
             content = "".join(part["text"] for part in content if part["type"] == "text")
-        finish_reason = choice.get("finish_reason")
-        is_empty = not content.strip()
+        content = content.strip() and content
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return Reply(text, f"the server's answer is no chat completion: {text[:300]}", usage)
-    if finish_reason == "length":
-        return Reply(content, f"cut off after {max_usage['completion_tokens']} tokens", usage)
-    return Reply(content, f"the reply is empty: {finish_reason}" if is_empty else None, usage)
+        content = None
+
+    status = answer.status_code
+    is_error = finish_reason == "error"
+    if status < 400 and (is_error or not content):
+        code = re.search(r'"(code|status)"\s*:\s*"?([45]\d\d)\b', text)
+        status = int(code[2]) if code else 502 if is_error else 200
+    if status >= 400:
+        is_refusal = status < 500 and status != 408
+        if is_refusal or re.search(NOT_GENERATED, text):
+            usage = FREE
+        return Reply("", one_line(f"HTTP {status}: {text}"), usage, status,
+                     read_retry_after(answer.headers.get("Retry-After", "")))
+    if content is None:
+        reason = one_line(f"the server's answer is no chat completion: {text}")
+        return Reply(text, reason, usage, status=404)
+    reason = None
+    if re.search("(?i)length|max|limit", finish_reason):
+        reason = f"cut off after {max_tokens} tokens"
+    elif not content:
+        others = [name for name, value in message.items() if value and name != "role"]
+        reason = one_line(f"the reply is empty: {finish_reason}, {others or 'nothing else'}")
+    return Reply(content, reason, usage)
+
+
+def read_usage(counts, prompt_size: int) -> dict | None:
+    """The number of billed tokens that a server reports; None without a valid report.
+
+    A server may report the tokens of a model's reasoning outside of `completion_tokens`, and no
+    prompt tokens for a cached prompt. Then prompt_size is booked.
+    """
+    if not isinstance(counts, dict):
+        return None
+    prompt = counts.get("prompt_tokens")
+    completion = counts.get("completion_tokens")
+    total = counts.get("total_tokens") or 0.0
+    for count in (prompt, completion, total):
+        if not isinstance(count, float) or not 0 <= count < 1e9 or count % 1:
+            return None
+    completion = max(completion, total - prompt)
+    if not (prompt or completion):
+        return None
+    return {"prompt_tokens": int(prompt) or prompt_size, "completion_tokens": int(completion)}
 
 
 def check_asking(price_in, price_out, max_usd, base_url=None, is_free=False):
@@ -436,6 +531,6 @@ def check_asking(price_in, price_out, max_usd, base_url=None, is_free=False):
         raise InputError("OPENAI_API_KEY is missing or contains characters that a key cannot "
                          "have; export a key (any word works for a local server without keys)")
     url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://"
-    if not url.startswith(("http://", "https://")):
-        raise InputError(f"--base_url {url}: the URL must begin with http:// or https://, for "
-                         f"example http://localhost:8000/v1")
+    if not re.match("https?://", url):
+        raise InputError(f"--base_url {public(url)}: the URL must begin with http:// or "
+                         f"https://, for example http://localhost:8000/v1")

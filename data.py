@@ -214,7 +214,7 @@ OWN = {
 }
 
 
-def preset(task_name: str, part: str) -> dict:
+def preset(task_name: str, part: str = "policy") -> dict:
     """The settings that --task changes. part: "policy" or "reward"."""
     if task_name == "toy":
         return {}                                                # the defaults of the flags
@@ -461,7 +461,8 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
     """Config from argv, by default the command line. preset(task): what --task changes.
 
     find_task(data): the task if --task is not given, or None for the default. In --help, the
-    flags of each class are one group; the first sentence of its docstring is the title.
+    flags of each class are one group; the first sentence of its docstring is the title. The
+    script's own flags come first.
     """
     first_parser = _Parser(add_help=False, allow_abbrev=False)
     first_parser.add_argument("--task")
@@ -474,7 +475,7 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
                      usage="%(prog)s [--flag value ...]",
                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}                                          # name of a setting → its group
-    for part in reversed(config_class.__mro__[:-1]):
+    for part in (config_class, *reversed(config_class.__mro__[1:-1])):
         group = parser.add_argument_group(part.__doc__.split(".")[0])
         groups = dict.fromkeys(part.__annotations__, group) | groups
     for setting in fields(config_class):

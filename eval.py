@@ -37,7 +37,7 @@ import functools
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Callable
 
@@ -46,17 +46,15 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import report
-from annotate import (AnnotateConfig, Feedback, annotation_question, feedback_row, ground,
-                      load_annotator)
+from annotate import AnnotateConfig, annotation_question, load_annotator
 from ask import question_key
 from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task,
                   parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
-from measures.spans import (FIGURES, audit, audit_text, compare, delta_scores, figures,
-                            judge_texts, parts, read_spans, readable, response_tokens,
-                            span_table, total, words)
+from measures.spans import (audit_text, delta_scores, judge_texts, read_spans,
+                            response_tokens, score_critiques)
 from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model, load_lora,
                    load_model, use_lora)
 from runtime import WORLD_SIZE, check_settings, checksum, lock_directory
@@ -366,6 +364,8 @@ def held_out(side: Side) -> list[dict]:
     none of the rows, all of them are used and a note is printed.
     """
     rows = name_rows(read_rows(side.config.data, (("prompt",), ("response",))))
+    for row in rows:
+        read_spans(row)                                  # an invalid row is reported now
     for source in side.config.adapters:
         path = Path(source).parent / "samples.jsonl"
         samples = {(str(row["id"]), row["response"]) for row in whole_rows(path)}
@@ -382,37 +382,18 @@ def held_out(side: Side) -> list[dict]:
 def reward_model(side: Side) -> tuple[list[dict], dict[str, list]]:  # Tables 1, 6, 7, 16
     """The spans of R_φ's critiques, scored against the spans of the rows in --data.
 
-    The rows come from annotate.py, or from people (Table 16). A sign that no row has gets no
-    metrics.
+    The rows come from annotate.py, or from people (Table 16).
     """
     rows = held_out(side)
-    gold_spans = [read_spans(row) for row in rows]
-    labels = {span.label for span in chain(*gold_spans)}
     tokens = None                                        # text → offsets; None counts words
     if side.config.adapters:
         tokens = functools.partial(response_tokens, side.load()[1])
-    prompts = [row | {"prompt": reward_prompt(row["prompt"], row["response"])} for row in rows]
-    scored = []
-    counts = []
-    for row, gold, answer in zip(rows, gold_spans, side.answer(prompts)):
-        response = row["response"]
-        reply = answer["response"]
-        parsed = readable(reply, response)
-        counts.append(compare(response, (tokens or words)(response), gold, parsed))
-        feedback = parsed or Feedback(reply, [], [])
-        grounding = ground(response, feedback)
-        spans = [span for span in grounding.spans if span.label in labels]
-        grounding = replace(grounding, spans=spans)
-        scored.append({**feedback_row("", row, feedback, grounding, side.name), "reply": reply,
-                       "gold_spans": row["spans"],
-                       "reason": None if parsed else "this critique cannot be read"})
-    summed = total(counts)
-    tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
-               span_table(summed)),
-              *audit([row for row in scored if not row["reason"]], tokens)[:2]]
+    answers = side.answer([row | {"prompt": reward_prompt(row["prompt"], row["response"])}
+                           for row in rows])
+    scored, counts, tables = score_critiques(rows, column(answers, "response"), tokens,
+                                             side.name)
     side.print(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
-    defined = [key for key, value in figures(summed).items() if value is not None]
-    return scored, {FIGURES[key][0]: [parts(row)[key] for row in counts] for key in defined}
+    return scored, counts
 
 
 def code(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 3
@@ -504,8 +485,9 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
 
 # ── The table
 
-LOWER_IS_BETTER = ("tokens in poor spans", "unparseable critiques", *(
-    FIGURES[key][0] for key in ("unparseable", "unmatched", "ambiguous")))
+LOWER_IS_BETTER = ("tokens in poor spans", "unparseable critiques",
+                   "critiques that cannot be read", "quotes that are not in the response",
+                   "quotes that occur more than once")
 UNITS = {"repeated facts": ("a row ↓", share),
          "BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),

@@ -145,8 +145,6 @@ class PolicyConfig(AnnotatorConfig, BaseConfig):
         least=1)
     responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
-    max_prompt_tokens: int | None = flag(
-        None, "longest prompt in tokens; longer ones are dropped", least=1)
     max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
     kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")

@@ -153,7 +153,8 @@ def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
                        f"{len(rest):,} characters</summary>{text_block(rest)}</details>")
     sections = [f"<section><h3>{escape(title)}</h3>{html}</section>"
                 for title, html in columns.items()]
-    return (f'<article class="card"><b>{escape(heading)}</b> <div class="prompt">{cut_prompt}</div>'
+    return (f'<article class="card"><b>{escape(heading)}</b>'
+            f'<div class="prompt">{cut_prompt}</div>'
             f'<div class="columns">{"".join(sections)}</div></article>')
 
 

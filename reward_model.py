@@ -50,7 +50,7 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 
 @dataclass
 class RewardConfig(BaseConfig):
-    """Settings of phase 2. These defaults suit the toy task; --task sets others (Table 9)."""
+    """Reward model R_φ: rows and training. The defaults suit the toy task (Table 9)."""
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
     epochs: int | None = flag(3, "passes over the rows (release: 3); None: derived", least=1)

@@ -22,7 +22,6 @@ Held-out prompts are judged before and after phase 3. The same command continues
 
 import random
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +53,8 @@ class Config(PolicyConfig):
     annotator_function: str | None = flag(
         "toy:critique", "local annotator as module:function; none: a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 train it")
+    max_prompt_tokens: int | None = flag(
+        None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
     reward_learning_rate: float | None = flag(
         None, "peak rate of R_φ; none: the task's, or by the size of the model", most=10)
@@ -108,8 +109,9 @@ def check_outcomes(rows: list[dict], has_responses: bool, config: Config):
         return
     if not config.allow_code_execution:
         raise InputError(f"{len(missing)} of {len(rows)} rows have no test outcome, and "
-                         f"{config.probe_rows} responses are probed: set --allow_code_execution "
-                         f"to run their tests in the sandbox, or --probe_rows 0")
+                         f"{config.probe_rows} responses are probed: set "
+                         f"--allow_code_execution to run their tests in the sandbox, or "
+                         f"--probe_rows 0")
     from measures.sandbox import add_outcomes
     add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)
 
@@ -241,7 +243,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
     critic, advantages: see `train`. needs_reward_model: whether the critic uses R_φ, so that
     phases 1 and 2 must train it.
     """
-    config = parse_flags(Config, __doc__, partial(preset, part="policy"), argv)
+    config = parse_flags(Config, __doc__, preset, argv)
     out = Path(config.output_dir)
     check_config(config, out, needs_reward_model)
     device = start_ranks(config.rank_timeout)

@@ -25,18 +25,17 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
-from operator import attrgetter
+from itertools import chain, pairwise, product
 from statistics import fmean
 from typing import Callable
 
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback, token_offsets,
-                      token_rewards)
+from annotate import (Feedback, FeedbackError, Span, feedback_row, ground, parse_feedback,
+                      token_offsets, token_rewards)
 from data import InputError, read_rows, run_script
 from report import (LEGEND, card, heatmap, page, score_response, table, text_block,
                     write_page)
@@ -145,107 +144,71 @@ def overlaps(response: str, gold: list[Span],
     return pairs
 
 
-class _Counts:
-    """Base of dataclasses of counts, which are added field by field."""
+def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> Counter:
+    """The counts for one response, which can be added (Tables 1, 6, 7 and 16).
 
-    def __add__(self, counts):
-        values = zip(vars(self).values(), vars(counts).values())
-        return type(self)(*(a + b for a, b in values))
-
-
-@dataclass(frozen=True)
-class SignCounts(_Counts):
-    """Counts for one sign, good or poor (Tables 1, 6, 7 and 16).
-
-    marked_*: in the gold annotation. predicted_*: in the critique. hit_tokens: tokens in both.
-    overlap: sum of the overlap indices of all pairs. near: pairs with ≥ 90 % overlap. agreed:
-    predicted spans to more than half of whose characters people gave the same label.
+    feedback: None if the critique cannot be parsed. For each sign, there are tokens and spans
+    that are marked in gold, predicted in the critique, or both ("hit"). "pairs" are those of
+    `overlaps`, "near" has at least 90 % overlap, and "overlap" is the sum of the overlap
+    indices. In an "agreed" span, people gave its label to more than half of the characters.
     """
-    marked_tokens: int = 0
-    predicted_tokens: int = 0
-    hit_tokens: int = 0
-    marked_spans: int = 0
-    predicted_spans: int = 0
-    pairs: int = 0
-    exact: int = 0
-    near: int = 0
-    overlap: float = 0
-    agreed: int = 0
-
-    @property
-    def mean_tokens(self) -> float:
-        """Mean number of marked and predicted tokens, the denominator of F1."""
-        return (self.marked_tokens + self.predicted_tokens) / 2
-
-
-@dataclass(frozen=True)
-class SpanCounts(_Counts):
-    """Counts of responses, of the quotes in their critiques, and of the spans of each sign."""
-    rows: int = 0
-    unparseable: int = 0
-    quotes: int = 0
-    unmatched: int = 0
-    ambiguous: int = 0
-    good: SignCounts = SignCounts()
-    poor: SignCounts = SignCounts()
-
-
-def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> SpanCounts:
-    """The counts for one response. feedback is None if the critique cannot be parsed."""
     parsed = feedback or Feedback("", [], [])
     grounding = ground(response, parsed)
     labels = character_labels(response, gold)
     tokens = count_tokens(token_rewards(response, offsets, gold),
                           token_rewards(response, offsets, grounding.spans))
-
-    def count_sign(name: str, quotes: list[str]) -> SignCounts:
-        marked_spans = [span for span in gold if span.label == SIGNS[name]]
-        spans = [span for span in grounding.spans if span.label == SIGNS[name]]
+    counts = Counter(rows=1, unparseable=int(feedback is None),
+                     quotes=len(parsed.good_spans + parsed.poor_spans),
+                     unmatched=len(grounding.unmatched), ambiguous=grounding.ambiguous)
+    for sign, quotes in (("good", parsed.good_spans), ("poor", parsed.poor_spans)):
+        marked_spans = [span for span in gold if span.label == SIGNS[sign]]
+        spans = [span for span in grounding.spans if span.label == SIGNS[sign]]
         pairs = overlaps(response, marked_spans, spans)
-        return SignCounts(
-            tokens[f"{name} marked"], tokens[f"{name} predicted"], tokens[f"{name} hit"],
-            len(marked_spans), len(quotes), len(pairs),
-            exact=sum(index == 1 for index, _ in pairs),
-            near=sum(longer_share >= 0.9 for _, longer_share in pairs),
-            overlap=sum(index for index, _ in pairs),
-            agreed=sum(span_accuracy(response, span, labels) > 0.5 for span in spans))
+        marked = tokens[f"{sign} marked"]
+        predicted = tokens[f"{sign} predicted"]
+        counts.update({
+            f"{sign} tokens marked": marked, f"{sign} tokens predicted": predicted,
+            f"{sign} tokens mean": (marked + predicted) / 2,
+            f"{sign} tokens hit": tokens[f"{sign} hit"],
+            f"{sign} spans marked": len(marked_spans), f"{sign} spans predicted": len(quotes),
+            f"{sign} pairs": len(pairs),
+            f"{sign} exact": sum(index == 1 for index, _ in pairs),
+            f"{sign} near": sum(longer_share >= 0.9 for _, longer_share in pairs),
+            f"{sign} overlap": sum(index for index, _ in pairs),
+            f"{sign} agreed": sum(span_accuracy(response, span, labels) > 0.5
+                                  for span in spans)})
+    return counts
 
-    return SpanCounts(
-        rows=1, unparseable=int(feedback is None),
-        quotes=len(parsed.good_spans + parsed.poor_spans),
-        unmatched=len(grounding.unmatched), ambiguous=grounding.ambiguous,
-        good=count_sign("good", parsed.good_spans), poor=count_sign("poor", parsed.poor_spans))
 
-
-def total(counts) -> SpanCounts:
+def total(counts) -> Counter:
     """The sum of the counts of all responses."""
-    return sum(counts, SpanCounts())
+    return sum(counts, Counter())
 
 
-# Metric → (its name in results, its numerator and its denominator in SpanCounts).
+# Metric → (its name in results, its numerator and its denominator in the counts).
 FIGURES = {
     "unparseable": ("critiques that cannot be read", "unparseable", "rows"),
     "unmatched": ("quotes that are not in the response", "unmatched", "quotes"),
-    "ambiguous": ("quotes that stand there more than once", "ambiguous", "quotes")}
+    "ambiguous": ("quotes that occur more than once", "ambiguous", "quotes")}
 _SIGN_FIGURES = [
-    ("precision", "tokens, precision", "hit_tokens", "predicted_tokens"),            # Table 1
-    ("recall", "tokens, recall", "hit_tokens", "marked_tokens"),
-    ("f1", "tokens, F1", "hit_tokens", "mean_tokens"),
+    ("precision", "tokens, precision", "tokens hit", "tokens predicted"),            # Table 1
+    ("recall", "tokens, recall", "tokens hit", "tokens marked"),
+    ("f1", "tokens, F1", "tokens hit", "tokens mean"),
     ("overlap_index", "spans, overlap index", "overlap", "pairs"),                   # Table 6
-    ("exact", "spans, exact", "exact", "predicted_spans"),                           # Table 7
-    ("near", "spans, ≥ 90 % overlap", "near", "predicted_spans"),
-    ("agreement", "spans, people agree", "agreed", "predicted_spans")]               # Table 16
-FIGURES |= {f"{sign}_{key}": (f"{sign} {text}", f"{sign}.{numerator}", f"{sign}.{denominator}")
+    ("exact", "spans, exact", "exact", "spans predicted"),                           # Table 7
+    ("near", "spans, ≥ 90 % overlap", "near", "spans predicted"),
+    ("agreement", "spans, people agree", "agreed", "spans predicted")]               # Table 16
+FIGURES |= {f"{sign}_{key}": (f"{sign} {text}", f"{sign} {numerator}", f"{sign} {denominator}")
             for sign in SIGNS for key, text, numerator, denominator in _SIGN_FIGURES}
 
 
-def parts(counts: SpanCounts) -> dict[str, tuple[float, float]]:
+def parts(counts: Counter) -> dict[str, tuple[float, float]]:
     """(numerator, denominator) of each metric in FIGURES (Tables 1, 6, 7 and 16)."""
-    return {key: attrgetter(numerator, denominator)(counts)
+    return {key: (counts[numerator], counts[denominator])
             for key, (_, numerator, denominator) in FIGURES.items()}
 
 
-def figures(counts: SpanCounts) -> dict[str, float | None]:
+def figures(counts: Counter) -> dict[str, float | None]:
     """The value of each metric in FIGURES for summed counts (Tables 1, 6, 7 and 16).
 
     It is None if the denominator is 0, or if no response has a gold span of its sign, because
@@ -254,15 +217,48 @@ def figures(counts: SpanCounts) -> dict[str, float | None]:
     values = {key: numerator / denominator if denominator else None
               for key, (numerator, denominator) in parts(counts).items()}
     for sign in SIGNS:
-        if not getattr(counts, sign).marked_spans:
+        if not counts[f"{sign} spans marked"]:
             values |= {f"{sign}_{key}": None for key, *_ in _SIGN_FIGURES}
     return values
 
 
-def span_table(counts: SpanCounts) -> list[list]:  # Table 6
+def span_table(counts: Counter) -> list[list]:  # Table 6
     """A line [sign, marked, predicted, exact, partial] for each sign."""
-    return [[name, sign.marked_spans, sign.predicted_spans, sign.exact, sign.pairs - sign.exact]
-            for name, sign in (("good", counts.good), ("poor", counts.poor))]
+    return [[sign, counts[f"{sign} spans marked"], counts[f"{sign} spans predicted"],
+             counts[f"{sign} exact"], counts[f"{sign} pairs"] - counts[f"{sign} exact"]]
+            for sign in SIGNS]
+
+
+def score_critiques(rows: list[dict], critiques: list[str], places: Callable | None,
+                    critic: str) -> tuple[list[dict], dict[str, list], list[tuple]]:
+    """Score critiques of the rows' responses against the spans of the rows.
+
+    Returns the scored rows, metric → its counts for each row (Tables 1, 6, 7 and 16), and the
+    tables 6, 15, 18 and 19 as from `audit`. A sign that no row has gets no metrics. critic:
+    name of the model that wrote the critiques. places: as in `audit`.
+    """
+    gold_spans = [read_spans(row) for row in rows]
+    labels = {span.label for span in chain(*gold_spans)}
+    scored = []
+    counts = []
+    for row, gold, critique in zip(rows, gold_spans, critiques, strict=True):
+        response = row["response"]
+        parsed = readable(critique, response)
+        counts.append(compare(response, (places or words)(response), gold, parsed))
+        feedback = parsed or Feedback(critique, [], [])
+        grounding = ground(response, feedback)
+        spans = [span for span in grounding.spans if span.label in labels]
+        scored.append({
+            **feedback_row("", row, feedback, replace(grounding, spans=spans), critic),
+            "reply": critique, "gold_spans": row["spans"],
+            "reason": None if parsed else "this critique cannot be read"})
+    summed = total(counts)
+    defined = [key for key, value in figures(summed).items() if value is not None]
+    metrics = {FIGURES[key][0]: [parts(row)[key] for row in counts] for key in defined}
+    tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
+               span_table(summed)),
+              *audit([row for row in scored if not row["reason"]], places)[:2]]
+    return scored, metrics, tables
 
 
 # ── Token rewards of responses

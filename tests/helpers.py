@@ -121,6 +121,13 @@ def assert_equal_runs(a, b):
     assert (a / "result.json").read_bytes() == (b / "result.json").read_bytes()
 
 
+def flip_bit(path, bit: int):
+    """Change one bit of a file; a negative bit counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
 # ── Random weights and rollouts
 
 def randomise(parameters, scale=0.1):

@@ -27,7 +27,8 @@ MAY = {"data": set(), "ask": {"data"}, "sampling": {"data"}, "report": {"data"},
        "text2grad": BASE | {"reward_model", "policy", "report", "toy"},
        "measures": BASE | {"reward_model", "policy", "report", "toy"},
        "sample": BASE | {"reward_model", "policy", "report"},
-       "eval": BASE | {"reward_model", "policy", "report", "toy", "measures", "text2grad"}}
+       "eval": BASE | {"reward_model", "policy", "report", "toy", "measures",
+                       "text2grad"}}
 MAY["experiments"] = set(MAY)
 TOP = {"annotate", "ask", "reward_model", "policy", "text2grad", "eval", "model", "sampling",
        "runtime", "data", "report", "sample"}

@@ -24,10 +24,10 @@ import model as model_file
 import runtime
 import sampling
 from data import InputError, ModelError
-from helpers import ROOT, randomise
+from helpers import ROOT, flip_bit, randomise
 from model import (LoRALinear, ValueHead, add_lora, checkpoint_activations, decoder_blocks,
                    encode_answer, encode_prompt, eos_ids, fingerprint, load_lora, load_model,
-                   response_hidden, save_lora, target_layers, use_lora)
+                   lora_parameters, response_hidden, save_lora, target_layers, use_lora)
 from runtime import (checkpoints, keep_checkpoint, load_checkpoint, lock_directory,
                      newest_checkpoint, save_checkpoint)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
@@ -56,18 +56,6 @@ def gpt(tiny):
     """A tiny GPT-2, which has learnt absolute positions and Conv1D instead of linear layers."""
     path = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
     return load_model(path, device="cpu")
-
-
-@pytest.mark.parametrize("architecture, config, layers", [
-    (GPT2LMHeadModel, GPT2Config, r"none: it has no torch\.nn\.Linear"),
-    (PhiForCausalLM, PhiConfig, "dense, .* q_proj"),
-    (Phi3ForCausalLM, Phi3Config, "down_proj, gate_up_proj, o_proj, qkv_proj")])
-def test_a_layer_that_the_model_lacks_is_named_with_its_flag(tiny, architecture, config,
-                                                             layers):
-    model, _ = load_model(tiny(architecture, config), device="cpu")
-    with pytest.raises(ModelError, match=f"--reward_lora_targets: {architecture.__name__} has "
-                                         f"no linear layer named up_proj; .*{layers}"):
-        target_layers(model, ["up_proj"], "--reward_lora_targets")
 
 
 with_positions = pytest.mark.parametrize("base", ["toy_model", "stories", "gpt"], indirect=True)
@@ -182,12 +170,13 @@ def staggering_eos(rows):
     return list(best), cut
 
 
-def refused(match, call, *arguments, **options):
-    """The call raises a ModelError of one line that contains `match`."""
+def refused(match, call, *arguments, **options) -> str:
+    """The ModelError of one line that the call raises; `match` is a part of it."""
     with pytest.raises(ModelError) as caught:
         call(*arguments, **options)
     message = str(caught.value)
     assert isinstance(caught.value, InputError) and match in message and "\n" not in message
+    return message
 
 
 @contextmanager
@@ -420,20 +409,88 @@ def test_value_head_is_zero_and_then_linear():
 
 # ── Errors
 
-def test_a_model_that_cannot_be_loaded_is_named(toy_model, tmp_path):
-    """A missing directory, a pickle, damaged safetensors, and another model's tokenizer."""
-    model, tokenizer = toy_model
-    refused(str(tmp_path / "nowhere"), load_model, tmp_path / "nowhere", device="cpu")
-    refused("--model", load_model, str(tmp_path / "nowhere"), device="cpu")
-    model.config.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")    # transformers reads it
-    refused(str(tmp_path), load_model, tmp_path, device="cpu")
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
-    refused(str(tmp_path), load_model, tmp_path, device="cpu")
-    model.resize_token_embeddings(500)
-    model.save_pretrained(tmp_path)
-    refused("tokenizer has 960 tokens and the model 500", load_model, tmp_path, device="cpu")
+def edit_json(**changes):
+    """A function that changes keys of a JSON file, or removes them where the value is `...`.
+
+    It also removes our hash, which the files of PEFT do not have.
+    """
+    def edit(path):
+        values = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({k: x for k, x in values.items() if x is not ...}))
+        path.with_name("sha256.json").unlink(missing_ok=True)
+    return edit
+
+
+def edit_tensors(change):
+    """A function that changes the tensors of a file by change(tensors), without our hash."""
+    def edit(path):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+        path.with_name("sha256.json").unlink(missing_ok=True)
+    return edit
+
+
+def cut(path):
+    """Remove the last 20 bytes of a file."""
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def turn_into_pickle(path):
+    """Replace a safetensors file by a pickle, which transformers would read."""
+    torch.save(load_file(path), path.with_name("pytorch_model.bin"))
+    path.unlink()
+
+
+def drop_a_token(base):
+    """Remove the last row of the embeddings, which the tokenizer needs."""
+    edit_json(vocab_size=959)(base / "config.json")
+    edit_tensors(lambda x: x.update({EMBEDDINGS: x[EMBEDDINGS][:959].clone()}))(base / MODEL)
+
+
+MODEL, EMBEDDINGS = "model.safetensors", "model.embed_tokens.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("file, edit, message", [
+    ("", shutil.rmtree, "give --model a hub id or a directory"),
+    (MODEL, turn_into_pickle, "cannot load a model"), (MODEL, cut, "cannot load a model"),
+    (MODEL, edit_tensors(lambda x: x.pop(UP)),     # transformers would draw random numbers
+     f"1 weights are missing, the first is {UP}"),
+    (MODEL, edit_tensors(lambda x: x[UP].fill_(torch.nan)), f"{UP} has a NaN"),
+    ("", drop_a_token, "the tokenizer has 960 tokens and the model 959")])
+def test_a_base_that_cannot_be_used_is_refused(tmp_path, file, edit, message):
+    base = shutil.copytree(ROOT / "toy" / "base", tmp_path / "base")
+    edit(base / file)
+    assert str(base) in refused(message, load_model, base, device="cpu")
+
+
+CONFIG, WEIGHTS = model_file.ADAPTER_FILES
+Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("file, edit, message", [
+    (CONFIG, cut, f"{CONFIG} is damaged"), (WEIGHTS, cut, "is damaged"),
+    (CONFIG, Path.unlink, f"holds no {CONFIG}"), (WEIGHTS, Path.unlink, f"holds no {WEIGHTS}"),
+    # Single bits of α and of the last weight; both adapters would load without an error.
+    (CONFIG, lambda path: flip_bit(path, 8 * path.read_text().index("32.0")), "is damaged"),
+    (WEIGHTS, lambda path: flip_bit(path, -72), "is damaged"),
+    (CONFIG, edit_json(use_dora=True), "sets use_dora"),
+    (CONFIG, edit_json(use_rslora=True), "sets use_rslora"),
+    (CONFIG, edit_json(lora_bias=True), "sets lora_bias"),
+    (CONFIG, edit_json(r=...), "r, lora_alpha or lora_dropout is missing or not a number"),
+    (CONFIG, edit_json(lora_alpha=...), "('lora_alpha')"),
+    (CONFIG, edit_json(lora_alpha=[]), "not a number"),
+    (CONFIG, edit_json(r=7), "expected {'A': (7, 128), 'B': (128, 7)}"),
+    (WEIGHTS, edit_tensors(lambda x: x.pop(Q_B)), "has {'A': (16, 128)}, expected {'A': (16,")])
+def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused(toy_model, tmp_path, file, edit,
+                                                                message):
+    model, path = toy_model[0], tmp_path / "adapter"
+    randomise(add_lora(model, "policy"))
+    save_lora(model, "policy", path)
+    edit(path / file)
+    assert str(path) in refused(message, load_lora, model, "other", path)
+    assert not lora_parameters(model, "other")
 
 
 def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):
@@ -451,38 +508,9 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tiny):
     load_model(tiny(PhiForCausalLM, PhiConfig, "unbiased"), device="cpu")
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_without_whole_files_is_refused(toy_model, tmp_path, file):
-    """The error names the directory and the truncated or missing file."""
-    model, _ = toy_model
-    add_lora(model, "policy")
-    save_lora(model, "policy", tmp_path / "adapter")
-    path = tmp_path / "adapter" / file
-    path.write_bytes(path.read_bytes()[:-20])
-    damaged = path if file.endswith(".json") else path.parent
-    refused(f"{damaged} is damaged", load_lora, model, "other", tmp_path / "adapter")
-    path.unlink()
-    refused(f"{tmp_path / 'adapter'} holds no {file}", load_lora, model, "other",
-            tmp_path / "adapter")
-
-
-@pytest.mark.parametrize("file, place", [("adapter_model.safetensors", -9),
-                                         ("adapter_config.json", b'"lora_alpha": ')])
-def test_an_adapter_with_a_flipped_bit_is_refused(toy_model, tmp_path, file, place):
-    """The last weight, or α: both would load without an error."""
-    model, _ = toy_model
-    randomise(add_lora(model, "policy"))
-    save_lora(model, "policy", tmp_path)
-    data = bytearray((tmp_path / file).read_bytes())
-    index = place if isinstance(place, int) else data.index(place) + len(place)
-    data[index] ^= 1
-    (tmp_path / file).write_bytes(data)
-    refused(f"{tmp_path} is damaged", load_lora, model, "other", tmp_path)
-
-
 def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
-    """Wrong shapes, unknown layers, the head, another fingerprint and half a LoRA pair are
-    rejected, and the model is unchanged."""
+    """Wrong shapes, unknown layers, the head and another fingerprint are refused, and the model
+    is unchanged."""
     model, _ = toy_model
     small, _ = load_model(tiny(MistralForCausalLM, MistralConfig, num_hidden_layers=3))
     shallow, _ = load_model(tiny(Qwen2ForCausalLM, Qwen2Config, "shallow", vocab_size=961,
@@ -493,63 +521,35 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
     peft_adapter(small, tmp_path / "small")
     peft_adapter(small, tmp_path / "head", targets=("lm_head",))
     add_lora(model, "policy")
-    for name in ("ours", "half"):
-        save_lora(model, "policy", tmp_path / name)
-    path = tmp_path / "half" / "adapter_model.safetensors"
-    tensors = load_file(path)
-    path.with_name("sha256.json").unlink()
-    del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
-    save_file(tensors, path)
+    save_lora(model, "policy", tmp_path / "ours")
     for other, adapter, message in (
             (small, "toy", "expected {'A': (3, 32), 'B': (32, 3)}"),
             (shallow, "small", "expected no tensor"),
-            (small, "head", "lm_head"), (twin, "ours", "another base"),
-            (twin, "half", "q_proj has {'A': (16, 128)}, expected {'A': (16, 128), 'B': ")):
+            (small, "head", "lm_head"), (twin, "ours", "another base")):
         refused(message, load_lora, other, "policy", tmp_path / adapter)
         assert not any(isinstance(m, LoRALinear) for m in other.modules())
 
 
-@pytest.mark.parametrize("key, change, message", [
-    ("use_dora", {"use_dora": True}, "sets use_dora"),
-    ("use_rslora", {"use_rslora": True}, "sets use_rslora"),
-    ("lora_bias", {"lora_bias": True}, "sets lora_bias"),
-    ("r", {}, "r, lora_alpha or lora_dropout is missing or not a number ('r')"),
-    ("lora_alpha", {}, "('lora_alpha')"), ("lora_alpha", {"lora_alpha": []}, "not a number"),
-    ("r", {"r": 7}, "expected {'A': (7, 128), 'B': (128, 7)}")])
-def test_adapters_of_other_kinds_are_refused(toy_model, tmp_path, key, change, message):
-    """Adapters with unsupported PEFT options, or without the rank or α that give the scale."""
-    model, _ = toy_model
-    peft_adapter(model, tmp_path)
-    path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
-    del config[key]
-    path.write_text(json.dumps(config | change))
-    refused(message, load_lora, model, "policy", tmp_path)
-    assert not any(isinstance(m, LoRALinear) for m in model.modules())
+@pytest.mark.parametrize("architecture, config, layers", [
+    (GPT2LMHeadModel, GPT2Config, r"none: it has no torch\.nn\.Linear"),
+    (PhiForCausalLM, PhiConfig, "dense, .* q_proj"),
+    (Phi3ForCausalLM, Phi3Config, "down_proj, gate_up_proj, o_proj, qkv_proj")])
+def test_a_layer_that_the_model_lacks_is_named_with_its_flag(tiny, architecture, config,
+                                                             layers):
+    model, _ = load_model(tiny(architecture, config), device="cpu")
+    with pytest.raises(ModelError, match=f"--reward_lora_targets: {architecture.__name__} has "
+                                         f"no linear layer named up_proj; .*{layers}"):
+        target_layers(model, ["up_proj"], "--reward_lora_targets")
 
 
-def test_a_base_with_missing_or_nan_weights_is_refused(tmp_path):
-    """transformers would fill the missing weight with random numbers."""
-    weights = load_file(ROOT / "toy" / "base" / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    for change, message in (({}, f"1 weights are missing, the first is {name}"),
-                            ({name: weights[name] * torch.nan}, f"{name} has a NaN")):
-        base = shutil.copytree(ROOT / "toy" / "base", tmp_path / str(len(change)))
-        others = {key: x for key, x in weights.items() if key != name}
-        save_file(others | change, base / "model.safetensors", {"format": "pt"})
-        refused(message, load_model, base)
-
-
-def test_unknown_names_are_refused(toy_model, gpt, tmp_path):
-    """Missing or non-linear target modules, unknown adapters, and a name that is in use."""
+def test_unknown_names_are_refused(toy_model, tmp_path):
+    """Missing target modules, unknown adapters, and a name that is in use."""
     model, _ = toy_model
     refused("W_pack", add_lora, model, "policy", target_modules=("q_proj", "W_pack"))
-    refused("gate_proj", add_lora, model, "policy", target_modules=("W_pack",))
     add_lora(model, "policy")
     refused("'policy'", add_lora, model, "policy")
     refused("'reward'", save_lora, model, "reward", tmp_path / "adapter")
     refused("'reward'", use_lora(model, "reward").__enter__)
-    refused("c_attn", add_lora, gpt[0], "policy", target_modules=("c_attn",))
 
 
 def test_prompts_that_cannot_be_answered_are_refused(toy_model):
@@ -568,16 +568,37 @@ def test_prompts_that_cannot_be_answered_are_refused(toy_model):
 
 # ── Prompts and answers
 
-def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer):  # Table 5
-    """The ids are those of the rendered text, with exactly one BOS from the template."""
-    bos_tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+CHAT = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}")
-    ids = encode_prompt(bos_tokenizer, "Why {so}?")
-    text = "<bos>[user] Why {so}?\n[assistant] "
+STRICT = ("{% for turn in messages %}{% if turn.role == 'system' %}"
+          "{{ raise_exception('no system turn here') }}{% endif %}{{ turn.content }}{% endfor %}")
+TURNS = [{"role": role, "content": text} for role, text in
+         (("system", "Be brief."), ("user", "A?"), ("assistant", "B."), ("user", "C?"))]
+
+
+@pytest.mark.parametrize("template, bos, prompt, text", [
+    (CHAT, "<bos>", "Why {so}?", "<bos>[user] Why {so}?\n[assistant] "),
+    (STRICT, "<bos>", TURNS[1:], "A?B.C?"),
+    (None, "<bos>", "Why {so}?", "<bos>Why {so}?\n\nAnswer:\n"),
+    (None, "<bos>", TURNS, "<bos>Be brief.\n\nA?\n\nAnswer:\nB.\n\nC?\n\nAnswer:\n"),
+    (None, None, "C?", "C?\n\nAnswer:\n")])
+# Table 5
+def test_a_chat_template_is_used_where_there_is_one(bos_tokenizer, template, bos, prompt, text):
+    """The ids are those of the rendered text. Without a template each turn is the prompt, a
+    blank line and "Answer:", after one BOS."""
+    bos_tokenizer.chat_template = template
+    bos_tokenizer.bos_token = bos
+    ids = encode_prompt(bos_tokenizer, prompt)
     assert ids == bos_tokenizer(text, add_special_tokens=False).input_ids
-    assert ids.count(bos_tokenizer.bos_token_id) == 1
     assert bos_tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("template, reason", [
+    (STRICT, "refuses the turns system, user, assistant, user: no system turn here"),
+    ("{{ messages[0]['content'] }}", "it leaves out a user turn")])
+def test_a_template_that_refuses_or_loses_a_turn_is_named(bos_tokenizer, template, reason):
+    bos_tokenizer.chat_template = template
+    refused(reason, encode_prompt, bos_tokenizer, TURNS)
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_path):
@@ -600,30 +621,6 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, 
         save_lora(model, "policy", tmp_path / "adapter")
         config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == stored
-
-
-def test_the_plain_template_stands_after_one_bos(bos_tokenizer):
-    """Without a chat template each turn is the prompt, a blank line and 'Answer:', after one
-    BOS."""
-    ids = encode_prompt(bos_tokenizer, "Why {so}?")
-    assert ids.count(bos_tokenizer.bos_token_id) == 1
-    assert bos_tokenizer.decode(ids) == "<bos>Why {so}?\n\nAnswer:\n"
-    turns = [("system", "Be brief."), ("user", "A?"), ("assistant", "B."), ("user", "C?")]
-    ids = encode_prompt(bos_tokenizer, [{"role": role, "content": x} for role, x in turns])
-    assert bos_tokenizer.decode(ids[1:]) == "Be brief.\n\nA?\n\nAnswer:\nB.\n\nC?\n\nAnswer:\n"
-    bos_tokenizer.bos_token = None
-    assert bos_tokenizer.decode(encode_prompt(bos_tokenizer, "C?")) == "C?\n\nAnswer:\n"
-
-
-def test_turns_that_a_template_refuses_are_named(bos_tokenizer):
-    bos_tokenizer.chat_template = (
-        "{% for turn in messages %}{% if turn.role == 'system' %}"
-        "{{ raise_exception('no system turn here') }}{% endif %}{{ turn.content }}"
-        "{% endfor %}")
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A?"}]
-    refused("refuses the turns system, user: no system turn here", encode_prompt,
-            bos_tokenizer, turns)
-    assert bos_tokenizer.decode(encode_prompt(bos_tokenizer, turns[1:])) == "A?"
 
 
 def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
@@ -758,21 +755,6 @@ def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
 
 
 @needs_cuda
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_the_captured_step_is_the_eager_step(toy_model, temperature):
-    """CUDA: the graph gives the ids of eager decoding, also if rows end early."""
-    model, tokenizer = toy_model
-    model.cuda()
-    prompts = prompts_of(tokenizer)
-    uniforms = torch.rand(8, 300, generator=torch.Generator().manual_seed(5))
-    eos, _ = staggering_eos(generate(model, prompts, 40, temperature=0))
-    for end in (eos, []):
-        graph, eager = (generate(model, prompts, 300, temperature, end, uniforms=uniforms,
-                                 cuda_graph=on) for on in (True, False))
-        assert graph == eager
-
-
-@needs_cuda
 def test_the_host_waits_only_every_16_tokens(toy_model):
     """CUDA: the number of host–device syncs does not grow with the length of one row."""
     model, _ = toy_model
@@ -851,8 +833,8 @@ def kept(run, n, former, **state):
     keep_checkpoint(run, optimizer, {"iteration": n, **state}, run / f"checkpoint-{former}")
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys):
+@pytest.mark.parametrize("name, step", [("tensors.safetensors", 57), ("state.json", 1)])
+def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, step, capsys):
     """A missing or truncated file or a flipped bit: the error names it, and the previous
     checkpoint is used."""
     for n in (9, 10):
@@ -862,15 +844,13 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, capsys)
     assert tensors["0.parameter"][0] == state["iteration"] == 10
     file = path / name
     whole = file.read_bytes()
-    damages = [whole[:keep] for keep in (0, 5, 40, -1)]
-    for bit in range(0, 8 * len(whole), 1 if name == "state.json" else 57):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        damages.append(flipped)
-    for damaged in damages:
-        file.write_bytes(damaged)
-        refused("damaged", load_checkpoint, path)
-        refused(str(path), load_checkpoint, path)
+    for bit in range(0, 8 * len(whole), step):
+        file.write_bytes(whole)
+        flip_bit(file, bit)
+        assert str(path) in refused("damaged", load_checkpoint, path)
+    for size in (0, 5, 40, -1):
+        file.write_bytes(whole[:size])
+        assert str(path) in refused("damaged", load_checkpoint, path)
     capsys.readouterr()
     older, _, state = newest_checkpoint(tmp_path)
     assert older.name == "checkpoint-9" and state["iteration"] == 9

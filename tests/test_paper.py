@@ -27,7 +27,7 @@ from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
 from helpers import ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from reward_model import RewardConfig, judge, reward_preset, write_critiques
+from reward_model import RewardConfig, judge, write_critiques
 from sampling import generate
 from data import preset
 from policy import gae, sample_rollouts, whiten
@@ -200,7 +200,7 @@ def test_presets_are_the_release_s_hyperparameters():
                "ultrafeedback": (1e-5, 3e-7, "q_proj,v_proj", 0.1, 1250, 768),
                "kodcode": (2e-5, 0.01, "q_proj,k_proj,v_proj,o_proj", 0.1, 1250, 768)}
     for task, values in rewards.items():
-        c = RewardConfig(**reward_preset(task))
+        c = RewardConfig(**preset(task, "reward"))
         assert values == (c.learning_rate, c.weight_decay, c.lora_targets, c.lora_dropout,
                           c.max_tokens, c.max_critique_tokens)
         assert (c.lora_r, c.lora_alpha, c.epochs) == (16, 32, 3)

@@ -156,18 +156,6 @@ def test_a_lost_log_is_named_and_files_of_killed_writers_are_replaced(broken, re
     assert [path.name for path in broken.glob(".*")] == [".lock"]
 
 
-def test_a_checkpoint_of_another_seed_is_refused(unbroken, reward, tmp_path):
-    """The same settings in config.json, but the checkpoint is of another run."""
-    flags = [*PHASE_3, "--reward_model", reward, "--seed", 1, "--output_dir"]
-    run_main(*flags, tmp_path / "other")
-    out = shutil.copytree(tmp_path / "other", tmp_path / "run")
-    for path in checkpoints(out):
-        shutil.rmtree(path)
-        shutil.copytree(unbroken / path.name, path)
-    (out / "result.json").unlink()
-    assert "seed was 0, is 1" in error_message("text2grad.py", *flags, out)
-
-
 def fitted(out, stops_after=None, seed=0):
     """The losses, tensors and step count of a fit with dropout, which may stop early."""
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")

@@ -105,9 +105,9 @@ def test_token_counts_against_brute_force_over_characters():  # Table 1
         predicted_spans = ground(TEXT, Feedback("c", good, poor)).spans
         for name, sign in SIGNS.items():
             gold_tokens, predicted = tokens_of(sign, gold), tokens_of(sign, predicted_spans)
-            assert getattr(counts, name).marked_tokens == len(gold_tokens)
-            assert getattr(counts, name).predicted_tokens == len(predicted)
-            assert getattr(counts, name).hit_tokens == len(gold_tokens & predicted)
+            assert counts[f"{name} tokens marked"] == len(gold_tokens)
+            assert counts[f"{name} tokens predicted"] == len(predicted)
+            assert counts[f"{name} tokens hit"] == len(gold_tokens & predicted)
 
 
 # ── The spans of a row

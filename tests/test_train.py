@@ -359,7 +359,8 @@ def test_a_learning_rate_of_zero_is_not_replaced_by_a_derived_one():
         config = Config(learning_rate=rate, value_learning_rate=value_rate)
         config = derive_settings(config, 100, model)
         assert (config.learning_rate, config.value_learning_rate) == expected
-    assert derive_reward_settings(RewardConfig(learning_rate=0.0), 100, model).learning_rate == 0.0
+    config = derive_reward_settings(RewardConfig(learning_rate=0.0), 100, model)
+    assert config.learning_rate == 0.0
 
 
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
