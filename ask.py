@@ -51,6 +51,7 @@ def question_key(*parts) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
 FREE = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
@@ -87,7 +88,6 @@ class Journal:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.file.close()
             raise InputError(f"{self.path}: another process is writing to this file; wait for "
                              f"it to end, or choose another output") from error
         self._replay()
@@ -128,8 +128,8 @@ class Journal:
 
     def _write(self, question: Question, **fields):
         record = {"key": question.key, **fields, "time": time.time()}   # no two are equal
-        sealed = {**record, "sha256": question_key(record)}
-        self.file.write(json.dumps(sealed).encode() + b"\n")
+        line = json.dumps(record | {"sha256": question_key(record)})
+        self.file.write(line.encode() + b"\n")
         self.file.flush()
         self._account(record)
 
@@ -149,7 +149,7 @@ class Journal:
                     self._account(record)
                 if digest:
                     hashes.add(digest)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            except MALFORMED:
                 print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
         if not line.endswith(b"\n"):                         # a killed process left half a line
             self.file.write(b"\n")
@@ -173,14 +173,11 @@ class Journal:
             self.records[key] = record | {"usd": usd}
             self.spent += usd or 0.0
 
-    def has_reply(self, key: str) -> bool:
-        """Whether the journal has a usable reply to this request."""
-        return key in self.records and self.records[key]["reason"] is None
-
 
 def missing(questions: list[Question], journal: Journal) -> list[Question]:
     """The questions without a usable reply, without duplicates."""
-    return list({q.key: q for q in questions if not journal.has_reply(q.key)}.values())
+    usable = {key for key, record in journal.records.items() if record["reason"] is None}
+    return list({q.key: q for q in questions if q.key not in usable}.values())
 
 
 def forecast(todo: list[Question], journal: Journal, reply_tokens: int) -> str:
@@ -212,7 +209,7 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
         record = journal.records.get(question.key)
         if record and (record["reason"] is None or "refused" in record):
             reason = review(question, record["reply"])
-            if reason and journal.has_reply(question.key):
+            if reason and record["reason"] is None:
                 print(f"{journal.path}: the reply to {question.id} is now refused "
                       f"({one_line(reason)}); requesting it again", file=sys.stderr)
             journal.append_reason(question, reason)
@@ -239,15 +236,15 @@ class _Run:
     """The state that the workers of one `_ask_all` share."""
     journal: Journal
     model: Server | LocalFunction
-    review: Callable[[Question, str], str | None]
-    old_keys: set[str]                                       # requests with a reply before
+    review: Callable
+    old_keys: set                                            # requests with a reply before
     bar: tqdm
     stop: asyncio.Event = field(default_factory=asyncio.Event)     # set: send no new request
     failures: int = 0
     failures_in_a_row: int = 0
 
 
-async def _ask_all(todo, journal, model, review, concurrency) -> bool:
+async def _ask_all(todo, journal, model, review, concurrency):
     """Whether the budget ended the run."""
     with tqdm(total=len(todo), desc="ask", delay=1) as bar:
         run = _Run(journal, model, review, set(journal.records), bar)
@@ -279,21 +276,21 @@ async def _work(run, questions):
         reply = await _request(run, question)
         if reply is None:
             return
-        reason = reply.reason
-        if reason:
-            run.model.check_answered(reason)
-        else:
-            reason = run.journal.append_reason(question, run.review(question, reply.text))
+        reason = (reply.reason
+                  or run.journal.append_reason(question, run.review(question, reply.text)))
+        if reason and not run.model.has_answered:
+            raise InputError(f"{run.model}: {reason}; check OPENAI_API_KEY, the URL and the "
+                             f"name of the model, and run the same command again")
         _count(run, question, reason)
 
 
-async def _request(run, question) -> Reply | None:
+async def _request(run, question):
     """Send a request, with retries, and record its replies; None if the run was stopped."""
     for trial in range(run.model.retries + 1):
         if trial:
             run.bar.set_postfix_str(reply.reason[:60])
-            pause = max(reply.pause, PAUSE * 2 ** (trial - 1))
             with suppress(TimeoutError):
+                pause = max(reply.pause, PAUSE * 2 ** (trial - 1))
                 await asyncio.wait_for(run.stop.wait(), pause)
         usage = run.model.max_usage(question)
         while not (run.stop.is_set() or run.journal.can_afford(usage)):
@@ -322,7 +319,6 @@ def _count(run, question, reason):
     if question.key not in run.old_keys:                    # an earlier failure may recur
         run.failures_in_a_row += 1
     if run.failures_in_a_row == MOST_FAILURES_IN_A_ROW:
-        run.stop.set()
         raise InputError(f"{run.failures_in_a_row} replies in a row are unusable, the last for "
                          f"{question.id}: {reason}; read them in {run.journal.path}")
 
@@ -371,7 +367,7 @@ class Server:
     retries: int = 6                                     # per request
     timeout: float = 120.0                               # seconds per reply
     has_answered: bool = False            # if not, most failures end the run
-    left_out: frozenset[str] = frozenset()
+    left_out: frozenset = frozenset()
     ratio: float = 1
 
     def __str__(self) -> str:
@@ -392,12 +388,6 @@ class Server:
         """The maximum number of billed tokens, as far as the server's reports tell."""
         return {"prompt_tokens": question.size * self.ratio,
                 "completion_tokens": self.max_tokens * self.ratio}
-
-    def check_answered(self, reason: str):
-        """Raise InputError if the server has never answered. reason: its last failure."""
-        if not self.has_answered:
-            raise InputError(f"{self}: {reason}; check OPENAI_API_KEY, the URL and the name of "
-                             f"the model, and run the same command again")
 
     def _body(self, question: Question) -> dict:
         """The body of a request, without what the server has refused."""
@@ -430,10 +420,10 @@ class Server:
         if reply.usage:
             self.ratio = max(self.ratio, reply.usage["prompt_tokens"] / question.size,
                              reply.usage["completion_tokens"] / self.max_tokens)
-        is_refused = reply.status in (400, 413, 422, 500)
-        if reply.status == 200 or is_refused and re.search("context|length", reply.reason):
+        if reply.status == 200 or (reply.status in (400, 413)
+                                   and re.search("context|length", reply.reason)):
             self.has_answered = True                     # a request that is too long is refused
-        for name, pattern in REFUSABLE.items() if is_refused else ():
+        for name, pattern in REFUSABLE.items() if reply.status in (400, 422, 500) else ():
             if name not in left_out and re.search(pattern, reply.reason, re.IGNORECASE):
                 if name not in self.left_out:
                     print(f"{self.model} refused a request; leaving out the {name}: "
@@ -475,17 +465,16 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
         if isinstance(content, list):
             content = "".join(part["text"] for part in content if part["type"] == "text")
         content = content.strip() and content
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except MALFORMED:
         content = None
 
     status = answer.status_code
     is_error = finish_reason == "error"
     if status < 400 and (is_error or not content):
-        code = re.search(r'"(code|status)"\s*:\s*"?([45]\d\d)\b', text)
-        status = int(code[2]) if code else 502 if is_error else 200
+        code = re.search(r'"\w*(?:code|status)\w*"\s*:\s*"?([45]\d\d)\b', text)
+        status = int(code[1]) if code else 502 if is_error else 200
     if status >= 400:
-        is_refusal = status < 500 and status != 408
-        if is_refusal or re.search(NOT_GENERATED, text):
+        if status < 500 and status != 408 or re.search(NOT_GENERATED, text):
             usage = FREE
         return Reply("", one_line(f"HTTP {status}: {text}"), usage, status,
                      read_retry_after(answer.headers.get("Retry-After", "")))
@@ -496,8 +485,8 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
     if re.search("(?i)length|max|limit", finish_reason):
         reason = f"cut off after {max_tokens} tokens"
     elif not content:
-        others = [name for name, value in message.items() if value and name != "role"]
-        reason = one_line(f"the reply is empty: {finish_reason}, {others or 'nothing else'}")
+        parts = [name for name, value in message.items() if value]
+        reason = one_line(f"the reply is empty: {finish_reason}; it has only {parts}")
     return Reply(content, reason, usage)
 
 

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data import DTYPES, InputError, ModelError, flag, get_task, reward_prompt
 from runtime import (WORLD_SIZE, atomic_directory, checksum, find_device, find_files,
                      print_rank0, read_json, read_tensors)
-from sampling import context_length, head_weight, positions_of
+from sampling import context_length, head_weight
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
 DATE = date(2024, 7, 26)
@@ -522,14 +522,21 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     """The hidden states h_t that predict y_t from x and y_<t (Alg. 4 l.22, 24).
 
     prompts, prompt_mask: [B, P]; responses, mask: [B, T] → [B, T, H]
+
+    Each row is moved to the left, so that all padding is on its right. A token sees only tokens
+    to its left, so this pass needs neither an attention mask nor position ids.
     """
-    attention = torch.cat([prompt_mask, mask], dim=1)
-    assert attention[:, prompts.shape[1] - 1].all(), "Alg. 4 l.22: y_1 follows the last of x"
-    output = model.base_model(torch.cat([prompts, responses], dim=1), attention_mask=attention,
-                              position_ids=positions_of(attention), use_cache=False)
-    hidden = output.last_hidden_state[:, prompts.shape[1] - 1 : -1]
-    assert hidden.shape[:2] == responses.shape, "Alg. 4 l.22: one h_t for each y_t"
-    return hidden
+    assert prompt_mask[:, -1].all(), "Alg. 4 l.22: y_1 follows the last of x"
+    ids = torch.cat([prompts, responses], dim=1)
+    lengths = prompt_mask.sum(1, keepdim=True)                                   # of x, [B, 1]
+    longest = int((lengths + mask.sum(1, keepdim=True)).max())
+    columns = torch.arange(longest, device=ids.device) + prompts.shape[1] - lengths
+    packed = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))            # [x ; y ; padding]
+    hidden = model.base_model(packed, use_cache=False).last_hidden_state
+    assert hidden.shape[1] == longest, "Alg. 4 l.22: one h_t for each y_t"
+    before = lengths - 1 + torch.arange(responses.shape[1], device=ids.device)   # of each h_t
+    before = before.clamp(max=longest - 1)[..., None]
+    return hidden.gather(1, before.expand(-1, -1, hidden.shape[2]))
 
 
 # ── Less memory: activation checkpointing and sharding (FSDP2)

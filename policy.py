@@ -224,8 +224,8 @@ class Rollouts:
         return self.mask[index].bool()
 
     def by_length(self, index) -> list[int]:
-        """Rows by response length, so that a micro-batch holds little padding."""
-        lengths = self.mask.sum(1).tolist()
+        """Rows by the length of x and y, so that a micro-batch holds little padding."""
+        lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
         return sorted(index, key=lengths.__getitem__)
 
 
@@ -312,20 +312,15 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
 
 
 def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tensor, Tensor]:
-    """For the rows of an index, the hidden states that predict the sampled tokens, [N, H].
+    """The N sampled tokens of some rows, [N], and the hidden states that predict them, [N, H].
 
-    The second result holds these tokens, [N]. Columns that are padded in all rows are left out.
+    The hidden states come first. index: the row numbers, a list.
     """
-    prompt_mask = rollouts.prompt_mask[index]
-    mask = rollouts.mask[index]
-    P = int(prompt_mask.sum(1).max())
-    T = int(mask.sum(1).max())
-    prompt_ids = rollouts.prompt_ids[index][:, -P:]
-    response_ids = rollouts.response_ids[index][:, :T]
-    sampled = rollouts.sampled(index)[:, :T]
+    sampled = rollouts.sampled(index)
+    response_ids = rollouts.response_ids[index]
     with use_lora(model, adapter):
-        hidden = response_hidden(model, prompt_ids, prompt_mask[:, -P:], response_ids,
-                                 mask[:, :T])
+        hidden = response_hidden(model, rollouts.prompt_ids[index], rollouts.prompt_mask[index],
+                                 response_ids, rollouts.mask[index])
     return hidden[sampled], response_ids[sampled]
 
 

@@ -44,6 +44,7 @@ class Mutation(NamedTuple):
         return f"{self.file}: {self.description}"
 
 
+ADAPTERS = "tests/test_adapters.py"
 ADVANTAGES = "tests/test_advantages.py"
 ANNOTATE = "tests/test_annotate.py"
 ASKING = "tests/test_asking.py"
@@ -185,10 +186,10 @@ MUTATIONS = [
              MODEL, "adapter scaled by alpha instead of alpha / r"),
     Mutation("model.py", "self.dropout[self.active], self.training)",
              "self.dropout[self.active])", MODEL, "dropout active outside of training"),
-    Mutation("model.py", "prompts.shape[1] - 1 : -1]", "prompts.shape[1] :]",
+    Mutation("model.py", "before = lengths - 1 +", "before = lengths +",
              MODEL, "hidden states one token too late"),
-    Mutation("model.py", "position_ids=positions_of(attention), use_cache=False",
-             "use_cache=False", MODEL, "positions count the padding"),
+    Mutation("model.py", "+ prompts.shape[1] - lengths", "+ 0 * lengths",
+             MODEL, "the padding of a prompt is read"),
     Mutation("model.py", "*(config_ids if isinstance(config_ids, list)",
              "*(config_ids[:1] if isinstance(config_ids, list)",
              MODEL, "only the first EOS of the generation config"),
@@ -205,6 +206,49 @@ MUTATIONS = [
     Mutation("runtime.py", "{*checkpoints(run)} - {path, previous}",
              "{*checkpoints(run)} - {path}",
              "tests/test_restart.py -k flipped", "checkpoint before the newest removed"),
+
+    # ── Adapters, tokenizers and models of other projects
+    Mutation("model.py", "option not in FREE_OPTIONS and ", "", ADAPTERS,
+             "other projects: options without an effect are refused"),
+    Mutation("model.py", "NEUTRAL_VALUES.get(option, OFF)",
+             "NEUTRAL_VALUES.get(option, [value])", ADAPTERS,
+             "other projects: an unknown option is ignored"),
+    Mutation("model.py", '"orthogonal", "mica"]', '"orthogonal", "mica", "olora"]', ADAPTERS,
+             "other projects: OLoRA loads on the wrong base"),
+    Mutation("model.py", '"orthogonal", "mica"]', '"orthogonal"]', ADAPTERS,
+             "other projects: MiCA is refused"),
+    Mutation("model.py", '"bias": ["none"]', '"bias": ["none", "lora_only"]', ADAPTERS,
+             "other projects: a trained bias is ignored"),
+    Mutation("model.py", '{"peft_type": None, **config}', "config", ADAPTERS,
+             "other projects: an adapter without a type is LoRA"),
+    Mutation("model.py", "OFF = [None, False, [], {}]", "OFF = [None, False]", ADAPTERS,
+             "other projects: an empty pattern is refused"),
+    Mutation("model.py", "        if shapes != expected.get(path):",
+             "        if path not in expected:", ADAPTERS,
+             "other projects: half a pair is loaded"),
+    Mutation("model.py", "    if not pairs:\n", "    if False:\n", ADAPTERS,
+             "other projects: an adapter without tensors is loaded"),
+    Mutation("model.py", "max(tokenizer.get_vocab().values())", "tokenizer.vocab_size - 1",
+             ADAPTERS, "other projects: added tokens have no embedding"),
+    Mutation("model.py", "max(tokenizer.get_vocab().values())", "len(tokenizer) - 1",
+             ADAPTERS, "other projects: the largest id has no embedding"),
+    Mutation("model.py", 'if turn["role"] != "assistant" and turn', "if turn", ADAPTERS,
+             "other projects: a template may not drop thoughts"),
+    Mutation("model.py", 'raise ValueError(f"it leaves', 'str(f"it leaves', ADAPTERS,
+             "other projects: a template drops the post"),
+    Mutation("model.py", 'turn["content"].strip()', 'turn["content"]', ADAPTERS,
+             "other projects: a template may not trim a text"),
+    Mutation("model.py", "model_max_length=1 << 30,\n"
+             "                                              trust_remote_code=False)",
+             "model_max_length=1 << 30)", ADAPTERS,
+             "other projects: code of a tokenizer runs"),
+    Mutation("model.py", "output_loading_info=True,\n        trust_remote_code=False)",
+             "output_loading_info=True)", ADAPTERS, "other projects: code of a model runs"),
+    Mutation("sampling.py", "min(limit, _rope_limit(model) or limit)", "limit", ADAPTERS,
+             "other projects: longrope beyond its original context"),
+    Mutation("sampling.py", "min(limit, _rope_limit(model) or limit)",
+             "_rope_limit(model) or limit", ADAPTERS,
+             "other projects: longrope beyond the model's context"),
 
     # ── sampling.py
     Mutation("sampling.py", "right=True)", "right=False)",

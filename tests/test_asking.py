@@ -19,7 +19,7 @@ import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --
 import pytest
 import loopback
 from annotate import AnnotateConfig, annotate, annotation_questions, main, parse_feedback
-from ask import Journal, Question, Server, read_completion
+from ask import Journal, Question, Server, read_answer
 from data import InputError, parse_flags, read_rows, run_script, write_rows
 from helpers import ROOT, SLOW
 from loopback import MIX, critique, prompt_tokens, tokens

@@ -304,23 +304,23 @@ def test_two_adapters_do_not_mix(toy_model, tmp_path):
         load_lora(model, name, tmp_path / name)
     assert not any(torch.allclose(a, b, atol=0.1) for a, b in combinations(alone.values(), 2))
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
-    with use_lora(model, "policy"):
-        for name in ("reward", None, "policy"):
-            with use_lora(model, name):
-                assert torch.equal(logits_of(model, ids), alone[name])
-            with use_lora(model, name, merge=True):
-                assert any(layer.merged is not None for layer in layers) == (name is not None)
-                torch.testing.assert_close(logits_of(model, ids), alone[name],
-                                           atol=1e-4, rtol=1e-4)
-                with use_lora(model, "policy"):
-                    assert torch.equal(logits_of(model, ids), alone["policy"])
-        with pytest.raises(ZeroDivisionError), use_lora(model, "reward"):
-            1 / 0
-        assert torch.equal(logits_of(model, ids), alone["policy"])
-    for name in ("policy", "reward"):
-        with use_lora(model, name, merge=True):
-            assert not torch.equal(logits_of(model, ids), alone[None])
-        assert torch.equal(logits_of(model, ids), alone[None])
+    acts_as = lambda name: torch.equal(logits_of(model, ids), alone[name])
+    for outer in ("policy", None):
+        with use_lora(model, outer):
+            for name in ("reward", None, "policy"):
+                with use_lora(model, name):
+                    assert acts_as(name)
+                with use_lora(model, name, merge=True):
+                    is_merged = any(layer.merged is not None for layer in layers)
+                    assert is_merged == (name is not None)
+                    torch.testing.assert_close(logits_of(model, ids), alone[name],
+                                               atol=1e-4, rtol=1e-4)
+                    with use_lora(model, "policy"):
+                        assert acts_as("policy")
+                assert acts_as(outer)
+            with pytest.raises(ZeroDivisionError), use_lora(model, "reward", merge=True):
+                1 / 0
+            assert acts_as(outer)
 
 
 def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
@@ -409,31 +409,24 @@ def test_value_head_is_zero_and_then_linear():
 
 # ── Errors
 
-def edit_json(**changes):
-    """A function that changes keys of a JSON file, or removes them where the value is `...`.
+def edit(change):
+    """A function that edits a JSON or a safetensors file by change(its keys and values).
 
-    It also removes our hash, which the files of PEFT do not have.
+    It also removes our hash, which PEFT does not write.
     """
-    def edit(path):
-        values = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({k: x for k, x in values.items() if x is not ...}))
+    def edit_file(path):
+        is_json = path.suffix == ".json"
+        values = json.loads(path.read_text()) if is_json else load_file(path)
+        change(values)
+        path.write_text(json.dumps(values)) if is_json else save_file(values, path, FORMAT)
         path.with_name("sha256.json").unlink(missing_ok=True)
-    return edit
-
-
-def edit_tensors(change):
-    """A function that changes the tensors of a file by change(tensors), without our hash."""
-    def edit(path):
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, {"format": "pt"})
-        path.with_name("sha256.json").unlink(missing_ok=True)
-    return edit
+    return edit_file
 
 
 def cut(path):
-    """Remove the last 20 bytes of a file."""
+    """Remove the last 20 bytes of a file, and our hash."""
     path.write_bytes(path.read_bytes()[:-20])
+    path.with_name("sha256.json").unlink(missing_ok=True)
 
 
 def turn_into_pickle(path):
@@ -444,24 +437,25 @@ def turn_into_pickle(path):
 
 def drop_a_token(base):
     """Remove the last row of the embeddings, which the tokenizer needs."""
-    edit_json(vocab_size=959)(base / "config.json")
-    edit_tensors(lambda x: x.update({EMBEDDINGS: x[EMBEDDINGS][:959].clone()}))(base / MODEL)
+    edit(lambda x: x.update(vocab_size=959))(base / "config.json")
+    edit(lambda x: x.update({EMBEDDINGS: x[EMBEDDINGS][:959].clone()}))(base / MODEL)
 
 
+FORMAT = {"format": "pt"}
 MODEL, EMBEDDINGS = "model.safetensors", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("file, edit, message", [
+@pytest.mark.parametrize("file, damage, message", [
     ("", shutil.rmtree, "give --model a hub id or a directory"),
     (MODEL, turn_into_pickle, "cannot load a model"), (MODEL, cut, "cannot load a model"),
-    (MODEL, edit_tensors(lambda x: x.pop(UP)),     # transformers would draw random numbers
+    (MODEL, edit(lambda x: x.pop(UP)),     # transformers would draw random numbers
      f"1 weights are missing, the first is {UP}"),
-    (MODEL, edit_tensors(lambda x: x[UP].fill_(torch.nan)), f"{UP} has a NaN"),
+    (MODEL, edit(lambda x: x[UP].fill_(torch.nan)), f"{UP} has a NaN"),
     ("", drop_a_token, "the tokenizer has 960 tokens and the model 959")])
-def test_a_base_that_cannot_be_used_is_refused(tmp_path, file, edit, message):
+def test_a_base_that_cannot_be_used_is_refused(tmp_path, file, damage, message):
     base = shutil.copytree(ROOT / "toy" / "base", tmp_path / "base")
-    edit(base / file)
+    damage(base / file)
     assert str(base) in refused(message, load_model, base, device="cpu")
 
 
@@ -469,26 +463,26 @@ CONFIG, WEIGHTS = model_file.ADAPTER_FILES
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
-@pytest.mark.parametrize("file, edit, message", [
+@pytest.mark.parametrize("file, damage, message", [
     (CONFIG, cut, f"{CONFIG} is damaged"), (WEIGHTS, cut, "is damaged"),
     (CONFIG, Path.unlink, f"holds no {CONFIG}"), (WEIGHTS, Path.unlink, f"holds no {WEIGHTS}"),
     # Single bits of α and of the last weight; both adapters would load without an error.
     (CONFIG, lambda path: flip_bit(path, 8 * path.read_text().index("32.0")), "is damaged"),
     (WEIGHTS, lambda path: flip_bit(path, -72), "is damaged"),
-    (CONFIG, edit_json(use_dora=True), "sets use_dora"),
-    (CONFIG, edit_json(use_rslora=True), "sets use_rslora"),
-    (CONFIG, edit_json(lora_bias=True), "sets lora_bias"),
-    (CONFIG, edit_json(r=...), "r, lora_alpha or lora_dropout is missing or not a number"),
-    (CONFIG, edit_json(lora_alpha=...), "('lora_alpha')"),
-    (CONFIG, edit_json(lora_alpha=[]), "not a number"),
-    (CONFIG, edit_json(r=7), "expected {'A': (7, 128), 'B': (128, 7)}"),
-    (WEIGHTS, edit_tensors(lambda x: x.pop(Q_B)), "has {'A': (16, 128)}, expected {'A': (16,")])
-def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused(toy_model, tmp_path, file, edit,
-                                                                message):
+    (CONFIG, edit(lambda x: x.update(use_dora=True)), "sets use_dora"),
+    (CONFIG, edit(lambda x: x.update(use_rslora=True)), "sets use_rslora"),
+    (CONFIG, edit(lambda x: x.update(lora_bias=True)), "sets lora_bias"),
+    (CONFIG, edit(lambda x: x.pop("r")), "or lora_dropout is missing or not a number ('r')"),
+    (CONFIG, edit(lambda x: x.pop("lora_alpha")), "('lora_alpha')"),
+    (CONFIG, edit(lambda x: x.update(lora_alpha=[])), "not a number"),
+    (CONFIG, edit(lambda x: x.update(r=7)), "expected {'A': (7, 128), 'B': (128, 7)}"),
+    (WEIGHTS, edit(lambda x: x.pop(Q_B)), "has {'A': (16, 128)}, expected {'A': (16,")])
+def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused(toy_model, tmp_path, file,
+                                                                damage, message):
     model, path = toy_model[0], tmp_path / "adapter"
     randomise(add_lora(model, "policy"))
     save_lora(model, "policy", path)
-    edit(path / file)
+    damage(path / file)
     assert str(path) in refused(message, load_lora, model, "other", path)
     assert not lora_parameters(model, "other")
 
@@ -570,8 +564,8 @@ def test_prompts_that_cannot_be_answered_are_refused(toy_model):
 
 CHAT = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}")
-STRICT = ("{% for turn in messages %}{% if turn.role == 'system' %}"
-          "{{ raise_exception('no system turn here') }}{% endif %}{{ turn.content }}{% endfor %}")
+STRICT = ("{% for m in messages %}{% if m.role == 'system' %}"
+          "{{ raise_exception('no system turn here') }}{% endif %}{{ m.content }}{% endfor %}")
 TURNS = [{"role": role, "content": text} for role, text in
          (("system", "Be brief."), ("user", "A?"), ("assistant", "B."), ("user", "C?"))]
 
@@ -610,17 +604,17 @@ def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_pa
     assert tokenizer.decode(encode_prompt(tokenizer, "Hello")) == "26 Jul 2024: Hello"
 
 
-def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(toy_model, tmp_path,
-                                                                     monkeypatch):
-    """A directory is stored as an absolute path, a hub id without change."""
-    model, _ = toy_model
-    add_lora(model, "policy", 4, 8)
+@pytest.mark.parametrize("name, stored", [("toy/base", str(ROOT / "toy" / "base")),
+                                          ("org/model", "org/model")])
+def test_an_adapter_stores_the_path_of_its_base_or_its_hub_id(toy_model, tmp_path, monkeypatch,
+                                                              name, stored):
+    """The path is absolute, so that PEFT finds the base from any directory."""
     monkeypatch.chdir(ROOT)
-    for name, stored in (("toy/base", str(ROOT / "toy" / "base")), ("org/model", "org/model")):
-        model.config._name_or_path = name
-        save_lora(model, "policy", tmp_path / "adapter")
-        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == stored
+    add_lora(toy_model[0], "policy", 4, 8)
+    toy_model[0].config._name_or_path = name
+    save_lora(toy_model[0], "policy", tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == stored
 
 
 def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
@@ -704,9 +698,9 @@ def test_greedy_is_transformers_greedy(base, monkeypatch):
     assert one_eos == [up_to_eos(row, eos[:1]) for row in long] != ours
 
 
-def test_every_token_is_the_one_its_uniform_says(base):
+def test_every_token_is_the_one_its_uniform_says(base):  # Alg. 4 l.11
     """y_t is the token at which the CDF of the uncached model exceeds u (T = 0.8, with an
-    adapter, for any order of the batch, and with rows that end early)."""
+    adapter, for any order of the batch, and with rows that end early). u is torch.rand."""
     model, tokenizer = base
     randomise(add_lora(model, "policy"))
     prompts = prompts_of(tokenizer)
@@ -716,6 +710,8 @@ def test_every_token_is_the_one_its_uniform_says(base):
         rows = generate(model, prompts, 14, 0.8, eos, uniforms=uniforms)
         turned = generate(model, prompts[::-1], 14, 0.8, eos, uniforms=uniforms.flip(0))
         assert rows[::-1] == turned
+        generator = torch.Generator().manual_seed(11)
+        assert rows == generate(model, prompts, 14, 0.8, eos, generator)
         assert rows[2] == generate(model, [prompts[2]], 14, 0.8, eos, uniforms=uniforms[2:3])[0]
         assert len({len(row) for row in rows}) > 3
         for prompt, row, us in zip(prompts, rows, uniforms):
@@ -726,32 +722,6 @@ def test_every_token_is_the_one_its_uniform_says(base):
                 assert (c - u).abs().min() > 1e-5, "rounding must not decide a token"
                 assert token == int((c <= u).sum())
     assert rows != generate(model, prompts, 14, 0.8, eos, uniforms=uniforms), "without adapter"
-
-
-def test_sampled_frequencies_are_the_softmax(tiny):  # Alg. 4 l.11
-    """χ² of 20,000 first tokens at T = 0.7 against softmax(logits / 0.7), which T = 1 fails."""
-    model, tokenizer = load_model(tiny(Qwen2ForCausalLM, Qwen2Config, vocab_size=961), device="cpu")
-    prompt, n = tokenizer("The post").input_ids, 20_000
-    generator = torch.Generator().manual_seed(11)
-    rows = generate(model, [prompt] * n, 1, 0.7, generator=generator)
-    counts = torch.tensor(rows).flatten().bincount(minlength=model.config.vocab_size).double()
-
-    def excess(temperature):
-        expected = n * (logits_of(model, prompt)[-1].double() / temperature).softmax(-1)
-        common = expected >= 5
-        observed, wanted = (torch.cat([x[common], x[~common].sum()[None]])
-                            for x in (counts, expected))
-        freedom = len(wanted) - 1
-        assert freedom > 10, "the distribution must not be too narrow"
-        chi2 = ((observed - wanted) ** 2 / wanted).sum()
-        return float((chi2 - freedom) / (2 * freedom) ** 0.5)
-
-    # In standard deviations of χ²; over eight seeds at most 0.96, and 234 or more with T = 1.
-    assert abs(excess(0.7)) < 5 and excess(1.0) > 50
-    first, again, other = (generate(model, [prompt] * 8, 9,
-                                    generator=torch.Generator().manual_seed(seed))
-                           for seed in (1, 1, 2))
-    assert first == again != other
 
 
 @needs_cuda
@@ -838,7 +808,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, step, c
     """A missing or truncated file or a flipped bit: the error names it, and the previous
     checkpoint is used."""
     for n in (9, 10):
-        kept(tmp_path, n, n - 1, rng=list(range(5)), beta=1e-5)  # 1e-05 is 1E-05, a flip away
+        kept(tmp_path, n, n - 1, beta=1e-5)             # 1e-05 is 1E-05, a flip away
     path, tensors, state = newest_checkpoint(tmp_path)
     assert path.name == "checkpoint-10"
     assert tensors["0.parameter"][0] == state["iteration"] == 10
@@ -888,7 +858,7 @@ def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys
 
         for owner, name in ((os, "fsync"), (os, "open"), (Path, "rename"), (Path, "mkdir"),
                             (Path, "write_text"), (shutil, "rmtree"),
-                            (model_file, "save_file")):
+                            (runtime, "save_file")):
             setattr(owner, name, deadly(getattr(owner, name)))
         kept(run, 2, 1)
         os._exit(0)
@@ -913,29 +883,24 @@ def test_a_full_disk_leaves_what_was_there(toy_model, tmp_path, monkeypatch, wha
     """After ENOSPC in save_file or fsync the old files remain, and no temporary ones."""
     model, _ = toy_model
     parameters = add_lora(model, "policy")
-
-    def save(name):
-        if what == "adapter":
-            save_lora(model, "policy", tmp_path / name)
-        else:
-            save_checkpoint(tmp_path / name, {"x": parameters[0]}, {"iteration": 1})
+    saves = {"adapter": lambda path: save_lora(model, "policy", path),
+             "checkpoint": lambda path: save_checkpoint(path, {"x": parameters[0]}, {"n": 1})}
 
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def contents():
-        return {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
+        return {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("*/*")}
 
-    save("kept")
+    saves[what](tmp_path / "kept")
     before = contents()
     randomise(parameters, 0.2)
-    for owner, name in ((os, "fsync"),
-                        (model_file if what == "adapter" else runtime, "save_file")):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, no_space)
-            for target in ("kept", "first"):
-                with pytest.raises(OSError, match="No space"):
-                    save(target)
+    saver = model_file if what == "adapter" else runtime
+    for owner, name in ((os, "fsync"), (saver, "save_file")):
+        for target in ("kept", "first"):
+            with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+                patched.setattr(owner, name, no_space)
+                saves[what](tmp_path / target)
         assert contents() == before and [p.name for p in tmp_path.iterdir()] == ["kept"]
-    save("kept")
+    saves[what](tmp_path / "kept")
     assert contents() != before
