@@ -122,10 +122,12 @@ def assert_equal_runs(a, b):
 
 
 def flip_bit(path, bit: int):
-    """Change one bit of a file; a negative bit counts from the end."""
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+    """Change one bit of a file in place; a negative bit counts from the end."""
+    with open(path, "r+b") as file:
+        place = file.seek(bit // 8, os.SEEK_END if bit < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit % 8]))
 
 
 # ── Random weights and rollouts
