@@ -89,12 +89,13 @@ def find_model(path) -> str:
 def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
     """Load a frozen causal LM and its tokenizer from a directory (`find_model`) or hub id.
 
-    Only safetensors files are read, because pickle files can run code. dtype: a torch dtype or
-    its name. None means float32 on a CPU, where bfloat16 is slow, and bfloat16 on a GPU.
+    Only safetensors files are read, because pickle files can run code, and Python files in the
+    directory are not run. dtype: a torch dtype or its name. None means float32 on a CPU, where
+    bfloat16 is slow, and bfloat16 on a GPU.
     to_shard: keep the weights in memory-mapped files until `shard` moves them to `device`. Chat
     templates insert DATE instead of today's date.
     Raises ModelError if the model cannot be loaded, if weights are missing or not finite, if
-    the tokenizer has more tokens than the model, if the logits are not exactly `hidden @
+    the tokenizer has an id without embedding, if the logits are not exactly `hidden @
     weight.T`, or if the GPU does not support bfloat16.
     """
     device = torch.device(device or find_device())

@@ -1,0 +1,375 @@
+"""Adapters, tokenizers, templates and RoPE types of other projects: each is read as its author
+meant it, or refused in one line. The tests compare with PEFT and transformers."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model
+from peft.tuners.lora import config as peft_configs
+from safetensors.torch import load_file, save_file
+from transformers import (AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
+                          LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM)
+
+import sampling
+from data import ModelError
+from helpers import ROOT, randomise
+from model import (LoRALinear, encode_prompt, load_lora, load_model, response_hidden, save_lora,
+                   use_lora)
+from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
+
+IDS = [5, 9, 77, 300, 12, 8, 99, 640]
+SIZES = dict(vocab_size=960, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+             initializer_range=0.3, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+
+
+def save_base(folder, architecture=LlamaForCausalLM, config=LlamaConfig, **extra):
+    """Save a tiny random model with the toy tokenizer; return its directory."""
+    torch.manual_seed(0)
+    architecture(config(**SIZES | extra)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "toy" / "base" / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The directory of a tiny random Llama. It has biases, so that option `bias` matters."""
+    return save_base(tmp_path_factory.mktemp("llama"), attention_bias=True)
+
+
+def refusal(call, *arguments, **options) -> str:
+    """The message of the ModelError that the call raises, which has one line."""
+    with pytest.raises(ModelError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(torch.tensor([IDS])).logits[0]
+
+
+# ── Adapters
+
+def peft_adapter(base, folder, **options):
+    """Save an adapter of PEFT with these options and random weights; return PEFT's logits."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**{
+        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM", **options}))
+    randomise((p for name, p in model.named_parameters()
+               if p.requires_grad or "lora_" in name), 0.2)
+    model.save_pretrained(folder)
+    return logits_of(model.eval())
+
+
+def edit_config(folder, **options):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+def our_logits(base, folder):
+    """The logits with the adapter in our implementation, and after we have saved it again."""
+    model, _ = load_model(base, device="cpu")
+    load_lora(model, "policy", folder)
+    save_lora(model, "policy", folder / "again")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base),
+                                      folder / "again")
+    with use_lora(model, "policy"):
+        ours = logits_of(model)
+    torch.testing.assert_close(logits_of(again), ours, atol=1e-4, rtol=1e-5)
+    return ours
+
+
+def refused_adapter(base, folder) -> str:
+    """The refusal of an adapter, which leaves the model unchanged."""
+    model, _ = load_model(base, device="cpu")
+    message = refusal(load_lora, model, "policy", folder)
+    assert not any(isinstance(module, LoRALinear) for module in model.modules())
+    assert "--lora_targets" not in message
+    return message
+
+
+# Every option of PEFT's LoraConfig with other values than its default. An adapter with a value
+# in EQUAL must give PEFT's logits; with one in REFUSED, the message must name the option.
+EQUAL = {
+    "task_type": [None, "FEATURE_EXTRACTION"], "peft_type": ["LORA"], "peft_version": ["0.18"],
+    "auto_mapping": [{"base_model_class": "LlamaForCausalLM"}], "revision": ["main"],
+    "base_model_name_or_path": ["org/model"], "inference_mode": [True], "r": [2, 7],
+    "lora_alpha": [3, 100], "lora_dropout": [0.3],
+    "target_modules": [None, ["self_attn.q_proj"], ["model.layers.1.self_attn.q_proj"],
+                       ["layers.0.mlp.up_proj", "k_proj"], "all-linear",
+                       r".*\.[01]\.(self_attn|mlp)\.(k_proj|up_proj)"],
+    "exclude_modules": [["layers.0.self_attn.q_proj"], ["v_proj"], r".*\.2\..*"],
+    "layers_to_transform": [1, [0, 2]], "layers_pattern": ["layers"],
+    "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal", "mica"],
+    "megatron_core": ["megatron.own"], "qalora_group_size": [8], "ensure_weight_tying": [True],
+    "runtime_config": [LoraRuntimeConfig(ephemeral_gpu_offload=True)],
+    "loftq_config": [{"loftq_bits": 4, "loftq_iter": 1}], "eva_config": ["EvaConfig"],
+    "corda_config": ["CordaConfig"], "lora_ga_config": ["LoraGAConfig"],
+    "fan_in_fan_out": [True],                    # PEFT saves False if the layer is nn.Linear
+}
+REFUSED = {
+    "peft_type": [None, "ADALORA", "LOHA", "IA3", "lora", ["LORA"]],
+    "bias": ["all", "lora_only", None], "use_rslora": [True], "use_dora": [True],
+    "modules_to_save": [["lm_head"], ["norm"]], "rank_pattern": [{"q_proj": 2}],
+    "alpha_pattern": [{"q_proj": 32}], "trainable_token_indices": [[5, 9]],
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq",
+                          "lora_ga", "a_later_one"],
+    "megatron_config": [{"hidden_size": 32}], "velora_config": [{"num_groups": 4}],
+    "alora_invocation_tokens": [[77, 300]], "use_qalora": [True], "lora_bias": [True],
+    "monteclora_config": ["MontecloraConfig"], "layer_replication": [[[0, 2], [1, 3]]],
+    "target_parameters": [["self_attn.q_proj.weight"]], "kasa_config": ["KasaConfig"],
+    "use_bdlora": [{"target_modules_bd_b": ["q_proj", "v_proj"], "nblocks": 2}],
+    "arrow_config": ["ArrowConfig"],
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LoraConfig)])
+def test_each_option_of_peft_is_computed_or_refused_by_name(llama, tmp_path, name):
+    """Where PEFT cannot make such an adapter here, a plain one gets the option in its file."""
+    assert name in EQUAL or name in REFUSED, f"PEFT has the new option {name}: add its values"
+    values = [(value, True) for value in EQUAL.get(name, ())]
+    values += [(value, False) for value in REFUSED.get(name, ())]
+    for number, (value, is_equal) in enumerate(values):
+        if str(value).endswith("Config"):
+            value = getattr(peft_configs, value)()
+        options = {name: value}
+        if name == "layers_pattern":
+            options["layers_to_transform"] = [1]
+        folder = tmp_path / str(number)
+        try:
+            theirs = peft_adapter(llama, folder, **options)
+            if name == "peft_type":
+                edit_config(folder, peft_type=value)
+        except Exception:
+            theirs = peft_adapter(llama, folder)
+            is_json = isinstance(value, (str, list, dict, bool, type(None)))
+            edit_config(folder, **{name: value if is_json else dataclasses.asdict(value)})
+        if is_equal:
+            ours = our_logits(llama, folder)
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0, msg=f"{options}")
+        else:
+            assert f"the adapter sets {name} to " in refused_adapter(llama, folder), options
+
+
+@pytest.mark.parametrize("value", [True, {"rank": 4}, [1], "double", 0.5, 7])
+def test_an_option_of_a_later_peft_is_refused_unless_it_is_off(llama, tmp_path, value):
+    theirs = peft_adapter(llama, tmp_path)
+    for off in (None, False, [], {}):
+        edit_config(tmp_path, later_option=off)
+        torch.testing.assert_close(our_logits(llama, tmp_path), theirs, atol=1e-4, rtol=0)
+    edit_config(tmp_path, later_option=value)
+    assert "sets later_option to " in refused_adapter(llama, tmp_path)
+
+
+def test_a_config_without_a_type_is_refused(llama, tmp_path):
+    """MLX writes such files."""
+    peft_adapter(llama, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    del config["peft_type"]
+    path.write_text(json.dumps(config))
+    assert "sets peft_type to None" in refused_adapter(llama, tmp_path)
+
+
+@pytest.mark.parametrize("value", ["pissa", "pissa_niter_2", "olora"])
+def test_an_adapter_that_peft_converted_to_plain_lora_is_read(llama, tmp_path, value):
+    """PEFT subtracts the initial adapter, so that the converted one fits the unchanged base."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(llama), LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=value))
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = value
+    for name, p in model.named_parameters():
+        p.data += 0.1 * torch.randn_like(p) * ("lora_" in name)
+    theirs = logits_of(model)
+    model.save_pretrained(tmp_path / "raw")
+    model.save_pretrained(tmp_path / "plain",
+                          path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    torch.testing.assert_close(our_logits(llama, tmp_path / "plain"), theirs, atol=1e-3, rtol=0)
+    assert f"init_lora_weights to '{value}'" in refused_adapter(llama, tmp_path / "raw")
+
+
+LAYER = "base_model.model.model.layers.1.self_attn.q_proj."
+
+
+@pytest.mark.parametrize("change", [
+    {LAYER + "lora_B.weight": None}, {LAYER + "lora_A.weight": None},
+    {LAYER + "lora_A.weight": (5, 32)}, {LAYER + "lora_B.weight": (32, 4, 4)},
+    {LAYER + "lora_B.bias": (32,)}, {LAYER + "lora_magnitude_vector": (32,)},
+    {LAYER + "lora_A.other.weight": (4, 32)}, {LAYER + "base_layer.weight": (32, 32)},
+    {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": (4, 32),
+     "base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight": (32, 4)},
+    {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 960)},
+    {"base_model.model.model.embed_tokens.weight": (960, 32)},
+    {"base_model.model.lm_head.weight": (960, 32)},
+    {"base_model.model.lm_head.lora_A.weight": (4, 32),
+     "base_model.model.lm_head.lora_B.weight": (960, 4)},
+    {"base_model.model.model.norm.weight": (32,)}], ids=lambda change: next(iter(change))[17:])
+def test_a_tensor_that_is_not_half_of_a_fitting_pair_is_refused_by_name(llama, tmp_path,
+                                                                        change):
+    peft_adapter(llama, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, shape in change.items():
+        tensors.pop(name, None)
+        if shape:
+            tensors[name] = torch.ones(shape)
+    save_file(tensors, path, {"format": "pt"})
+    place = next(iter(change)).removeprefix("base_model.model.").partition(".lora_")[0]
+    assert f"{place} has {{" in refused_adapter(llama, tmp_path)
+
+
+def test_saved_embeddings_and_an_empty_file_are_refused(llama, tmp_path):
+    """No option says that PEFT saved the embeddings."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(llama), LoraConfig())
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert "lm_head.weight has " in refused_adapter(llama, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({}, path, {"format": "pt"})
+    assert f"{path} has no tensors" in refused_adapter(llama, tmp_path)
+
+
+# ── Tokenizers, templates and code of a model directory
+
+@pytest.mark.parametrize("tokens, vocab_size, size", [
+    (["<extra>"], 960, 961), (["<a>", "<b>", "<c>"], 962, 963), ([], 959, 960), ([], 960, None),
+    (["<extra>"], 961, None), (["<a>", "<b>"], 1024, None)])
+@pytest.mark.parametrize("is_special", [False, True])
+def test_each_token_of_the_tokenizer_needs_an_embedding(tmp_path, toy_model, tokens, vocab_size,
+                                                        size, is_special):
+    save_base(tmp_path, vocab_size=vocab_size)
+    tokenizer = toy_model[1]
+    tokenizer.add_tokens(tokens, special_tokens=is_special)
+    tokenizer.save_pretrained(tmp_path)
+    if size:
+        message = refusal(load_model, tmp_path, device="cpu")
+        assert f"has {size} tokens and the model {vocab_size}; use" in message
+    else:
+        model, tokenizer = load_model(tmp_path, device="cpu")
+        assert len(generate(model, [encode_prompt(tokenizer, "".join(tokens) + "x")], 2)) == 1
+
+
+def test_a_gap_in_the_ids_does_not_hide_a_token_without_embedding(tmp_path):
+    """961 tokens and 1,000 embeddings, but the last token has the id 2,000."""
+    path = save_base(tmp_path, vocab_size=1000) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"]["<far>"] = 2000
+    path.write_text(json.dumps(tokenizer))
+    assert "has 2001 tokens and the model 1000" in refusal(load_model, tmp_path, device="cpu")
+
+
+def loop(content):
+    """A chat template that writes the role of each turn and then `content`."""
+    return "{% for m in messages %}[{{ m.role }}]" + content + "{% endfor %}[assistant]"
+
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is a < b?"},
+         {"role": "assistant", "content": "<think>Hm.</think> Yes."},
+         {"role": "user", "content": " And then, what follows?\n"}]
+
+
+@pytest.mark.parametrize("template, lost", [
+    (loop(""), "system"), ("Hello!", "system"), (loop("{{ m.content[:9] }}"), "user"),
+    (loop("{{ m.content | upper }}"), "system"), (loop("{{ m.content | e }}"), "user"),
+    (loop("{{ m.text }}"), "system"), (loop("{{ m.content | replace(' ', '') }}"), "system"),
+    ("{{ messages[-1].content }}", "system"), ("{{ messages[0].content }}", "user"),
+    (loop("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), "system"),
+    (loop("{{ m.content }}"), None), (loop("{{ m.content | trim }}<|end|>"), None),
+    (loop("{{ m.content.split('</think>')[-1] }}"), None), (None, None)])
+def test_a_template_must_keep_the_texts_of_the_prompt(toy_model, template, lost):
+    """The thoughts of earlier answers and white space around a text may be left out."""
+    tokenizer = toy_model[1]
+    tokenizer.chat_template = template
+    if lost:
+        message = refusal(encode_prompt, tokenizer, TURNS)
+        assert f"it leaves out a {lost} turn; change it, or `policy_prompt`" in message
+    else:
+        text = tokenizer.decode(encode_prompt(tokenizer, TURNS))
+        assert "Is a < b?" in text and "And then, what follows?" in text
+
+
+@pytest.mark.parametrize("file, entry", [
+    ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}),
+    ("config.json", {"model_type": "own", "auto_map": {
+        "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}),
+    ("config.json", {"auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}),
+    ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer",
+                               "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}),
+    ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}),
+    ("generation_config.json", {"custom_generate": "own"})])
+def test_code_of_a_model_directory_never_runs_and_no_question_is_asked(
+        tmp_path, monkeypatch, file, entry):
+    """The directory is refused, or loads with the code of transformers."""
+    folder = save_base(tmp_path / "base")
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda *text: questions.append(text) or "y")
+    try:
+        load_model(folder, device="cpu")
+    except ModelError as error:
+        assert "custom code" in str(error) and "\n" not in str(error)
+    assert questions == [] and not (tmp_path / "ran").exists()
+
+
+# ── RoPE whose frequencies depend on the length
+
+SHORT = [1.0, 1.1, 1.2, 1.3]
+LONGROPE = {"short_factor": SHORT, "long_factor": [4 * x for x in SHORT]}
+ORIGINAL = {"original_max_position_embeddings": 40}
+PHI3 = dict(architecture=Phi3ForCausalLM, config=Phi3Config)
+
+
+@pytest.mark.parametrize("limit, options", [
+    (40, PHI3 | ORIGINAL | {"rope_scaling": {"type": "longrope", **LONGROPE}}),
+    (40, PHI3 | ORIGINAL | {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}),
+    (40, {"rope_scaling": {"rope_type": "longrope", **LONGROPE, **ORIGINAL}}),
+    (40, {"rope_parameters": {"rope_type": "longrope", **LONGROPE, **ORIGINAL, "factor": 4.0}}),
+    (40, dict(architecture=Gemma3ForCausalLM, config=Gemma3TextConfig, head_dim=8,
+              query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"] * 2,
+              num_hidden_layers=4, sliding_window=24, rope_parameters={
+                  "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                  "full_attention": {"rope_type": "longrope", **LONGROPE, **ORIGINAL,
+                                     "rope_theta": 1e4}})),
+    (64, PHI3 | {"max_position_embeddings": 64, "original_max_position_embeddings": 4096,
+                 "rope_scaling": {"type": "longrope", **LONGROPE}}),
+    (48, {"max_position_embeddings": 48, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    (40, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}}),
+    (128, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}),
+    (128, {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
+                            "high_freq_factor": 4.0, **ORIGINAL}}),
+    (128, {"rope_scaling": {"type": "linear", "factor": 4.0}}), (128, {})])
+def test_what_was_sampled_with_a_cache_is_scored_alike_wherever_a_run_is_accepted(
+        tmp_path, monkeypatch, limit, options):
+    """The context is filled to its last token; a run of one token more is refused."""
+    save_base(tmp_path, **options)
+    model, _ = load_model(tmp_path, device="cpu")
+    assert context_length(model) == limit
+    drawn, draw = [], sampling._draw
+
+    def recorded(logits, uniforms, temperature):
+        ids = draw(logits, uniforms, temperature)
+        drawn.append(logits.log_softmax(-1).gather(1, ids))
+        return ids
+
+    monkeypatch.setattr(sampling, "_draw", recorded)
+    prompts = [IDS, IDS[:3]]
+    generator = torch.Generator().manual_seed(3)
+    answers = generate(model, prompts, limit - len(IDS), 1.0, generator=generator)
+    batch = pad_batch(prompts, answers)
+    with torch.no_grad():
+        hidden = response_hidden(model, *batch).flatten(0, 1)
+        scores = token_logprobs(hidden, head_weight(model), batch[2].flatten())
+        alone = [model(torch.tensor([x + y])).logits[0].log_softmax(-1)[len(x) - 1 : -1]
+                 .gather(1, torch.tensor(y)[:, None])[:, 0] for x, y in zip(prompts, answers)]
+    torch.testing.assert_close(torch.cat(drawn, 1).flatten(), scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(alone), scores, atol=1e-4, rtol=1e-4)
+    message = refusal(generate, model, prompts, limit - len(IDS) + 1)
+    assert f"exceeds the model's context of {limit} tokens" in message
