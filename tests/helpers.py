@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def finish(process) -> str:
     output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors[-3000:]
     return output
+
+
+def kill_after(pattern, out, *flags, seconds=0.0) -> int:
+    """Run text2grad.py, kill it `seconds` after a file in `out` exists, return its status."""
+    command = [sys.executable, "text2grad.py", *flags, "--output_dir", out]
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(out.glob(pattern)):
+        time.sleep(0.05)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=seconds)
+    process.kill()
+    return process.wait()
 
 
 def free_port() -> int:

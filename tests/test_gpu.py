@@ -5,20 +5,19 @@ Independent side: SDPA in float32, the step that is not captured, what a killed 
 
 import os
 import signal
-import subprocess
-import sys
-import time
 import weakref
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations import sdpa_attention
 import model as model_file
 import sampling
 from data import ModelError
-from helpers import ROOT, randomise, read_jsonl, run_main
+from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
 from sampling import Decoder, _decode, can_capture, generate
@@ -88,32 +87,33 @@ def grouped():
     return model.requires_grad_(False).eval()
 
 
-@pytest.mark.parametrize("gigabytes", [None, 2], ids=["whole", "2GB"])
-def test_captured_steps_draw_what_eager_steps_draw(grouped, gigabytes, monkeypatch):
+@pytest.mark.parametrize("gigabytes", [None, 2] if CUDA else [None])
+def test_captured_steps_draw_what_eager_steps_draw(grouped, gigabytes, spy):
     """600 tokens: the cache is read further twice, half of the rows leave, no memory leaks."""
-    captures, capture = [], Decoder.captured_step
-    monkeypatch.setattr(Decoder, "captured_step",
-                        lambda self: captures.append(len(self.rows)) or capture(self))
+    captures = spy("sampling.Decoder.captured_step", lambda decoder: len(decoder.rows))
     prompts = [[*range(5, 8 + 3 * n)] for n in range(8)]
-    tokens = 600 if CUDA else 40
+    tokens = 600 if CUDA else 20
     uniforms = torch.rand(8, tokens, generator=torch.Generator().manual_seed(5))
-    free = generate(grouped, prompts, tokens, 0.8, uniforms=uniforms)
-    ends = [row[tokens // 4] for row in free[:5]]              # five rows end by then
-    if CUDA and gigabytes:
+
+    def draw(temperature, eos, **options):
+        return generate(grouped, prompts, tokens, temperature, eos, None, uniforms, **options)
+
+    ends = [row[tokens // 4] for row in draw(0.8, [])[:5]]            # five rows end by then
+    if gigabytes:
         whole = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / whole)
     try:
-        for eos in ([], ends):
+        for temperature, eos in ((0.8, []), (0.8, ends), (0, [])):
             captures.clear()
-            graph, eager = (generate(grouped, prompts, tokens, 0.8, eos, uniforms=uniforms,
-                                     cuda_graph=on) for on in (True, False))
-            assert graph == eager and (not eos or sum(len(y) < tokens for y in eager) >= 5)
-            assert len(captures) == 0 if not CUDA else len(captures) >= 3
+            graph = draw(temperature, eos)
+            assert len(captures) >= 3 if CUDA else not captures
             assert not CUDA or bool(eos) == (min(captures) < 8)
+            assert graph == draw(temperature, eos, cuda_graph=False)
+            assert not eos or sum(len(y) < tokens for y in graph) >= 5
         if CUDA:
             held = []
             for _ in range(6):
-                generate(grouped, prompts, tokens, 0.8, ends, uniforms=uniforms)
+                draw(0.8, ends)
                 held.append(torch.cuda.memory_reserved())
             assert held[-1] == held[1]
     finally:
@@ -121,120 +121,66 @@ def test_captured_steps_draw_what_eager_steps_draw(grouped, gigabytes, monkeypat
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_decoding_does_not_copy_the_keys_of_a_group(grouped, monkeypatch):
+def test_decoding_does_not_copy_the_keys_of_a_group(grouped, spy):
     """transformers repeats them for the prompt alone, once in each layer, and the values."""
-    widths, repeat = [], sdpa_attention.repeat_kv
-    monkeypatch.setattr(sdpa_attention, "repeat_kv",
-                        lambda x, n: widths.append(x.shape[2]) or repeat(x, n))
+    widths = spy("transformers.integrations.sdpa_attention.repeat_kv", lambda x, n: x.shape[2])
     generate(grouped, [[5, 6, 7]], 20, cuda_graph=False)
     assert len(widths) == 2 * 4 and len(set(widths)) == 1
 
 
-def test_rope_that_asks_the_host_is_not_captured(grouped):
-    """Of the flat form and of that by layer type; linear, yarn and llama3 do not ask."""
-    assert can_capture(grouped)
-    for rope, captured in [({"rope_type": "linear", "factor": 2.0}, True),
-                           ({"rope_type": "dynamic", "factor": 2.0}, False),
-                           ({"rope_type": "longrope", "long_factor": [2.0]}, False),
-                           ({"full_attention": {"rope_type": "default"},
-                             "sliding_attention": {"rope_type": "dynamic"}}, False)]:
-        grouped.config.rope_parameters = rope
-        assert can_capture(grouped) is captured
+@pytest.mark.parametrize("rope, is_captured", [
+    ({"rope_type": "linear", "factor": 2.0}, True), ({"rope_type": "dynamic"}, False),
+    ({"rope_type": "longrope", "long_factor": [2.0]}, False),
+    ({"full_attention": {"rope_type": "default"},
+      "sliding_attention": {"rope_type": "dynamic"}}, False)])
+def test_rope_that_asks_the_host_is_not_captured(grouped, rope, is_captured):
+    grouped.config.rope_parameters = rope
+    assert can_capture(grouped) is is_captured
 
 
-class Stream:
-    """A CUDA stream on a CPU."""
+@pytest.mark.parametrize("cause, raised", [
+    (torch.OutOfMemoryError("2 GiB"), torch.OutOfMemoryError),
+    (ValueError("in the step"), RuntimeError)])
+def test_out_of_memory_in_a_capture_stays_out_of_memory(monkeypatch, cause, raised):
+    """PyTorch reports the broken capture, but the scripts have a remedy for its cause."""
+    class BrokenCapture(nullcontext):
+        def __exit__(self, *_):
+            raise RuntimeError("capture was invalidated")
 
-    def __enter__(self):
-        return self
+    cuda = MagicMock()
+    cuda.graph.return_value = BrokenCapture()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(sampling, "_side_stream", MagicMock())
+    decoder = MagicMock()
+    decoder.step.side_effect = [None, cause]            # the trial step, and the captured one
+    with pytest.raises(raised):
+        Decoder.captured_step(decoder)
 
-    def __exit__(self, *_):
-        pass
 
-    def wait_stream(self, other):
-        pass
-
-
-@pytest.fixture()
-def fake_cuda(monkeypatch):
-    """What a capture uses of torch.cuda, on a CPU: the captured step runs at once."""
-    class Capture(Stream):
-        streams = []
-
-        def __init__(self, graph, stream):
-            self.streams.append(stream)
-
+def test_all_captures_use_one_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     sampling._side_stream.cache_clear()
-    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": lambda s: s,
-                        "CUDAGraph": type("Graph", (), {"replay": print}),
-                        "graph": Capture}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    yield Capture
+    assert sampling._side_stream() is sampling._side_stream()
     sampling._side_stream.cache_clear()
-
-
-def decoder_of(model):
-    """A decoder that has drawn its first tokens."""
-    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    decoder = Decoder(model, 0.8, prompts, torch.ones_like(prompts), torch.rand(2, 9), 12)
-    with torch.no_grad():
-        decoder.prefill(prompts, torch.ones_like(prompts))
-    return decoder
-
-
-@torch.no_grad()
-def test_all_captures_use_one_stream(toy_model, fake_cuda):
-    decoder = decoder_of(toy_model[0])
-    decoder.cache.width = 12
-    for _ in range(3):
-        decoder.captured_step()
-    assert len(fake_cuda.streams) == 3 and len(set(map(id, fake_cuda.streams))) == 1
-
-
-@torch.no_grad()
-def test_out_of_memory_in_a_capture_stays_out_of_memory(toy_model, fake_cuda, monkeypatch):
-    """PyTorch reports the broken capture; the scripts have a remedy for its cause alone."""
-    decoder = decoder_of(toy_model[0])
-    decoder.cache.width = 12
-    step, steps = Decoder.step, []
-
-    def exhausted(self):
-        steps.append(None)
-        if len(steps) == 2:
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        step(self)
-
-    def fail(*_):
-        raise RuntimeError("capture was invalidated")
-
-    monkeypatch.setattr(Decoder, "step", exhausted)
-    monkeypatch.setattr(fake_cuda, "__exit__", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        decoder.captured_step()
-    with pytest.raises(RuntimeError, match="invalidated"):
-        decoder.captured_step()
 
 
 @torch.no_grad()
 def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
     """On a CPU the cache is read one column further each step, so each step is captured."""
-    class Graph:
-        def __init__(self, decoder):
-            self.decoder = decoder
-
-        def __call__(self):
-            self.decoder.step()
-
+    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    uniforms = torch.rand(2, 9)
+    decoder = Decoder(toy_model[0], 0.8, prompts, torch.ones_like(prompts), uniforms, 12)
+    decoder.prefill(prompts, torch.ones_like(prompts))
     graphs = []
 
     def capture(decoder):
         assert all(graph() is None for graph in graphs)
-        graph = Graph(decoder)
+        graph = partial(Decoder.step, decoder)
         graphs.append(weakref.ref(graph))
         return graph
 
     monkeypatch.setattr(Decoder, "captured_step", capture)
-    tokens, _ = _decode(decoder_of(toy_model[0]), torch.rand(2, 9), [], capture=True)
+    tokens, _ = _decode(decoder, uniforms, [], capture=True)
     assert tokens.shape == (2, 9) and len(graphs) == 8
 
 
@@ -265,19 +211,11 @@ def test_two_iterations_are_finite(dtype, tmp_path):
 
 
 @whole_run
-def test_a_killed_run_goes_on(tmp_path):
+def test_a_killed_run_goes_on(tmp_path, capsys):
     """Killed after its first checkpoint, the same command ends it with every row once."""
-    flags = [*RUN, "--iterations", 4, "--save_every", 1, "--output_dir", tmp_path]
-    command = [sys.executable, "text2grad.py", *map(str, flags)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
-    while not list(tmp_path.glob("checkpoint-*")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "resumed after iteration" in done.stdout
+    flags = [*RUN, "--iterations", 4, "--save_every", 1]
+    assert kill_after("checkpoint-*", tmp_path, *flags) == -signal.SIGKILL
+    run_main(*flags, "--output_dir", tmp_path)
+    assert "resumed after iteration" in capsys.readouterr().out
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
