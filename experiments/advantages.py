@@ -4,7 +4,7 @@
     python -m experiments.baselines grpo --responses_per_prompt 4
 
 An advantage function fills `rewards`, `advantages` and `returns` of policy.Rollouts, and
-`text2grad.train` accepts it. All functions here use r_t = δ_t − β log π(y_t) / π_ref(y_t), and
+`policy.train` accepts it. All functions here use r_t = δ_t − β log π(y_t) / π_ref(y_t), and
 none uses V. ADVANTAGES maps these names to functions:
 
     definition_1       A_t = r_t, the weight of log π(y_t) in Definition 1 (§3.1)
@@ -34,12 +34,6 @@ from policy import Rollouts, gae, whiten
 from text2grad import Config
 
 
-def kl_rewards(rollouts: Rollouts, beta: float) -> Tensor:
-    """r_t = δ_t − β (log π(y_t) − log π_ref(y_t)), [B, T]."""
-    kl = rollouts.logprobs_old - rollouts.logprobs_ref
-    return (rollouts.delta - beta * kl) * rollouts.mask
-
-
 def to_go(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:
     """G_t = Σ_{k≥t} discount^{k−t} r_k, [B, T]."""
     return gae(rewards, torch.zeros_like(rewards), mask, discount, 1.0)[0]
@@ -52,15 +46,17 @@ def without_values(advantages_of):
     groups whose rewards R are all equal is a metric.
     """
     def fill(rollouts: Rollouts, beta: float, config: Config):
-        rollouts.rewards = kl_rewards(rollouts, beta)
         mask = rollouts.mask
-        rollouts.advantages = advantages_of(rollouts.rewards, mask, config) * mask
+        kl = rollouts.logprobs_old - rollouts.logprobs_ref
+        rewards = (rollouts.delta - beta * kl) * mask                               # [B, T]
+        rollouts.rewards = rewards
+        rollouts.advantages = advantages_of(rewards, mask, config) * mask
         rollouts.returns = rollouts.values
         K = config.responses_per_prompt
-        if K > 1:
-            R = rollouts.rewards.sum(1).unflatten(0, (-1, K))                   # [B / K, K]
-            return {"equal_groups": int((R == R[:, :1]).all(1).sum())}
-        return {}
+        if K == 1:
+            return {}
+        R = rewards.sum(1).unflatten(0, (-1, K))                                # [B / K, K]
+        return {"equal_groups": int((R == R[:, :1]).all(1).sum())}
     return fill
 
 
@@ -84,7 +80,8 @@ def position_mean(rewards, mask, config):
 def others_mean(x: Tensor, K: int) -> Tensor:
     """The mean of x over the other members of the same group. [B, …] → [B, …]"""
     groups = x.unflatten(0, (-1, K))
-    return ((groups.sum(1, keepdim=True) - groups) / (K - 1)).flatten(0, 1)
+    totals = groups.sum(1, keepdim=True)
+    return ((totals - groups) / (K - 1)).flatten(0, 1)
 
 
 def group_tokens(rewards, mask, config):
@@ -93,13 +90,15 @@ def group_tokens(rewards, mask, config):
     G_t is 0 after the end of a response.
     """
     totals = to_go(rewards, mask, config.gamma)
-    return whiten((totals - others_mean(totals, config.responses_per_prompt)) * mask, mask)
+    baseline = others_mean(totals, config.responses_per_prompt)
+    return whiten((totals - baseline) * mask, mask)
 
 
 def rloo(rewards, mask, config):
     """R minus the mean R of the group's other responses, at every token. [B, T] → [B, T]"""
     R = rewards.sum(1, keepdim=True)                                                # [B, 1]
-    return (R - others_mean(R, config.responses_per_prompt)).expand_as(mask)
+    baseline = others_mean(R, config.responses_per_prompt)
+    return (R - baseline).expand_as(mask)
 
 
 def grpo(rewards, mask, config, is_normalised=True):
@@ -121,8 +120,11 @@ def grpo(rewards, mask, config, is_normalised=True):
 
 GROUPED = {"rloo": rloo, "grpo": grpo, "dr_grpo": partial(grpo, is_normalised=False),
            "group_tokens": group_tokens}
-_FUNCTIONS = {"definition_1": lambda rewards, mask, config: rewards,
-              "whitened_rewards": lambda rewards, mask, config: whiten(rewards, mask),
-              "reward_to_go": reward_to_go, "decayed_to_go": decayed_to_go,
-              "position_mean": position_mean, **GROUPED}
+_FUNCTIONS = {
+    "definition_1": lambda rewards, mask, config: rewards,
+    "whitened_rewards": lambda rewards, mask, config: whiten(rewards, mask),
+    "reward_to_go": reward_to_go,
+    "decayed_to_go": decayed_to_go,
+    "position_mean": position_mean,
+    **GROUPED}
 ADVANTAGES = {name: without_values(function) for name, function in _FUNCTIONS.items()}

@@ -52,24 +52,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 import text2grad
-from annotate import Span, annotate, token_offsets
+from annotate import Span, annotate, annotation_settings, token_offsets
 from data import (REFERENCES, InputError, Task, append_row, chunks, get_task, parse_flags,
-                  prompt_text, read_rows, run_script, write_rows)
+                  preset, prompt_text, read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
                                  true_critic)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
+from policy import (MAX_GRAD_NORM, Rollouts, add_advantages, batch_rows, derive_settings,
+                    forward, reward_model_critic, sample_rollouts, set_learning_rates, train)
 from report import evaluation_command
-from reward_model import (Judgement, RewardConfig, fit_adapter, derive_reward_settings,
-                          write_critiques)
+from reward_model import (Judgement, RewardConfig, derive_reward_settings, fit_adapter,
+                          reward_settings, write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from annotate import annotation_settings
-from data import preset
-from policy import (MAX_GRAD_NORM, Rollouts, add_advantages, batch_rows, decay, derive_settings,
-                    forward, reward_model_critic, sample_rollouts, train)
-from reward_model import reward_settings
 from text2grad import Config, check_config, load_rows, start_policy, write_responses
 
 
@@ -114,12 +111,14 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
 
     pairs: [(x, y)] as token ids.
     """
-    *inputs, mask = pad_batch(*zip(*pairs), model.device)
-    token_mask = mask.bool()                                                            # [B, T]
-    hidden = response_hidden(model, *inputs, mask)[token_mask]                          # [N, H]
-    logprobs = token_logprobs(hidden, head_weight(model), inputs[2][token_mask])        # [N]
+    prompts, responses = zip(*pairs)
+    batch = pad_batch(prompts, responses, model.device)
+    _, _, tokens, mask = batch                                                          # [B, T]
+    is_token = mask.bool()
+    hidden = response_hidden(model, *batch)[is_token]                                   # [N, H]
+    logprobs = token_logprobs(hidden, head_weight(model), tokens[is_token])             # [N]
     lengths = mask.sum(1).tolist()
-    return torch.stack([response.sum() for response in logprobs.split(lengths)])
+    return torch.stack([part.sum() for part in logprobs.split(lengths)])
 
 
 def split_pairs(pairs: list[tuple]) -> list[tuple]:
@@ -148,8 +147,9 @@ def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
     A loss above log 2 means that the rejected response y_l has the higher score.
     """
     scores, mask = token_scores(model, tokenizer, split_pairs(pairs))
-    last = mask.sum(1, keepdim=True) - 1
-    return bradley_terry_loss(*scores.gather(1, last).squeeze(1).chunk(2))
+    last = mask.sum(1, keepdim=True) - 1                                            # [2B, 1]
+    rewards = scores.gather(1, last).squeeze(1)                                     # ℓ_T, [2B]
+    return bradley_terry_loss(*rewards.chunk(2))
 
 
 def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
@@ -157,14 +157,17 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 
     A loss above log 2 means that the score of the step has the wrong sign.
     """
-    scores, mask = token_scores(model, tokenizer, [(x, y) for x, y, _ in rows])
-    labels = [row + [0] * (mask.shape[1] - len(row)) for _, _, row in rows]
-    return step_loss(scores, torch.tensor(labels, device=model.device))
+    sequences = [(x, y) for x, y, _ in rows]
+    scores, _ = token_scores(model, tokenizer, sequences)                               # [B, T]
+    labels = torch.zeros_like(scores)
+    for i, (_, y, row_labels) in enumerate(rows):
+        labels[i, : len(y)] = torch.tensor(row_labels)
+    return step_loss(scores, labels)
 
 
 # ── Rows: refinements, preference pairs, step labels
 
-def annotate_rows(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[dict]:
+def annotate_rows(model, tokenizer, rows, config: Config, out: Path) -> list[dict]:
     """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
     if not result_exists(out / "responses.jsonl"):
         write_responses(model, tokenizer, rows, config, out)
@@ -175,8 +178,9 @@ def annotate_rows(model, tokenizer, rows: list[dict], config: Config, out: Path)
 
 def encode_texts(tokenizer, texts) -> list[tuple]:
     """Token ids of texts: [(prompt, answer, …)] → [(x, y, …)]; each y ends with EOS."""
-    return [(encode_prompt(tokenizer, x), *(encode_answer(tokenizer, y) for y in answers))
-            for x, *answers in texts]
+    return [(encode_prompt(tokenizer, prompt),
+             *(encode_answer(tokenizer, answer) for answer in answers))
+            for prompt, *answers in texts]
 
 
 def recorded_pair(row: dict) -> tuple[str, str] | None:
@@ -186,20 +190,19 @@ def recorded_pair(row: dict) -> tuple[str, str] | None:
     has solutions that passed or failed the tests. Raises KeyError if there are none of these.
     """
     if "chosen" in row:
-        better, worse = (row[side][-1]["content"] for side in ("chosen", "rejected"))
         is_tie = "score_chosen" in row and row["score_chosen"] == row["score_rejected"]
-        return None if is_tie else (better, worse)
+        pair = tuple(row[side][-1]["content"] for side in ("chosen", "rejected"))
+        return None if is_tie else pair
     if "comparison_preference" in row:
-        sides = [row.get(f"generated_summary_for_comparison_{side}") for side in "AB"]
-        choice = {"Summary A": 0, "Summary B": 1}.get(row["comparison_preference"])
-        is_usable = choice is not None and all(sides)
-        return (sides[choice], sides[1 - choice]) if is_usable else None
-    trials = row["trials"].values()
-    programs = {trial["test_result"]: trial["solution_code"] for trial in trials}
+        order = {"Summary A": "AB", "Summary B": "BA"}.get(row["comparison_preference"], "")
+        pair = tuple(row.get(f"generated_summary_for_comparison_{side}") for side in order)
+        return pair if pair and all(pair) else None
+    programs = {trial["test_result"]: trial["solution_code"]
+                for trial in row["trials"].values()}
     return (programs["Pass"], programs["Fail"]) if len(programs) == 2 else None
 
 
-def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -> list[tuple]:
+def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple]:
     """Preference pairs (x, y_w, y_l) as texts: recorded ones, or from two responses per row.
 
     For the latter, half of --annotated_rows rows get two responses, so that as many responses
@@ -209,30 +212,35 @@ def preferences(model, tokenizer, rows: list[dict], config: Config, out: Path) -
     rows = rows[: config.annotated_rows]
     if all({"chosen", "comparison_preference", "trials"} & row.keys() for row in rows):
         prompt_of = get_task(config.task).policy_prompt
-        pairs = [(prompt_text(prompt_of(row)), recorded_pair(row)) for row in rows]
-        texts = [(prompt, *pair) for prompt, pair in pairs if pair]
+        texts = []
+        for row in rows:
+            pair = recorded_pair(row)
+            if pair:
+                texts.append((prompt_text(prompt_of(row)), *pair))
         print(f"{len(texts)} recorded preferences; {len(rows) - len(texts)} rows without one "
               f"are left out")
         return texts
-    doubled = [row for row in rows[: config.annotated_rows // 2] for _ in range(2)]
+    half = rows[: config.annotated_rows // 2]
+    doubled = [row for row in half for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)
     for row in annotate_rows(model, tokenizer, doubled, config, out):
         merit = sum(span["label"] for span in row["spans"])
         responses[row["prompt"]].append((merit, row["response"]))
-    pairs = []
+    texts = []
     for prompt, candidates in responses.items():
         high, better = max(candidates)
         low, worse = min(candidates)
         if high > low:
-            pairs.append((prompt, better, worse))
-    return pairs
+            texts.append((prompt, better, worse))
+    return texts
 
 
 def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
     """Encode a row → (x, y, labels); a label is ±1 at the last token of a step, else 0."""
-    ((x, y),) = encode_texts(tokenizer, [(row["prompt"], row["response"])])
+    y = encode_answer(tokenizer, row["response"])
+    text, offsets = token_offsets(tokenizer, y)
     steps = [Span(**span) for span in row["spans"]]
-    return x, y, mark_ends(*token_offsets(tokenizer, y), steps)
+    return encode_prompt(tokenizer, row["prompt"]), y, mark_ends(text, offsets, steps)
 
 
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
@@ -259,7 +267,7 @@ def mend(response: str, critique: str) -> str:
 REWRITING = Task("rewriting", str)                      # each row of this task is a prompt
 
 
-def rewrite(model, tokenizer, prompts: list[str], config: Config, adapter, generator):
+def rewrite(model, tokenizer, prompts, config: Config, adapter, generator) -> list[str]:
     """Sample rewritten texts y' ~ π'(· | x, y, c). The prompts come from `rewrite_prompt`."""
     config = replace(config, task="experiments.baselines:REWRITING")
     return sample_rollouts(model, tokenizer, prompts, config, adapter, generator).texts
@@ -283,13 +291,13 @@ def refinements(model, tokenizer, rows, config: Config, out: Path,
         texts = rewrite(model, tokenizer, rewrite_prompts, config, config.reference, generator)
     if with_critique:
         prompts = rewrite_prompts
-    return [(prompt, text) for prompt, text in zip(prompts, texts) if text.strip()]
+    pairs = zip(prompts, texts)
+    return [(prompt, text) for prompt, text in pairs if text.strip()]
 
 
 # ── The methods: each trains the adapter "policy", which main() has created
 
-def fit_policy(model, tokenizer, texts: list[tuple], config: Config, out: Path, name="policy",
-               **loss):
+def fit_policy(model, tokenizer, texts, config: Config, out: Path, name="policy", **loss):
     """Train the adapter `name` on texts, by default on (x, y) with the loss −E log π(y|x).
 
     The number of epochs is chosen so that the number of optimizer steps is close to that of
@@ -319,11 +327,11 @@ def sft(model, tokenizer, rows, config: Config, out: Path):
     texts = []
     count = min(config.annotated_rows, config.iterations * config.batch_size)
     for row in rows[:count]:
-        reference = next(filter(None, map(row.get, REFERENCES)), None)
-        if not reference:
+        references = [row[name] for name in REFERENCES if row.get(name)]
+        if not references:
             raise InputError(f"a row of --data has none of the fields {', '.join(REFERENCES)}: "
                              f"SFT needs one in every row")
-        texts.append((prompt_of(row), reference))
+        texts.append((prompt_of(row), references[0]))
     fit_policy(model, tokenizer, texts, config, out)
 
 
@@ -341,7 +349,6 @@ def learn_to_rewrite(model, tokenizer, rows, config: Config, out: Path, name: st
     if config.task == "toy":
         texts = refinements(model, tokenizer, rows, config, out, with_critique=True)
         fit_policy(model, tokenizer, texts, config, out, name)
-        save_lora(model, name, out / name)
 
 
 def reflection(model, tokenizer, rows, config: Config, out: Path):
@@ -386,7 +393,8 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     else:
         losses = pair_losses
         count_of = _count_pair
-        examples = encode_texts(tokenizer, preferences(model, tokenizer, rows, config, out))
+        texts = preferences(model, tokenizer, rows, config, out)
+        examples = encode_texts(tokenizer, texts)
     if len(examples) < 2:
         raise InputError(f"{reward_type} rewards need two labelled examples, and there are "
                          f"{len(examples)}: the others are ties or have no label; add rows")
@@ -394,12 +402,15 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
     n_heldout = max(1, len(examples) // 10)
-    fit_adapter(model, examples[n_heldout:], "reward", settings,
-                lambda model, part: losses(model, tokenizer, part).sum(), count_of)
+
+    def loss_of(model, part):
+        return losses(model, tokenizer, part).sum()
+
+    fit_adapter(model, examples[n_heldout:], "reward", settings, loss_of, count_of)
     save_lora(model, "reward", out / "reward" / "adapter")
     with torch.no_grad(), use_lora(model, "reward"):
-        heldout_losses = torch.cat([losses(model, tokenizer, part)
-                                    for part in chunks(examples[:n_heldout], 64)])
+        parts = chunks(examples[:n_heldout], 64)
+        heldout_losses = torch.cat([losses(model, tokenizer, part) for part in parts])
     return (heldout_losses < math.log(2)).float().mean().item()
 
 
@@ -431,19 +442,20 @@ def sdpo(model, tokenizer, rows, config: Config, out: Path):
         seed = config.seed * 1_000_003 + iteration
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
-        sampled_rows = batch_rows(rows, config, iteration)
-        batch = sample_rollouts(model, tokenizer, sampled_rows, config, "policy", generator)
+        drawn_rows = batch_rows(rows, config, iteration)
+        n = len(drawn_rows)
+        batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
         judgements = critic(batch, model, tokenizer, config)
         teacher_batch = show(batch, judgements, tokenizer)
-        optimizer.param_groups[0]["lr"] = config.learning_rate * decay(config, iteration)
+        set_learning_rates(optimizer, config, iteration)
         for _ in range(config.ppo_epochs):
-            order = rng.sample(range(len(sampled_rows)), len(sampled_rows))
+            order = rng.sample(range(n), n)
             for minibatch in chunks(order, config.minibatch_size):
                 distil(model, batch, teacher_batch, minibatch, config.temperature)
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-        means = {name: sum(map(truth, sampled_rows, batch.texts)) / len(sampled_rows)
+        means = {name: sum(map(truth, drawn_rows, batch.texts)) / n
                  for name, truth in truths.items()}
         append_row(out / "metrics.jsonl", {"iteration": iteration + 1, **means})
 
@@ -472,9 +484,16 @@ def distil(model, student_batch: Rollouts, teacher_batch: Rollouts, index: list[
     (sdpo_loss(student_logits, teacher_logits) / len(student)).backward()
 
 
-METHODS = {"sft": sft, "ilf": ilf, "reflection": reflection, "dpo": dpo, "ppo": ppo,
-           "prm_ppo": partial(ppo, reward_type="steps"), "sdpo": sdpo,
-           **{name: partial(ppo, advantages=ADVANTAGES[name]) for name in ("grpo", "rloo")}}
+METHODS = {
+    "sft": sft,
+    "ilf": ilf,
+    "reflection": reflection,
+    "dpo": dpo,
+    "ppo": ppo,
+    "prm_ppo": partial(ppo, reward_type="steps"),
+    "sdpo": sdpo,
+    "grpo": partial(ppo, advantages=ADVANTAGES["grpo"]),
+    "rloo": partial(ppo, advantages=ADVANTAGES["rloo"])}
 
 
 # ── Reflection at test time, and the command line
@@ -491,12 +510,12 @@ def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> 
     return rewrite(model, tokenizer, prompts, config, adapter, generator)
 
 
-def write_reflections(model, tokenizer, rows: list[dict], config: Config, path: Path):
+def write_reflections(model, tokenizer, rows, config: Config, path: Path):
     """Answer held-out rows in two passes, y and then y', and write rows with the final y'."""
     generator = torch.Generator().manual_seed(config.seed)
     rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", generator)
     texts = reflect(rollouts, model, tokenizer, config, generator)
-    write_rows(path, [{"id": str(i)} | row | {"response": text}
+    write_rows(path, [{"id": str(i), **row, "response": text}
                       for i, (row, text) in enumerate(zip(rows, texts))])
 
 
@@ -504,23 +523,29 @@ def main(argv=None):
     """Train a policy by one reward design or baseline and save its adapter for eval.py."""
     name, *flags = argv or sys.argv[1:] or [""]
     designs = LEARNT | TRUE
-    choices = {**METHODS, **designs, **ADVANTAGES}
+    choices = METHODS | designs | ADVANTAGES
     if name not in choices:
         problem = f"unknown method {name!r}" if name else "no method was given"
         raise InputError(f"{problem}: choose one of {', '.join(choices)}, followed by flags of "
                          f"text2grad.py")
-    defaults = ["--output_dir", f"runs/{name}", "--probe_rows", "0"]
-    flags = [*defaults, *flags]                    # later flags override earlier ones
+    # Later flags override earlier ones.
+    flags = ["--output_dir", f"runs/{name}", "--probe_rows", "0", *flags]
     config = parse_flags(Config, __doc__, preset, flags)
     if name in TRUE and not config.annotator_function:
         raise InputError(f"{name} needs --annotator_function: set it to module:function")
     if name in GROUPED and config.responses_per_prompt < 2:
         raise InputError(f"{name} compares responses to one prompt: set "
                          f"--responses_per_prompt to 2 or more, such as 4")
-    if name in ADVANTAGES and name not in METHODS:
-        return text2grad.main(flags, advantages=ADVANTAGES[name])
-    if name in designs:
-        return text2grad.main(flags, designs[name], name in LEARNT)
+    if name in METHODS:
+        train_baseline(name, config)
+    elif name in designs:
+        text2grad.main(flags, designs[name], name in LEARNT)
+    else:
+        text2grad.main(flags, advantages=ADVANTAGES[name])
+
+
+def train_baseline(name: str, config: Config):
+    """Train a policy by one of METHODS, save it, and print the command that evaluates it."""
     if name == "reflection" and not config.reward_model:
         raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
@@ -548,4 +573,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main, "baselines", torch.OutOfMemoryError)
+    run_script(main, "baselines")

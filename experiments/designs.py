@@ -43,11 +43,11 @@ from annotate import (FeedbackError, Span, annotator_reply, call_function, get_m
                       quoted, token_rewards, tokens_inside)
 from data import InputError, chunks, get_task, load_object
 from model import encode_prompt, response_hidden, use_lora
+from policy import reward_model_critic
 from report import split_text
 from reward_model import Judgement, judge, reward_tokens, write_critiques
 from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
-from policy import reward_model_critic
 
 
 def row_share(rollouts) -> range:
@@ -57,13 +57,13 @@ def row_share(rollouts) -> range:
 
 # ── Critics that change the rewards of another critic
 
-def replace_delta(critic, change):
-    """A critic that works like another, but with δ = change(text, offsets, judgement)."""
+def replace_delta(critic, change, *options):
+    """A critic like another, but with δ = change(text, offsets, judgement, *options)."""
     def new_critic(rollouts, model, tokenizer, config):
         judgements = critic(rollouts, model, tokenizer, config)
         results = []
         for i, judgement in zip(row_share(rollouts), judgements):
-            delta = change(rollouts.texts[i], rollouts.offsets[i], judgement)
+            delta = change(rollouts.texts[i], rollouts.offsets[i], judgement, *options)
             results.append(replace(judgement, delta=delta))
         return results
     return new_critic
@@ -71,66 +71,54 @@ def replace_delta(critic, change):
 
 def at_end(critic):
     """Setting B of Appendix A: r_T = Σ_t δ_t at the last token, and 0 before it."""
-    def pay_sum(_, offsets, judgement):
-        return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]     # Eq. §3.6 A^B
     return replace_delta(critic, pay_sum)
 
 
-def weighted(critic, weighting: str):
-    """A critic that weights the token rewards of another critic in each span (Appendix I.1).
-
-    weighting: "linear_decay" or "importance", see `span_weights`.
-    """
-    def weigh(text, offsets, judgement):
-        delta = list(judgement.delta)
-        tokens = tokens_inside(text, offsets, judgement.spans)
-        for span, indices in zip(judgement.spans, tokens):
-            weights = span_weights(text, [offsets[i] for i in indices], weighting)
-            for i, weight in zip(indices, weights):
-                # δ is 0 where a good and a poor span conflict, and stays 0 there.
-                delta[i] = weight * span.label if judgement.delta[i] else 0.0
-        return delta
-    return replace_delta(critic, weigh)
+def pay_sum(_, offsets, judgement) -> list[float]:
+    """Σ_t δ_t at the last token, and 0 before it."""
+    return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]     # Eq. §3.6 A^B
 
 
-def only_poor(critic):
-    """A critic that works like another, but never praises: δ = min(δ, 0)."""
-    return replace_delta(critic, lambda _, offsets, judgement:
-                         [min(d, 0.0) for d in judgement.delta])
+def weigh(text: str, offsets, judgement, weighting: str) -> list[float]:
+    """Token rewards with a weight for each token of a span (Appendix I.1): `span_weights`."""
+    spans = judgement.spans
+    delta = list(judgement.delta)
+    for span, tokens in zip(spans, tokens_inside(text, offsets, spans)):
+        weights = span_weights(text, [offsets[t] for t in tokens], weighting)
+        for t, weight in zip(tokens, weights):
+            # δ is 0 where a good and a poor span conflict, and stays 0 there.
+            delta[t] = weight * span.label if judgement.delta[t] else 0.0
+    return delta
 
 
-def punish_omissions(critic):
-    """A critic that works like another, but pays −1 for each fact that the critique misses.
+def remove_praise(text, offsets, judgement) -> list[float]:
+    """min(δ, 0): the penalties without the rewards."""
+    return [min(d, 0.0) for d in judgement.delta]
+
+
+def charge_omissions(text, offsets, judgement) -> list[float]:
+    """δ with a penalty of 1 for each fact that the critique misses.
 
     A span cannot mark what is missing. The last token, usually EOS, is therefore charged.
     """
-    def charge(_, offsets, judgement):
-        *delta, last = judgement.delta
-        return [*delta, last - judgement.critique.count(" is missing.")]
-    return replace_delta(critic, charge)
+    *delta, last = judgement.delta
+    return [*delta, last - judgement.critique.count(" is missing.")]
 
 
-def damp_length(critic, suggested: int):
-    """A critic whose reward for token n is multiplied by σ(6 − (n − suggested)).
-
-    This is the length term of the release for SLF5K, which suggests 48 tokens.
-    """
-    def damp(_, offsets, judgement):
-        return [d / (1 + math.exp(n - suggested - 6))
-                for n, d in enumerate(judgement.delta, 1)]
-    return replace_delta(critic, damp)
+def damp_length(text, offsets, judgement, suggested: int) -> list[float]:
+    """δ of token n times σ(6 − (n − suggested)): the length term of the release for SLF5K."""
+    return [d / (1 + math.exp(n - suggested - 6))
+            for n, d in enumerate(judgement.delta, 1)]
 
 
-def noisy(critic, kind: str, percent: int):
-    """A critic that damages a percentage of another critic's spans, see `damaged`.
+def damage(text: str, offsets, judgement, kind: str, percent: int) -> list[float]:
+    """Token rewards after a percentage of the spans is damaged, see `damaged`.
 
     The text is the random seed, so the same text always gets the same damage.
     """
-    def damage(text, offsets, judgement):
-        rng = random.Random(text)
-        spans = damaged(text, judgement.spans, kind, percent / 100, rng)
-        return token_rewards(text, offsets, spans)
-    return replace_delta(critic, damage)
+    rng = random.Random(text)
+    spans = damaged(text, judgement.spans, kind, percent / 100, rng)
+    return token_rewards(text, offsets, spans)
 
 
 def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> list[Span]:
@@ -144,19 +132,28 @@ def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> li
     count = int(len(spans) * fraction + rng.random())
     chosen = rng.sample(range(len(spans)), count)
     out = [span for i, span in enumerate(spans) if i not in chosen]
-    for span in (spans[i] for i in chosen):
+    for i in chosen:
+        span = spans[i]
         if kind == "flipped":
             out.append(replace(span, label=-span.label))
+        if kind == "shifted":
+            out += moved(text, span, spans + out)
         if kind == "widened":
             before = re.search(r"(?:\S+\s+){0,2}$", text[: span.start])
             after = re.compile(r"\S*(?:\s+\S+)?").match(text, span.end)
             out.append(replace(span, start=before.start(), end=after.end()))
-        free = [word.span() for word in re.finditer(r"\S+", text)
-                if all(word.end() <= s.start or s.end <= word.start() for s in spans + out)]
-        if kind == "shifted" and free:
-            start, end = min(free, key=lambda word: abs(word[0] - span.start))
-            out.append(replace(span, start=start, end=end))
     return out
+
+
+def moved(text: str, span: Span, spans: list[Span]) -> list[Span]:
+    """The span, moved to the nearest word that overlaps no span: a list of one or no span."""
+    free_words = []
+    for word in re.finditer(r"\S+", text):
+        start, end = word.span()
+        if all(end <= other.start or other.end <= start for other in spans):
+            free_words.append(replace(span, start=start, end=end))
+    free_words.sort(key=lambda word: abs(word.start - span.start))
+    return free_words[:1]
 
 
 # ── Critics that do not need another critic
@@ -172,8 +169,8 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     for i in row_share(rollouts):
         text = rollouts.texts[i]
         offsets = rollouts.offsets[i]
-        example = {"id": rollouts.rows[i].get("id", i), "row": rollouts.rows[i],
-                   "response": text}
+        row = rollouts.rows[i]
+        example = {"id": row.get("id", i), "row": row, "response": text}
         reply = annotator_reply(critic, example, config) if text.strip() else ""
         try:
             feedback, grounding = get_mode(config.mode).read(example, reply)
@@ -230,19 +227,20 @@ def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
     indices = [i for i in row_share(rollouts) for _ in range(DRAWS)]
     prompts = [rollouts.prompts[i] for i in indices]
     texts = [rollouts.texts[i] for i in indices]
-    uniforms = torch.zeros(len(indices), config.max_critique_tokens)
-    for k in range(0, len(indices), DRAWS):
-        seed = zlib.crc32(f"{config.seed} {prompts[k]} {texts[k]}".encode())
-        uniforms[k : k + DRAWS].uniform_(generator=torch.Generator().manual_seed(seed))
-    critiques = write_critiques(model, tokenizer, prompts, texts, uniforms.shape[1], 1.0,
-                                uniforms)
+    uniforms = []
+    for prompt, text in zip(prompts[::DRAWS], texts[::DRAWS]):
+        seed = zlib.crc32(f"{config.seed} {prompt} {text}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        uniforms.append(torch.rand(DRAWS, config.max_critique_tokens, generator=generator))
+    critiques = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens,
+                                1.0, torch.cat(uniforms))
     judgements = [judge(critique, rollouts.texts[i], rollouts.offsets[i])
                   for critique, i in zip(critiques, indices)]
     means = []
     for group in chunks(judgements, DRAWS):
-        columns = zip(*(judgement.delta for judgement in group))
-        delta = [sum(column) / DRAWS for column in columns]
-        means.append(replace(group[0], delta=delta))
+        deltas = [judgement.delta for judgement in group]
+        mean_delta = [sum(column) / DRAWS for column in zip(*deltas)]
+        means.append(replace(group[0], delta=mean_delta))
     return means
 
 
@@ -253,10 +251,12 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
 
     pairs: [(x, y)] as token ids → scores [B, T], mask [B, T].
     """
-    plus, minus = (tokenizer(sign, add_special_tokens=False).input_ids[-1] for sign in "+-")
+    plus, minus = (tokenizer(sign, add_special_tokens=False).input_ids[-1]
+                   for sign in ("+", "-"))
+    prompts = [x for x, _ in pairs]
     # One extra token gives a hidden state after the last token of y.
-    batch = pad_batch([x for x, _ in pairs], [[*y, plus] for _, y in pairs],
-                      model.device)
+    responses = [[*y, plus] for _, y in pairs]
+    batch = pad_batch(prompts, responses, model.device)
     hidden = response_hidden(model, *batch)[:, 1:]                      # [B, T, H]
     weight = head_weight(model)
     direction = weight[plus].float() - weight[minus].float()            # W[+] − W[−], [H]
@@ -283,39 +283,50 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
     judgements = []
     with use_lora(model, "reward"):
         for part in chunks(row_share(rollouts), config.micro_batch_size):
-            pairs = [(encode_prompt(tokenizer, rollouts.prompts[i]),
-                      rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()) for i in part]
+            pairs = []
+            for i in part:
+                y = rollouts.response_ids[i][rollouts.mask[i].bool()]
+                x = encode_prompt(tokenizer, rollouts.prompts[i])
+                pairs.append((x, y.tolist()))
             scores, _ = token_scores(model, tokenizer, pairs)
             if by_step:
                 scores = torch.tanh(scores / 2)
-            for i, row_scores in zip(part, scores):
+            for i, row_scores in zip(part, scores.tolist()):
                 text = rollouts.texts[i]
                 offsets = rollouts.offsets[i]
                 ends = [0] * (len(offsets) - 1) + [1]
                 if by_step:
                     ends = mark_ends(text, offsets, step_spans(text, config.task == "kodcode"))
-                delta = [score if end else 0.0 for score, end in zip(row_scores.tolist(), ends)]
+                delta = [score if end else 0.0 for score, end in zip(row_scores, ends)]
                 judgements.append(Judgement("", delta))
     return judgements
 
 
-WEIGHTINGS = ("linear_decay", "importance")
-DAMAGES = ("flipped", "shifted", "dropped")
 # Critics that need a trained R_φ.
-LEARNT = {"critique": reward_model_critic, "graded": graded, "end": at_end(reward_model_critic),
-          **{name: weighted(reward_model_critic, name) for name in WEIGHTINGS}}
+LEARNT = {
+    "critique": reward_model_critic,
+    "graded": graded,
+    "end": at_end(reward_model_critic)}
 # Critics that need a scalar or step reward model, trained by baselines.py.
-SCORED = {"scalar": partial(pay_scores, by_step=False),
-          "steps": partial(pay_scores, by_step=True)}
+SCORED = {
+    "scalar": partial(pay_scores, by_step=False),
+    "steps": partial(pay_scores, by_step=True)}
 # Critics that need --annotator_function and no reward model.
-TRUE = {"true": true_critic, "score": score_critic, "true_end": at_end(true_critic),
-        **{f"true_{name}": weighted(true_critic, name) for name in WEIGHTINGS},
-        "true_poor": only_poor(true_critic),
-        "true_omission": punish_omissions(true_critic),
-        "true_poor_omission": punish_omissions(only_poor(true_critic)),
-        "true_poor_length": damp_length(only_poor(true_critic), 48),
-        **{f"true_{kind}_{percent}": noisy(true_critic, kind, percent)
-           for kind in DAMAGES for percent in (10, 20, 40)}}
+_POOR = replace_delta(true_critic, remove_praise)
+TRUE = {
+    "true": true_critic,
+    "score": score_critic,
+    "true_end": at_end(true_critic),
+    "true_poor": _POOR,
+    "true_omission": replace_delta(true_critic, charge_omissions),
+    "true_poor_omission": replace_delta(_POOR, charge_omissions),
+    "true_poor_length": replace_delta(_POOR, damp_length, 48)}
+for _name in ("linear_decay", "importance"):
+    LEARNT[_name] = replace_delta(reward_model_critic, weigh, _name)
+    TRUE[f"true_{_name}"] = replace_delta(true_critic, weigh, _name)
+for _kind in ("flipped", "shifted", "dropped"):
+    for _percent in (10, 20, 40):
+        TRUE[f"true_{_kind}_{_percent}"] = replace_delta(true_critic, damage, _kind, _percent)
 DESIGNS = {**LEARNT, **SCORED, **TRUE}
 
 
@@ -332,11 +343,15 @@ def span_weights(text: str, places, weighting: str) -> list[float]:  # Table 11
     paper, a part-of-speech tagger finds the content words, which are nouns and verbs. Here all
     words are content words except a fixed list of English function words.
     """
+    n = len(places)
     if weighting == "linear_decay":
-        return [1.0 - 0.9 * i / max(1, len(places) - 1) for i in range(len(places))]
-    content = [word.span() for word in toy.content_words(text)]
-    return [1.0 if any(start < b and a < end for a, b in content) else OTHERS
-            for start, end in places]
+        return [1.0 - 0.9 * i / max(1, n - 1) for i in range(n)]
+    words = toy.content_words(text)
+    weights = []
+    for start, end in places:
+        is_content = any(start < word.end() and word.start() < end for word in words)
+        weights.append(1.0 if is_content else OTHERS)
+    return weights
 
 
 # ── Steps (Appendix N)
@@ -348,10 +363,11 @@ _CLAUSE = (rf"(?<=[.!?;:,])\s+|{_LINE}|\s+(?=(?:and|but|because|so|who|which|whi
 
 def step_spans(text: str, code: bool = False) -> list[Span]:
     """The steps of a text, each with label +1: lines if it is code, clauses otherwise."""
-    separators = [match.span() for match in re.finditer(_LINE if code else _CLAUSE, text)]
+    pattern = _LINE if code else _CLAUSE
+    separators = [match.span() for match in re.finditer(pattern, text)]
     bounds = [0, *chain(*separators), len(text)]
-    pairs = zip(bounds[::2], bounds[1::2])
-    return [Span(start, end, 1) for start, end in pairs if text[start:end].strip()]
+    return [Span(start, end, 1) for start, end in zip(bounds[::2], bounds[1::2])
+            if text[start:end].strip()]
 
 
 # ── Annotator functions that know the truth of the toy world
@@ -364,8 +380,10 @@ class Mark(Span):
 
 def marks(row: dict, response: str) -> list[Mark]:
     """The spans that the careful critic mentions, in reading order."""
-    result = [Mark(start, start + len(phrase), 1 if is_right else -1, slot)
-              for start, slot, phrase, _, is_right in toy.judged_facts(row, response)]
+    result = []
+    for start, slot, phrase, _, is_right in toy.judged_facts(row, response):
+        label = 1 if is_right else -1
+        result.append(Mark(start, start + len(phrase), label, slot))
     for _, phrase in toy.faults(response):
         start = response.index(phrase)
         name = "repetition" if phrase[0] == "," else "voice"
@@ -407,9 +425,12 @@ def critique_steps(row: dict, response: str) -> str:
     poor_marks = [mark for mark in marks(row, response) if mark.label < 0]
     steps = []
     for step in step_spans(response):
-        faults = [mark.name for mark in poor_marks if step.start < mark.end <= step.end]
-        steps.append({"step": response[step.start : step.end], "correct": not faults,
-                      "reason": f"wrong: {faults}" if faults else "as in the post"})
+        faults = [mark.name for mark in poor_marks
+                  if step.start < mark.end <= step.end]
+        steps.append({
+            "step": response[step.start : step.end],
+            "correct": not faults,
+            "reason": f"wrong: {faults}" if faults else "as in the post"})
     return json.dumps({"steps": steps})
 
 
@@ -420,11 +441,11 @@ def critique_dense(row: dict, response: str) -> str:
     function words.
     """
     facts = marks(row, response)
+    names = {1: "good", -1: "poor", 0: "neutral"}
     labels = []
     for word in re.finditer(r"\S+", response):
         label = next((mark.label for mark in facts if word.start() < mark.end), 0)
-        name = {1: "good", -1: "poor", 0: "neutral"}[label]
-        labels.append({"word": word.group(), "label": name})
+        labels.append({"word": word[0], "label": names[label]})
     critique, _, _ = toy.critique(row, response).partition("\n")
     return json.dumps({"textual_feedback": critique, "labels": labels})
 

@@ -10,7 +10,7 @@ the reply. Both modes produce spans, so the later phases do not change.
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from dataclasses import replace
 
 from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, check_characters,
                       find_object, normal_places, quoted, read_critique)
@@ -40,16 +40,19 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """
     response = example["response"]
     value, prose = find_object(reply, ("labels",))
-    labels = _read_items(value, "labels", lambda item: (
-        LABELS[item["label"]], item["word"].strip()))
-    words = list(re.finditer(r"\S+", response))
-    if [word for _, word in labels] != [word.group() for word in words]:
+    words = _read_items(value, "labels", lambda item: item["word"].strip())
+    labels = _read_items(value, "labels", lambda item: LABELS[item["label"]])
+    matches = list(re.finditer(r"\S+", response))
+    if words != [match[0] for match in matches]:
         raise FeedbackError("the labelled words differ from the words of the response")
     spans = []
-    for label, group in groupby(zip(labels, words), key=lambda pair: pair[0][0]):
-        matches = [match for _, match in group]
-        if label:
-            spans.append(Span(matches[0].start(), matches[-1].end(), label))
+    previous_label = 0
+    for label, match in zip(labels, matches):
+        if label and label == previous_label:
+            spans[-1] = replace(spans[-1], end=match.end())
+        elif label:
+            spans.append(Span(match.start(), match.end(), label))
+        previous_label = label
     critique = read_critique(value, prose)
     check_characters("the reply", critique)
     return quoted(response, critique, spans), Grounding(spans)
@@ -75,10 +78,11 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """
     response = example["response"]
     value, _ = find_object(reply, ("steps",))
+    verdicts = {True: "Correct", False: "Incorrect"}
     steps = _read_items(value, "steps", lambda item: (
-        {True: "Correct", False: "Incorrect"}[item["correct"]], item["step"].strip(),
-        item["reason"].strip()))
-    critique = "\n".join(f"{verdict}: {step} ({reason})" for verdict, step, reason in steps)
+        verdicts[item["correct"]], item["step"].strip(), item["reason"].strip()))
+    critique = "\n".join(f"{verdict}: {step} ({reason})"
+                         for verdict, step, reason in steps)
     if not steps:
         raise FeedbackError("the list of steps is empty")
     check_characters("the reply", critique)
