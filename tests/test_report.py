@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 import report
-from data import InputError, public, write_rows
+from data import InputError, public
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
                     html_table, run_report, sample_row, split_text, svg_line, table, ticks)
@@ -254,7 +254,8 @@ def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_t
 def test_samples_stand_with_delta_and_advantage_beside_the_critique(run):
     write(run / "samples.jsonl", [row_of(i) for i in range(1, 30)] + [
         row_of(30, critique="", unreadable="it was cut off")])
-    cards = re.findall(r"(?s)<b>iteration (\d+)</b>(.*?)</article>", run_report(run).read_text())
+    text = run_report(run).read_text()
+    cards = re.findall(r"(?s)<b>iteration (\d+)</b>(.*?)</article>", text)
     assert [int(i) for i, _ in cards] == [*range(3, 31, 3)]
     for i, text in cards:
         delta = text.index(heatmap(["a", " cat", ""], [1.0, -1.0, 0.0], 1))
