@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 import text2grad
 import toy
 from annotate import annotation_questions, annotation_settings
-from data import InputError, get_task, parse_flags, write_rows
+from data import InputError, check_values, get_task, parse_flags, write_rows
 from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
-from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters
-from reward_model import Judgement, RewardConfig, derive_reward_settings, split_rows
-from sampling import generate
-from policy import add_scores, batch_rows, derive_settings, ppo_update, sample_rollouts, train
+from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters, save_lora
+from reward_model import Judgement, RewardConfig, derive_reward_settings
+from policy import (add_gradients, add_scores, batch_rows, derive_settings, sample_rollouts,
+                    train)
 from text2grad import Config, evaluate, load_rows, train_and_evaluate, write_responses
 
 CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
@@ -32,11 +32,6 @@ CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, lear
 def documented_seed(config, iteration):
     """The seed of one iteration: every draw depends on (seed, iteration, row)."""
     return config.seed * 1_000_003 + iteration
-
-
-def zero_critic(rollouts, *_):
-    """A critic whose δ is 0 everywhere, so that only the KL penalty acts."""
-    return [Judgement("", [0.0] * len(offsets)) for offsets in rollouts.offsets]
 
 
 @pytest.fixture()
@@ -62,102 +57,75 @@ def test_a_response_ends_at_every_eos_of_the_generation_config(model_and_tokeniz
     def responses():
         batch = sample_rollouts(model, tokenizer, rows, CONFIG, "policy",
                                 torch.Generator().manual_seed(0))
-        ids = [y[m.bool()].tolist() for y, m in zip(batch.response_ids, batch.mask)]
-        return ids, batch.truncated
+        return [y[m.bool()].tolist() for y, m in zip(batch.response_ids, batch.mask)], batch
 
     whole, _ = responses()
     k = whole[0][3]
     assert k not in eos_ids(tokenizer)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, k]
-    expected = [y[: y.index(k) + 1] if k in y else y for y in whole]
-    ids, truncated = responses()
-    assert ids == expected and expected != whole
-    assert not any(cut for y, cut in zip(ids, truncated) if y[-1] == k)
+    cut, batch = responses()
+    assert cut == [y[: y.index(k) + 1] if k in y else y for y in whole] != whole
+    assert not any(is_cut for y, is_cut in zip(cut, batch.truncated) if y[-1] == k)
 
 
-def test_every_row_of_every_decoding_chunk_has_its_own_uniforms(model_and_tokenizer, rows,
-                                                                monkeypatch):
+def test_every_row_of_every_decoding_chunk_has_its_own_uniforms(model_and_tokenizer, rows, spy):
     """The uniforms of row i are row i of one torch.rand(B, T), whatever the chunk size."""
-    calls = []
-
-    def record(model, prompts, *args, uniforms):
-        calls.append(uniforms)
-        return generate(model, prompts, *args, uniforms=uniforms)
-
-    monkeypatch.setattr("policy.generate", record)
+    chunks = spy("policy.generate", lambda *_, uniforms: uniforms)
     sample_rollouts(*model_and_tokenizer, rows, replace(CONFIG, rollout_batch_size=3), "policy",
                     torch.Generator().manual_seed(5))
     expected = torch.rand(8, 12, generator=torch.Generator().manual_seed(5))
-    assert [len(uniforms) for uniforms in calls] == [3, 3, 2]
-    assert torch.equal(torch.cat(calls), expected)
+    assert [len(uniforms) for uniforms in chunks] == [3, 3, 2]
+    assert torch.equal(torch.cat(chunks), expected)
 
 
 # ── Algorithm 4
 
-def test_every_iteration_has_its_own_seed(model_and_tokenizer, rows, tmp_path, monkeypatch):
-    """With learning rate 0 and one row, two iterations draw different y and minibatches, as the
-    documented seeds say."""
+def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer, rows,
+                                                             tmp_path, spy):
+    """With one row and weights that stay, each iteration draws other y and minibatches, as the
+    documented seeds say. The linear schedule takes both rates to 0."""
     model, tokenizer = model_and_tokenizer
-    responses, orders = [], []
 
-    def record(rollouts, model, value_head, optimizer, config, rng):
-        responses.append(rollouts.response_ids)
-        orders.append(rng.getstate())
-        return ppo_update(rollouts, model, value_head, optimizer, config, rng)
+    def inputs(rollouts, model, value_head, optimizer, config, rng):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return rollouts.response_ids, rng.getstate(), rates
 
-    monkeypatch.setattr("policy.ppo_update", record)
-    train(model, tokenizer, rows[:1], CONFIG, tmp_path, length_critic)
-    for iteration in range(2):
+    updates = spy("policy.ppo_update", inputs)
+    config = replace(CONFIG, iterations=4, learning_rate=0.2, value_learning_rate=0.5)
+    train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
+    for iteration, (responses, state, rates) in enumerate(updates):
         seed = documented_seed(CONFIG, iteration)
         expected = sample_rollouts(model, tokenizer, rows[:1] * 8, CONFIG, "policy",
                                    torch.Generator().manual_seed(seed))
-        assert torch.equal(responses[iteration], expected.response_ids)
-        assert orders[iteration] == random.Random(seed).getstate()
-    assert responses[0].tolist() != responses[1].tolist()
+        assert torch.equal(responses, expected.response_ids)
+        assert state == random.Random(seed).getstate()
+        assert rates == pytest.approx([0.2 * (1 - iteration / 4), 0.5 * (1 - iteration / 4)])
+    assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
 
 
-@pytest.mark.parametrize("value_rate, expected", [(0.5, [0.5, 0.375, 0.25, 0.125]),
-                                                  (None, [0.2, 0.15, 0.1, 0.05])])
-def test_both_learning_rates_decay_to_zero(model_and_tokenizer, rows, tmp_path, monkeypatch,
-                                           value_rate, expected):
-    """Linear schedule over four iterations, for θ and ψ; value_learning_rate=None means θ's."""
-    rates = []
-
-    def record(rollouts, model, value_head, optimizer, config, rng):
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        return ppo_update(rollouts, model, value_head, optimizer, config, rng)
-
-    monkeypatch.setattr("policy.ppo_update", record)
-    config = replace(CONFIG, iterations=4, learning_rate=0.2, value_learning_rate=value_rate)
-    model, tokenizer = model_and_tokenizer
-    config = derive_settings(config, len(rows), model)
-    train(model, tokenizer, rows, config, tmp_path, length_critic)
-    policy_rates, value_rates = zip(*rates)
-    assert policy_rates == pytest.approx([0.2, 0.15, 0.1, 0.05])
-    assert value_rates == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("iterations, kl_horizon, horizon", [(2, 10**4, 10**4), (15, None, 12)])
-def test_the_kl_coefficient_follows_nats_per_response(iterations, kl_horizon, horizon, rows,
+@pytest.mark.parametrize("kl_horizon, horizon", [(10**4, 10**4), (None, 12)])
+def test_the_kl_coefficient_follows_nats_per_response(kl_horizon, horizon, rows,
                                                       model_and_tokenizer, tmp_path):
     """β after an iteration, recomputed from the KL of the batch (Ziegler et al. 2019, §2.2).
 
     The target is near the KL, so that the error is not clipped, and nats per token would give
     another β. The horizon counts rollouts: 8 per iteration, though a minibatch has 4. If no
-    setting names it, it is a tenth of the run's rollouts.
+    setting names it, it is a tenth of the 120 rollouts of the run, which the critic stops.
     """
     model, tokenizer = model_and_tokenizer
-    config = replace(CONFIG, minibatch_size=4, iterations=iterations)
+    config = replace(CONFIG, minibatch_size=4, iterations=15)
     batch = sample_rollouts(model, tokenizer, batch_rows(rows, config, 0), config, "policy",
                             torch.Generator().manual_seed(documented_seed(config, 0)))
     add_scores(batch, model, ValueHead(128), config)
     log_ratio = (batch.logprobs_old - batch.logprobs_ref) * batch.mask
     kl = log_ratio.sum(1).mean().item()
     config = replace(config, kl_target=kl / 1.1, kl_horizon=kl_horizon)  # relative error .1
-    train(model, tokenizer, rows, config, tmp_path, length_critic)
-    first, second, *_ = read_jsonl(tmp_path / "metrics.jsonl")
+    critics = iter([length_critic, length_critic])
+    with pytest.raises(StopIteration):
+        train(model, tokenizer, rows, config, tmp_path, lambda *batch: next(critics)(*batch))
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert first["kl"] == pytest.approx(kl, rel=1e-4) and kl > 5
     assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / horizon),
                                               rel=1e-5)
@@ -170,27 +138,17 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     parameters = [*lora_parameters(model, "policy"), *head.parameters()]
 
     def gradient(rank, ranks):
-        """The gradient that one rank contributes, taken before it is summed over the ranks."""
+        """The gradient of one rank's share."""
         monkeypatch.setattr("policy.RANK", rank)
         monkeypatch.setattr("policy.WORLD_SIZE", ranks)
-        gradients = []
-
-        def record(x):
-            gradients.append(x.flatten())
-            if len(gradients) == len(parameters):
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr("policy.all_sum", record)
-        optimizer = torch.optim.SGD(parameters, lr=0.0)
-        optimizer.zero_grad()
-        with pytest.raises(KeyboardInterrupt):
-            ppo_update(rollouts, model, head, optimizer, config, random.Random(0))
-        return torch.cat(gradients)
+        model.zero_grad()
+        head.zero_grad()
+        add_gradients(rollouts, list(range(6)), model, head, parameters, config)
+        return torch.cat([p.grad.flatten() for p in parameters])
 
     whole = gradient(0, 1)
-    parts = [gradient(rank, 2) for rank in range(2)]
     assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient(0, 2) + gradient(1, 2), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
@@ -204,6 +162,7 @@ def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path
     config = Config(iterations=8, batch_size=48, minibatch_size=48, kl_coef=1.0, kl_target=0.0,
                     seed=1, learning_rate=2e-3, max_new_tokens=20)
     rows = get_task("toy").rows("train", 200, 0)
+    zero_critic = lambda batch, *_: [Judgement("", [0.0] * len(y)) for y in batch.offsets]
     train(model, tokenizer, rows, config, tmp_path, zero_critic)
     kl = [row["kl"] for row in read_jsonl(tmp_path / "metrics.jsonl")]
     assert kl[0] > 5 and kl[-1] < 0.55 * kl[0], kl
@@ -218,7 +177,10 @@ def texts_of(model, tokenizer, rows, adapter):
 
 
 def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, rows, tmp_path):
-    """With --adapter, π_ref is the SFT adapter: it answers in phase 1 and in "before"."""
+    """With --adapter, π_ref is the SFT adapter: it answers in phase 1 and in "before".
+
+    Both evaluations take the held-out rows and have one seed.
+    """
     model, tokenizer = model_and_tokenizer
     (tmp_path / "SFT").write_text("")
     config = replace(CONFIG, adapter=str(tmp_path / "SFT"))
@@ -227,15 +189,18 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
     assert reference != texts_of(model, tokenizer, rows, "policy")
     write_responses(model, tokenizer, rows, config, tmp_path)
     responses = [row["response"] for row in read_jsonl(tmp_path / "responses.jsonl")]
-    assert responses == list(reference)
-    train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, length_critic)
+    assert responses == reference
+    held_out = rows[:5]
+    train_and_evaluate(model, tokenizer, rows[5:], held_out, config, tmp_path, length_critic)
     result = json.loads((tmp_path / "result.json").read_text())
     for name, adapter in (("before", "reference"), ("after", "policy")):
-        samples = read_jsonl(tmp_path / f"{name}_samples.jsonl")
-        assert [row["response"] for row in samples] == texts_of(model, tokenizer, rows, adapter)
-        means, _ = evaluate(model, tokenizer, rows, config, adapter, length_critic)
+        samples = [row["response"] for row in read_jsonl(tmp_path / f"{name}_samples.jsonl")]
+        assert samples == texts_of(model, tokenizer, held_out, adapter)
+        means, _ = evaluate(model, tokenizer, held_out, config, adapter, length_critic)
         assert result[name] == means
     assert result["before"] != result["after"]
+    prompts = [get_task("toy").policy_prompt(row) for row in rows[5:]]
+    assert all(row["prompt"] in prompts for row in read_jsonl(tmp_path / "samples.jsonl"))
 
 
 @pytest.mark.parametrize("adapter", [None, "policy"])
@@ -258,18 +223,6 @@ def test_perplexity_is_that_of_transformers_own_base(model_and_tokenizer, rows, 
     means, _ = evaluate(model, tokenizer, rows, config, adapter, length_critic)
     perplexity = math.exp(-sum(logprobs) / len(logprobs))
     assert means["perplexity under the base"] == pytest.approx(perplexity, rel=1e-4)
-
-
-def test_equal_policies_have_equal_results_before_and_after(toy_model, rows, tmp_path):
-    """The same adapter twice gives equal rows and means: both evaluations have one seed."""
-    model, tokenizer = toy_model
-    add_lora(model, "policy", 4, 8)                                      # B = 0: no change
-    train_and_evaluate(model, tokenizer, rows, rows, CONFIG, tmp_path, length_critic)
-    before, after = (read_jsonl(tmp_path / f"{name}_samples.jsonl")
-                     for name in ("before", "after"))
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert before == after and result["before"] == result["after"]
-    assert result["before"] == evaluate(model, tokenizer, rows, CONFIG, None, length_critic)[0]
 
 
 def write_repeated_prompts(path):
@@ -295,29 +248,22 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
     assert len(splits) > 1, "the seed decides which prompts are held out"
 
 
-def test_chat_prompts_are_split_by_their_messages():
-    """A prompt may be a list of chat messages, which cannot be hashed."""
-    rows = [{"x": [{"role": "user", "content": str(i % 20)}]} for i in range(60)]
-    training, held_out = split_rows(rows, 2, 0, lambda row: row["x"])
-    assert len(held_out) == 6 and not any(row in held_out for row in training)
-
-
-def test_the_run_passes_on_the_split(reward, tmp_path, monkeypatch):
+def test_the_run_passes_on_the_split(toy_model, tmp_path, monkeypatch):
     """`main` trains on the training rows and evaluates the held-out ones."""
-    data = write_repeated_prompts(tmp_path / "rows.jsonl")
-    prompts = []
-
-    def record(model, tokenizer, rows, *_):
-        prompts.extend(row["prompt"] for row in rows)
+    def stop(model, tokenizer, rows, held_out, *_):
+        prompts.extend({row["prompt"] for row in part} for part in (rows, held_out))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text2grad, "train", record)
+    prompts = []
+    data = write_repeated_prompts(tmp_path / "rows.jsonl")
+    add_lora(toy_model[0], "reward")
+    save_lora(toy_model[0], "reward", tmp_path / "reward")
+    monkeypatch.setattr(text2grad, "train_and_evaluate", stop)
     with pytest.raises(KeyboardInterrupt):
         run_main("--task", "ultrafeedback", "--model", "toy/base", "--data", data,
                  "--eval_rows", 2, "--max_new_tokens", 12, "--max_critique_tokens", 64,
-                 "--reward_model", reward, "--output_dir", tmp_path / "run")
-    held_out = {row["prompt"] for row in read_jsonl(tmp_path / "run" / "before_samples.jsonl")}
-    assert len(held_out) == 2 and len(prompts) == 54 and not held_out & set(prompts)
+                 "--reward_model", tmp_path / "reward", "--output_dir", tmp_path / "run")
+    assert [*map(len, prompts)] == [18, 2] and not prompts[0] & prompts[1]
 
 
 def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
@@ -331,36 +277,48 @@ def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
 
 # ── Settings of a task
 
-@pytest.mark.parametrize("rows, millions, expected", [
-    (160, 134.5, (16, 12, 8, 3.9e-4)), (20, 0.3, (16, 12, 8, 2e-3)),
-    (10_000, 8030, (64, 156, 32, 9.99e-5)), (500_000, 8000, (64, 6000, 32, 1e-4))])
-def test_settings_of_an_own_task_follow_from_its_rows_and_the_model(rows, millions, expected):
-    """questions.md: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
+def model_of(millions):
+    """A frozen model with this many parameters, without memory for them."""
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
-    model = SimpleNamespace(parameters=lambda: [weight])
-    empty = Config(task="my_task:HEADLINES", iterations=None, batch_size=None,
-                   minibatch_size=None, learning_rate=None, value_learning_rate=None)
-    config = derive_settings(empty, rows, model)
-    assert (config.batch_size, config.iterations, config.minibatch_size) == expected[:3]
-    assert config.learning_rate == pytest.approx(expected[3], rel=0.01)
-    assert config.value_learning_rate == pytest.approx(10 * config.learning_rate)
-    release = derive_settings(replace(empty, task="slf5k", batch_size=12), 5000, model)
-    assert release.iterations == 1666                            # four epochs
-    named = replace(empty, iterations=7, batch_size=3, minibatch_size=3, learning_rate=0.5,
-                    value_learning_rate=0.25)
-    assert derive_settings(named, rows, model) == named
+    return SimpleNamespace(parameters=lambda: [weight])
 
 
-def test_a_learning_rate_of_zero_is_not_replaced_by_a_derived_one():
-    weight = torch.nn.Parameter(torch.zeros(1), False)
-    model = SimpleNamespace(parameters=lambda: [weight])
-    for rate, value_rate, expected in ((0.0, None, (0.0, 0.0)), (0.5, 0.0, (0.5, 0.0)),
-                                       (0.5, None, (0.5, 0.5)), (None, 0.0, (2e-3, 0.0))):
-        config = Config(learning_rate=rate, value_learning_rate=value_rate)
-        config = derive_settings(config, 100, model)
-        assert (config.learning_rate, config.value_learning_rate) == expected
-    config = derive_reward_settings(RewardConfig(learning_rate=0.0), 100, model)
-    assert config.learning_rate == 0.0
+DERIVED = "batch_size", "iterations", "minibatch_size", "learning_rate", "value_learning_rate"
+
+
+@pytest.mark.parametrize("settings, rows, millions, ranks, expected", [
+    ({}, 160, 134.5, 1, (16, 12, 8, 3.9e-4, 3.9e-3)),
+    ({}, 20, 0.3, 1, (16, 12, 8, 2e-3, 2e-2)),
+    ({}, 10_000, 8030, 1, (64, 156, 32, 9.99e-5, 9.99e-4)),
+    ({}, 500_000, 8000, 1, (64, 6000, 32, 1e-4, 1e-3)),
+    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 2e-3, 2e-2)),  # 4 epochs
+    (dict(zip(DERIVED, (3, 7, 3, 0.0, 0.25))), 20, 0.3, 1, (3, 7, 3, 0.0, 0.25)),
+    # The value head has the same rate, unless the policy's is derived.
+    ({"learning_rate": 0.5}, 100, 1, 1, (16, 12, 8, 0.5, 0.5)),
+    ({"learning_rate": 0.0}, 100, 1, 1, (16, 12, 8, 0.0, 0.0)),
+    ({"value_learning_rate": 0.0}, 100, 1, 1, (16, 12, 8, 2e-3, 0.0)),
+    # Each rank gets the same number of rollouts, and no group is cut.
+    ({"responses_per_prompt": 3}, 100, 1, 1, (18, 12, 9, 2e-3, 2e-2)),
+    ({}, 100, 1, 3, (18, 12, 9, 2e-3, 2e-2)),
+    ({"responses_per_prompt": 12}, 100, 1, 8, (24, 12, 8, 2e-3, 2e-2)),
+    ({}, 100, 1, 24, (24, 12, 24, 2e-3, 2e-2))])
+def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions, ranks,
+                                                             expected, monkeypatch):
+    """questions.md: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
+    monkeypatch.setattr("policy.WORLD_SIZE", ranks)
+    empty = {"task": "my_task:HEADLINES", **dict.fromkeys(DERIVED)}
+    config = derive_settings(Config(**empty | settings), rows, model_of(millions))
+    assert [getattr(config, name) for name in DERIVED] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("settings, rows, millions, epochs, rate", [
+    ({}, 130, 134.5, 6, 9.76e-4), ({}, 20, 0.3, 10, 5e-3), ({}, 10_000, 8000, 3, 2.5e-4),
+    ({"epochs": 2, "learning_rate": 0.0}, 20, 0.3, 2, 0.0)])
+def test_derived_settings_of_r_phi(settings, rows, millions, epochs, rate):
+    """questions.md: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
+    empty = {"epochs": None, "learning_rate": None, "batch_size": 4}
+    config = derive_reward_settings(RewardConfig(**empty | settings), rows, model_of(millions))
+    assert (config.epochs, config.learning_rate) == (epochs, pytest.approx(rate, rel=0.01))
 
 
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
@@ -391,31 +349,6 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
         annotation_questions(settings)
 
 
-@pytest.mark.parametrize("ranks, group, batch_size, minibatch_size", [
-    (1, 3, 18, 9), (3, 1, 18, 9), (8, 12, 24, 8), (24, 1, 24, 24)])
-def test_derived_batches_fit_the_ranks_and_the_groups(ranks, group, batch_size, minibatch_size,
-                                                      monkeypatch):
-    """Each rank gets the same number of rollouts, and no group is cut."""
-    monkeypatch.setattr("policy.WORLD_SIZE", ranks)
-    config = Config(batch_size=None, minibatch_size=None, responses_per_prompt=group)
-    model = SimpleNamespace(parameters=list)
-    config = derive_settings(config, 100, model)
-    assert (config.batch_size, config.minibatch_size) == (batch_size, minibatch_size)
-
-
-@pytest.mark.parametrize("rows, millions, epochs, rate", [
-    (130, 134.5, 6, 9.76e-4), (20, 0.3, 10, 5e-3), (10_000, 8000, 3, 2.5e-4)])
-def test_settings_of_r_phi_follow_from_its_rows_and_the_model(rows, millions, epochs, rate):
-    """questions.md: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
-    weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
-    model = SimpleNamespace(parameters=lambda: [weight])
-    empty = RewardConfig(epochs=None, learning_rate=None, batch_size=4)
-    config = derive_reward_settings(empty, rows, model)
-    assert config.epochs == epochs and config.learning_rate == pytest.approx(rate, rel=0.01)
-    named = replace(empty, epochs=2, learning_rate=0.5)
-    assert derive_reward_settings(named, rows, model) == named
-
-
 WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan"), True]
 
 
@@ -425,20 +358,18 @@ def test_a_wrong_setting_of_a_task_is_one_line(config_class):
     types = typing.get_type_hints(config_class)
     refused = 0
     for setting in fields(config_class):
+        allowed = typing.get_args(types[setting.name]) or (types[setting.name],)
+        least, most = setting.metadata["range"]
         for value in WRONG:
             try:
-                config = parse_flags(config_class, "",
-                                     lambda task: {setting.name: value}, [])
+                check_values(config_class, {setting.name: value}, "")
             except InputError as error:
                 assert setting.name in str(error) and "\n" not in str(error)
                 refused += 1
                 continue
-            accepted = getattr(config, setting.name)
-            assert isinstance(accepted, typing.get_args(types[setting.name])
-                              or types[setting.name])
-            assert not isinstance(accepted, str) or accepted == value    # no list as a text
-            least, most = setting.metadata["range"]
-            assert isinstance(accepted, (str, bool)) or least <= accepted <= most
-            assert not setting.metadata["choices"] or accepted in setting.metadata["choices"]
+            assert type(value) in allowed or type(value) is int and float in allowed
+            assert type(value) in (str, bool) or least <= value <= most
+            assert not setting.metadata["choices"] or value in setting.metadata["choices"]
     assert refused > 4 * len(fields(config_class))
-
+    with pytest.raises(InputError, match="--task .*: its setting --seed: -5 must be"):
+        parse_flags(config_class, "", lambda task: {"seed": -5}, [])
