@@ -660,6 +660,19 @@ def annotation_questions(config: AnnotateConfig) -> list[Question]:
     return questions
 
 
+def check_output(questions: list[Question], config: AnnotateConfig):
+    """Raise InputError where --output has feedback for responses that are not in --data."""
+    if not os.path.exists(config.output) or os.path.getsize(config.output) == 0:
+        return
+    responses = {(question.id, question.context["response"]) for question in questions}
+    others = [row["id"] for row in iter_rows(config.output)
+              if (row.get("id"), row.get("response")) not in responses]
+    if others:
+        raise InputError(f"{config.output} has feedback for {len(others)} responses that are "
+                         f"not in {config.data} (the first: row {others[0]}); name another "
+                         f"--output, or remove the file")
+
+
 def annotation_question(example: dict, config: AnnotateConfig) -> Question:
     """The request for the annotation of one response. Its context is the example."""
     task = get_task(config.task)
@@ -699,6 +712,7 @@ def annotate(config: AnnotateConfig) -> str:
     check_annotator(config)
     with Journal(f"{config.output}.journal", *config.prices) as journal:
         questions = annotation_questions(config)
+        check_output(questions, config)
         todo = missing(questions, journal)
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"

@@ -70,8 +70,8 @@ class Journal:
     """A file with one JSON line per request and one per reply, and their total cost.
 
     Prices are in USD per million tokens. max_usd is the budget in USD over all runs. records:
-    key → last reply; a usable reply is never requested again. open_costs: key → maximum cost of
-    a request without a reply yet, in USD. spent: cost of all other requests, in USD.
+    key → last reply; a usable reply is never requested again. open_costs: key → maximum cost in
+    USD of a request without a reply yet. spent: cost of all requests in USD, including these.
     """
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
@@ -82,7 +82,7 @@ class Journal:
         self.open_costs = {}
         self.spent = 0.0
 
-    def __enter__(self) -> Journal:
+    def __enter__(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a+b")
         try:
@@ -106,7 +106,7 @@ class Journal:
 
     def can_afford(self, usage: dict) -> bool:
         """Whether the budget covers one more request of at most this usage."""
-        total = self.spent + sum(self.open_costs.values()) + (self.usd(**usage) or 0.0)
+        total = self.spent + (self.usd(**usage) or 0.0)
         return self.max_usd is None or total <= self.max_usd
 
     def begin(self, question: Question, usage: dict):
@@ -123,10 +123,10 @@ class Journal:
         """Record why a parser refuses the reply, or that it accepts it; return the reason."""
         reason = one_line(reason) if reason else None
         if reason != self.records[question.key]["reason"]:
-            self._write(question, refused=reason)
+            self._write(question, reason=reason, is_read=True)
         return reason
 
-    def _write(self, question: Question, **fields):
+    def _write(self, question, **fields):
         record = {"key": question.key, **fields, "time": time.time()}   # no two are equal
         line = json.dumps(record | {"sha256": question_key(record)})
         self.file.write(line.encode() + b"\n")
@@ -153,25 +153,22 @@ class Journal:
                 print(f"{self.path}, line {number}: skipping corrupt line", file=sys.stderr)
         if not line.endswith(b"\n"):                         # a killed process left half a line
             self.file.write(b"\n")
-        # A killed process may have been billed for requests without a reply.
-        self.spent += sum(self.open_costs.values())
-        self.open_costs.clear()
+        self.open_costs.clear()              # a killed process may have been billed for them
 
-    def _account(self, record: dict):
+    def _account(self, record):
         """Update records, open_costs and spent with a line of the file."""
         key = record["key"]
-        if "refused" in record:
-            self.records[key] |= record | {"reason": record["refused"]}
+        if "is_read" in record:
+            self.records[key] |= record
             return
         usage = record.get("due") or record["usage"]
         usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
-        cost_before = self.open_costs.pop(key, 0.0)
         if "due" in record:
-            self.spent += cost_before                        # a killed run sent it, too
+            self.spent += usd or 0.0                         # until its reply shows the cost
             self.open_costs[key] = usd or 0.0
         else:
+            self.spent += (usd or 0.0) - self.open_costs.pop(key, 0.0)
             self.records[key] = record | {"usd": usd}
-            self.spent += usd or 0.0
 
 
 def missing(questions: list[Question], journal: Journal) -> list[Question]:
@@ -207,7 +204,7 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
     """
     for question in questions:
         record = journal.records.get(question.key)
-        if record and (record["reason"] is None or "refused" in record):
+        if record and (record["reason"] is None or "is_read" in record):
             reason = review(question, record["reply"])
             if reason and record["reason"] is None:
                 print(f"{journal.path}: the reply to {question.id} is now refused "
@@ -220,10 +217,9 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
         usage = model.max_usage(todo[0])
         raise InputError(f"--max_usd {journal.max_usd:g} reached: ${journal.spent:.4f} is "
                          f"spent at {model}, and the next of {len(todo)} requests may cost "
-                         f"${journal.usd(**usage):.4f}, with {usage['prompt_tokens']:.0f} "
-                         f"+ {usage['completion_tokens']:.0f} tokens. Raise --max_usd "
-                         f"to continue, or lower `max_tokens` of the task or mode, which "
-                         f"limits a reply. Every reply is in {journal.path}")
+                         f"${journal.usd(**usage):.4f}. Raise --max_usd to continue, or lower "
+                         f"`max_tokens` of the task or mode, which limits a reply. Every reply "
+                         f"is in {journal.path}")
     return journal.records
 
 
@@ -292,14 +288,13 @@ async def _request(run, question):
             with suppress(TimeoutError):
                 pause = max(reply.pause, PAUSE * 2 ** (trial - 1))
                 await asyncio.wait_for(run.stop.wait(), pause)
-        usage = run.model.max_usage(question)
-        while not (run.stop.is_set() or run.journal.can_afford(usage)):
+        while not (run.stop.is_set() or run.journal.can_afford(run.model.max_usage(question))):
             if not run.journal.open_costs:
                 run.stop.set()                               # the budget is too small
             await asyncio.sleep(0.1)                         # open requests may cost less
-            usage = run.model.max_usage(question)
         if run.stop.is_set():
             return None
+        usage = run.model.max_usage(question)
         run.journal.begin(question, usage)
         reply = await run.model.ask(question)
         run.journal.append(question, reply, usage)
@@ -370,9 +365,11 @@ class Server:
     left_out: frozenset = frozenset()
     ratio: float = 1
 
-    def __str__(self) -> str:
-        excess = f", which reports {self.ratio:.3g} times what it may use" * (self.ratio > 1)
-        return f"{public(str(self.client.base_url))} with model {self.model!r}{excess}"
+    def __str__(self):
+        name = f"{public(str(self.client.base_url))} with model {self.model!r}"
+        if self.ratio > 1:
+            name += f", which reports {self.ratio:.3g} times the tokens that were asked for"
+        return name
 
     def connect(self):
         """Open the client, an asynchronous context manager."""
@@ -389,7 +386,7 @@ class Server:
         return {"prompt_tokens": question.size * self.ratio,
                 "completion_tokens": self.max_tokens * self.ratio}
 
-    def _body(self, question: Question) -> dict:
+    def _body(self, question):
         """The body of a request, without what the server has refused."""
         body = {"model": self.model, "messages": question.messages, "top_p": 0.95,
                 "temperature": self.temperature, "max_tokens": self.max_tokens}
@@ -412,22 +409,21 @@ class Server:
             return Reply("", f"no answer in {self.timeout:g} s", status=408)
         except openai.APIConnectionError as error:       # billed, unless it was never sent
             is_unsent = type(error.__cause__).__name__ == "ConnectError"
-            reason = one_line(f"{error} {error.__cause__!r}")
-            return Reply("", reason, FREE if is_unsent else None, status=503)
+            return Reply("", one_line(f"{error} {error.__cause__!r}"),
+                         FREE if is_unsent else None, status=503)
         except openai.APIStatusError as error:
             answer = error.response
         reply = read_answer(answer, question.size, self.max_tokens)
         if reply.usage:
             self.ratio = max(self.ratio, reply.usage["prompt_tokens"] / question.size,
                              reply.usage["completion_tokens"] / self.max_tokens)
-        if reply.status == 200 or (reply.status in (400, 413)
-                                   and re.search("context|length", reply.reason)):
+        if reply.status == 200 or re.search("context (length|size)|too long", reply.reason):
             self.has_answered = True                     # a request that is too long is refused
         for name, pattern in REFUSABLE.items() if reply.status in (400, 422, 500) else ():
             if name not in left_out and re.search(pattern, reply.reason, re.IGNORECASE):
                 if name not in self.left_out:
-                    print(f"{self.model} refused a request; leaving out the {name}: "
-                          f"{reply.reason}", file=sys.stderr)
+                    print(f"{self.model}: leaving out the {name} ({reply.reason})",
+                          file=sys.stderr)
                 self.left_out |= {name}
                 return await self.ask(question)
         return reply

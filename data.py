@@ -11,6 +11,7 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 
 import argparse
 import codecs
+import errno
 import gzip
 import importlib
 import json
@@ -20,6 +21,7 @@ import shlex
 import sys
 import typing
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
@@ -84,8 +86,9 @@ class Task:
                              f"names, such as ((\"post\",),)")
 
     def all_responses(self, row: dict) -> list[dict]:
-        """Its field `response`, which takes precedence, or the responses stored in the row."""
-        return [{"response": row["response"]}] if "response" in row else self.responses(row)
+        """Its field `response`, unless that is missing or null, or else the stored responses."""
+        response = row.get("response")
+        return self.responses(row) if response is None else [{"response": response}]
 
     def check(self, row: dict, place: str):
         """Raise InputError where a row does not fit the task. place: its file and line."""
@@ -282,8 +285,9 @@ def prompt_text(prompt: str | list[dict]) -> str:
 
 
 # Types of the fields that Task.check does not see or cannot judge. The lists hold texts.
-FIELDS = {"good_spans": list, "poor_spans": list, "critique": str, "title": str, "post": str,
-          "summary_prompt": str, SLF5K_RESPONSE: str}
+FIELDS = {"good_spans": list, "poor_spans": list} | dict.fromkeys(
+    ("critique", "feedback", "title", "post", "summary_prompt", "test", "test_code",
+     SLF5K_RESPONSE), str)
 
 
 def check_fields(row: dict, place: str):
@@ -363,12 +367,18 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
 
 
 def write_rows(path, rows: Iterable[dict]):
-    """Write JSON lines atomically: where `rows` raises, the file stays as it was."""
-    path = Path(path)
+    """Write JSON lines atomically: where `rows` raises, the file stays as it was.
+
+    A symbolic link stays, and the file that it names is written. Raises InputError where the
+    path is no regular file, such as /dev/null.
+    """
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is not a regular file; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
@@ -377,9 +387,19 @@ def write_rows(path, rows: Iterable[dict]):
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def naming(path):
+    """Add the path to an OSError that does not name a file, as when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def append_row(path, row: dict):
     """Append one JSON line and flush it to disk, so that it survives a crash."""
-    with open(path, "a", encoding="utf-8") as file:
+    with naming(path), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -442,6 +462,8 @@ def check_values(config_class, values: dict, place: str):
             problem = f"{value} must be one of {', '.join(map(str, choices))}"
         elif type(value) is str and not value.strip():
             problem = "the value is empty"
+        elif type(value) is str and value != value.encode(errors="ignore").decode():
+            problem = f"{value!r} is not UTF-8"
         elif type(value) in (int, float) and not least <= value <= most:
             problem = f"{value} must be at least {least:g} and at most {most:g}"
         if problem:
@@ -524,11 +546,29 @@ def next_command(script: str, **flags) -> str:
     return f"next: {shlex.join(words)}"
 
 
+REMEDIES = {errno.ENOSPC: "free some space", errno.ENOLCK: "use a disk that has file locks",
+            errno.EROFS: "choose a directory on another disk",
+            errno.EACCES: "choose a file or directory that you may read and write"}
+
+
 def run_script(main: Callable, program: str, *errors: type[Exception]):
-    """Run `main`; report InputError, OSError and `errors` in one line, without a traceback."""
+    """Run `main` without tracebacks: report InputError, `errors`, and errors of the system.
+
+    The report is one line on stderr. Errors of the system are OSError and a lack of memory.
+    """
     try:
         main()
-    except (InputError, OSError, *errors) as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
+    except (InputError, OSError, MemoryError, RuntimeError, *errors) as error:
+        message = str(error)
+        is_full = re.search("(?i)out of memory|allocate memory", message)
+        if is_full or isinstance(error, MemoryError):
+            message = (f"out of memory ({message}): lower --micro_batch_size (training) or "
+                       f"--rollout_batch_size (texts), or set --activation_checkpointing or "
+                       f"--shard, and run the same command to continue")
+        elif isinstance(error, OSError):
+            message += f"; {REMEDIES.get(error.errno, 'check the path')}"
+        elif not isinstance(error, (InputError, *errors)):
+            raise
+        sys.exit(f"{program}: {' '.join(message.split())}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: interrupted; run the same command again to resume")

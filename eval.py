@@ -587,4 +587,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main, "eval", SafetensorError, torch.OutOfMemoryError)
+    run_script(main, "eval", SafetensorError)

@@ -42,8 +42,9 @@ from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora
                    response_hidden, save_lora, scaled_rate, use_lora)
 from report import batch_metrics, colour_tokens, sample_row
 from reward_model import Judgement, judge, probe, write_critiques
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_log, gather_rows, keep_checkpoint,
-                     optimizer_parameters, print_rank0, resume, write_metrics)
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, gather_rows, hash_logs,
+                     keep_checkpoint, optimizer_parameters, print_rank0, resume,
+                     write_metrics)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
 
@@ -523,8 +524,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     start = state.get("iteration", 0)
     kl.beta = state.get("kl_coef", kl.beta)
     if RANK == 0:
-        cut_log(out / "metrics.jsonl", start)
-        cut_log(out / "samples.jsonl", start)
+        cut_logs(out, state)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
                total=config.iterations, disable=RANK > 0)
     for iteration in bar:                                                              # l.6
@@ -550,7 +550,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         kl.update(metrics["kl"], config.batch_size)
         done = iteration + 1
         if done % config.save_every == 0 or done == config.iterations:
-            state = {"iteration": done, "kl_coef": kl.beta}
+            state = {"iteration": done, "kl_coef": kl.beta, "logs": hash_logs(out)}
             checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33

@@ -42,8 +42,8 @@ from data import (InputError, Task, chunks, examples, fill, flag, get_task, iter
 from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, gathered,
                    load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
                    use_lora)
-from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_settings, checksum,
-                     gather_rows, keep_checkpoint, lock_directory, print_rank0, result_exists,
+from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
+                     checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0, result_exists,
                      resume, run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
@@ -217,6 +217,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     settings = {key: value for key, value in asdict(config).items()
                 if key not in CHANGEABLE | {"data"}}
     fingerprint = checksum(state=[settings, pairs])
+    check_ranks(fingerprint)
     checkpoint, state = resume(out, optimizer, fingerprint) if out else (None, {})
     start = state.get("iteration", 0)
     losses = state.get("losses", [])
@@ -490,4 +491,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main, "reward_model", torch.OutOfMemoryError)
+    run_script(main, "reward_model")

@@ -55,6 +55,10 @@ def start_ranks(minutes: float) -> torch.device:
     minutes: how long a rank waits for the others.
     """
     global CPU_GROUP
+    is_complete = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
+    if RANK >= WORLD_SIZE or not is_complete:
+        raise InputError(f"RANK={RANK} and WORLD_SIZE={WORLD_SIZE} are set without torchrun; "
+                         f"unset them, or use torchrun")
     device = find_device()
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -99,6 +103,13 @@ def all_sum(x: Tensor) -> Tensor:
     """Sum a tensor of any shape over all ranks, in place."""
     run_collective(dist.all_reduce, x)
     return x
+
+
+def check_ranks(state):
+    """Raise InputError where the ranks have different settings, rows or models in `state`."""
+    if len(set(gather_rows([checksum(state=state)]))) > 1:
+        raise InputError("the ranks have different settings, rows, models or adapters; give all "
+                         "nodes the same files and flags")
 
 
 def peak_memory() -> float:
@@ -310,13 +321,29 @@ def resume(run: Path, optimizer, made_of: str | None = None) -> tuple[Path | Non
     return path, state
 
 
-def cut_log(file: Path, count: int):
-    """Remove the lines after iteration `count`, which no checkpoint covers, from a log."""
-    rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= count]
-    if len(rows) < count:
-        print_rank0(f"warning: {file} has lost {count - len(rows)} of the lines before the "
-                    f"checkpoint; the report shows the others")
-    write_rows(file, rows)
+LOGS = "metrics.jsonl", "samples.jsonl"
+
+
+def hash_logs(run: Path) -> dict[str, str]:
+    """The sha256 of both logs of phase 3, for the state of a checkpoint."""
+    return {name: checksum(run / name) for name in LOGS if (run / name).exists()}
+
+
+def cut_logs(run: Path, state: dict):
+    """Remove the lines after the checkpoint with this state from both logs.
+
+    A log whose other lines have changed since the checkpoint is emptied, with a warning.
+    """
+    done = state.get("iteration", 0)
+    for name in LOGS:
+        file = run / name
+        rows = [row for row in whole_rows(file) if row.get("iteration", math.inf) <= done]
+        write_rows(file, rows)
+        expected = state.get("logs", {}).get(name)     # None: written by the third version
+        if len(rows) < done or expected not in (None, checksum(file)):
+            print_rank0(f"warning: {file} has changed since the checkpoint after iteration "
+                        f"{done}; its lines up to there are left out")
+            write_rows(file, [])
 
 
 def lock_directory(directory: Path):

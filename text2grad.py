@@ -33,15 +33,15 @@ from tqdm import tqdm
 from annotate import annotate, annotation_settings, check_annotator
 from data import (InputError, check_values, chunks, examples, flag, get_task, parse_flags,
                   preset, read_rows, run_script, write_rows)
-from model import (add_lora, drop_long_rows, eos_ids, gathered, load_base, load_lora,
-                   lora_parameters, target_layers)
+from model import (add_lora, drop_long_rows, eos_ids, fingerprint, gathered, load_base,
+                   load_lora, lora_parameters, target_layers)
 from policy import (PolicyConfig, Rollouts, add_advantages, add_feedback, derive_settings,
                     forward, reward_model_critic, sample_rollouts, train)
 from report import print_result, sample_row, score_response
 from reward_model import RewardConfig, fit, reward_settings, split_rows, summary
-from runtime import (RANK, WORLD_SIZE, all_sum, gather_rows, lock_directory, on_rank0,
-                     print_rank0, result_exists, reward_model_hint, run_collective, run_phase,
-                     save_settings, start_ranks)
+from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, gather_rows, lock_directory,
+                     on_rank0, print_rank0, result_exists, reward_model_hint, run_collective,
+                     run_phase, run_settings, save_settings, start_ranks)
 from sampling import head_weight, token_logprobs
 
 
@@ -258,6 +258,7 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
+    check_ranks([run_settings(config), rows, held_out, fingerprint(model)])
     if trains_reward_model:
         target_layers(model, reward_settings(config, out).lora_targets.split(","),
                       "--reward_lora_targets")
@@ -267,25 +268,19 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")
-    try:
-        if trains_reward_model:
-            run_phase("phase 1, respond", "responses.jsonl", out,
-                      lambda: write_responses(model, tokenizer, annotation_rows, config,
-                                              out))                                    # l.4–6
-            run_phase("phase 1, annotate", "feedback.jsonl", out,
-                      lambda: on_rank0(annotate, annotation_settings(config, out)))  # l.7–11
-            run_phase("phase 2, reward model", "reward/metrics.json", out,
-                      lambda: summary(fit(model, tokenizer,                          # l.13–14
-                                          reward_settings(config, out))), out / "reward")
-            if not lora_parameters(model, "reward"):            # trained in an earlier run
-                load_lora(model, "reward", out / "reward" / "adapter")
-        run_phase("phase 3, policy", "result.json", out,
-                  lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
-                                             critic, advantages), out)               # l.16–19
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"out of memory ({error}): lower --micro_batch_size (update) or "
-                         f"--rollout_batch_size (texts), or set --activation_checkpointing or "
-                         f"--shard, and run the same command to continue") from error
+    if trains_reward_model:
+        run_phase("phase 1, respond", "responses.jsonl", out,
+                  lambda: write_responses(model, tokenizer, annotation_rows, config, out))  # l.6
+        run_phase("phase 1, annotate", "feedback.jsonl", out,
+                  lambda: on_rank0(annotate, annotation_settings(config, out)))      # l.7–11
+        run_phase("phase 2, reward model", "reward/metrics.json", out,
+                  lambda: summary(fit(model, tokenizer, reward_settings(config, out))),
+                  out / "reward")                                                    # l.13–14
+        if not lora_parameters(model, "reward"):                # trained in an earlier run
+            load_lora(model, "reward", out / "reward" / "adapter")
+    run_phase("phase 3, policy", "result.json", out,
+              lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
+                                         critic, advantages), out)                   # l.16–19
     if RANK == 0:
         hint = reward_model_hint(config, out)
         print_result(config, out, len(held_out), hint)

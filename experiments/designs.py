@@ -137,7 +137,7 @@ def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> li
         if kind == "flipped":
             out.append(replace(span, label=-span.label))
         if kind == "shifted":
-            out += moved(text, span, spans + out)
+            out += nearest_free_word(text, span, spans + out)
         if kind == "widened":
             before = re.search(r"(?:\S+\s+){0,2}$", text[: span.start])
             after = re.compile(r"\S*(?:\s+\S+)?").match(text, span.end)
@@ -145,12 +145,12 @@ def damaged(text: str, spans: list[Span], kind: str, fraction: float, rng) -> li
     return out
 
 
-def moved(text: str, span: Span, spans: list[Span]) -> list[Span]:
+def nearest_free_word(text: str, span: Span, spans: list[Span]) -> list[Span]:
     """The span, moved to the nearest word that overlaps no span: a list of one or no span."""
     free_words = []
     for word in re.finditer(r"\S+", text):
         start, end = word.span()
-        if all(end <= other.start or other.end <= start for other in spans):
+        if all(end <= label.start or label.end <= start for label in spans):
             free_words.append(replace(span, start=start, end=end))
     free_words.sort(key=lambda word: abs(word.start - span.start))
     return free_words[:1]

@@ -113,8 +113,9 @@ def read_study(title, question, cannot, arms, trajectories=(), **fields) -> Stud
         for changes in ("settings", "judge"):
             values[changes] = tuple(values.get(changes, {}).items())
         runs[name] = Run(**values)
-    looks = [Run("look", length=length, posts=256) for length in trajectories]
-    return Study(title, question, cannot, runs, tuned, looks, **fields)
+    measurements = [Run("look", length=length, posts=256)
+                    for length in trajectories]
+    return Study(title, question, cannot, runs, tuned, measurements, **fields)
 
 
 DATA = tomllib.loads(Path(__file__).with_name("studies.toml").read_text(encoding="utf-8"))
@@ -403,11 +404,11 @@ def ordered_pairs(delta, mask, weight: float, samples=SAMPLES) -> dict:  # Eq. A
             a = tail_sum(difference * power) / power                        # ΔA^A, [T]
             b = tail_sum(difference) * power.flip(0)                        # ΔA^B, [T]
             premise = tail_sum((difference[:-1] > 0).int()) > 0             # [T − 1]
-            held = premise & (a > b + 1e-9)[:-1]
+            is_larger = premise & (a > b + 1e-9)[:-1]
             counts["pairs"] += 1
             counts["places"] += T - 1
             counts["premise"] += int(premise.sum())
-            counts["held"] += int(held.sum())
+            counts["held"] += int(is_larger.sum())
     return counts
 
 
@@ -649,7 +650,7 @@ for 4 optimizer steps. Methods that train on fixed rows use as many responses an
 steps. β starts at {BETA}. There are {run.posts} held-out posts."""
 
 
-def write_page(path: Path, study: Study, arms: list[Arm], trajectories: list[dict]):
+def write_study_page(path: Path, study: Study, arms: list[Arm], trajectories: list[dict]):
     """Write the page of a study. The section "What was found" of an old page is kept."""
     old = path.read_text() if path.exists() else ""
     findings = "".join(old.partition("## What was found")[1:]).partition("## Table and figure")
@@ -735,7 +736,7 @@ def do_study(number: str, study: Study, out: Path, get_records) -> Path:
     title = re.sub("[^a-z0-9]+", "_", study.title.lower())
     path = out / f"{number}_{title}.md"
     path.with_suffix(".svg").write_text(sheet(charts))
-    write_page(path, study, arms, trajectories)
+    write_study_page(path, study, arms, trajectories)
     return path
 
 

@@ -24,16 +24,16 @@ from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
                                    preferences, recorded_pair, reflect, sdpo_loss, show)
-from experiments.designs import (ANNOTATORS, OTHERS, SCORED, at_end, damaged, mark_ends, marks,
-                                 noisy, span_weights, step_spans, token_scores, true_critic,
-                                 weighted)
+from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged, mark_ends,
+                                 marks, replace_delta, span_weights, step_spans, token_scores,
+                                 true_critic, weigh)
 from helpers import ROOT, randomise
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
+from policy import Rollouts
 from report import evaluation_command
 from reward_model import Judgement
 from sampling import pad_batch
-from policy import Rollouts
 from text2grad import Config
 
 close = torch.testing.assert_close
@@ -44,8 +44,43 @@ def numbers(seed, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def feedback_of(response, reply, mode="cot"):
-    return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)
+def spans_of(response, reply, mode="cot"):
+    return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)[1].spans
+
+
+def faulty(row, seed=0):
+    """A summary with wrong facts, repeated clauses and the first person."""
+    rng = random.Random(f"{row['id']} {seed}")
+    return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
+
+
+def rollouts_of(tokenizer, rows, texts):
+    ids = [encode_answer(tokenizer, text) for text in texts]
+    prompts = [get_task("toy").policy_prompt(row) for row in rows]
+    offsets = [token_offsets(tokenizer, y)[1] for y in ids]
+    batch = pad_batch([encode_prompt(tokenizer, prompt) for prompt in prompts], ids, "cpu")
+    return Rollouts(rows, prompts, texts, offsets, *batch)
+
+
+def faulty_rollouts(tokenizer, start=0, end=6):
+    """Rollouts start..end of five faulty summaries and an empty one."""
+    rows = toy.rows("train", 6)
+    return rollouts_of(tokenizer, rows[start:end], [*map(faulty, rows[:5]), ""][start:end])
+
+
+def ids_of(rollouts, row):
+    return rollouts.response_ids[row][rollouts.mask[row].bool()].tolist()
+
+
+def logits_of(model, x, y):
+    """The plain model's logits of an unpadded row, after the prompt and after each token."""
+    return model(torch.tensor([x + y])).logits[0, len(x) - 1 :]
+
+
+def small(tmp_path, **more):
+    return Config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
+                         minibatch_size=8, eval_rows=4, iterations=2, ppo_epochs=2,
+                         learning_rate=3e-3, probe_rows=0, max_new_tokens=48) | more)
 
 
 # ── Losses
@@ -63,15 +98,12 @@ def test_dpo_loss_and_its_gradient_are_the_closed_form():
 
 def test_bradley_terry_is_cross_entropy_between_two_classes():
     """P(w ≻ l) = e^{r_w} / (e^{r_w} + e^{r_l}): the softmax of two scores; finite far away."""
-    scores = numbers(1, 40, 2) * 4
-    chosen = scores[:, 0].clone().requires_grad_()
-    loss = bradley_terry_loss(chosen, scores[:, 1])
-    classes = torch.zeros(40, dtype=torch.long)
-    close(loss, F.cross_entropy(scores, classes, reduction="none"), rtol=1e-9, atol=1e-9)
-    gradient = torch.autograd.grad(loss.sum(), chosen)[0]
-    close(gradient, -torch.sigmoid(scores[:, 1] - scores[:, 0]), rtol=1e-9, atol=1e-9)
-    far = bradley_terry_loss(torch.tensor([-1e4]), torch.tensor([1e4]))
-    assert far.item() == pytest.approx(2e4)
+    scores = numbers(1, 40, 2).mul(4).requires_grad_()
+    loss = bradley_terry_loss(*scores.T)
+    want = F.cross_entropy(scores, torch.zeros(40, dtype=torch.long), reduction="none")
+    close(loss, want, rtol=1e-9, atol=1e-9)
+    close(*(torch.autograd.grad(x.sum(), scores)[0] for x in (loss, want)))
+    assert bradley_terry_loss(torch.tensor(-1e4), torch.tensor(1e4)).item() == 2e4
 
 
 def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
@@ -83,10 +115,7 @@ def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
 
 PAIRS = [([5, 6, 7, 8], [9, 10, 1], [20, 1]), ([11], [12, 13, 14, 15, 1], [30, 31, 1]),
          ([16, 17], [1], [40, 41, 42, 1])]
-
-
-def side(pairs, k):
-    return [(pair[0], pair[k]) for pair in pairs]
+SIDES = [[(pair[0], pair[k]) for pair in PAIRS] for k in (1, 2)]           # chosen, rejected
 
 
 def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
@@ -99,16 +128,13 @@ def test_preference_loss_is_that_of_the_models_own_logits(toy_model):
         loss = preference_loss(model, PAIRS, None, 0.1)
     assert first.item() == pytest.approx(3 * math.log(2), abs=1e-5) and loss.requires_grad
     sums = []
-    for name, k in product(("policy", None), (1, 2)):
+    for name, side in product(("policy", None), SIDES):
         with use_lora(model, name), torch.no_grad():
-            logits = [model(torch.tensor([x + y])).logits[0] for x, y in side(PAIRS, k)]
-        logprobs = [z.log_softmax(-1)[len(x) - 1 : -1][range(len(y)), y].sum()
-                    for z, (x, y) in zip(logits, side(PAIRS, k))]
-        sums.append(torch.stack(logprobs))
+            sums.append(torch.stack([
+                logits_of(model, x, y).log_softmax(-1)[range(len(y)), y].sum()
+                for x, y in side]))
     close(loss, dpo_loss(*sums, 0.1).sum(), rtol=1e-4, atol=1e-4)
 
-
-# ── Scores from the head's logits
 
 def test_scores_are_logit_differences_after_each_token(toy_model):
     """ℓ_t = logit(+) − logit(−) of the plain model after y_≤t; r is the last ℓ_t."""
@@ -118,13 +144,13 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
     rows = [([5, 6], [7, 8, 9], [0, 1, -1]), ([5], [6], [1])]
     with use_lora(model, "reward"), torch.no_grad():
         ends = []
-        for k in (1, 2):
-            scores, mask = token_scores(model, tokenizer, side(PAIRS, k))
-            assert mask.sum(1).tolist() == [len(pair[k]) for pair in PAIRS]
-            for (x, y), row in zip(side(PAIRS, k), scores):
-                logits = model(torch.tensor([x + y])).logits[0, len(x):]
+        for side in SIDES:
+            scores, mask = token_scores(model, tokenizer, side)
+            assert mask.sum(1).tolist() == [len(y) for _, y in side]
+            for (x, y), row in zip(side, scores):
+                logits = logits_of(model, x, y)[1:]
                 close(row[: len(y)], logits[:, plus] - logits[:, minus], rtol=1e-3, atol=1e-3)
-                ends.append(logits[-1, plus] - logits[-1, minus])
+                ends.append(row[len(y) - 1])
         want = bradley_terry_loss(*torch.stack(ends).chunk(2))
         close(pair_losses(model, tokenizer, PAIRS), want, rtol=1e-3, atol=1e-3)
         a, b = (token_scores(model, tokenizer, [row[:2]])[0][0] for row in rows)
@@ -177,20 +203,13 @@ def test_a_step_is_labelled_at_its_last_token():
     assert mark_ends(text, offsets, [Span(6, 7, 1), Span(0, 4, -1)]) == [-1, *[0] * 6]
 
 
-def faulty(row, seed=0):
-    """A summary with wrong facts, repeated clauses and the first person."""
-    rng = random.Random(f"{row['id']} {seed}")
-    return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
-
-
 def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
     """An annotation in mode STEPS gives labels; a clause without errors is correct."""
     _, tokenizer = toy_model
     seen = set()
     for row in toy.rows("train", 12):
         text = faulty(row)
-        reply = designs.critique_steps(row, text)
-        spans = feedback_of(text, reply, ANNOTATORS["steps"][1])[1].spans
+        spans = spans_of(text, designs.critique_steps(row, text), ANNOTATORS["steps"][1])
         wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
         want = [-1 if any(step.start < end <= step.end for end in wrong) else 1
                 for step in step_spans(text)]
@@ -209,11 +228,13 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
     """Annotators without errors give every unique quote its true label."""
-    critic, kinds = load_object("--annotator_function", ANNOTATORS[name][0]), set()
+    function, mode = ANNOTATORS[name]
+    critic, kinds = load_object("--annotator_function", function), set()
     for row in toy.rows("train", 40):
         response = faulty(row)
         reply = critic(row, response)
-        feedback, grounding = feedback_of(response, reply, ANNOTATORS[name][1])
+        example = {"id": "", "prompt": "", "response": response}
+        feedback, grounding = read_reply(example, reply, mode)
         assert reply == critic(row, response)
         assert feedback.critique and not grounding.unmatched
         truths = marks(row, response)
@@ -231,8 +252,7 @@ def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
 def test_reasoning_stands_in_z_or_not():
     """The quotes are equal with "The city Oslo was Berlin, wrong." and "The city is wrong."."""
     row = toy.rows("train", 1)[0]
-    response = faulty(row, 3)
-    careful, brief = (parse_feedback(critic(row, response))
+    careful, brief = (parse_feedback(critic(row, faulty(row, 3)))
                       for critic in (toy.critique, designs.critique_no_cot))
     assert sorted(careful.poor_spans) == sorted(brief.poor_spans) and brief.poor_spans
     assert sorted(careful.good_spans) == sorted(brief.good_spans)
@@ -276,131 +296,98 @@ def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
 
 # ── Reward designs
 
-def rollouts_of(tokenizer, start=0, end=6):
-    """Rollouts start..end of five faulty summaries and an empty one."""
-    rows = toy.rows("train", 6)
-    texts = [*map(faulty, rows[:5]), ""][start:end]
-    rows = rows[start:end]
-    ids = [encode_answer(tokenizer, text) for text in texts]
-    prompts = [get_task("toy").policy_prompt(row) for row in rows]
-    asked = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    offsets = [token_offsets(tokenizer, y)[1] for y in ids]
-    return Rollouts(rows, prompts, texts, offsets, *pad_batch(asked, ids, "cpu"))
-
-
-def ids_of(rollouts, row):
-    return rollouts.response_ids[row][rollouts.mask[row].bool()].tolist()
-
-
 @pytest.mark.parametrize("name", ["careful", "dense", "steps"])
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
-    model, tokenizer = toy_model
-    rollouts, (critic, mode) = rollouts_of(tokenizer), ANNOTATORS[name]
-    config = Config(annotator_function=critic, mode=mode)
-    *judged, empty = true_critic(rollouts, model, tokenizer, config)
-    critic = load_object("--annotator_function", critic)
-    rows = zip(rollouts.rows, rollouts.texts, rollouts.offsets, judged)
-    for row, text, offsets, found in rows:
-        spans = feedback_of(text, critic(row, text), mode)[1].spans
-        assert found.delta == token_rewards(text, offsets, spans)
-        assert any(found.delta) and not found.reason
+    """Its function returns a reply, or a Feedback."""
+    rollouts, (function, mode) = faulty_rollouts(toy_model[1]), ANNOTATORS[name]
+    config = Config(annotator_function=function, mode=mode)
+    *judged, empty = true_critic(rollouts, *toy_model, config)
+    critic = load_object("--annotator_function", function)
+    for i, judgement in enumerate(judged):
+        row, text, offsets = rollouts.rows[i], rollouts.texts[i], rollouts.offsets[i]
+        spans = spans_of(text, critic(row, text), mode)
+        assert judgement.delta == token_rewards(text, offsets, spans)
+        assert any(judgement.delta) and not judgement.reason
     assert not any(empty.delta) and empty.reason
+
+
+def test_the_true_critic_reads_feedback_and_names_the_line_of_an_error(toy_model, monkeypatch):
+    critic = SimpleNamespace(judge=lambda row, text: parse_feedback(toy.critique(row, text)))
+    monkeypatch.setitem(sys.modules, "my_critic", critic)
+    arguments = faulty_rollouts(toy_model[1], 0, 2), *toy_model
+    config = Config(annotator_function="my_critic:judge")
+    judged, want = (true_critic(*arguments, config) for config in (config, Config()))
+    assert [a.delta for a in judged] == [b.delta for b in want] and any(judged[0].delta)
+    critic.judge = lambda row, text: row["grade"]
+    with pytest.raises(InputError, match=r"row toy-.*KeyError: 'grade' \(.*baselines.py, line"):
+        true_critic(*arguments, config)
 
 
 @pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
 def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
                                                       first, second):
     """R_φ, the annotator as critic, and the probe read a fact that is praised once alike."""
-    model, tokenizer = toy_model
     (row,) = toy.rows("train", 1)
     reply = row["facts"]["reply"]
     text = f'She said "{reply}" and then said "{reply}"'
-    ids = encode_answer(tokenizer, text)
-    offsets = token_offsets(tokenizer, ids)[1]
-    rollouts = Rollouts([row], ["x"], [text], [offsets], *pad_batch([[1]], [ids], "cpu"))
-    expected = [0] * len(ids)
+    rollouts = rollouts_of(toy_model[1], [row], [text])
+    expected = [0] * len(rollouts.offsets[0])
     for start, label in ((text.index(reply), first), (text.rindex(reply), second)):
-        for i, (begin, end) in enumerate(offsets):
+        for i, (begin, end) in enumerate(rollouts.offsets[0]):
             if start <= begin < end <= start + len(reply):
                 expected[i] = label
     config = Config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
     monkeypatch.setattr("policy.write_critiques", lambda *_: [toy.critique(row, text)])
     for critic in (policy.reward_model_critic, true_critic):
-        rollouts.feedback = critic(rollouts, model, tokenizer, config)
+        rollouts.feedback = critic(rollouts, *toy_model, config)
         assert rollouts.feedback[0].delta == expected
     figures = reward_model.probe(rollouts, config, tmp_path)
     assert figures["true_delta"] == sum(expected) / len(expected)
     assert figures["good_recall"] == (1 if first else None)
 
 
-def test_the_true_critic_reads_feedback_and_names_the_line_of_an_error(toy_model, monkeypatch):
-    critic = SimpleNamespace(judge=lambda row, text: parse_feedback(toy.critique(row, text)))
-    monkeypatch.setitem(sys.modules, "my_critic", critic)
-    config = Config(annotator_function="my_critic:judge")
-    rollouts = rollouts_of(toy_model[1], 0, 2)
-    for row, text, offsets, judgement in zip(
-            rollouts.rows, rollouts.texts, rollouts.offsets,
-            true_critic(rollouts, *toy_model, config), strict=True):
-        spans = feedback_of(text, toy.critique(row, text))[1].spans
-        assert judgement.delta == token_rewards(text, offsets, spans) and any(judgement.delta)
-    critic.judge = lambda row, text: row["grade"]
-    with pytest.raises(InputError, match=r"row toy-.*KeyError: 'grade' \(.*baselines.py, line"):
-        true_critic(rollouts, *toy_model, config)
-
-
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
     """Appendix A: r_T = Σ δ_t and 0 before; all other fields are equal."""
-    arguments = rollouts_of(toy_model[1]), *toy_model, Config()
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
     by_token = true_critic(*arguments)
-    for a, b in zip(by_token, at_end(true_critic)(*arguments)):
+    for a, b in zip(by_token, DESIGNS["true_end"](*arguments), strict=True):
         assert b.delta == [0.0] * (len(a.delta) - 1) + [sum(a.delta)]
         assert replace(b, delta=a.delta) == a
     assert any(sum(judgement.delta) for judgement in by_token)
 
 
 def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
-    arguments = rollouts_of(toy_model[1]), *toy_model, Config()
-    clean, flipped, dropped = (critic(*arguments) for critic in (
-        true_critic, noisy(true_critic, "flipped", 100), noisy(true_critic, "dropped", 100)))
-    for a, b, c in zip(clean, flipped, dropped, strict=True):
-        assert b.delta == [-d for d in a.delta] and not any(c.delta)
-    partly_flipped = noisy(true_critic, "flipped", 40)
-    first, second = partly_flipped(*arguments), partly_flipped(*arguments)
-    assert first == second and clean != first != flipped
+    def deltas(kind, percent):
+        critic = replace_delta(true_critic, damage, kind, percent)
+        return [judgement.delta for judgement in critic(*arguments)]
+
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
+    clean = deltas("flipped", 0)
+    assert deltas("flipped", 100) == [[-d for d in delta] for delta in clean]
+    assert not any(map(any, deltas("dropped", 100)))
+    partly_flipped = [judgement.delta for judgement in DESIGNS["true_flipped_40"](*arguments)]
+    assert clean != partly_flipped == deltas("flipped", 40) != deltas("flipped", 100)
 
 
 def test_omissions_by_hand():
     """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n."""
     critique = "The job nurse is missing. The city York is missing."
-    judgement = Judgement(critique, [1.0, -1.0, 0.5])
-    rollouts = SimpleNamespace(rows=[{}], texts=["a b c"], offsets=[pieces("a b c")[:3]])
-
-    def delta(change, *arguments):
-        critic = change(lambda *_: [judgement], *arguments)
-        (result,) = critic(rollouts, None, None, None)
-        return result.delta
-
-    assert delta(designs.only_poor) == [0.0, -1.0, 0.0]
-    assert delta(designs.punish_omissions) == [1.0, -1.0, -1.5]
-    assert delta(designs.damp_length, -5) == pytest.approx([0.5, -0.26894, 0.05960], abs=1e-5)
-    assert delta(designs.damp_length, 48) == pytest.approx(judgement.delta, abs=1e-6)
+    arguments = "a b c", pieces("a b c"), Judgement(critique, [1.0, -1.0, 0.5])
+    assert designs.remove_praise(*arguments) == [0.0, -1.0, 0.0]
+    assert designs.charge_omissions(*arguments) == [1.0, -1.0, -1.5]
+    close(designs.damp_length(*arguments, -5), [0.5, -0.26894, 0.05960], atol=1e-5, rtol=0)
+    close(designs.damp_length(*arguments, 48), [1.0, -1.0, 0.5], atol=1e-6, rtol=0)
 
 
 def test_each_missing_fact_of_the_true_critique_costs_one(toy_model):
     """A response that states one fact of three; its critique names the other two."""
-    model, tokenizer = toy_model
-    row = toy.rows("train", 1)[0]
-    text = f"It was in {row['facts']['month']}."
-    y = encode_answer(tokenizer, text)
-    offsets = token_offsets(tokenizer, y)[1]
-    rollouts = SimpleNamespace(rows=[row], texts=[text], offsets=[offsets])
-    config = Config()
-    (plain,) = true_critic(rollouts, model, tokenizer, config)
-    (charged,) = designs.DESIGNS["true_omission"](rollouts, model, tokenizer, config)
-    assert sum(plain.delta) > 0
-    assert charged.delta == [*plain.delta[:-1], plain.delta[-1] - 2]
-    (poor,) = designs.DESIGNS["true_poor"](rollouts, model, tokenizer, config)
-    assert not any(poor.delta)
+    (row,) = toy.rows("train", 1)
+    rollouts = rollouts_of(toy_model[1], [row], [f"It was in {row['facts']['month']}."])
+    plain, charged, poor, both = (
+        DESIGNS[name](rollouts, *toy_model, Config())[0].delta
+        for name in ("true", "true_omission", "true_poor", "true_poor_omission"))
+    assert sum(plain) > 0 and charged == [*plain[:-1], plain[-1] - 2]
+    assert not any(poor) and both == [*poor[:-1], -2]
 
 
 @pytest.mark.parametrize("weighting, good, poor", [
@@ -411,36 +398,27 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, p
     text = "A nurse of York, sad, is not sad at all because of him."
     spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
-    delta = token_rewards(text, offsets, spans)
-
-    def critic(rollouts, *_):
-        return [Judgement("z", delta, spans=spans)]
-
-    rollouts = SimpleNamespace(rows=[{}], texts=[text], offsets=[offsets])
-    (judged,) = weighted(critic, weighting)(rollouts, None, None, None)
+    judgement = Judgement("z", token_rewards(text, offsets, spans), spans=spans)
     want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
-    assert judged.delta == pytest.approx(want) and judged.critique == "z"
+    assert weigh(text, offsets, judgement, weighting) == pytest.approx(want)
 
 
 def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch):
     """Critiques that say good, good, poor and nothing readable give δ = (1 + 1 − 1 + 0) / 4.
     The random numbers of a critique depend on its rollout, not on the batch."""
-    config, alone = Config(), rollouts_of(toy_model[1], 2, 3)
-    text, offsets = alone.texts[0], alone.offsets[0]
-    fact = toy.said_facts(text)[0][2]
-    good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
-                  for g, p in (([fact], []), ([], [fact])))
-    calls = []
-
     def write(model, tokenizer, prompts, texts, most, temperature=0.0, uniforms=None):
         calls.append((texts, temperature, uniforms))
         return [good, good, poor, "?"] * (len(texts) // 4)
 
+    config, alone, calls = Config(), faulty_rollouts(toy_model[1], 2, 3), []
+    text, offsets = alone.texts[0], alone.offsets[0]
+    start, _, fact = toy.said_facts(text)[0]
+    good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
+                  for g, p in (([fact], []), ([], [fact])))
     monkeypatch.setattr(designs, "write_critiques", write)
     (graded,) = designs.graded(alone, *toy_model, config)
-    designs.graded(rollouts_of(toy_model[1]), *toy_model, config)
-    at = text.index(fact)
-    discrete = token_rewards(text, offsets, [Span(at, at + len(fact), 1)])
+    designs.graded(faulty_rollouts(toy_model[1]), *toy_model, config)
+    discrete = token_rewards(text, offsets, [Span(start, start + len(fact), 1)])
     assert [4 * d for d in graded.delta] == discrete and any(discrete)
     assert graded.quotes == 1 and not graded.reason
     (texts, temperature, draws), (*_, all_draws) = calls
@@ -454,14 +432,14 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
-    rollouts, config = rollouts_of(tokenizer), Config(micro_batch_size=4)
+    rollouts, config = faulty_rollouts(tokenizer), Config(micro_batch_size=4)
     scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
     for i, text in enumerate(rollouts.texts):
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
         with use_lora(model, "reward"), torch.no_grad():
             scores = token_scores(model, tokenizer, [pair])[0][0]
-        assert scalar[i].delta[-1] == pytest.approx(scores[-1].item(), abs=1e-3)
-        assert len(scalar[i].delta) == len(scores) and not any(scalar[i].delta[:-1])
+        want = [0.0] * (len(scores) - 1) + [scores[-1].item()]
+        assert scalar[i].delta == pytest.approx(want, abs=1e-3)
         ends = mark_ends(text, rollouts.offsets[i], step_spans(text))
         expected = torch.tanh(scores / 2) * torch.tensor(ends)
         assert steps[i].delta == pytest.approx(expected.tolist(), abs=1e-3)
@@ -469,8 +447,8 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "WORLD_SIZE", 2)
-    for critic in (SCORED["steps"], true_critic, weighted(true_critic, "importance")):
-        judged = critic(rollouts, model, tokenizer, config)
+    for name in ("steps", "true", "true_importance"):
+        judged = DESIGNS[name](rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
         assert [len(judgement.delta) for judgement in judged] == lengths
 
@@ -489,18 +467,16 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
             raise value
         return value
 
-    calls, (model, tokenizer) = [], toy_model
+    calls, (row,) = [], toy.rows("train", 1)
     monkeypatch.setitem(sys.modules, "my_score", SimpleNamespace(score=score))
-    config, row = Config(annotator_function="my_score:score"), toy.rows("train", 1)[0]
-    ids = encode_answer(tokenizer, "It was")
-    text, offsets = token_offsets(tokenizer, ids)
-    rollouts = SimpleNamespace(rows=[row], texts=[text], offsets=[offsets])
+    rollouts = rollouts_of(toy_model[1], [row], ["It was"])
+    arguments = rollouts, *toy_model, Config(annotator_function="my_score:score")
     if isinstance(delta, str):
         with pytest.raises(InputError, match=f"my_score:score, row {row['id']}: {delta}"):
-            designs.TRUE["score"](rollouts, model, tokenizer, config)
-        return
-    judgement, = designs.TRUE["score"](rollouts, model, tokenizer, config)
-    assert judgement.delta == delta and not judgement.reason
+            DESIGNS["score"](*arguments)
+    else:
+        (judgement,) = DESIGNS["score"](*arguments)
+        assert judgement.delta == delta and not judgement.reason
     assert calls == [(row["facts"], "It was", ["It", " was", ""])]
 
 
@@ -508,6 +484,7 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     (["score", "--annotator_function", "none"], "score needs --annotator_function"),
     (["true", "--annotator_function", "none"], "needs --annotator_function"),
     (["best"], "'best': choose one of sft.* critique"), ([], "no method.*: choose one of"),
+    (["reflection"], "reflection needs --reward_model"),
     (["dpo", "--annotator_function", "none:x"], "import")])
 def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, message):
     monkeypatch.setattr("sys.argv", ["baselines", *flags])
@@ -515,7 +492,7 @@ def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, me
         baselines.main()
 
 
-# ── Rows, and whole runs
+# ── Rows
 
 def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
     """Two samples of the base per row, the better one first; ties are omitted."""
@@ -524,9 +501,9 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
     row_of = {toy.prompt(row): row for row in rows}
     assert len(pairs) > 12                              # eight seeds: 17.4 ± 1.6
     for x, *texts in pairs:
-        better, worse = (feedback_of(text, toy.critique(row_of[x], text))[1].spans
-                         for text in texts)
-        assert sum(span.label for span in better) > sum(span.label for span in worse)
+        better, worse = (sum(span.label for span in spans_of(
+            text, toy.critique(row_of[x], text))) for text in texts)
+        assert better > worse
 
 
 def messages(text):
@@ -546,6 +523,7 @@ SUMMARIES = {"generated_summary_for_comparison_A": "a",
     ({"chosen": messages("good"), "rejected": messages("poor")}, ("good", "poor")),
     ({"chosen": messages("good"), "rejected": messages("poor"), "score_chosen": 4.0,
       "score_rejected": 4.0}, None),
+    (SUMMARIES | {"comparison_preference": "Summary A"}, ("a", "b")),
     (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
     (SUMMARIES | {"comparison_preference": None}, None),
     ({"comparison_preference": "Summary A"}, None),
@@ -558,11 +536,8 @@ def test_recorded_preferences_of_the_three_data_sets(row, pair):
 @pytest.mark.parametrize("task, file", [
     ("kodcode", "kodcode_leetcode.jsonl"),
     ("ultrafeedback", "ultrafeedback_binarized_example.jsonl")])
-def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path):
-    path = ROOT.parent / "shared" / "data" / file
-    if not path.exists():
-        pytest.skip(f"{path} is absent")
-    rows = read_rows(path, task=get_task(task))
+def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path, shared):
+    rows = read_rows(shared / "data" / file, task=get_task(task))
     pairs = preferences(None, None, rows, small(tmp_path, task=task), tmp_path)
     assert 0 < len(pairs) <= len(rows)
     for prompt, better, worse in pairs:
@@ -586,24 +561,14 @@ def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path
         baselines.sft(None, None, [{"summary_prompt": "x"}], config, tmp_path)
 
 
-@pytest.mark.parametrize("critique, flag", [
-    ("It is good.", " --annotator_function m:f"), ("", "")])
-def test_a_function_that_returns_numbers_is_no_annotator_of_the_evaluation(critique, flag,
-                                                                           tmp_path):
-    write_rows(tmp_path / "samples.jsonl", [{"critique": critique}])
-    config = Config(annotator_function="m:f", max_new_tokens=8, max_critique_tokens=9)
-    command = evaluation_command(config, tmp_path)
-    assert command.endswith(f"{tmp_path}/policy{flag} --max_new_tokens 8 "
-                            f"--max_critique_tokens 9")
-
-
 @pytest.mark.parametrize("reward_type", ["scalar", "steps"])
-def test_a_reward_model_without_labels_is_one_line(reward_type, monkeypatch, tmp_path):
-    """All preferences are ties, or no step has a label."""
-    monkeypatch.setattr(baselines, "preferences", lambda *_: [])
-    monkeypatch.setattr(baselines, "annotate_rows", lambda *_: [{"spans": []}])
+def test_a_reward_model_without_labels_is_one_line(reward_type, tmp_path):
+    """There are two rows with equal labels, or a row whose steps have no label."""
+    rows = [{"prompt": "p", "response": "r", "spans": []}] * 2
+    for name in ("responses", "feedback"):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     with pytest.raises(InputError, match=f"{reward_type} rewards need two labelled examples"):
-        baselines.fit_scores(None, None, [], small(tmp_path), tmp_path, reward_type)
+        baselines.fit_scores(None, None, [{}] * 2, small(tmp_path), tmp_path, reward_type)
 
 
 def test_what_the_critique_names_is_mended():
@@ -616,27 +581,21 @@ def test_what_the_critique_names_is_mended():
         assert mend(mended, toy.critique(row, mended)) == mended
 
 
-def small(tmp_path, **more):
-    return Config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
-                         minibatch_size=8, eval_rows=4, iterations=2, ppo_epochs=2,
-                         learning_rate=3e-3, probe_rows=0, max_new_tokens=48) | more)
-
+# ── Whole runs
 
 @pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
 def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
                                                             name):
     """Equal steps, rounded to full passes over the rows; the training loss falls."""
-    (model, tokenizer), config, fits = toy_model, small(tmp_path, iterations=6), []
-    fit = baselines.fit_adapter
-
     def watch(model, pairs, name, settings, *more, **loss):
         losses = fit(model, pairs, name, settings, *more, **loss)
         fits.append((len(pairs), losses, settings))
         return losses
 
+    config, fits, fit = small(tmp_path, iterations=6), [], baselines.fit_adapter
     monkeypatch.setattr(baselines, "fit_adapter", watch)
-    baselines.start_policy(model, config)
-    baselines.METHODS[name](model, tokenizer, toy.rows("train", 48), config, tmp_path)
+    baselines.start_policy(toy_model[0], config)
+    baselines.METHODS[name](*toy_model, toy.rows("train", 48), config, tmp_path)
     ((n, losses, settings),) = fits
     assert abs(settings.epochs * n - 6 * 8 * 2) <= n / 2 and settings.batch_size == 8
     assert len(losses) == settings.epochs * math.ceil(n / 8)
@@ -644,54 +603,29 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
 
 
-def test_sdpo_shows_the_teacher_critique_and_response(tmp_path, toy_model):
+def test_sdpo_shows_the_teacher_critique_and_response(toy_model):
     """The gradient is that of Σ_t KL(student ‖ fixed teacher) per token, computed with torch's
     KL from the logits of each unpadded row."""
     model, tokenizer = toy_model
-    randomise(add_lora(model, "policy", 4, 8))
-    batch = rollouts_of(tokenizer, 2)
-    shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in range(4)], tokenizer)
-    parameters, rows = lora_parameters(model, "policy"), [0, 1, 2, 3]
+    parameters = add_lora(model, "policy", 4, 8)
+    randomise(parameters)
+    batch, rows = faulty_rollouts(tokenizer, 2), [0, 1, 2, 3]
+    shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in rows], tokenizer)
     distil(model, batch, shown, rows, 0.5)
     total, count = 0, 0
-    for i in range(4):
-        y, logits = ids_of(batch, i), []
+    for i in rows:
+        y, logprobs = ids_of(batch, i), []
         shown_prompt = (f"{batch.prompts[i]}\n\nResponse: {batch.texts[i]}\n\nCritique: No {i}."
                         "\n\nWrite the response anew, mended as the critique asks.")
         for prompt in (batch.prompts[i], shown_prompt):
-            x = encode_prompt(tokenizer, prompt)
             with use_lora(model, "policy"):
-                logits.append(2 * model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1])
-        p, q = (z.log_softmax(-1) for z in logits)
+                logits = logits_of(model, encode_prompt(tokenizer, prompt), y)[:-1]
+            logprobs.append((logits / 0.5).log_softmax(-1))
+        p, q = logprobs
         total += F.kl_div(q.detach(), p, log_target=True, reduction="sum")
         count += len(y)
     for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
         close(p.grad, want, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("task, adapter", [("toy", "rewriter"), ("slf5k", "reference")])
-def test_the_second_answer_is_that_of_the_adapter_that_can_rewrite(task, adapter, monkeypatch):
-    monkeypatch.setattr(baselines, "write_critiques", lambda *_: ["z"])
-    monkeypatch.setattr(baselines, "rewrite", lambda *arguments: arguments[4])
-    rollouts = SimpleNamespace(prompts=["x"], texts=["y"])
-    config = Config(task=task, adapter="sft")
-    assert reflect(rollouts, None, None, config, None) == adapter
-
-
-def test_reflection_writes_its_second_answers_for_the_evaluation(tmp_path):
-    """From the command line: the held-out rows, each with an answer, are one file."""
-    reward = tmp_path / "reward"
-    flags = ["--iterations", 1, "--batch_size", 4, "--minibatch_size", 4, "--annotated_rows", 8,
-             "--eval_rows", 3, "--max_critique_tokens", 16, "--output_dir", tmp_path / "out"]
-    with pytest.raises(InputError, match="reflection needs --reward_model"):
-        baselines.main(["reflection", *map(str, flags)])
-    model, _ = load_model(toy.BASE, device="cpu")
-    add_lora(model, "reward", 4, 8)
-    save_lora(model, "reward", reward)
-    baselines.main(["reflection", *map(str, flags), "--reward_model", str(reward)])
-    answers = read_rows(tmp_path / "out" / "answers.jsonl")
-    assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
-    assert all(isinstance(row["response"], str) and row["id"] for row in answers)
 
 
 def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
@@ -703,7 +637,7 @@ def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
     baselines.reflection(model, tokenizer, rows, config, tmp_path)
     add_lora(model, "reward", 4, 8)
-    batch, generator = rollouts_of(tokenizer, 3), torch.Generator().manual_seed(0)
+    batch, generator = faulty_rollouts(tokenizer, 3), torch.Generator().manual_seed(0)
     rewrite, questions = baselines.rewrite, []
     monkeypatch.setattr(baselines, "rewrite", lambda model, tokenizer, asked, *more: (
         questions.extend(asked) or rewrite(model, tokenizer, asked, *more)))
@@ -712,32 +646,39 @@ def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
         assert question.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
 
 
-def test_prm_ppo_is_text2grad_with_a_reward_for_every_step(tmp_path, toy_model):
-    """Step labels of the true critic, their reward model, and Algorithm 4 with it as critic."""
-    config = small(tmp_path, iterations=1)
-    baselines.start_policy(toy_model[0], config)
-    baselines.METHODS["prm_ppo"](*toy_model, toy.rows("train", 40), config, tmp_path)
-    (sample,) = read_rows(tmp_path / "samples.jsonl")
-    text, offsets = sample["response"], []
-    for piece in sample["tokens"]:
-        start = offsets[-1][1] if offsets else 0
-        offsets.append((start, start + len(piece)))
-    paid = [int(delta != 0) for delta in sample["delta"]]
-    assert paid == mark_ends(text, offsets, step_spans(text)) and any(paid)
+def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
+    """They print the command that evaluates them. A function that returned numbers is no
+    annotator of the evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
+    ends of steps; reflection writes its second answers to the held-out rows."""
+    def run(name, *more):
+        flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8,
+                 "--eval_rows", 3, "--iterations", 1, "--ppo_epochs", 1, *more]
+        baselines.main([name, *map(str, flags), "--output_dir", str(tmp_path / name)])
+        return capsys.readouterr().out
 
+    def read(name, file):
+        return read_rows(tmp_path / name / file)[0]
 
-def test_a_baseline_and_a_design_run_by_their_names(tmp_path, monkeypatch, capsys):
-    """sft prints the evaluation command; true_end rewards the last token and trains no R_φ."""
     monkeypatch.chdir(ROOT)
-    flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
-             "--iterations", 1, "--ppo_epochs", 1]
-    baselines.main(["sft", *map(str, flags), "--output_dir", str(tmp_path / "sft")])
-    output = capsys.readouterr().out
-    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in output
+    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in run("sft")
     assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
-    baselines.main(["true_end", *map(str, flags), "--output_dir", str(tmp_path / "end")])
-    (sample,) = read_rows(tmp_path / "end" / "samples.jsonl")
+    assert "--annotator_function toy:critique" in run("true_end")
+    sample = read("true_end", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
-    assert not (tmp_path / "end" / "reward").exists()
-    (config,) = read_rows(tmp_path / "end" / "config.json")
-    assert config["critic of phase 3"] == "toy:critique"
+    assert not (tmp_path / "true_end" / "reward").exists()
+    assert read("true_end", "config.json")["critic of phase 3"] == "toy:critique"
+    function = "--annotator_function", "toy:fact_accuracy"
+    assert function[0] not in run("score", *function)
+    run("prm_ppo")
+    sample = read("prm_ppo", "samples.jsonl")
+    ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
+    steps = mark_ends(sample["response"], [*zip([0, *ends], ends)], step_spans(sample["response"]))
+    assert [int(delta != 0) for delta in sample["delta"]] == steps and any(steps)
+    model, _ = load_model(toy.BASE, device="cpu")
+    add_lora(model, "reward", 4, 8)
+    save_lora(model, "reward", tmp_path / "reward")
+    output = run("reflection", "--max_critique_tokens", 16, "--reward_model", tmp_path / "reward")
+    answers = read_rows(tmp_path / "reflection" / "answers.jsonl")
+    assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
+    assert all(isinstance(row["response"], str) and row["id"] for row in answers)
+    assert f"--adapter {tmp_path}/reflection/answers.jsonl" in output

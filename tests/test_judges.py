@@ -69,8 +69,8 @@ def test_wins_ties_and_losses_are_those_of_the_judge_in_both_orders(config, serv
     a, b = random_texts(30, 1), random_texts(30, 2)
     scores = judge(30, config, tmp_path / "j", a, b)  # Figure 3
     wins = [(len(x) < len(y)) + 0.5 * (len(x) == len(y)) for x, y in zip(a, b)]
-    assert [row["win"] for row in scores] == wins
-    assert [row["id"] for row in scores] == [row["id"] for row in numbered_rows(30)]
+    assert [(row["id"], row["win"]) for row in scores] == [
+        (f"row-{i}", win) for i, win in enumerate(wins)]
     assert win_tie_loss(scores) == {
         "win": wins.count(1), "tie": wins.count(0.5), "loss": wins.count(0), "inconsistent": 0,
         "unjudged": 0, "win_rate": pytest.approx(100 * np.mean(wins)),
@@ -132,15 +132,15 @@ def test_verdicts_are_parsed_and_never_guessed(prompt, text, expected):
 
 def test_replies_without_a_verdict_are_counted_and_asked_again(config, server, tmp_path):
     """A reply that was cut off has no verdict either."""
-    prose = config, "The first one is far better, clearly."
-    cut_off = replace(config, judge_tokens=9), "Neither [[A]] nor " + "anything " * 99
-    for calls, (judge_config, reply) in ((10, prose), (20, cut_off)):
+    cut_off = replace(config, judge_tokens=9)
+    for calls, judge_config, reply in ((10, config, "The first one is far better, clearly."),
+                                       (20, cut_off, "Neither [[A]] nor " + "word " * 99)):
         server.settings.responder = lambda body: reply
         scores = judge(5, judge_config, tmp_path / "j")
         assert {row["win"] for row in scores} == {None}
         assert win_tie_loss(scores) == {
-            "win": 0, "tie": 0, "loss": 0, "inconsistent": 0, "unjudged": 5, "win_rate": None,
-            "standard_error": None}
+            **dict.fromkeys(("win", "tie", "loss", "inconsistent"), 0), "unjudged": 5,
+            "win_rate": None, "standard_error": None}
         assert server.stats()["calls"] == calls
     server.settings.responder = shorter
     assert win_tie_loss(judge(5, config, tmp_path / "j"))["unjudged"] == 0
@@ -149,26 +149,25 @@ def test_replies_without_a_verdict_are_counted_and_asked_again(config, server, t
 # ── Money and the journal
 
 def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tmp_path):
-    b = random_texts(10, 2)
-    first = judge(10, config, tmp_path / "j", b=b)
-    assert judge(10, config, tmp_path / "j", b=b) == first and server.stats()["calls"] == 20
-    b[3] += " more"
-    judge(10, config, tmp_path / "j", b=b)
-    assert server.stats()["calls"] == 22
-    judge(10, replace(config, judge_model="other"), tmp_path / "j", b=b)
-    assert server.stats()["calls"] == 42
+    texts = random_texts(10, 2)
+    changed = [*texts[:9], "another text"]
+    scores = []
+    for judge_config, b, calls in ((config, texts, 20), (config, texts, 20),
+                                   (config, changed, 22),
+                                   (replace(config, judge_model="other"), changed, 42)):
+        scores.append(judge(10, judge_config, tmp_path / "j", b=b))
+        assert server.stats()["calls"] == calls
+    assert scores[0] == scores[1]
 
 
 def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server, tmp_path):
-    config.price_in, config.price_out, config.judge_tokens = 1.0, 1.0, 200
-    config.max_usd = 0.01
+    config = replace(config, price_in=1.0, price_out=1.0, judge_tokens=200, max_usd=0.01)
     with pytest.raises(InputError, match=r"--max_usd 0.01 reached: \$0.00\d+ is spent"):
         judge(40, config, tmp_path / "j")
     stats = server.stats()
     assert 0 < stats["calls"] < 80
     assert (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e6 <= 0.01
-    config.max_usd = 1.0
-    judge(40, config, tmp_path / "j")
+    judge(40, replace(config, max_usd=1.0), tmp_path / "j")
     assert server.stats()["calls"] == 80
 
 
@@ -274,15 +273,14 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
         "answer_2": "b111 {answer}", "ref_answer_1": "2", "ref_answer_2": "4"}
 
 
-@pytest.mark.parametrize("row, message", [
-    (BENCH[0] | {"question_id": None}, "line 2: field 'question_id'"),
-    (BENCH[0] | {"turns": []}, "row 2: 'turns' must be a list of two texts"),
-    (BENCH[0] | {"turns": ["a"]}, "row 2: 'turns' must be a list of two texts"),
-    (BENCH[0] | {"reference": "c"}, "row 2: 'reference' must be a list of two texts"),
-    (["a"], "line 2: expected a JSON object")])
-def test_the_error_of_a_question_file_names_the_row(tmp_path, row, message):
+@pytest.mark.parametrize("fields, message", [
+    ({"question_id": None}, "line 2: field 'question_id'"),
+    ({"turns": []}, "row 2: 'turns' must be a list of two texts"),
+    ({"turns": ["a"]}, "row 2: 'turns' must be a list of two texts"),
+    ({"reference": "c"}, "row 2: 'reference' must be a list of two texts")])
+def test_the_error_of_a_question_file_names_the_row(tmp_path, fields, message):
     with pytest.raises(InputError, match=f"q.jsonl, {message}"):
-        judges.read_mt_bench(write_lines(tmp_path / "q.jsonl", [BENCH[0], row]))
+        judges.read_mt_bench(write_lines(tmp_path / "q.jsonl", [BENCH[0], BENCH[0] | fields]))
 
 
 def test_the_published_files_are_read(shared, config):
@@ -301,10 +299,8 @@ def test_the_published_files_are_read(shared, config):
 
 def test_outputs_are_written_for_alpaca_eval_with_its_command(tmp_path):  # Table 4
     """alpaca_eval 0.6.6 reads a list of objects with these three fields."""
-    path = tmp_path / "my run" / "after_outputs.json"
-    path.parent.mkdir()
-    rows = [{"id": "0", "prompt": "Sum up.", "response": "a"},
-            {"id": "1", "prompt": "Why {}?", "response": "b"}]
+    path = tmp_path / "my outputs.json"
+    rows = [{"prompt": "Sum up.", "response": "a"}, {"prompt": "Why {}?", "response": "b"}]
     command = judges.write_alpaca(path, rows, ["é", ""], "runs/policy")
     assert shlex.split(command) == ["alpaca_eval", "--model_outputs", str(path),
                                     "--is_overwrite_leaderboard"]
