@@ -159,7 +159,7 @@ def test_what_is_missing_is_seen(tmp_path):
     assert not names_place("Table 1", "", "Table 11")
     cell = "`text2grad.gone`, `gae.gone`, `eval.py`"
     assert missing_names(cell) == ["text2grad.gone", "gae.gone"]
-    assert missing_names("`text2grad.gae`") == [] and missing_names("") == ["–"]
+    assert missing_names("`policy.gae`") == [] and missing_names("") == ["–"]
     for number, (doc, comment, is_wrong) in enumerate((
             ("Algorithm 4.", "l.12", False), ("Nothing.", "l.12", True),
             ("Algorithm 4.", "l.18", True), ("Algorithm 4.", "l.33–35", True),
