@@ -48,15 +48,14 @@ def write(path, *rows, array=False, zipped=False):
     return path
 
 
-def problem(tmp_path, row=HUMANEVAL):
-    return read_problems(write(tmp_path / "one.jsonl", row))[0]
+def problem(tmp_path, row=HUMANEVAL, **changes):
+    return read_problems(write(tmp_path / "one.jsonl", row | changes))[0]
 
 
 def run(problems, *programs, **options):
     """Result rows of one program per problem, or of several programs for a single problem."""
     if len(problems) == 1:
         problems = problems * len(programs)
-    assert len(problems) == len(programs)
     return execute(problems, programs, unsafe=True, **options)
 
 
@@ -74,11 +73,10 @@ def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_pat
     assert task.entry_point == row.get("entry_point", "grow")
     assert (task.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
     wrong = task.solution.replace("x + 1", "x + 2").replace("&", "|")
-    right, empty, faulty = run([task], task.solution, "",
-                               wrong + "\nif math: pass" if row is SANITIZED else wrong)
+    right, *failures = run([task], task.solution, "", wrong)
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
-    assert not empty["base"] and not empty["plus"] and empty["status"] == "error"
-    assert not faulty["base"] and not faulty["plus"] and faulty["status"] in ("failed", "error")
+    assert not any(result["base"] or result["plus"] for result in failures)
+    assert [result["status"] for result in failures] == ["error", "failed"]
 
 
 @pytest.mark.parametrize("rows, message", [
@@ -97,12 +95,6 @@ def test_the_error_of_an_invalid_row_names_the_field(rows, message, tmp_path):
         read_problems(write(tmp_path / "bad.jsonl", *rows))
 
 
-def test_a_damaged_archive_is_named(tmp_path):
-    (tmp_path / "bad.jsonl").write_bytes(b"\x1f\x8bnothing")
-    with pytest.raises(InputError, match="bad.jsonl.* gzip"):
-        read_problems(tmp_path / "bad.jsonl")
-
-
 @pytest.mark.parametrize("task, args, expected", [
     (2, [[1, 2], [3]], [(1, 2), (3,)]), (63, [[[1, 2], [3, 4]]], [[(1, 2), (3, 4)]]),
     (75, [[[1, 2]], 3], [[(1, 2)], 3]), (106, [[1], [2, 3]], [[1], (2, 3)]),
@@ -119,16 +111,14 @@ def test_arguments_without_a_json_type_are_restored(task, args, expected):
 
 # ── Prompts and answers
 
-def test_prompts_show_the_signature_or_the_asserts(tmp_path):
-    prompt = code_prompt(problem(tmp_path))
-    assert HEAD in prompt and "Complete" in prompt
-    for row in (MBPP, SANITIZED):
-        prompt = code_prompt(problem(tmp_path, row))
-        assert "Add one." in prompt and all(test in prompt for test in row["test_list"])
-        assert row["code"] not in prompt
-    prompt = code_prompt(problem(tmp_path, SHARED))
-    assert 'Shared elements.\nassert similar_elements("a", "ab") == "a"\n' in prompt
-    assert '"""' not in prompt
+@pytest.mark.parametrize("row, included, excluded", [
+    (HUMANEVAL, [HEAD, "Complete"], "return x + 1"),
+    (MBPP, ["Add one.", *MBPP["test_list"]], MBPP["code"]),
+    (SANITIZED, ["Add one.", *SANITIZED["test_list"]], SANITIZED["code"]),
+    (SHARED, ['Shared elements.\nassert similar_elements("a", "ab") == "a"\n'], '"""')])
+def test_prompts_show_the_signature_or_the_asserts(row, included, excluded, tmp_path):
+    prompt = code_prompt(problem(tmp_path, row))
+    assert all(text in prompt for text in included) and excluded not in prompt
 
 
 RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
@@ -179,7 +169,7 @@ def test_an_answer_without_the_function_is_an_empty_program(response, tmp_path):
 
 
 def test_names_in_the_asserts_of_mbpp_are_kept(tmp_path):
-    task = problem(tmp_path, MBPP | {"test_list": ["assert grow(Box(1)) == 2"]})
+    task = problem(tmp_path, MBPP, test_list=["assert grow(Box(1)) == 2"])
     code = extract_code("```python\nclass Box(int): pass\nclass Bag: pass\ndef grow(x):\n"
                         "    return x + 1\n```", task)
     assert "Box" in code and "Bag" not in code and run([task], code)[0]["base"]
@@ -199,14 +189,11 @@ def by_numpy(out, expected, atol):
     """Equality, or numpy.allclose of outputs with the same type and length."""
     if out == expected:
         return True
-    if atol == 0 and (isinstance(expected, float)
-                      or isinstance(expected, (list, tuple)) and expected
-                      and all(isinstance(item, float) for item in expected)):
-        atol = 1e-6
+    items = expected if isinstance(expected, (list, tuple)) else [expected]
+    if items and all(isinstance(item, float) for item in items):
+        atol = atol or 1e-6
     try:
-        has_same_shape = type(out) is type(expected) and (
-            not isinstance(out, (list, tuple)) or len(out) == len(expected))
-        return bool(atol and has_same_shape
+        return bool(atol and type(out) is type(expected) and np.shape(out) == np.shape(expected)
                     and np.allclose(out, expected, rtol=1e-7, atol=atol))
     except TypeError:
         return False
@@ -240,23 +227,21 @@ def test_tasks_with_more_than_one_right_output(task, args, expected, right, wron
 
 def test_programs_cannot_pass_by_changing_inputs_or_reading_frames(tmp_path):
     """Only a program whose output overrides == passes without being right."""
-    task = problem(tmp_path, PLUS | {
-        "base_input": [[[3, 1]], [[2, 2]]], "canonical_solution": "    return sorted(x)\n",
-        "plus_input": []})
-    clears = "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y"
-    lazy = "def grow(x):\n    x.clear()\n    return []"
-    peeks = "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')"
-    counts = ("def grow(x, calls=[]):\n    calls.append(1)\n"
-              "    return sorted(x) if len(calls) < 3 else 1 / 0")
-    equal = ("class Liar(list):\n    def __eq__(self, other): return True\n"
-            "def grow(x): return Liar()")
-    empties = "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0"
-    rows = run([task], clears, lazy, peeks, counts, equal, empties)
-    assert [row["base"] for row in rows] == [True, False, False, True, True, False]
-    root = problem(tmp_path, PLUS | {
-        "entry_point": "find_zero", "prompt": 'def find_zero(xs):\n    """A root."""\n',
-        "canonical_solution": "    return 2.0\n", "base_input": [[[-6, 1, 1]]],
-        "plus_input": [], "atol": 1e-4})
+    task = problem(tmp_path, PLUS, base_input=[[[3, 1]], [[2, 2]]], plus_input=[],
+                   canonical_solution="    return sorted(x)\n")
+    programs = {
+        "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y": True,
+        "def grow(x):\n    x.clear()\n    return []": False,
+        "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')": False,
+        "def grow(x, calls=[]):\n    calls.append(1)\n"
+        "    return sorted(x) if len(calls) < 3 else 1 / 0": True,
+        "class Liar(list):\n    def __eq__(self, other): return True\n"
+        "def grow(x): return Liar()": True,
+        "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0": False}
+    assert [row["base"] for row in run([task], *programs)] == [*programs.values()]
+    root = problem(tmp_path, PLUS, entry_point="find_zero", base_input=[[[-6, 1, 1]]],
+                   prompt='def find_zero(xs):\n    """A root."""\n', plus_input=[], atol=1e-4,
+                   canonical_solution="    return 2.0\n")
     power = ("class Liar(float):\n    def __pow__(self, power): return 0.0\n"
              "def find_zero(xs): return Liar(1)")
     assert [row["base"] for row in run([root], root.solution, power)] == [True, False]
@@ -271,17 +256,15 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
     programs = [f"def grow(x):\n    {body}" for body in bodies]
     rows = run([task for task in problems for _ in programs], *2 * programs, workers=4,
                timeout=1.0)
-    assert [row["id"] for row in rows] == ["HumanEval/0"] * 4 + ["HumanEval/1"] * 4
-    assert [(row["base"], row["plus"]) for row in rows[:4]] == [
-        (True, True), (True, False), (False, False), (False, False)]
-    assert [row["status"] for row in rows] == 2 * ["passed", "failed", "failed", "timeout"]
+    assert [(row["id"], row["base"], row["plus"], row["status"]) for row in rows] == [
+        (f"HumanEval/{i}", *result) for i in (0, 1) for result in (
+            (True, True, "passed"), (True, False, "failed"), (False, False, "failed"),
+            (False, False, "timeout"))]
     assert "input 0: 2 instead of 0" in rows[1]["stderr"]
-    for k in (1, 2, 3):
-        for key, name in (("base", "pass"), ("plus", "plus pass")):
-            verdicts = [row[key] for row in rows[:4]]
-            chance = np.mean([any(subset) for subset in combinations(verdicts, k)])
-            scores = [row[f"{name}@{k}"] for row in code_scores(rows, ks=(1, k))]
-            assert scores == pytest.approx([chance, chance], abs=1e-12)
+    for k, (key, name) in product((1, 2, 3), (("base", "pass"), ("plus", "plus pass"))):
+        chance = np.mean([*map(any, combinations([row[key] for row in rows[:4]], k))])
+        scores = [row[f"{name}@{k}"] for row in code_scores(rows, ks=(1, k))]
+        assert scores == pytest.approx([chance, chance], abs=1e-12)
     with pytest.raises(InputError, match="pass@5"):
         code_scores(rows, ks=(5,))
 
@@ -358,8 +341,8 @@ def assert_plain(model, tokenizer, rows, adapter=None):
         plain = [[plain_logprob(model, tokenizer, row["question"], choice)
                   for choice in row["choices"]] for row in rows]
     logprobs = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
-    assert list(map(len, logprobs)) == list(map(len, plain))
-    assert np.abs(np.concatenate(logprobs) - np.concatenate(plain)).max() <= 1e-4
+    for row_logprobs, expected in zip(logprobs, plain, strict=True):
+        assert row_logprobs == pytest.approx(expected, abs=1e-4)
     for row, score, values in zip(rows, arc_scores(rows, logprobs), plain):
         normed = np.array(values) / [len(choice) for choice in row["choices"]]
         assert score == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
@@ -372,10 +355,10 @@ def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
     five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
     long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
     rows = read_arc(write(tmp_path / "a", arc_row(), five, long, zipped=True))
-    assert rows[0] == {"id": "q", "question": "Which colour is it?",
-                       "choices": ["red", "blue", "a dark green"], "answer": 1}
-    assert rows[1]["choices"] == ["x", "yes", "no it is", "blue", "green"]
-    assert rows[1]["answer"] == 4
+    question = {"id": "q", "question": "Which colour is it?"}
+    assert rows[:2] == [
+        question | {"choices": ["red", "blue", "a dark green"], "answer": 1},
+        question | {"choices": ["x", "yes", "no it is", "blue", "green"], "answer": 4}]
     for tensor in add_lora(toy_model[0], "trained", r=4):
         torch.nn.init.normal_(tensor, std=0.3)
     base, trained = (assert_plain(*toy_model, rows, adapter) for adapter in (None, "trained"))
@@ -391,7 +374,7 @@ def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table
 def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
     rows = [{"id": "q", "choices": ["four", "a", "b"], "answer": answer} for answer in range(3)]
     scores = arc_scores(rows, 3 * [[-4.0, -2.0, -2.0]])
-    assert [row["accuracy"] for row in scores] == [0, 1, 0]
-    assert [row["accuracy_norm"] for row in scores] == [1, 0, 0]
+    assert [(row["accuracy"], row["accuracy_norm"]) for row in scores] == [
+        (0, 1), (1, 0), (0, 0)]
     with pytest.raises(InputError, match="ARC row q: .* not finite"):
         arc_scores(rows, 3 * [[-1.0, math.nan, -1.0]])

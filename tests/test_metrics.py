@@ -2,7 +2,7 @@
 
 import math
 import random
-from itertools import combinations
+from itertools import combinations, product
 
 import bert_score as bert_score_package
 import numpy as np
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from bert_score.utils import model2layers
 from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import pre_tokenizers
-from transformers import (BertConfig, BertModel, BertTokenizer, RobertaConfig, RobertaModel,
+from transformers import (AutoModel, BertConfig, BertTokenizer, RobertaConfig,
                           RobertaTokenizer)
 
 from data import InputError
@@ -42,13 +42,15 @@ def sentence(rng, longest=24):
 @pytest.fixture(scope="module")
 def pairs():
     """1,000 (prediction, reference) pairs; half of the references are edited predictions."""
-    rng, out = random.Random(5), []
-    for _ in range(1000):
-        prediction = sentence(rng)
-        edited = [word for word in prediction.split(" ") if rng.random() < 0.7]
-        edited.append(sentence(rng, 4))
-        out.append((prediction, " ".join(edited) if rng.random() < 0.5 else sentence(rng)))
-    return out
+    rng = random.Random(5)
+
+    def edited(text):
+        words = [word for word in text.split(" ") if rng.random() < 0.7]
+        return " ".join([*words, sentence(rng, 4)])
+
+    predictions = [sentence(rng) for _ in range(1000)]
+    return [(text, edited(text) if rng.random() < 0.5 else sentence(rng))
+            for text in predictions]
 
 
 # ── ROUGE and BLEU
@@ -57,24 +59,23 @@ def test_rouge_is_that_of_rouge_score(pairs):
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
     special_cases = [("", ""), ("word", ""), ("", "word"), ("word", "word"), ("日本", "日本")]
     for prediction, reference in pairs + special_cases:
-        expected = {name: score.fmeasure
-                    for name, score in scorer.score(reference, prediction).items()}
+        scores = scorer.score(reference, prediction)
+        expected = {name: score.fmeasure for name, score in scores.items()}
         assert rouge(prediction, reference) == pytest.approx(expected, abs=1e-12, rel=0)
 
 
 def test_bleu_is_that_of_sacrebleu(pairs):
     """Corpora of 1, 2, 7 and 1,000 pairs; with one pair no error can hide in a sum."""
-    rng, scores = random.Random(1), []
+    rng = random.Random(1)
     corpora = [[pair] for pair in pairs] + [pairs]
     corpora += [rng.sample(pairs, size) for size in [2] * 100 + [7] * 50]
-    for sample in corpora:
-        predictions, references = map(list, zip(*sample))
-        expected = sacrebleu.corpus_bleu(predictions, [references]).score / 100
-        assert (bleu(predictions, references)
-                == pytest.approx(expected, abs=1e-12, rel=0)), sample
-        scores.append(expected)
-    sums = np.array([np.sum([bleu_counts(*pair) for pair in sample], 0) for sample in corpora])
-    assert bleu_of(sums) == pytest.approx(np.array(scores), abs=1e-12, rel=0)
+    expected = []
+    for predictions, references in (zip(*sample) for sample in corpora):
+        expected.append(sacrebleu.corpus_bleu(predictions, [references]).score / 100)
+    near = pytest.approx(np.array(expected), abs=1e-12, rel=0)
+    assert np.array([bleu(*zip(*sample)) for sample in corpora]) == near
+    sums = [np.sum([bleu_counts(*pair) for pair in sample], 0) for sample in corpora]
+    assert bleu_of(np.array(sums)) == near
     with pytest.raises(ValueError, match="zip"):                # lists of different lengths
         bleu(["a", "b"], ["a"])
 
@@ -89,16 +90,17 @@ def encoders(tmp_path_factory):
     small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
                  intermediate_size=64, initializer_range=0.5, max_position_embeddings=100)
     letters = [letter for i in range(33, 127) for letter in (chr(i), f"##{chr(i)}")]
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
-    BertTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)},
-                  model_max_length=100).save_pretrained(folder / "bert")
-    BertModel(BertConfig(vocab_size=len(vocabulary), **small)).save_pretrained(folder / "bert")
-    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>",
-                  *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    RobertaTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[],
-                     model_max_length=98).save_pretrained(folder / "roberta")
-    RobertaModel(RobertaConfig(vocab_size=len(vocabulary),
-                               **small)).save_pretrained(folder / "roberta")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
+    bert = BertTokenizer(vocab=dict(zip(pieces, range(999))), model_max_length=100)
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>",
+              *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    roberta = RobertaTokenizer(vocab=dict(zip(pieces, range(999))), merges=[],
+                               model_max_length=98)
+    for name, tokenizer, config in (("bert", bert, BertConfig), ("roberta", roberta,
+                                                                RobertaConfig)):
+        tokenizer.save_pretrained(folder / name)
+        encoder = AutoModel.from_config(config(vocab_size=len(tokenizer), **small))
+        encoder.save_pretrained(folder / name)
     return folder
 
 
@@ -115,7 +117,7 @@ def test_bert_score_is_that_of_the_package(encoders, pairs, name, monkeypatch):
     encoder, tokenizer, _ = load_encoder(encoders / name)
     for layer in (0, 3):
         rows = bert_score(predictions, references, encoder, tokenizer, layer)
-        scores = np.array([[row["precision"], row["recall"], row["f1"]] for row in rows])
+        scores = np.array([[*row.values()] for row in rows])         # precision, recall, F1
         expected = bert_score_package.score(
             predictions, references, num_layers=layer, nthreads=0,
             model_type=str(encoders / name), device="cpu")
@@ -152,39 +154,33 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
     prompts = ["Sum up the post.", "One", "A much longer prompt than the others are, by far."]
     texts = ["They met in May and parted in June.", "", "Yes."]
     sums = []                              # (nats, tokens) of each adapter and text
-    for adapter in (None, "policy"):
-        for prompt, text in zip(prompts, texts):
-            ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids,
-                               dtype=torch.long)
-            x = encode_prompt(tokenizer, prompt)
-            with torch.no_grad(), use_lora(model, adapter):
-                logits = model(
-                    torch.cat([torch.tensor(x), ids])[None]).logits[0, len(x) - 1 : -1]
-            losses = F.cross_entropy(logits, ids, reduction="none")
-            logprobs, = answer_logprobs(model, [(list(x), ids.tolist())], adapter)
-            assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
-            sums.append((losses.sum().item(), len(ids)))
+    for adapter, (prompt, text) in product((None, "policy"), zip(prompts, texts)):
+        x = encode_prompt(tokenizer, prompt)
+        y = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad(), use_lora(model, adapter):
+            logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
+        losses = F.cross_entropy(logits, torch.tensor(y, dtype=torch.long), reduction="none")
+        logprobs, = answer_logprobs(model, [(list(x), y)], adapter)
+        assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
+        sums.append((losses.sum().item(), len(y)))
     rows = perplexity(model, tokenizer, prompts, texts)    # one batch, without the adapter
     assert np.array(rows) == pytest.approx(np.array(sums[:3]), abs=1e-4)
     nats, tokens = np.array(rows).sum(0)
     assert corpus(rows, perplexity_of) == pytest.approx(math.exp(nats / tokens))
     assert abs(sums[0][0] - sums[3][0]) > 1e-3, "the adapter has no effect"
-    long = "long " * model.config.max_position_embeddings
-    score, too_long, other_score = perplexity(model, tokenizer, prompts,
-                                              [texts[0], long, texts[2]])
+    texts[1] = "long " * model.config.max_position_embeddings
+    first, too_long, last = perplexity(model, tokenizer, prompts, texts)
     assert too_long is None
-    assert np.array([score, other_score]) == pytest.approx(np.array(rows)[::2], abs=1e-4)
+    assert np.array([first, last]) == pytest.approx(np.array(rows)[::2], abs=1e-4)
 
 
 # ── pass@k and intervals
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
-    for n in range(1, 8):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                subsets = list(combinations([True] * c + [False] * (n - c), k))
-                assert (pass_at_k(n, c, k)
-                        == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12))
+    for n, c, k in ((n, c, k) for n in range(1, 8) for c in range(n + 1)
+                    for k in range(1, n + 1)):
+        chance = np.mean([*map(any, combinations([True] * c + [False] * (n - c), k))])
+        assert pass_at_k(n, c, k) == pytest.approx(chance, abs=1e-12)
     # the product formula of Chen et al.
     product = 1 - math.prod(1 - 100 / i for i in range(10_001 - 7, 10_001))
     assert pass_at_k(10_000, 7, 100) == pytest.approx(product, abs=1e-12)
@@ -222,12 +218,11 @@ def test_paired_bootstrap_is_that_of_the_differences():
 
 def test_a_share_of_0_or_1_has_wilsons_interval():
     """Its ends p solve |p̂ − p| = 1.96 √(p (1 − p) / N); other shares use the bootstrap."""
-    for N in (1, 3, 50, 164):
-        for share_of_rows, i in ((0, 1), (1, 0)):
-            ends = interval([share_of_rows] * N, share)
-            p = ends[i]
-            assert ends[share_of_rows] == corpus([share_of_rows] * N, share) == share_of_rows
-            assert abs(share_of_rows - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N))
+    for N, hit in product((1, 3, 50, 164), (0, 1)):
+        ends = interval([hit] * N, share)
+        p = ends[1 - hit]
+        assert ends[hit] == corpus([hit] * N, share) == hit
+        assert abs(hit - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N))
     # N is the number of rows with a case, not the number of cases
     assert interval([(9, 9), (0, 0), (4, 4)], share) == interval([1, 1], share)
     assert interval([0, 1, 1], share) == bootstrap([0, 1, 1]) and interval([0, 0]) == (0, 0)
