@@ -13,12 +13,12 @@ generated, even if the server reports a false usage or the reply never arrives.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
-import random
+import os
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -29,13 +29,26 @@ import urllib.request
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from http import HTTPStatus
-from typing import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 0.01}
 
-# Faults of complete replies that report a false usage: name → the `usage` field of the reply.
-REPORTS = {
+# The faults. Besides those in the tables: "reset", "late" and "timeout" (no answer arrives),
+# "drip" (a byte every 0.5 s), "truncated", "empty" (no choices) and "invalid" (half a body).
+ERRORS = {                          # free: fault → (HTTP status, message, code)
+    "400": (400, "Bad request.", None),
+    "429": (429, "Rate limit reached for requests.", None),
+    "quota": (429, "You exceeded your current quota.", "insufficient_quota"),
+    "500": (500, "The server had an error.", None),
+    "error200": (200, "The provider has gone to lunch.", 502),
+}
+CHOICES = {                         # billed: fault → (content, finish reason)
+    "garbage": ("I am sorry, I would rather talk about the weather {today}.", "stop"),
+    "filter": (None, "content_filter"),
+    "null": (None, "stop"),
+}
+REPORTS = {                         # billed: fault → false `usage` of a good reply
     "unreported": None,
     "total": {"total_tokens": 12},
     "counts": {"prompt_tokens": None, "completion_tokens": None},
@@ -49,7 +62,7 @@ class Settings:
     """Behaviour of the server; a server in a thread accepts changes while it runs."""
     delay: float = 0.0                  # seconds before each answer
     seed: int = 0                       # random seed of the faults
-    faults: dict = field(default_factory=dict)      # name in `Server._fault` → share of calls
+    faults: dict = field(default_factory=dict)      # fault → share of calls
     plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
     hang: float = 600.0                 # seconds before "timeout" closes the connection
     only_default_sampling: bool = False  # reject `temperature`, like hosted reasoning models
@@ -57,7 +70,7 @@ class Settings:
     models: list = field(default_factory=list)      # other models get a 404; empty: allow all
     context: int = 0                    # context length in tokens; 0: no limit
     counting: str = "quarters"          # how `tokens` counts: "quarters" or "pieces"
-    responder: object = None            # function (request body) → reply text
+    responder: object = None            # function (request body) → reply text or Answer
 
 
 def digest(text: str) -> str:
@@ -79,23 +92,14 @@ def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
 
 
 def critique(body: dict) -> str:
-    """A valid reply, whose quotes have one to three words and occur once in the response."""
+    """A valid reply, which quotes up to three words that occur once in the response."""
     user = body["messages"][-1]["content"]
     fence = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
-                       re.DOTALL)
-    response = fence[1] if fence else user
-    words = [match.span() for match in re.finditer(r"\S+", response[:20_000])]
-    rng = random.Random(digest(user))
-    quotes = []
-    for _ in range(8 if words else 0):
-        first = rng.randrange(len(words))
-        last = min(first + rng.randrange(3), len(words) - 1)
-        quote = response[words[first][0] : words[last][1]]
-        if response.count(quote) == 1 and not any(quote in q or q in quote for q in quotes):
-            quotes.append(quote)
-    value = {"textual_feedback":
-             f"Of {len(words)} words, {len(quotes[:3])} parts are worth a remark.",
-             "good_spans": quotes[:2], "poor_spans": quotes[2:3]}
+                      re.DOTALL)
+    response = (fence[1] if fence else user)[:20_000]
+    words = [word for word in response.split() if response.count(word) == 1][:3]
+    value = {"textual_feedback": f"{len(words)} words are worth a remark.",
+             "good_spans": words[:2], "poor_spans": words[2:]}
     if "reasoning" in str(body["messages"][0].get("content")):
         value = {"reasoning": "I read the response part by part.", **value}
     return f"Here is what I found.\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```"
@@ -106,23 +110,22 @@ def critique(body: dict) -> str:
 @dataclass
 class Answer:
     """An HTTP answer of the server."""
-    status: int | None              # None: send nothing, close the connection after `wait`
+    status: int | None              # None: send nothing and close the connection
     body: dict | bytes = b""
-    wait: float = 0.0                               # seconds before the answer
     usage: dict = field(default_factory=dict)       # billed tokens
-    drip: float = 0.0                               # seconds between two bytes of the body
 
 
-def openai_error(status: int, message: str, code=None) -> Answer:
-    """An error in OpenAI's format."""
-    return Answer(status, {"error": {"message": message, "code": code}})
-
-
-class Server:
+class Server(ThreadingHTTPServer):
     """The settings of a server and the counts of its requests."""
 
+    request_queue_size = 1024
+    daemon_threads = True
+
     def __init__(self, settings: Settings):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.settings = settings
+        self.lock = threading.RLock()               # one request at a time changes the counts
         self.calls = 0                              # chat completions requested
         self.billed = Counter(prompt_tokens=0, completion_tokens=0)
         self.statuses = Counter()                   # HTTP statuses of delivered answers
@@ -130,37 +133,36 @@ class Server:
         self.prompt_counts = Counter()              # digest of the prompt → requests
         self.recent = deque(maxlen=5)               # bodies of the latest requests
 
-    def stats(self) -> dict:
-        return {"calls": self.calls, "statuses": self.statuses, "faults": self.faults,
-                "asked": self.prompt_counts, "recent": list(self.recent), **self.billed}
+    def handle_error(self, request, client_address):
+        """Report no error: the clients of these tests disconnect at any time."""
 
-    def chat(self, body: dict) -> Answer:
-        """Answer one request and bill it."""
-        self.calls += 1
-        self.recent.append(body)
-        prompt = digest(body["messages"][-1]["content"])
-        self.prompt_counts[prompt] += 1
-        refusal = self._refusal(body)
-        if refusal:
-            return refusal
-        fault = self._next_fault(prompt)
-        if fault:
-            self.faults[fault] += 1
-        answer = self._fault(fault, body) or self._completion(body, self._reply(body))
-        hang = self.settings.hang
-        waits = {"timeout": hang, "late": hang, "429": 0, "quota": 0}
-        answer.wait = waits.get(fault, self.settings.delay)
-        answer.drip = 0.5 if fault == "drip" else 0.0
-        if fault == "reset":
-            answer.status = None
-        self.billed.update(answer.usage)
-        return answer
+    def stats(self) -> dict:
+        """The counts and the bill."""
+        with self.lock:
+            return {"calls": self.calls, "statuses": dict(self.statuses),
+                    "faults": dict(self.faults), "asked": dict(self.prompt_counts),
+                    "recent": list(self.recent), **self.billed}
+
+    def chat(self, body: dict) -> tuple[str, Answer]:
+        """(fault, answer) of one request, after it is billed."""
+        with self.lock:
+            self.calls += 1
+            self.recent.append(body)
+            prompt = digest(body["messages"][-1]["content"])
+            self.prompt_counts[prompt] += 1
+            refusal = self._refusal(body)
+            if refusal:
+                return "", refusal
+            fault = self._next_fault(prompt)
+            self.faults.update([fault] if fault else [])
+            answer = self._answer(fault, body)
+            self.billed.update(answer.usage)
+            return fault, answer
 
     def _next_fault(self, prompt: str) -> str:
         """The name of the next call's fault; "" if it has none."""
         if self.calls <= len(self.settings.plan):
-            fault = str(self.settings.plan[self.calls - 1])
-            return "" if fault == "ok" else fault
+            return self.settings.plan[self.calls - 1].replace("ok", "")
         hash_text = f"{self.settings.seed}/{prompt}/{self.prompt_counts[prompt]}"
         chance = int(digest(hash_text), 16) / 16 ** 16
         for fault, share in self.settings.faults.items():
@@ -187,34 +189,27 @@ class Server:
                                 f"in {size} tokens.")
         return None
 
-    def _fault(self, fault: str, body: dict) -> Answer | None:
-        """The answer with this fault; None where the usual completion is sent."""
-        text = self._reply(body) if fault == "truncated" else ""
+    def _answer(self, fault: str, body: dict) -> Answer:
+        """The answer with this fault, or the good answer for "" and for late answers."""
+        if fault in ERRORS:
+            return openai_error(*ERRORS[fault])
+        if fault == "timeout":
+            return Answer(None)
+        if fault == "invalid":
+            return Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"')
+        reply = (self.settings.responder or critique)(body)
+        if isinstance(reply, Answer):
+            return reply
+        cut = (reply[: len(reply) * 2 // 3], "length")
+        text, finish = cut if fault == "truncated" else CHOICES.get(fault, (reply, "stop"))
+        answer = self._completion(body, text, finish)
         if fault in REPORTS:
-            return self._completion(body, self._reply(body), reported=REPORTS[fault])
-        return {
-            "": lambda: None, "reset": lambda: None, "late": lambda: None, "drip": lambda: None,
-            "400": lambda: openai_error(400, "Bad request."),
-            "error200": lambda: openai_error(200, "The provider has gone to lunch.", 502),
-            "429": lambda: openai_error(429, "Rate limit reached for requests."),
-            "quota": lambda: openai_error(429, "You exceeded your current quota.",
-                                          "insufficient_quota"),
-            "500": lambda: openai_error(500, "The server had an error."),
-            "timeout": lambda: Answer(None),
-            "garbage": lambda: self._completion(
-                body, "I am sorry, I would rather talk about the weather {today}."),
-            "truncated": lambda: self._completion(body, text[: len(text) * 2 // 3], "length"),
-            "filter": lambda: self._completion(body, None, "content_filter"),
-            "empty": lambda: self._completion(body, "", choices=False),
-            "null": lambda: self._completion(body, None),
-            "invalid": lambda: Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"'),
-        }[fault]()
+            answer.body["usage"] = REPORTS[fault]
+        if fault == "empty":
+            answer.body["choices"] = []
+        return Answer(None, usage=answer.usage) if fault == "reset" else answer
 
-    def _reply(self, body: dict) -> str:
-        return (self.settings.responder or critique)(body)
-
-    def _completion(self, body: dict, text: str | None, finish="stop", choices=True,
-                    reported: dict | None = {}) -> Answer:
+    def _completion(self, body: dict, text: str | None, finish: str) -> Answer:
         counting = self.settings.counting
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
         if tokens(text or "", counting) > max_tokens:
@@ -224,137 +219,102 @@ class Server:
         usage = {"prompt_tokens": prompt_tokens(body["messages"], counting),
                  "completion_tokens": tokens(text or "", counting)}
         message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        completion = {"id": f"chatcmpl-{self.calls}", "object": "chat.completion",
-                      "created": int(time.time()), "model": body.get("model"),
-                      "choices": [choice] if choices else []}
-        if reported is not None:
-            completion["usage"] = reported or {**usage, "total_tokens": sum(usage.values())}
-        return Answer(200, completion, usage=usage)
+        return Answer(200, {
+            "id": f"chatcmpl-{self.calls}", "object": "chat.completion",
+            "created": int(time.time()), "model": body.get("model"),
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {**usage, "total_tokens": sum(usage.values())}}, usage)
 
-    def route(self, path: str, head: bytes, content: bytes) -> tuple[Answer, bool]:
-        """(answer, whether it is that of a chat completion)."""
-        if path == "/stats":
-            return Answer(200, self.stats()), False
-        if path != "/v1/chat/completions":
-            return openai_error(404, f"Unknown request: {path}"), False
-        if self.settings.key and f"Bearer {self.settings.key}\r".encode() not in head:
-            return openai_error(401, "Incorrect API key provided."), False
-        return self.chat(json.loads(content)), True
 
-    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        """Answer the requests of one connection until either side closes it."""
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                path = head.split(b" ")[1].decode("latin-1")
-                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-                content = await reader.readexactly(int(length[1])) if length else b""
-                answer, is_chat = self.route(path, head, content)
-                await self._send(reader, writer, answer, is_chat)
-                if answer.status is None or re.search(rb"(?i)\r\nconnection: *close", head):
-                    break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass                                              # the client has disconnected
-        finally:
-            writer.close()
+def openai_error(status: int, message: str, code=None) -> Answer:
+    """An error in OpenAI's format."""
+    return Answer(status, {"error": {"message": message, "code": code}})
 
-    async def _send(self, reader, writer, answer: Answer, is_chat: bool):
-        if answer.status is None:  # reading ends early if the client disconnects
-            await asyncio.wait([asyncio.ensure_future(reader.read(1))], timeout=answer.wait)
-            if answer.usage:       # "reset": close with RST instead of FIN
-                linger = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(*linger)
-            return
-        if answer.wait:
-            await asyncio.sleep(answer.wait)
-        if reader.at_eof():        # the client was killed and receives nothing
-            raise ConnectionResetError
-        body = (json.dumps(answer.body).encode() if isinstance(answer.body, dict)
-                else answer.body)
-        lines = (f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
-                 "Content-Type: application/json", f"Content-Length: {len(body)}")
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
-        for byte in body if answer.drip else ():
-            writer.write(bytes([byte]))
-            await writer.drain()
-            await asyncio.sleep(answer.drip)
-        writer.write(b"" if answer.drip else body)
-        self.statuses[str(answer.status)] += is_chat
-        await writer.drain()
 
-    async def serve(self, ready: Callable[[str], None], stop: asyncio.Event):
-        """Listen until `stop` is set; calls ready(url) once with the base URL."""
-        listener = await asyncio.start_server(self.connection, "127.0.0.1", 0, backlog=1024)
-        ready(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
-        await stop.wait()
-        listener.close()
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection, in a thread."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self):
+        """Answer /stats."""
+        self._send(Answer(200, self.server.stats()))
+
+    def do_POST(self):
+        """Answer a request for a chat completion."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        settings = self.server.settings
+        if settings.key and self.headers["Authorization"] != f"Bearer {settings.key}":
+            return self._send(openai_error(401, "Incorrect API key provided."))
+        fault, answer = self.server.chat(json.loads(content))
+        wait = {"timeout": settings.hang, "late": settings.hang, "429": 0, "quota": 0}
+        is_gone = select.select([self.connection], [], [], wait.get(fault, settings.delay))[0]
+        if answer.status is None and answer.usage and not is_gone:
+            linger = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            self.connection.setsockopt(*linger)     # close with RST instead of FIN
+            os.close(self.connection.detach())
+        if answer.status is None or is_gone:
+            self.close_connection = True
+            return None
+        self._send(answer, drip=0.5 if fault == "drip" else 0)
+        with self.server.lock:
+            self.server.statuses[str(answer.status)] += 1
+        return None
+
+    def _send(self, answer: Answer, drip: float = 0):
+        """Send an answer. drip: seconds between two bytes of its body."""
+        body = answer.body
+        if isinstance(body, dict):
+            body = json.dumps(body).encode()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        for byte in body if drip else ():
+            self.wfile.write(bytes([byte]))
+            time.sleep(drip)
+        self.wfile.write(b"" if drip else body)
+
+    def log_message(self, *_):
+        """Print nothing."""
 
 
 # ── Starting a server
 
-@dataclass
-class Running:
-    """A handle of a running server."""
-    url: str = ""                       # the base URL
-    settings: Settings | None = None    # None for a server in another process
-
-    def stats(self) -> dict:
-        """The reply to GET /stats."""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(self.url.removesuffix("/v1") + "/stats", timeout=30) as answer:
-            return json.load(answer)
-
-
 def loopback(process: bool = False, **settings):
-    """Run a server during a `with` block: in a thread, or in a separate process."""
+    """Run a server during a `with` block, which gets its `url` and `stats()`.
+
+    It runs in a thread, where `settings` may be changed, or in a separate process.
+    """
     return (_in_process if process else _in_thread)(Settings(**settings))
+
+
+@contextmanager
+def _in_thread(settings: Settings):
+    with Server(settings) as server:
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 @contextmanager
 def _in_process(settings: Settings):
     with subprocess.Popen([sys.executable, __file__, json.dumps(asdict(settings))],
                           stdout=subprocess.PIPE, text=True) as child:
+        url = child.stdout.readline().strip()
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        page = url.removesuffix("/v1") + "/stats"
         try:
-            yield Running(child.stdout.readline().strip())
+            yield SimpleNamespace(url=url,
+                                  stats=lambda: json.load(direct.open(page, timeout=30)))
         finally:
             child.terminate()
 
 
-@contextmanager
-def _in_thread(settings: Settings):
-    running = Running(settings=settings)
-    loop = asyncio.new_event_loop()
-    started = threading.Event()
-    stop = asyncio.Event()
-
-    def ready(url: str):
-        running.url = url
-        started.set()
-
-    async def main():
-        await Server(running.settings).serve(ready, stop)
-        connections = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
-    thread.start()
-    assert started.wait(30), "the loopback server did not start within 30 s"
-    try:
-        yield running
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
-
-
-def main():
-    """Run a server with the JSON settings in argv[1] until killed; prints its base URL."""
-    server = Server(Settings(**json.loads(sys.argv[1])))
-    asyncio.run(server.serve(lambda url: print(url, flush=True), asyncio.Event()))
-
-
 if __name__ == "__main__":
-    main()
+    with Server(Settings(**json.loads(sys.argv[1]))) as server:
+        print(server.url, flush=True)
+        server.serve_forever()
