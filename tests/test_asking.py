@@ -15,14 +15,14 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import annotate as annotate_script
 import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --timeout
 import pytest
-import loopback
-from annotate import AnnotateConfig, annotate, annotation_questions, main, parse_feedback
-from ask import Journal, Question, Server, read_answer
-from data import InputError, parse_flags, read_rows, run_script, write_rows
-from helpers import ROOT, SLOW
-from loopback import MIX, critique, prompt_tokens, tokens
+from annotate import AnnotateConfig, annotate, annotation_questions, parse_feedback
+from ask import Journal, Question, Server
+from data import InputError, read_rows, write_rows
+from helpers import ROOT, SLOW, error_message, run_main
+from loopback import MIX, REPORTS, critique
 from loopback import loopback as serving
 
 
@@ -39,14 +39,26 @@ def work(tmp_path):
 
 
 GOOD = json.dumps({"critique": "It ends.", "good_spans": ["the end"], "poor_spans": []})
+PRICES = {"price_in": 2.5, "price_out": 10.0}                     # USD per million tokens
 WORDS = ("the plot is thin but every hero has a name and old Bob says “never” "
          "in the end 🎉 of it all").split()
 
 
 def random_rows(n: int, longest: int = 40) -> list[dict]:
     rng = random.Random(n)
-    return [{"id": f"row-{i}", "prompt": f"Question {i}?", "response": f"{i}: " + " ".join(
-        rng.choices(WORDS, k=rng.randint(3, longest)))} for i in range(n)]
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(3, longest))) for _ in range(n)]
+    return [{"id": f"row-{i}", "prompt": f"Question {i}?", "response": f"{i}: {text}"}
+            for i, text in enumerate(texts)]
+
+
+def hostile_rows(n: int) -> list[dict]:
+    """Rows in which nearly every character is a token if the server counts "pieces"."""
+    return [{"id": f"row-{i}", "prompt": "1a" * 900, "response": f"{i} " + "7b_" * 700}
+            for i in range(n)]
+
+
+def usd(usage: dict) -> float:
+    return (usage["prompt_tokens"] * 2.5 + usage["completion_tokens"] * 10) / 1e6
 
 
 class Work:
@@ -58,21 +70,34 @@ class Work:
         self.output = folder / "new" / "f.jsonl"
         self.journal = self.output.with_name("f.jsonl.journal")
 
+    def set(self, **settings):
+        """Change the behaviour of the server."""
+        vars(self.server.settings).update(settings)
+
+    def write(self, rows):
+        self.rows = rows
+        self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     def config(self, **options) -> AnnotateConfig:
         return AnnotateConfig(**{
             "task": "ultrafeedback", "data": str(self.data), "output": str(self.output),
             "annotator_model": "tiny", "base_url": self.server.url, "retries": 2, "timeout": 20,
             **options})
 
+    def flags(self, **options) -> list[str]:
+        settings = vars(self.config(**options))
+        return [f"--{name}={value}" for name, value in settings.items()
+                if value not in (None, False)]
+
     def run(self, rows=None, **options) -> str:
         if rows is not None:
-            self.rows = rows
-            self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            self.write(rows)
         return annotate(self.config(**options))
 
     def fails(self, message: str, rows=None, **options) -> str:
         with pytest.raises(InputError, match=message) as error:
             self.run(rows, **options)
+        assert "\n" not in str(error.value) and "sk-loopback" not in str(error.value)
         return str(error.value)
 
     def output_rows(self) -> list[dict]:
@@ -81,6 +106,9 @@ class Work:
         assert [(r["id"], r["prompt"], r["response"]) for r in rows] == [
             (r["id"], r["prompt"], r["response"]) for r in self.rows]
         return rows
+
+    def output_ids(self) -> list[str]:
+        return [row["id"] for row in read_rows(self.output)]
 
     def records(self) -> list[dict]:
         """The replies in the journal, each with its last reason, without a line cut off."""
@@ -97,35 +125,22 @@ class Work:
     def calls(self) -> int:
         return self.server.stats()["calls"]
 
+    def bill(self) -> float:
+        return usd(self.server.stats())
+
+    def worst_usd(self) -> float:
+        """The most that one row may cost."""
+        questions = annotation_questions(self.config())
+        return max(usd(Server("tiny").max_usage(question)) for question in questions)
+
 
 # ── Every row gets feedback or a recorded failure
 
-@pytest.mark.parametrize("counting", ["quarters", "pieces"])
-def test_rows_stay_in_order_and_are_billed_when_the_first_reply_comes_last(work, counting):
-    """Also checks the server itself: its bill, its critiques and the requests that it gets."""
-    work.server.settings.__dict__.update(counting=counting, plan=["late"], hang=0.3)
-    work.run(random_rows(5), concurrency=5)
-    for row in work.output_rows():
-        assert row["spans"] and not row["unmatched"] and not row["ambiguous"]
-        assert row["critique"] and row["annotator"] == "tiny"
-    stats = work.server.stats()
-    assert stats["completion_tokens"] == sum(tokens(record["reply"], counting)
-                                             for record in work.records())
-    bodies = stats["recent"]
-    assert stats["prompt_tokens"] == sum(prompt_tokens(body["messages"], counting)
-                                         for body in bodies)
-    assert {(body["temperature"], body["max_tokens"], body["model"])
-            for body in bodies} == {(0.6, 1200, "tiny")}
-    files = work.output.read_text() + work.journal.read_text()
-    assert "sk-loopback" not in files + json.dumps(bodies)
-
-
 def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     """The server gets a call for each row and one more for each 429, 500 and timeout."""
-    work.server.settings.__dict__.update(faults=MIX, seed=3, hang=0.2)
+    work.set(faults=MIX, seed=3, hang=0.2)
     line = work.fails("responses have no feedback", random_rows(150), concurrency=32, retries=6)
-    stats = work.server.stats()
-    records = work.records()
+    stats, records = work.server.stats(), work.records()
     faults = stats["faults"]
     assert faults.keys() == MIX.keys(), "choose another seed: some fault did not happen"
     retried = sum(faults[fault] for fault in ("429", "500", "timeout"))
@@ -135,14 +150,13 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     assert len(failures) == faults["garbage"] + faults["truncated"]
     assert sum("cut off" in record["reason"] for record in failures) == faults["truncated"]
     assert line.startswith(f"{len(failures)} responses") and str(work.journal) in line
-    assert "\n" not in line and not work.output.exists()
+    assert not work.output.exists()
 
-    work.server.settings.faults = {"garbage": 1.0}
+    work.set(faults={"garbage": 1.0})
     work.run(skip_failed=True)
     failed_ids = {record["id"] for record in failures}
-    assert ([row["id"] for row in read_rows(work.output)]
-            == [row["id"] for row in work.rows if row["id"] not in failed_ids])
-    work.server.settings.faults = {}
+    assert work.output_ids() == [r["id"] for r in work.rows if r["id"] not in failed_ids]
+    work.set(faults={})
     calls_before = work.calls()
     work.run()
     assert work.calls() - calls_before == len(failures) and len(work.output_rows()) == 150
@@ -154,10 +168,12 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
     ("empty", "no chat completion", '"choices": []'),
     ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
     ("invalid", "no chat completion", '"chatcmpl-1"'), ("400", "Bad request.", "")])
-def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, fault, reason, text):
-    """FACTS §5: failed calls must never become rows."""
-    work.server.settings.plan = ["ok", fault, "ok"]
+def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, capsys, fault, reason, text):
+    """FACTS §5: failed calls must never become rows. The progress bar counts them at once."""
+    work.set(plan=["ok", fault, "ok"])
     assert "row-1" in work.fails(reason, random_rows(3), concurrency=1)
+    counts = dict(re.findall(r"(\d)/3 [^|]*failed=(\d)", capsys.readouterr().err))
+    assert counts["2"] == "1"
     failure, = [record for record in work.records() if record["reason"] is not None]
     assert failure["id"] == "row-1" and reason in failure["reason"]
     assert text in failure["reply"] and bool(text) == bool(failure["reply"])
@@ -168,17 +184,10 @@ def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, fault, reason, 
 
 # ── The journal: no request is sent twice
 
-def command(work, **options) -> list[str]:
-    flags = vars(work.config(**options))
-    return [sys.executable, str(ROOT / "annotate.py"), *(f"--{name}={flags[name]}" for name in (
-        "task", "data", "output", "annotator_model", "base_url", "retries", "timeout",
-        *options))]
-
-
 def kill_when_asked(work, calls: int, **options):
     """Start the command and kill it when the server's count of calls reaches `calls`."""
-    process = subprocess.Popen(command(work, **options), stderr=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, ROOT / "annotate.py", *work.flags(**options)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while work.calls() < calls and process.poll() is None:
         time.sleep(0.01)
     process.kill()
@@ -191,23 +200,20 @@ def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
     concurrency = 8
     rng = random.Random(0)
     refusals = []
-    work.rows = random_rows(n)
-    write_rows(work.data, work.rows)
+    work.write(random_rows(n))
 
     def answer(body):
         if not refusals:
             refusals.append(work.fails("another process"))
         return critique(body)
 
-    work.server.settings.__dict__.update(delay=0.02, responder=answer)
+    work.set(delay=0.02, responder=answer)
     for kill in range(kills):
         target = work.calls() + rng.randrange(1, 2 * n // (kills + 1))
         kill_when_asked(work, min(target, n), concurrency=concurrency)
         keys = {record["key"] for record in work.records()}
         assert len(keys) <= work.calls() <= n + concurrency * (kill + 1)
-    process = subprocess.run(command(work, concurrency=concurrency), capture_output=True,
-                             text=True)
-    assert process.returncode == 0, process.stderr
+    work.run(concurrency=concurrency)
     stats = work.server.stats()
     assert len(work.output_rows()) == n == len(stats["asked"]) and refusals
     repeats = stats["calls"] - n
@@ -218,18 +224,14 @@ def test_a_run_killed_many_times_asks_no_row_twice_but_those_in_flight(work):
     assert counts.most_common(1)[0][1] == 1, "the journal holds two replies to one question"
 
 
-def test_the_command_exits_with_one_line_if_replies_failed(work, monkeypatch, capsys):
-    work.server.settings.plan = ["ok", "garbage"]
-    write_rows(work.data, random_rows(3))
-    monkeypatch.setattr(sys, "argv", command(work)[1:])
-    with pytest.raises(SystemExit) as exit_info:
-        run_script(main, "annotate")
-    assert re.fullmatch(r"annotate: 1 responses have no feedback.*", exit_info.value.code)
-    run_script(main, "annotate")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and str(work.output) in lines[2]
-    assert lines[3] == ("next: python reward_model.py --task ultrafeedback "
-                        f"--data {work.output} --model MODEL")
+def test_the_command_ends_in_one_line_or_names_the_next_command(work, capsys):
+    work.set(plan=["ok", "garbage"])
+    work.write(random_rows(3))
+    assert "1 responses have no feedback" in error_message("annotate.py", *work.flags())
+    run_main(*work.flags(), module=annotate_script)
+    *_, line, following = capsys.readouterr().out.splitlines()
+    assert str(work.output) in line and following == (
+        f"next: python reward_model.py --task ultrafeedback --data {work.output} --model MODEL")
 
 
 def test_a_cut_off_last_line_costs_only_its_row_and_later_lines_are_complete(work, capsys):
@@ -252,27 +254,19 @@ def test_a_cut_off_last_line_costs_only_its_row_and_later_lines_are_complete(wor
 def test_a_request_starts_a_new_line_after_one_without_a_newline(tmp_path):
     """Neither request was answered, so the next run books the largest cost of both."""
     path = tmp_path / "f.jsonl.journal"
-    cost = {"prompt_tokens": 3, "completion_tokens": 2}
-    with Journal(path, 1e6, 1e6) as journal:
-        journal.begin(Question("first", "row-0", []), cost)
-    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
-    with Journal(path, 1e6, 1e6) as journal:
-        journal.begin(Question("second", "row-1", []), cost)
+    for key in "first", "second":
+        with Journal(path, 1e6, 1e6) as journal:
+            journal.begin(Question(key, "", []), {"prompt_tokens": 3, "completion_tokens": 2})
+        path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     with Journal(path, 1e6, 1e6) as journal:
         assert journal.spent == 10
 
 
-DAMAGED = "f.jsonl.journal, line 2: skipping corrupt line"
-
-
-@pytest.mark.parametrize("pattern, text, message", [
-    (b"^..", b"\xff\0", DAMAGED), (b".{99}$", b"", DAMAGED), (b"^.*$", b"", DAMAGED),
-    (b"^.*$", b"7", DAMAGED), (b"^.*$", b'"7"', DAMAGED), (b"^.*$", b"[]", DAMAGED),
-    (b'"reply"', b'"rfply"', DAMAGED), (b'"usd": [^}]*', b'"usd": NaN', DAMAGED),
-    (b"good_spans", b"bad_spans", DAMAGED),
-    (rb'good_spans(.*), "sha256": "\w+"', rb"bad_spans\1", DAMAGED)])
-def test_a_damaged_or_changed_line_is_named_and_its_row_asked_again(work, capsys, pattern, text,
-                                                                    message):
+@pytest.mark.parametrize("pattern, text", [
+    (b"^..", b"\xff\0"), (b".{99}$", b""), (b"^.*$", b""), (b"^.*$", b"7"), (b"^.*$", b'"7"'),
+    (b"^.*$", b"[]"), (b'"reply"', b'"rfply"'), (b'"usd": [^}]*', b'"usd": NaN'),
+    (b"good_spans", b"bad_spans"), (rb'good_spans(.*), "sha256": "\w+"', rb"bad_spans\1")])
+def test_a_damaged_or_changed_line_is_named_and_its_row_asked_again(work, capsys, pattern, text):
     work.run(random_rows(4), concurrency=1, **PRICES)
     lines, final = work.journal.read_bytes().split(b"\n"), work.output.read_bytes()
     lines[1], changes = re.subn(pattern, text, lines[1])
@@ -280,7 +274,7 @@ def test_a_damaged_or_changed_line_is_named_and_its_row_asked_again(work, capsys
     work.journal.write_bytes(b"\n".join(lines))
     work.run(**PRICES)
     assert (work.calls(), work.output.read_bytes()) == (5, final)
-    assert message in capsys.readouterr().err
+    assert "f.jsonl.journal, line 2: skipping corrupt line" in capsys.readouterr().err
 
 
 def test_a_question_is_asked_once(work):
@@ -297,6 +291,7 @@ def test_a_question_is_asked_once(work):
             (rows, {"annotator_model": "other"}, 4), (rows, {"mode": "no_cot"}, 4),
             ([rows[0] | {"prompt": "Another?"}, *rows[1:]], {}, 1), (rows, {}, 0)]:
         calls_before = work.calls()
+        work.output.unlink()
         work.run(changed_rows, **options)
         assert work.calls() - calls_before == requests and work.output_rows()
 
@@ -306,13 +301,12 @@ def test_rows_that_always_fail_do_not_block_later_rows(work):
     rows = random_rows(60)
     for row in rows[:40]:
         row["response"] += " word" * 3000
-    work.server.settings.context = 2000
+    work.set(context=2000)
     work.fails("25 replies in a row", rows, concurrency=4)
     work.fails("40 responses have no feedback", concurrency=4)
     work.run(skip_failed=True, concurrency=4)
-    assert [row["id"] for row in read_rows(work.output)] == [f"row-{i}" for i in range(40, 60)]
-    assert ({r["id"] for r in work.records() if r["reason"] is None}
-            == {f"row-{i}" for i in range(40, 60)})
+    assert work.output_ids() == [f"row-{i}" for i in range(40, 60)]
+    assert {r["id"] for r in work.records() if r["reason"] is None} == {*work.output_ids()}
 
 
 # ── Requests that the server refuses
@@ -320,7 +314,7 @@ def test_rows_that_always_fail_do_not_block_later_rows(work):
 @pytest.mark.parametrize("only_default", [False, True])
 def test_a_model_without_a_temperature_is_asked_without_it(work, capsys, only_default):
     """Some hosted models refuse `temperature`. The first row here fails for another reason."""
-    work.server.settings.__dict__.update(only_default_sampling=only_default, context=2000)
+    work.set(only_default_sampling=only_default, context=2000)
     rows = random_rows(20)
     rows[0]["response"] = "word " * 5000
     work.fails("1 responses.*row-0: .*context", rows, concurrency=4)
@@ -342,29 +336,26 @@ def test_a_model_without_a_temperature_is_asked_without_it(work, capsys, only_de
     ({"plan": ["ok", *["429"] * 99]}, "429")])
 def test_a_server_that_refuses_is_one_line_and_costs_nothing(work, settings, message):
     """Four runs spend nothing of the budget, except for one reply that arrived."""
-    work.server.settings.__dict__.update(settings)
-    work.rows = random_rows(3)
-    write_rows(work.data, work.rows)
-    budget = 3.5 * worst_usd(work)
+    work.set(**settings)
+    work.write(random_rows(3))
+    budget = 3.5 * work.worst_usd()
     for n in range(1, 5):
-        line = work.fails(message, concurrency=3, retries=1, max_usd=budget, **PRICES)
-        assert "\n" not in line and "sk-loopback" not in line
+        work.fails(message, concurrency=3, retries=1, max_usd=budget, **PRICES)
         assert work.calls() <= n * 3 * 2
-    work.server.settings.__dict__.update(key="", models=[], plan=[])
+    work.set(key="", models=[], plan=[])
     work.run(max_usd=budget, **PRICES)
     assert len(work.output_rows()) == 3
 
 
 def test_a_server_that_gives_up_later_ends_the_run_and_nothing_is_lost(work):
     """25 consecutive failures end the run; a reply that arrives after them is still kept."""
-    plan = ["ok"] * 3 + ["late"] + ["quota"] * 99
-    work.server.settings.__dict__.update(plan=plan, hang=1)
+    work.set(plan=["ok"] * 3 + ["late"] + ["quota"] * 99, hang=1)
     line = work.fails("25 replies in a row.*exceeded your current quota", random_rows(99),
                       concurrency=4, retries=0)
-    assert "\n" not in line and str(work.journal) in line
+    assert str(work.journal) in line
     usable = sum(record["reason"] is None for record in work.records())
     assert usable == 4 == work.server.stats()["statuses"]["200"] and work.calls() < 99
-    work.server.settings.plan = []
+    work.set(plan=[])
     calls_before = work.calls()
     work.run()
     assert work.calls() - calls_before == 95 and len(work.output_rows()) == 99
@@ -374,7 +365,7 @@ def test_a_server_that_gives_up_later_ends_the_run_and_nothing_is_lost(work):
 @pytest.mark.parametrize("fault", ["timeout", "drip"])
 def test_a_server_that_never_answers_ends_the_run(work, fault, concurrency):
     """Only the first questions are asked, each twice; "drip" sends a byte every 0.5 s."""
-    work.server.settings.__dict__.update(faults={fault: 1.0}, hang=20)
+    work.set(faults={fault: 1.0}, hang=20)
     work.fails("no answer in 0.5 s; check", random_rows(150), concurrency=concurrency,
                timeout=0.5, retries=1)
     assert 2 <= work.calls() <= 2 * concurrency
@@ -383,7 +374,7 @@ def test_a_server_that_never_answers_ends_the_run(work, fault, concurrency):
 @pytest.mark.parametrize("fault", ["429", "reset"])
 def test_each_pause_is_twice_as_long_as_the_one_before(work, fault):
     """A slow machine can only make the pauses longer."""
-    work.server.settings.plan = [fault] * 3
+    work.set(plan=[fault] * 3)
     start = time.monotonic()
     work.run(random_rows(2), concurrency=1, retries=3)
     assert time.monotonic() - start >= 0.1 + 0.2 + 0.4
@@ -395,9 +386,8 @@ def test_each_pause_is_twice_as_long_as_the_one_before(work, fault):
     "http://[::1", "http://", "ftp://x/", "localhost:8000/v1", "http://h:port/v1",
     "http://no.such.host.invalid/v1", "http://" + "a" * 70 + ".org/v1"])
 def test_a_url_without_a_server_is_one_line_and_costs_nothing(work, url):
-    line = work.fails("--base_url|with model.*check OPENAI_API_KEY, the URL", random_rows(2),
-                      base_url=url, retries=0)
-    assert "\n" not in line and work.calls() == 0
+    work.fails("--base_url|with model.*check OPENAI_API_KEY, the URL", random_rows(2),
+               base_url=url, retries=0)
     assert not any(sum(record["usage"].values()) for record in work.records())
 
 
@@ -408,111 +398,73 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(work, monkeypatch, c
     assert work.calls() == 0
 
 
-def test_the_progress_bar_counts_failures_as_they_come(work, capsys):
-    work.server.settings.plan = ["ok", "garbage", "ok", "garbage"]
-    work.fails("2 responses", random_rows(5), concurrency=1)
-    failures = dict(re.findall(r"(\d)/5 [^|]*failed=(\d)", capsys.readouterr().err))
-    assert failures.items() >= {"2": "1", "4": "2"}.items()
-
-
 # ── Money
 
-PRICES = {"price_in": 2.5, "price_out": 10.0}
-
-
-def usd(usage: dict) -> float:
-    return (usage["prompt_tokens"] * 2.5 + usage["completion_tokens"] * 10) / 1e6
-
-
-def bill(server) -> float:
-    return usd(server.stats())
-
-
-def test_usage_and_cost_are_the_servers_own(work):
-    work.server.settings.plan = ["ok", "garbage", "truncated", "filter", "429", "null"]
-    work.fails("4 responses", random_rows(20), concurrency=1, **PRICES)
+def test_rows_stay_in_order_and_their_cost_is_the_servers_own(work):
+    """The first reply comes last, and some replies are unusable or refused."""
+    work.set(plan=["late", "garbage", "truncated", "filter", "429", "null"], hang=0.3)
+    work.fails("4 responses", random_rows(20), concurrency=8, **PRICES)
     line = work.run(**PRICES)
     stats, records = work.server.stats(), work.records()
     for name in ("prompt_tokens", "completion_tokens"):
         assert sum(record["usage"][name] for record in records) == stats[name]
-    total = bill(work.server)
-    assert sum(record["usd"] for record in records) == pytest.approx(total, rel=1e-12)
+    assert sum(record["usd"] for record in records) == pytest.approx(work.bill(), rel=1e-12)
     assert (float(re.search(r"\$([\d.]+) in all runs", line)[1])
-            == pytest.approx(total, abs=1e-4))
+            == pytest.approx(work.bill(), abs=1e-4))
     for row in work.output_rows():
         assert row["usd"] == pytest.approx(usd(row["usage"]))
-
-
-def test_refused_requests_do_not_end_a_run_within_its_budget(work):
-    """A refused request frees its share of the budget while it waits to be retried."""
-    rows = random_rows(60)
-    work.run(rows, **PRICES)
-    cost = bill(work.server)
-    work.journal.unlink()
-    work.server.settings.__dict__.update(delay=0.02, faults={"429": 0.3})
-    work.run(rows, max_usd=cost + 0.03, concurrency=16, retries=9, **PRICES)
-    assert bill(work.server) <= 2 * cost + 0.03
-
-
-def hostile_rows(n: int) -> list[dict]:
-    """Rows in which nearly every character is a token if the server counts "pieces"."""
-    return [{"id": f"row-{i}", "prompt": "1a" * 900, "response": f"{i} " + "7b_" * 700}
-            for i in range(n)]
+        assert row["spans"] and not row["unmatched"] and not row["ambiguous"]
+        assert row["critique"] and row["annotator"] == "tiny"
+    files = work.output.read_text() + work.journal.read_text()
+    assert "sk-loopback" not in files + json.dumps(stats["recent"])
 
 
 @pytest.mark.parametrize("counting, rows, text", [
     ("pieces", random_rows(40), None), ("pieces", hostile_rows(15), "c"),
     ("quarters", random_rows(15), "c" * 4400)])
 def test_the_bill_stays_within_the_budget_and_a_larger_one_goes_on(work, counting, rows, text):
-    work.server.settings.__dict__.update(counting=counting, delay=0.005)
+    """In the last run, a refused request frees its share of the budget until it is retried."""
+    work.set(counting=counting, delay=0.005)
     if text:
         reply = json.dumps({"critique": text, "good_spans": ["zq"], "poor_spans": []})
-        work.server.settings.responder = lambda body: reply
+        work.set(responder=lambda body: reply)
     work.run(rows, **PRICES)
-    cost, final = bill(work.server), work.output.read_bytes()
+    cost, final = work.bill(), work.output.read_bytes()
     work.journal.unlink()
     work.output.unlink()
     for share in (0.01, 0.2, 0.5, 0.8):
         work.fails("--max_usd .* reached", max_usd=share * cost, concurrency=8, **PRICES)
-        assert bill(work.server) - cost <= share * cost and not work.output.exists()
-    assert bill(work.server) - cost > 0.4 * cost, "the run stopped long before the budget"
-    work.run(max_usd=2 * cost + 1, **PRICES)
-    assert bill(work.server) == pytest.approx(2 * cost) and work.output.read_bytes() == final
-
-
-CONCURRENCIES = [1, 8, 64] if SLOW else [1, 64]
-
-
-def worst_usd(work) -> float:
-    """The most that one row may cost."""
-    question = annotation_questions(work.config())[0]
-    return usd(Server("tiny").max_usage(question))
+        assert work.bill() - cost <= share * cost and not work.output.exists()
+    assert work.bill() - cost > 0.4 * cost, "the run stopped long before the budget"
+    work.set(faults={"429": 0.3})
+    work.run(max_usd=cost + 1.1 * work.worst_usd(), retries=9, **PRICES)
+    assert work.bill() == pytest.approx(2 * cost) and work.output.read_bytes() == final
 
 
 @pytest.fixture()
 def expensive(work):
     """150 rows, each billed nearly at its worst case."""
     reply = GOOD.replace("It ends.", "7b_" * 380).replace("the end", "zq")
-    work.server.settings.__dict__.update(counting="pieces", delay=0.02,
-                                         responder=lambda body: reply)
-    work.rows = hostile_rows(150)
-    write_rows(work.data, work.rows)
+    work.set(counting="pieces", delay=0.02, responder=lambda body: reply)
+    work.write(hostile_rows(150))
     return work
 
 
+CONCURRENCIES = [1, 8, 64] if SLOW else [1, 64]
+
+
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)
-@pytest.mark.parametrize("fault", [*loopback.REPORTS, "reset", "late"])
+@pytest.mark.parametrize("fault", [*REPORTS, "reset", "late"])
 def test_five_runs_are_never_billed_more_than_the_budget(expensive, fault, concurrency):
     """The server bills every reply; a lost or unreported one is booked at its worst case."""
-    settings = expensive.server.settings
-    settings.faults = {fault: 1.0}
-    budget = (concurrency + 2.2) * worst_usd(expensive)
+    budget = (concurrency + 2.2) * expensive.worst_usd()
     for _ in range(5):
-        settings.plan = ["ok"] * (expensive.calls() + 1)  # after one reply, all others are sent
+        # After one reply, all others are sent.
+        expensive.set(faults={fault: 1.0}, plan=["ok"] * (expensive.calls() + 1))
         expensive.fails("reached|in a row|no answer|Connection error", max_usd=budget,
-                        concurrency=concurrency, timeout=2 if fault == "late" else 20, **PRICES)
-        assert bill(expensive.server) <= budget
-    records, billed = expensive.records(), bill(expensive.server)
+                        concurrency=concurrency, timeout=5 if fault == "late" else 20, **PRICES)
+        assert expensive.bill() <= budget
+    records, billed = expensive.records(), expensive.bill()
     booked = sum(record["usd"] for record in records)
     replies = sum(bool(record["reply"]) for record in records)
     print(f"{fault}, {concurrency} at once: billed / budget {billed / budget:.3f}, "
@@ -525,35 +477,44 @@ def test_five_runs_are_never_billed_more_than_the_budget(expensive, fault, concu
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)
 def test_killed_runs_are_never_billed_more_than_the_budget(expensive, concurrency):
     """A run books the requests that were in flight when the process before it was killed."""
-    expensive.server.settings.delay = 0.2
-    budget = (2 * concurrency + 1.2) * worst_usd(expensive)
+    expensive.set(delay=0.2)
+    budget = (2 * concurrency + 1.2) * expensive.worst_usd()
     for _ in range(2):
         kill_when_asked(expensive, expensive.calls() + concurrency + 1, concurrency=concurrency,
                         max_usd=budget, **PRICES)
-        assert bill(expensive.server) <= budget
+        assert expensive.bill() <= budget
     assert expensive.calls() > concurrency
     expensive.fails("--max_usd .* reached", max_usd=budget, concurrency=concurrency, **PRICES)
-    billed = bill(expensive.server)
+    billed = expensive.bill()
     print(f"SIGKILL, {concurrency} at once: billed / budget {billed / budget:.3f}")
     assert 0.4 * budget < billed <= budget
 
 
+def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
+    work.run(random_rows(40), limit=20)
+    stats = work.server.stats()
+    cost = 100 * (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e6
+    line = work.fails("max_usd", price_in=100.0, price_out=100.0, max_usd=cost)
+    assert f"reached: ${cost:.4f} is spent" in line and work.calls() == 20
+    work.run(price_in=100.0, price_out=100.0)
+    assert all(row["usd"] > 0 for row in work.output_rows())
+
+
 def test_a_dry_run_sends_no_request_and_counts_those_that_are_left(work, monkeypatch):
     """It assumes 4 bytes per token and 350 tokens per reply, or 80 in mode "align"."""
-    rows = random_rows(300, longest=150)
+    work.run(random_rows(300, longest=150), limit=50, **PRICES)
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert "USD unknown" in work.run(rows, dry_run=True) and work.calls() == 0
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    work.run(limit=50, **PRICES)
     forecast = work.run(dry_run=True, **PRICES)
     assert work.calls() == 50 and forecast.startswith("300 responses, 250 requests to send")
     assert "87,500 reply tokens (4 bytes per token, 350 tokens per reply)" in forecast
-    work.run(price_in=2.5, price_out=0.0)
+    aligned = [row | {"critique": "c"} for row in work.rows]
+    text = work.run(aligned, dry_run=True, mode="align")
+    assert "80 tokens per reply" in text and "USD unknown" in text
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    work.run([row | {"critique": ""} for row in aligned], price_in=2.5, price_out=0.0)
     billed = sum(record["usage"]["prompt_tokens"] for record in work.records()[50:])
     expected = int(re.search(r"about ([\d,]+) prompt", forecast)[1].replace(",", ""))
     assert expected == pytest.approx(billed, rel=0.35)
-    aligned = [row | {"critique": "c"} for row in rows]
-    assert "80 tokens per reply" in work.run(aligned, dry_run=True, mode="align")
 
 
 # ── --annotator_function: a Python function instead of a server
@@ -589,59 +550,46 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_end_the_run(critic
     critic.fails("1 responses.*row-2: no JSON object", random_rows(40), concurrency=16)
     critic.module.judge = lambda row, response: 1 // 0
     critic.fails("row row-2: ZeroDivisionError: integer")
-    assert "\n" not in critic.fails(
-        "--annotator_function critic_of_the_test:judge, row .*: ZeroDivision",
-        [row | {"more": 1} for row in critic.rows], concurrency=16)
+    critic.fails("--annotator_function critic_of_the_test:judge, row .*: ZeroDivision",
+                 [row | {"more": 1} for row in critic.rows], concurrency=16)
     gc.collect()                           # would print the error of a task never awaited
     assert "Traceback" not in capfd.readouterr().err
-    critic.module.judge = lambda row, response: None
     critic.module.judge = lambda row, response: GOOD
     critic.run()
     assert len(critic.output_rows()) == 40
 
 
 def test_an_empty_response_is_named_and_can_be_left_out(critic, capsys):
-    critic.module.judge = lambda row, response: GOOD
     rows = random_rows(3)
     rows[1]["response"] = " "
     critic.fails("row row-1: the response is empty; .* --skip_empty", rows)
     for flag in ("skip_empty", "skip_failed"):
         critic.run(**{flag: True})
-        assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
+        assert critic.output_ids() == ["row-0", "row-2"]
         assert "left out 1 empty responses (the first: row row-1)" in capsys.readouterr().err
-    for row in rows:
-        row["response"] = ""
-    write_rows(critic.data, rows)
-    with pytest.raises(InputError, match="every response is empty; .* choose another --model$"):
-        critic.run(skip_empty=True)
+    critic.fails("every response is empty; .* choose another --model$",
+                 [row | {"response": ""} for row in rows], skip_empty=True)
 
 
 USER_MODULE = """
 import json
 from annotate import Feedback
 
-def returns_dict(row, response):
-    return {"critique": "It ends.", "good_spans": ["The end"], "poor_spans": []}
-
-def returns_feedback(row, response):
+def feedback(row, response):
     return Feedback("It ends.", ["The end"], [])
 
-def returns_labels(row, response):
+def labels(row, response):
     words = [{"word": word, "label": "good"} for word in response.split()]
     return {"critique": "It ends.", "labels": words}
 
-def helper(text):
-    return json.loads(text)                                              # line 16
-
 def fails(row, response):
-    return helper(response)
+    return json.loads(response)                                          # line 13
 """
 
 
 @pytest.mark.parametrize("name, mode", [
-    ("returns_dict", "cot"), ("returns_feedback", "cot"), ("fails", "cot"),
-    ("returns_labels", "experiments.modes:DENSE")])
-def test_a_module_of_the_user_gives_a_dict_feedback_or_the_line_of_its_error(
+    ("feedback", "cot"), ("labels", "experiments.modes:DENSE"), ("fails", "cot")])
+def test_a_module_of_the_user_gives_feedback_a_dict_or_the_line_of_its_error(
         tmp_path, name, mode):
     """In its own process: the `annotate` that a mode imports must be the script that runs."""
     (tmp_path / "mine.py").write_text(USER_MODULE)
@@ -652,7 +600,7 @@ def test_a_module_of_the_user_gives_a_dict_feedback_or_the_line_of_its_error(
         cwd=tmp_path, capture_output=True, text=True)
     if name == "fails":
         assert f"row 1: JSONDecodeError: Expecting value: line 1 column 1 (char 0) " \
-               f"({tmp_path}/mine.py, line 16)" in process.stderr
+               f"({tmp_path}/mine.py, line 13)" in process.stderr
         return
     row, = read_rows(tmp_path / "feedback.jsonl")
     assert row["critique"] == "It ends." and row["good_spans"][0][:7] == "The end"
@@ -666,86 +614,63 @@ def test_a_module_of_the_user_gives_a_dict_feedback_or_the_line_of_its_error(
 def test_a_wrong_return_is_answered_with_the_form(critic, value, reason):
     critic.module.judge = lambda row, response: value
     message = critic.fails("critic_of_the_test:judge, row row-0: returned ", random_rows(1))
-    assert reason in message and "\n" not in message
     form = message.partition("return a Feedback, a dict such as ")[2].partition(", or its")[0]
-    assert parse_feedback(form.replace("'", '"')).good_spans == ["…"]
-
-
-def test_a_reply_with_a_lone_surrogate_fails_only_its_row(critic):
-    critic.module.judge = lambda row, response: (
-        '{"critique": "c", "good_spans": ["\\ud83d"], "poor_spans": []}'
-        if row["id"] == "row-1" else GOOD)
-    critic.fails("1 responses.*row-1: .*surrogate", random_rows(3))
-    critic.run(skip_failed=True)
-    assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
-
-
-@pytest.mark.parametrize("field", ["response", "id", "prompt"])
-def test_a_row_with_a_lone_surrogate_is_refused_before_any_request(work, field):
-    rows = random_rows(2)
-    rows[1][field] = "the end \ud83d"
-    work.fails(f"rows.jsonl, line 2: field '{field}' contains half of a surrogate pair", rows)
-    assert work.calls() == 0
+    assert reason in message and parse_feedback(form.replace("'", '"')).good_spans == ["…"]
 
 
 # ── Flags
 
 @pytest.mark.parametrize("flags, message", [
-    (["--mode", "cots"], "--mode cots: no such name; use .*no_cot"),
-    (["--unmatched", "drop"], "--unmatched"), (["--limit", "0"], "--limit"),
-    (["--limit", "-1"], "--limit"), (["--concurrency", "0"], "--concurrency"),
-    (["--retries", "-1"], "--retries"), (["--timeout", "inf"], "--timeout"),
-    (["--max_usd", "1"], "--max_usd needs"), (["--output", "x/../rows.jsonl"], "are one file")])
-def test_invalid_flags_are_refused_before_any_request(work, monkeypatch, flags, message):
-    monkeypatch.chdir(work.folder)
-    write_rows(work.data, random_rows(2))
-    flags = ["--task", "ultrafeedback", "--data", str(work.data), "--output", str(work.output),
-             "--base_url", work.server.url, *flags]
-    with pytest.raises(InputError, match=message):
-        annotate(parse_flags(AnnotateConfig, "Ask.", argv=flags))
+    ("--task nope", "nope"), ("--mood x", "--mood"), ("--data none", "--data is missing"),
+    ("--limit 0", "--limit"), ("--limit -1", "--limit"), ("--concurrency 0", "--concurrency"),
+    ("--retries -1", "--retries"), ("--timeout inf", "--timeout"),
+    ("--max_usd 1", "--max_usd needs"), ("--output {}/x/../rows.jsonl", "are one file"),
+    ("--output {}", "is a directory"), ("--mode cots", "no such name; use cot, no_cot, align"),
+    ("--mode dense", "no such name.*module:NAME"),
+    ("--mode experiments.modes:NONE", "--mode.*cannot import"),
+    ("--mode experiments.modes:LABELS", "--mode.*found a dict"),
+    *[(f"--annotator_function={name}", "--annotator_function") for name in (
+        "", "toy", "toy:", "toy:absent", ":critique", "no_such_module:f", "./toy:critique",
+        "toy:SLOTS")]])
+def test_invalid_flags_are_one_line_before_any_request(work, flags, message):
+    work.write(random_rows(2))
+    flags = flags.format(work.folder).split()
+    assert re.search(message, error_message("annotate.py", *work.flags(), *flags))
     assert work.calls() == 0 and not work.records()
 
 
-@pytest.mark.parametrize("choices", [None, [{"message": {"content": 7}}]])
-def test_a_completion_without_a_text_is_unusable_and_billed(choices):
-    usage = {"prompt_tokens": 5, "completion_tokens": 7}
-    body = json.dumps({"choices": choices, "usage": usage})
-    answer = SimpleNamespace(status_code=200, headers={}, content=body.encode())
-    reply = read_answer(answer, 99, 9)
-    assert "no chat completion" in reply.reason and reply.text == body and reply.usage == usage
-
-
-# ── Ctrl-C, and runs with other flags
+# ── Ctrl-C
 
 def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def press_ctrl_c_at(work, call: int):
-    """Press Ctrl-C when the request with this number arrives."""
-    def answer(body):
-        bodies.append(body)
-        if len(bodies) == call:
-            press_ctrl_c()
-        return critique(body)
+@pytest.fixture()
+def press_at(work):
+    """A function (n) that makes the n-th request press Ctrl-C."""
+    def press_at(call: int):
+        def answer(body):
+            if work.server.calls == call:
+                press_ctrl_c()
+            return critique(body)
+        work.set(responder=answer)
 
-    bodies = []
-    work.server.settings.responder = answer
     signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may ignore SIGINT
+    return press_at
 
 
-def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work):
-    work.server.settings.delay = 0.2
-    press_ctrl_c_at(work, 9)
+def test_ctrl_c_waits_for_the_replies_that_are_paid_for(work, press_at):
+    press_at(9)
+    work.set(delay=0.2)
     with pytest.raises(KeyboardInterrupt):
         work.run(random_rows(60), concurrency=8)
     assert 8 < len(work.records()) == work.calls() < 60
-    work.server.settings.delay = 0
+    work.set(delay=0)
     work.run()
     assert work.calls() == 60 == len(work.output_rows())
 
 
-def test_ctrl_c_does_not_wait_for_retries(work, monkeypatch):
+def test_ctrl_c_does_not_wait_for_retries(work, press_at, monkeypatch):
     """It is pressed when all eight requests start to pause for an hour."""
     def note_refusal(bar, reason):
         reasons.append(reason)
@@ -755,8 +680,7 @@ def test_ctrl_c_does_not_wait_for_retries(work, monkeypatch):
     reasons = []
     monkeypatch.setattr("ask.PAUSE", 3600)
     monkeypatch.setattr("ask.tqdm.set_postfix_str", note_refusal)
-    work.server.settings.__dict__.update(plan=["ok"], faults={"429": 1.0})
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell may ignore SIGINT
+    work.set(plan=["ok"], faults={"429": 1.0})
     rescue = threading.Timer(120, press_ctrl_c)                  # a second Ctrl-C never waits
     rescue.start()
     with pytest.raises(KeyboardInterrupt):
@@ -766,24 +690,14 @@ def test_ctrl_c_does_not_wait_for_retries(work, monkeypatch):
     assert work.calls() == 1 + 8
 
 
-def test_a_second_ctrl_c_does_not_wait(work, monkeypatch):
+def test_a_second_ctrl_c_does_not_wait(work, press_at, monkeypatch):
     """It drops the requests in flight, whose replies would take a minute."""
     def press_again(bar, description):                           # the first Ctrl-C was handled
         threading.Timer(0.1, press_ctrl_c).start()
 
     monkeypatch.setattr("ask.tqdm.set_description", press_again)
-    work.server.settings.delay = 60
-    press_ctrl_c_at(work, 1)
+    press_at(1)
+    work.set(delay=60)
     with pytest.raises(KeyboardInterrupt):
         work.run(random_rows(20))
     assert 0 < work.calls() <= 8 and not work.records()
-
-
-def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
-    work.run(random_rows(20))
-    stats = work.server.stats()
-    cost = 100 * (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e6
-    line = work.fails("max_usd", random_rows(40), price_in=100.0, price_out=100.0, max_usd=cost)
-    assert f"reached: ${cost:.4f} is spent" in line and work.calls() == 20
-    work.run(price_in=100.0, price_out=100.0)
-    assert all(row["usd"] > 0 for row in work.output_rows())
