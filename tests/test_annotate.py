@@ -10,9 +10,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Callable
 
 import hypothesis
 import pytest
@@ -24,42 +22,39 @@ import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
                       conflicting_tokens, ground, half_inside_tokens, parse_feedback,
                       token_offsets, token_rewards, tokens_inside)
-from data import InputError, examples, get_task, load_object, read_rows, write_rows
-from helpers import ROOT, SLOW, error_message, often
+from data import InputError, examples, get_task, read_rows
+from helpers import ROOT, SLOW, often
 from reward_model import judge
-
-
-def reply(critique="The plot is right, the name is wrong.", good=("the plot",),
-          poor=("Bob",)) -> str:
-    return json.dumps({"textual_feedback": critique, "good_spans": list(good),
-                       "poor_spans": list(poor)})
-
-
-def grounded(response, good=(), poor=()):
-    return ground(response, Feedback("c", list(good), list(poor)))
-
 
 # ── parse_feedback
 
 REPLY = Feedback("The plot is right, the name is wrong.", ["the plot"], ["Bob"])
 CODE = {"wrong_code": ["x = 1"], "improvement_code": ["for i in a:", "y"]}
 CODE_QUOTES = ["x = 1", "for i in a:", "y"]
-UNNAMED = '{"good_spans": ["a"], "poor_spans": []}\n```'
 
 
-@pytest.mark.parametrize("text, feedback", [
+def reply(critique=REPLY.critique, good=("the plot",), poor=("Bob",), **options) -> str:
+    return json.dumps({"textual_feedback": critique, "good_spans": good, "poor_spans": poor},
+                      **options)
+
+
+INNER = reply("Perfect.", ["all of it"], [])
+UNNAMED = '{"good_spans": ["a"], "poor_spans": []}'
+OPEN = "a part of"
+
+
+# "It says" introduces a copy of INNER, which then occurs in the response.
+@pytest.mark.parametrize("text, expected", [
     # FACTS §5: models write fences and prose around the JSON
-    (reply(), REPLY), (f"```json\n{reply()}\n```", REPLY), (f"```\n{reply()}```", REPLY),
+    (reply(), REPLY), (f"```json\n{reply(indent=2)}\n```", REPLY),
+    (f"```\n{reply()}```", REPLY), (f'{{"note": 1}} {reply()}', REPLY),
     (f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?", REPLY),
-    (f'{{"note": 1}} {reply()}', REPLY),
     (f'The dict {{"a": x}} is made twice.\n{reply()}', REPLY),
-    (json.dumps(json.loads(reply()), indent=2), REPLY),
-    (reply()[:-1] + ', "confidence": ' + "9" * 5000 + "}", REPLY),
+    (reply()[:-1] + ', "confidence": ' + "9" * 5000 + "} // done", REPLY),
     # FACTS §3: the key is `Good spans` in the paper and `good_spans` in the release
     *[(json.dumps({critique: "c", good: ["a"], poor: ["b", "d"]}),
        Feedback("c", ["a"], ["b", "d"]))
-      for critique, good, poor in [("textual_feedback", "good_spans", "poor_spans"),
-                                   ("Textual feedback", "Good spans", "Poor spans"),
+      for critique, good, poor in [("Textual feedback", "Good spans", "Poor spans"),
                                    ("critique", "Good Spans", "Poor Spans"),
                                    ("feedback", "GOOD_SPANS", "poor-spans")]],
     # FACTS §3: in the code task, wrong code and improvable code are both poor spans
@@ -67,13 +62,50 @@ UNNAMED = '{"good_spans": ["a"], "poor_spans": []}\n```'
     (json.dumps(CODE | {"Code Feedback": "c", "good_spans": ["z"]}),
      Feedback("c", ["z"], CODE_QUOTES)),
     # if the object has no critique, the prose before it is the critique
-    *[(f"  It is\nshort. \n\n{fence}{UNNAMED}", Feedback("It is\nshort.", ["a"], []))
+    *[(f"  It is\nshort. \n\n{fence}{UNNAMED}\n```", Feedback("It is\nshort.", ["a"], []))
       for fence in ("", "```json\n", "```\n")],
     # a literal line break or tab in a string
     ('{"critique": "one\ntwo", "good_spans": ["a\n\tb"], "poor_spans": []}',
-     Feedback("one\ntwo", ["a\n\tb"], []))])
-def test_replies_of_real_models_are_parsed(text, feedback):
-    assert parse_feedback(text) == feedback
+     Feedback("one\ntwo", ["a\n\tb"], [])),
+    # <think> text and copies from the response are not feedback
+    (f"<think>{INNER}</think>\n{reply()}", REPLY), (f'<think>{{"x" </think> {reply()}', REPLY),
+    (f"{{\"x\" so</think> {reply()}", REPLY), (f"It says {INNER}, but:\n{reply()}", REPLY),
+    (f"{reply()}\nIt says {INNER}.", REPLY),
+    (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', REPLY),
+    (reply('The "<think>"'), Feedback('The "<think>"', ["the plot"], ["Bob"])),
+    (reply('The "</think>"'), "no JSON object"), (f"It says {INNER}.", "no JSON object"),
+    (f"<think>{INNER}</think> Fine.", "no JSON"), (f"{INNER} so</think> Fine.", "no JSON"),
+    ('Hm <think> {"x": </think>', "no JSON"), (f"<think>I say {INNER}", "inside <think>"),
+    # contract: feedback has a critique and lists of strings; nothing is guessed
+    ("", "no JSON object"), ('{"score": 3}', "no JSON object"),
+    (f'{{"result": {INNER}}}', "no JSON object with"), (reply()[:-10], "cut off"),
+    ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
+    ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
+    ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
+    (reply(good=["a", 3]), "list of strings"), (reply(poor=[["a"]]), "list of strings"),
+    (reply(good="the plot"), "list of strings"), (reply(good={"a": "b"}), "list of strings"),
+    (reply(good=None), "list of strings"), (reply(good=[]) + "\nNo:\n" + reply(), "differ"),
+    (reply() + '{"x ' * 500 + reply(good=[]), "differ"),
+    ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
+    ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
+    (reply(" \n"), "no critique"), (f"```json\n{UNNAMED}\n```", "no critique"),
+    (reply(7), "not a string"), (reply(poor=["\ud83d"]), "surrogate"),
+    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|cut off"),
+    (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
+    (reply().replace('"good', '"a": 1 "good'), "broken or cut off .Expecting ',' delimiter"),
+    # the object is a part of a larger JSON text that is broken or cut off
+    (f'{{"result": {INNER}', OPEN), (f"{{'spans': {INNER}", OPEN), (f"[{INNER}", OPEN),
+    (f"{{{INNER}", OPEN), (f"{INNER}]", OPEN), (f"{INNER}\n}}", OPEN), (f"{INNER}, oops", OPEN),
+    (f'{{"reasoning": "it says {INNER} and', OPEN), (f'{{"Good spans": "as {INNER}', OPEN),
+    (f'{{"critique": "it says {INNER} and', OPEN),
+    (f'{INNER} Or rather: {{"good_spans": ["a', OPEN)])
+def test_a_reply_is_read_or_refused_with_its_reason(text, expected):
+    response = f"Take this: {INNER}" if "It says" in text else ""
+    if isinstance(expected, Feedback):
+        assert parse_feedback(text, response=response) == expected
+    else:
+        with pytest.raises(FeedbackError, match=expected):
+            parse_feedback(text, response=response)
 
 
 plain_critiques = st.text(
@@ -92,69 +124,6 @@ def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
             == Feedback(critique.strip(), good, poor))
 
 
-@pytest.mark.parametrize("text, reason", [
-    ("", "no JSON object"), ("It is all fine.", "no JSON object"),
-    ('{"score": 3}', "no JSON object"),
-    ("['good_spans', 'poor_spans']", "no JSON object"), (reply()[:-10], "cut off"),
-    ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
-    ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
-    ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
-    (reply(good=["a", 3]), "list of strings"), (reply(poor=[["a"]]), "list of strings"),
-    ('{"critique": "c", "good_spans": "the plot", "poor_spans": []}', "list of strings"),
-    ('{"critique": "c", "good_spans": {"a": "b"}, "poor_spans": []}', "list of strings"),
-    ('{"critique": "c", "good_spans": null, "poor_spans": []}', "list of strings"),
-    (reply() + reply(good=[]), "differ"), (reply(good=[]) + "\nNo:\n" + reply(), "differ"),
-    ('{"critique": "c", "good_spans": ["a"], "good_spans": ["b"], "poor_spans": []}', "twice"),
-    ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
-    ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
-    ('{"good_spans": ["a"], "poor_spans": []}', "no critique"), (reply(" \n"), "no critique"),
-    ('```json\n{"good_spans": ["a"], "poor_spans": []}\n```', "no critique"),
-    (reply(7), "not a string"), (reply(poor=["\ud83d"]), "surrogate"),
-    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|cut off"),
-    ('{"a":[' * 400 + "{}," * 5000, "nested|cut off"),
-    (reply() + '{"x ' * 500 + reply(good=[]), "differ")])
-def test_invalid_feedback_is_an_error_with_its_reason(text, reason):
-    """Contract: feedback has a critique and lists of strings; nothing is guessed."""
-    with pytest.raises(FeedbackError, match=reason):
-        parse_feedback(text)
-
-
-INNER = reply("Perfect.", ["all of it"], [])
-
-
-@pytest.mark.parametrize("text, reason", [
-    (f'{{"result": {INNER}, oops}}', "a part of"), (f'{{"result": {INNER}', "a part of"),
-    (f'{{"result": {INNER}}}', "no JSON object with"),
-    (f"<think>{INNER}</think> Fine.", "no JSON"),
-    (f"{INNER} so</think> Fine.", "no JSON"), ('Hm <think> {"x": </think>', "no JSON"),
-    (f"<think>I say {INNER}", "inside <think>"), (f"It says {INNER}.", "no JSON object"),
-    (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
-    (reply()[:-1] + "} // done", None),
-    (reply().replace(', "poor', ', # poor\n"poor'), "JSON is broken"),
-    (reply().replace('"good', '"a": 1 "good'),
-     "JSON is broken or cut off .Expecting ',' delimiter"),
-    (f"<think>{INNER}</think>\n{reply()}", None), (f'<think>{{"x" </think> {reply()}', None),
-    (f"{{\"x\" so</think> {reply()}", None), (f"It says {INNER}, but:\n{reply()}", None),
-    (reply('The tag "</think>" is left.'), "no JSON object"),
-    (reply('The tag "<think>" is left.'), None),
-    (f'{{"textual_feedback": "use "}}" here", "spans": {INNER}}}', "a part of"),
-    (f"{{'textual_feedback': 'x', 'spans': {INNER}}}", "a part of"),
-    (f'{{ /* v */ "textual_feedback": "x", "spans": {INNER}}}', "a part of"),
-    (f"[{INNER}]", "a part of"), (f"{{{INNER}}}", "a part of"), (f"[{INNER}", "a part of"),
-    (f'{INNER} Or rather: {{"good_spans": ["a', "a part of"),
-    (f'{{"reasoning": "it says {INNER} and', "a part of"),
-    (f'{{"critique": "it says {INNER} and', "a part of"),
-    (f'{{"Good spans": "as {INNER}', "a part of"),
-    (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', None),
-    (f"{reply()}\nIt says {INNER}.", None)])
-def test_only_a_top_level_object_of_the_answer_is_feedback(text, reason):
-    """Parts of a broken object, <think> text and copies from the response are not feedback."""
-    response = f"Take this: {INNER}" if "It says" in text else ""
-    with pytest.raises(FeedbackError, match=reason) if reason else nullcontext():
-        feedback = parse_feedback(text, response=response)
-        assert feedback.good_spans in (["the plot"], ["all of it"])
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 def test_nesting_of_any_depth_is_a_feedback_error(copies):
     for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 100_000]:
@@ -164,6 +133,10 @@ def test_nesting_of_any_depth_is_a_feedback_error(copies):
 
 
 # ── ground
+
+def grounded(response, good=(), poor=(), **options) -> Grounding:
+    return ground(response, Feedback("c", list(good), list(poor)), **options)
+
 
 @pytest.mark.parametrize("response, good, poor, spans, unmatched, ambiguous", [
     ("The cat sat. A dog ran.", ["cat sat"], ["A dog"], [(4, 11, 1), (13, 18, -1)], [], 0),
@@ -180,9 +153,8 @@ def test_nesting_of_any_depth_is_a_feedback_error(copies):
     ("“a” and \"a\" and ‘a’", ['"a"'], [], [(8, 11, 1)], [], 0),
     ("caf\u00e9 cafe\u0301", ["cafe\u0301"], [], [(5, 10, 1)], [], 0)])
 def test_quotes_are_found_by_hand(response, good, poor, spans, unmatched, ambiguous):
-    grounding = grounded(response, good, poor)
-    assert grounding.spans == [Span(*span) for span in spans]
-    assert (grounding.unmatched, grounding.ambiguous) == (unmatched, ambiguous)
+    expected = Grounding([Span(*span) for span in spans], unmatched, ambiguous)
+    assert grounded(response, good, poor) == expected
 
 
 @pytest.mark.parametrize("response, good, poor, spans, ambiguous", [
@@ -192,21 +164,8 @@ def test_quotes_are_found_by_hand(response, good, poor, spans, unmatched, ambigu
     # Blame of a quote that occurs twice stays ambiguous.
     ("one two one two", ["two"], ["one"], [(4, 7, 1), (12, 15, -1)], 1)])
 def test_a_task_may_read_repeated_praise_as_blame(response, good, poor, spans, ambiguous):
-    grounding = ground(response, Feedback("c", good, poor), repeats_are_poor=True)
+    grounding = grounded(response, good, poor, repeats_are_poor=True)
     assert grounding == Grounding([Span(*span) for span in spans], [], ambiguous)
-
-
-@pytest.mark.parametrize("response, quote", [
-    ("vi\u00ea\u0323t", "vi\u00eat"), ("x a\u0301\u0300 y", "x \u00e1 y"),
-    ("x a\u0301\u0300 y", "\u00e1"), ("x \ud55c y", "\u1112\u1161"),
-    ("a ﬁne day", "a fine day"),
-    # FACTS §5: a fuzzy search matched unrelated text
-    *[("The cat sat on a café.", quote) for quote in (
-        "the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
-        "A cat sat", "The ca...sat", "cafe", "", " ", "\n\t", "\u00a0")]])
-def test_quotes_are_not_matched_fuzzily(response, quote):
-    """A letter does not match without its accent, nor a syllable by one of its parts."""
-    assert grounded(response, poor=[quote]) == Grounding([], [quote], 0)
 
 
 letters = ["a", "b", " ", "\n", "\u00a0", "中", "🎉", "e", "\u0301", "é", "“", '"', "'"]
@@ -244,10 +203,18 @@ def splits(text: str) -> set[int]:
     ("cafe\u0301", "cafe", 0), ("cafe\u0301s", "cafe\u0301", 0), ("1️⃣First", "First", 1),
     ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1), ("это слово", "слов", 0),
     ("서울에서", "서울", 1), ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0),
-    ("الكتاب هنا", "كتاب", 0)])
-def test_a_quote_matches_whole_words_and_visible_characters(text, quote, spans):
+    ("الكتاب هنا", "كتاب", 0),
+    # A letter does not match without its accent, nor a syllable by one of its parts.
+    ("vi\u00ea\u0323t", "vi\u00eat", 0), ("x a\u0301\u0300 y", "x \u00e1 y", 0),
+    ("x a\u0301\u0300 y", "\u00e1", 0), ("x \ud55c y", "\u1112\u1161", 0),
+    # FACTS §5: a fuzzy search matched unrelated text
+    ("a ﬁne day", "a fine day", 0),
+    *[("The cat sat on a café.", quote, 0) for quote in (
+        "the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
+        "A cat sat", "The ca...sat", "cafe", "", " ", "\n\t", "\u00a0")]])
+def test_a_quote_matches_whole_words_and_characters_and_nothing_similar(text, quote, spans):
     """§3.3: a quote that occurs only inside a word is counted as unmatched."""
-    grounding = grounded(text, [quote])
+    grounding = grounded(text, poor=[quote])
     assert (len(grounding.spans), grounding.unmatched) == (spans, [] if spans else [quote])
 
 
@@ -261,24 +228,19 @@ def test_boundaries_of_words_and_characters_are_those_of_unicode(text):
     assert splitting - exceptions == splits(text) - exceptions
 
 
-def places(response: str, quote: str) -> list[tuple[int, int]]:
-    """(start, end) of each occurrence of a quote that splits no word, by brute force."""
-    inside = splits(response)
-    ends = [(i, i + len(quote)) for i in range(len(response)) if response.startswith(quote, i)]
-    return [(i, j) for i, j in ends if not quote.isspace() and not inside & {i, j}]
-
-
 @often
 @given(texts_with_quotes())
 def test_ground_equals_brute_force_on_exact_quotes(case):
     """Contract: exact matches come first. No quote here overlaps with itself."""
     text, good, poor = case
+    inside = splits(text)
     # test_boundaries_of_words_and_characters_are_those_of_unicode covers the exceptions.
-    assume(splits(text) == {i for i in range(len(text) + 1) if annotate._splits(text, i)})
+    assume(inside == {i for i in range(len(text) + 1) if annotate._splits(text, i)})
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((1, good), (-1, poor)):
         for quote, repeats in Counter(quotes).items():
-            ends = places(text, quote)
+            ends = [(i, i + len(quote)) for i in range(len(text)) if text.startswith(quote, i)]
+            ends = [(i, j) for i, j in ends if not quote.isspace() and not inside & {i, j}]
             # Another test covers quotes that match only in normal form.
             assume(ends or not [*annotate.normal_places(text, quote)])
             if len(ends) > repeats:
@@ -334,116 +296,89 @@ def test_a_span_is_its_quote_up_to_normal_form(pairs, data):
 def tokenizer(request):
     """A byte-level BPE tokenizer, and a SentencePiece tokenizer with byte fallback."""
     from transformers import AutoTokenizer
-    if request.param == "toy":
-        return AutoTokenizer.from_pretrained(ROOT / "toy" / "base")
-    return AutoTokenizer.from_pretrained(
-        request.getfixturevalue("shared") / "models" / "stories260K")
-
-
-def gpt2_bytes() -> dict[str, int]:
-    """GPT-2's table of bytes: printable Latin-1 as itself, the others as chr(256), …"""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return ({chr(byte): byte for byte in printable}
-            | {chr(256 + i): byte for i, byte in enumerate(unprintable)})
+    folder = (ROOT / "toy" / "base" if request.param == "toy" else
+              request.getfixturevalue("shared") / "models" / "stories260K")
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def token_bytes(tokenizer, ids) -> list[bytes]:
-    """The bytes of each id, computed from the token strings only."""
+    """The bytes of each id, computed from the token strings only.
+
+    GPT-2's table shows a printable Latin-1 byte as itself, the others as chr(256), chr(257), …
+    """
     tokens = tokenizer.convert_ids_to_tokens(ids)
-    table = gpt2_bytes()
-    special = [index in tokenizer.all_special_ids for index in ids]
-    if "<0x00>" not in tokenizer.get_vocab():
-        return [b"" if skip else bytes(table[c] for c in token)
-                for token, skip in zip(tokens, special)]
-    pieces = [b"" if skip else bytes([int(token[3:5], 16)]) if re.fullmatch("<0x..>", token)
-              else token.replace("▁", " ").encode() for token, skip in zip(tokens, special)]
-    first = next((i for i, piece in enumerate(pieces) if piece), None)
-    if first is not None:
-        pieces[first] = pieces[first].removeprefix(b" ")        # SentencePiece's dummy prefix
-    return pieces
+    if "<0x00>" in tokenizer.get_vocab():
+        pieces = [bytes([int(token[3:5], 16)]) if re.fullmatch("<0x..>", token)
+                  else token.replace("▁", " ").encode() for token in tokens]
+        return [pieces[0].removeprefix(b" "), *pieces[1:]] if pieces else []
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    table = ({chr(byte): byte for byte in printable}
+             | {chr(256 + i): byte for i, byte in enumerate(unprintable)})
+    return [bytes(table[character] for character in token) for token in tokens]
 
 
 def offsets_from_bytes(pieces: list[bytes]) -> tuple[str, list[tuple[int, int]]]:
-    """(text, the interval of characters that each piece contributes to)."""
-    text = b"".join(pieces).decode()
-    characters = [i for i, character in enumerate(text) for _ in character.encode()]
+    """(text, the interval of characters that each piece contributes to).
+
+    The bytes of an incomplete character share one U+FFFD.
+    """
+    data = b"".join(pieces)
+    text = ""
+    owners = []                                 # the index of each byte's character
+    while len(owners) < len(data):
+        rest = data[len(owners) :]
+        try:
+            characters = [(character, len(character.encode())) for character in rest.decode()]
+        except UnicodeDecodeError as error:
+            characters = [(character, len(character.encode()))
+                          for character in rest[: error.start].decode()]
+            characters.append(("\ufffd", error.end - error.start))
+        for character, size in characters:
+            owners += [len(text)] * size
+            text += character
     offsets = []
-    position = 0                                                # in bytes
+    position = 0                                # in bytes
     for piece in pieces:
         end = offsets[-1][1] if offsets else 0
-        touched = characters[position:position + len(piece)]
+        touched = owners[position : position + len(piece)]
         offsets.append((touched[0], touched[-1] + 1) if piece else (end, end))
         position += len(piece)
     return text, offsets
 
 
-units_of_text = st.sampled_from(["a", "th", " the", "Queen", " ", "  ", "\n", "\t", "7", "é",
-                                 "e\u0301", "中文", "한", "ש", "🎉", "👩‍👩‍👧", "🇫🇷", "\u0300",
-                                 "▁", "Ġ", "’", "\u2028", "𝔘"])
-any_text = st.lists(units_of_text, max_size=10).map("".join) | st.text(
-    st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=12)
-
-
-@often
-@given(text=any_text, eos=st.booleans())
-def test_offsets_are_those_of_the_bytes(tokenizer, text, eos):
-    """Contract: one interval per id, also for a character that spans several tokens."""
-    ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * eos
-    decoded, offsets = token_offsets(tokenizer, ids)
-    assert decoded == tokenizer.decode(ids, skip_special_tokens=True,
-                                       clean_up_tokenization_spaces=False)
-    assert (decoded == text.replace("▁", " ") or "<0x00>" not in tokenizer.get_vocab()
-            and decoded == text)
-    assert (decoded, offsets) == offsets_from_bytes(token_bytes(tokenizer, ids))
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from([
+    "a", "th", " the", "Queen", " ", "  ", "\n", "\t", "7", "é", "e\u0301", "中文", "한", "ש",
+    "🎉", "👩‍👩‍👧", "🇫🇷", "\u0300", "▁", "Ġ", "’", "\u2028", "𝔘", "a \ufffd b"])
 
 
 @often
 @given(data=st.data())
-def test_offsets_of_any_ids_cover_the_text(tokenizer, data):
-    """Invariant 1: offsets cover the text even if a policy samples invalid UTF-8."""
+def test_offsets_are_those_of_the_bytes(tokenizer, data):
+    """Contract: one interval per id, also in a character of several tokens. A special token has
+    an empty interval and moves no other. Invariant 1: offsets cover the text even if a policy
+    samples invalid UTF-8, which SentencePiece decodes in another way than Python."""
     vocabulary = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    single_bytes = [i for i, t in enumerate(vocabulary)
-                    if re.fullmatch("<0x..>", t) or len(t) == 1 and ord(t) > 0x7F]
-    ids = data.draw(st.lists(st.sampled_from(single_bytes) | st.integers(0, len(tokenizer) - 1),
-                             max_size=12))
+    single_bytes = [i for i, token in enumerate(vocabulary)
+                    if re.fullmatch("<0x..>", token) or len(token) == 1 and ord(token) > 0x7F]
+    encoded = any_text.map(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    sampled = st.sampled_from([*single_bytes, *tokenizer.all_special_ids]) | st.integers(
+        0, len(tokenizer) - 1)
+    ids = sum(data.draw(st.lists(encoded | st.tuples(sampled).map(list), max_size=8)), [])
     text, offsets = token_offsets(tokenizer, ids)
     assert text == tokenizer.decode(ids, skip_special_tokens=True,
                                     clean_up_tokenization_spaces=False)
-    if "<0x00>" not in tokenizer.get_vocab():
-        assert text == b"".join(token_bytes(tokenizer, ids)).decode(errors="replace")
-    assert len(offsets) == len(ids)
-    nonempty = [(start, end) for start, end in offsets if start < end]    # no special tokens
-    for (start, end), (next_start, next_end) in zip(nonempty, nonempty[1:]):
-        assert start <= next_start and end <= next_end
+    special = tokenizer.all_special_ids
+    assert all(start == end for i, (start, end) in zip(ids, offsets) if i in special)
+    offsets = [offset for i, offset in zip(ids, offsets, strict=True) if i not in special]
+    if "\ufffd" not in text or "<0x00>" not in tokenizer.get_vocab():
+        pieces = token_bytes(tokenizer, [i for i in ids if i not in special])
+        assert (text, offsets) == offsets_from_bytes(pieces)
     covered = 0
     for start, end in offsets:
         assert start <= covered and start <= end <= len(text), "a gap, or outside the text"
         covered = max(covered, end)
     assert covered == len(text), "no token covers the end of the text"
-
-
-def test_the_bytes_of_an_incomplete_character_share_one_replacement_character(tokenizer):
-    """Each incomplete character decodes to one U+FFFD; the model may also write U+FFFD."""
-    if "<0x00>" in tokenizer.get_vocab():
-        pytest.skip("a byte-fallback tokenizer decodes each byte of it to a U+FFFD")
-    ids = tokenizer.encode("a \ufffd b", add_special_tokens=False)
-    assert token_offsets(tokenizer, ids) == offsets_from_bytes(token_bytes(tokenizer, ids))
-    char_of_byte = {byte: char for char, byte in gpt2_bytes().items()}
-    ids = tokenizer.convert_tokens_to_ids(
-        [char_of_byte[byte] for byte in "中".encode()[:2] + b"a"])
-    assert token_offsets(tokenizer, ids) == ("\ufffda", [(0, 1), (0, 1), (1, 2)])
-
-
-@pytest.mark.parametrize("text", ["The end", "a 中 b", "the plot 🎉 is é"])
-def test_a_special_token_has_an_empty_interval_and_moves_no_other(tokenizer, text):
-    """Tries every position, including those before a space and inside a character."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    expected = token_offsets(tokenizer, ids)
-    for cut in range(len(ids) + 1):
-        with_eos = token_offsets(tokenizer, [*ids[:cut], tokenizer.eos_token_id, *ids[cut:]])
-        start, end = with_eos[1].pop(cut)
-        assert start == end and with_eos == expected
 
 
 # ── token_rewards
@@ -494,124 +429,81 @@ def test_delta_equals_brute_force_over_characters(tiling, data):  # Eq. §3.3 δ
         touched and not signs for touched, signs in zip(is_touched, labels))
 
 
-def test_tokens_by_hand():  # Alg. 2 l.15; Alg. 2 l.16–17
-    text, offsets = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
-    assert token_rewards(text, offsets, [Span(0, 7, 1), Span(9, 12, -1)]) == [1, 1, 1, 0, 0]
-    assert token_rewards(text, offsets, [Span(0, 3, 1), Span(5, 12, -1)]) == [1, 0, -1, -1, 0]
-    assert token_rewards(text, offsets, [Span(4, 6, -1)]) == [0, -1, 0, 0, 0]
-    halves = [Span(0, 2, 1), Span(2, 3, 1)]         # neither span contains the first token
-    assert token_rewards(text, offsets, halves) == [0] * 5
-    assert half_inside_tokens(text, offsets, halves) == 1
+TOKENS = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
+# l.19, y_t ∈ s_k: a line break inside quoted code belongs to the span.
+LINES = "a  \n b", [(0, 1), (1, 3), (3, 4), (4, 6)]
 
 
-def test_a_token_of_white_space_is_in_a_span_that_contains_all_of_it():
-    """Alg. 2 l.19, y_t ∈ s_k: a line break inside quoted code belongs to the span."""
-    text, offsets = "a  \n b", [(0, 1), (1, 3), (3, 4), (4, 6)]
-    assert token_rewards(text, offsets, [Span(0, 6, 1)]) == [1, 1, 1, 1]
-    assert token_rewards(text, offsets, [Span(0, 2, -1)]) == [-1, 0, 0, 0]
+@pytest.mark.parametrize("tokens, spans, delta", [
+    (TOKENS, [(0, 7, 1), (9, 12, -1)], [1, 1, 1, 0, 0]),
+    (TOKENS, [(0, 3, 1), (5, 12, -1)], [1, 0, -1, -1, 0]),
+    (TOKENS, [(4, 6, -1)], [0, -1, 0, 0, 0]),
+    (TOKENS, [(0, 2, 1), (2, 3, 1)], [0] * 5),       # neither span contains the first token
+    (LINES, [(0, 6, 1)], [1, 1, 1, 1]), (LINES, [(0, 2, -1)], [-1, 0, 0, 0])])
+def test_tokens_by_hand(tokens, spans, delta):  # Alg. 2 l.15; Alg. 2 l.16–17
+    assert token_rewards(*tokens, [Span(*span) for span in spans]) == delta
 
 
 # ── Tasks
 
-def check_examples(name, rows, expected) -> list[dict]:
-    """Check the examples of rows and return them; §B: the prompts contain the row's texts.
+UPLOADED = {"id": "t3", "title": "A title", "post": "My post.",
+            "generated_summary_for_feedback": "He posts."}
 
-    expected: (id, response, texts of the prompt) of each example.
-    """
-    task = get_task(name)
-    task_examples = list(examples(task, rows))
-    assert [(e["id"], e["response"]) for e in task_examples] == [x[:2] for x in expected]
-    for example, (_, response, *texts) in zip(task_examples, expected):
+
+# rows: a function of a loader of files in shared/data; expected: (number, row) → the (id,
+# response, text of the prompt, test outcome) of the row's examples.
+@pytest.mark.parametrize("task, rows, count, expected", [
+    ("slf5k", lambda load: load("slf5k.jsonl"), 0, lambda n, row: []),    # without responses
+    ("slf5k", lambda load: [row | {"response": row["ideal_human_summary"]}
+                            for row in load("slf5k.jsonl")], 25,
+     lambda n, row: [(str(n), row["response"], row["summary_prompt"].strip(), "")]),
+    # FACTS §3: the schema of JeremyAlain/SLF5K on the Hugging Face Hub
+    ("slf5k", lambda load: [UPLOADED, UPLOADED | {"response": "mine"}], 2, lambda n, row: [
+        ("t3", row.get("response", "He posts."), "A title\n\nPost: My post.", "")]),
+    ("kodcode", lambda load: load("kodcode_leetcode.jsonl"), 87, lambda n, row: [
+        (f"{row['question_id']}/{k}", trial["solution_code"], row["question"].strip(),
+         trial["test_result"]) for k, trial in enumerate(row["trials"].values())]),
+    ("ultrafeedback", lambda load: load("ultrafeedback_binarized_example.jsonl"), 2,
+     lambda n, row: [(f"{row['prompt_id']}/{k}", row[side][1]["content"], row["prompt"], "")
+                     for k, side in enumerate(("chosen", "rejected"))]),
+    ("toy", lambda load: [row | {"response": "A text."} for row in toy.rows("train", 3)], 3,
+     lambda n, row: [(row["id"], "A text.", row["post"], "")])])
+def test_rows_become_messages_with_their_texts(task, rows, count, expected, request):  # §B
+    def load(name):
+        return read_rows(request.getfixturevalue("shared") / "data" / name, task.needs)
+
+    task = get_task(task)
+    rows = rows(load)
+    items = [item for n, row in enumerate(rows, 1) for item in expected(n, row)]
+    assert len(items) == count
+    for example, (row_id, response, text, outcome) in zip(examples(task, rows), items,
+                                                          strict=True):
         system, user = annotation_messages(task, example)
         assert (system["role"], user["role"]) == ("system", "user")
-        for text in texts:
-            assert text in user["content"] and text in task.policy_prompt(example["row"])
-        for text in (response, example["prompt"], example.get("outcome", "")):
-            assert text in user["content"]
-    return task_examples
-
-
-def test_slf5k_rows_become_messages(shared):
-    rows = read_rows(shared / "data" / "slf5k.jsonl", get_task("slf5k").needs)
-    check_examples("slf5k", rows, [])                       # these rows have no response
-    summaries = [row["ideal_human_summary"] for row in rows]
-    expected = [(str(i), summary, row["summary_prompt"].strip())
-                for i, (row, summary) in enumerate(zip(rows, summaries), 1)]
-    rows = [row | {"response": summary} for row, summary in zip(rows, summaries)]
-    assert len(check_examples("slf5k", rows, expected)) == 25
-
-
-def test_slf5k_rows_of_the_hub_use_their_response_or_else_their_summary():
-    """FACTS §3: the schema of JeremyAlain/SLF5K on the Hugging Face Hub."""
-    row = {"id": "t3", "title": "A title", "post": "My post.",
-           "generated_summary_for_feedback": "He posts."}
-    check_examples("slf5k", [row, row | {"id": "t4", "response": "mine"}], [
-        ("t3", "He posts.", "A title", "My post."), ("t4", "mine", "A title", "My post.")])
-
-
-def test_kodcode_rows_become_messages(shared):
-    rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl", get_task("kodcode").needs)
-    expected = [(f"{row['question_id']}/{k}", trial["solution_code"], row["question"].strip())
-                for row in rows for k, trial in enumerate(row["trials"].values())]
-    trials = check_examples("kodcode", rows, expected)
-    assert len(trials) == len({example["id"] for example in trials}) == 87
-    results = [trial["test_result"] for row in rows for trial in row["trials"].values()]
-    assert all(result in example["outcome"] for result, example in zip(results, trials))
-
-
-def test_ultrafeedback_rows_become_messages(shared):
-    row, = read_rows(shared / "data" / "ultrafeedback_binarized_example.jsonl")
-    check_examples("ultrafeedback", [row], [
-        (f"{row['prompt_id']}/{k}", row[side][1]["content"], row["prompt"])
-        for k, side in enumerate(("chosen", "rejected"))])
-
-
-def test_toy_rows_become_messages():
-    rows = toy.rows("train", 3)
-    check_examples("toy", [row | {"response": row["reference"]} for row in rows],
-                   [(row["id"], row["reference"], row["post"]) for row in rows])
+        assert (example["id"], example["response"]) == (row_id, response)
+        assert text in task.policy_prompt(example["row"]) and text in user["content"]
+        assert outcome in example.get("outcome", "") and outcome in user["content"]
+        assert response in user["content"] and example["prompt"] in user["content"]
 
 
 # ── Bad input
 
 @pytest.mark.parametrize("content, message", [
     (b'{"post": "a"}\n{"post": \n', "line 2: not JSON"),
-    (b'{"post": "a"}\n\n{"past": "a"}', "line 3: field 'post'"),
-    (b'{"post": ""}', "line 1: field 'post'"), (b'{"post": null}', "line 1: field 'post'"),
+    (b'{"post": "a"}\n\n{"past": "a"}', "line 3: field 'summary_prompt' or 'post'"),
+    (b'{"post": ""}', "line 1: field .*'post'"), (b'{"post": null}', "line 1: field .*'post'"),
     (b'{"post": "a"}\n["b"]\n', "line 2: expected a JSON object, found a list"),
     (b'3\n', "line 1: .* a int"), (b"", "no rows"), (b" \n\n", "no rows"),
     ('{"post": "café"}\n'.encode("latin-1"), "UTF-8|utf-8"),
-    (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"), (b"[" * 100_000, "not JSON")],
-    ids=["json", "absent", "empty", "null", "list", "number", "nothing", "blank", "latin-1",
-         "5000-digits", "deep"])
+    (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"), (b"[" * 100_000, "not JSON"),
+    (b'{"post": "a", "response": ["a"]}', "line 1: the row does not fit .* response is not"),
+    (b'{"post": "a", "id": "\\ud83d"}', "line 1: field 'id' contains half of a surrogate")])
 def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError, match=f"rows.jsonl.*({message})") as error:
-        read_rows(path, (("post",),))
+        read_rows(path, task=get_task("slf5k"))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("response", [None, 7, ["a"]])
-def test_a_response_without_text_is_refused(tmp_path, response):
-    write_rows(tmp_path / "rows.jsonl", [{"post": "p", "response": "a"},
-                                         {"post": "p", "response": response}])
-    with pytest.raises(InputError, match="rows.jsonl, line 2: field 'response'"):
-        read_rows(tmp_path / "rows.jsonl", task=get_task("slf5k"))
-
-
-@pytest.mark.parametrize("name", ["", "toy", "toy:", "toy:absent", ":critique",
-                                  "no_such_module:f", "./toy:critique", "toy:SLOTS"])
-def test_a_critic_that_cannot_be_called_is_refused(name):
-    with pytest.raises(InputError, match="--annotator_function"):
-        load_object("--annotator_function", name, Callable)
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--task", "nope", "--data", "r.jsonl"], "nope"), (["--mood", "x"], "--mood"),
-    ([], "--data")])
-def test_the_command_line_fails_in_one_line(flags, message):
-    assert message in error_message("annotate.py", *flags)
 
 
 # ── Assertions of the mathematics
@@ -641,10 +533,9 @@ def test_offsets_that_do_not_match_the_text_are_an_error(monkeypatch, tokenizer)
 # ── Damaged replies
 
 CASES = 100_000 if SLOW else 4000
-PIECES = ["the plot", "Bob", "“hero”", "it's", "nai\u0308ve", "naïve", "  ", "\n", "\t",
-          "x = 1", "é", "e\u0301", "한", 'say "no"', "\\n", "{", "}", "[", "a", "aa", "a a",
-          "good_spans", "\u00a0", "—", "Ω", "\u2126", "x\u0302", "</response>", "```", "İ", "ſ",
-          "\x00", "’", "`", "\\", "\\u0041", "12345", "🎉"]
+PIECES = ["the plot", "Bob", "“hero”", "it's", "naïve", "  ", "\n", "x = 1", "e\u0301", "한",
+          'say "no"', "\\n", "{", "}", "[", "aa", "a a", "good_spans", "\u00a0", "—", "\u2126",
+          "</response>", "```", "İ", "\x00", "\\", "\\u0041", "🎉"]
 
 
 def draw_reply(rng, response: str) -> str:
@@ -658,16 +549,13 @@ def draw_reply(rng, response: str) -> str:
                            "Ende 🎉\n```"])
     names = rng.choice([("textual_feedback", "good_spans", "poor_spans"),
                         ("critique", "GOOD-SPANS", "poor_spans"),
-                        ("Textual feedback", "Good spans", "Poor spans"),
                         ("reasoning", "good_spans", "poor_spans"),
                         ("code_feedback", "wrong_code", "improvement_code")])
     value = dict(zip(names, (critique, good, poor)))
     if rng.random() < .1:
-        value[rng.choice(names)] = rng.choice([None, True, 1.5, "text", [], {}, [good], [None],
-                                               {"text": good}, 10 ** 30, float("nan")])
+        value[rng.choice(names)] = rng.choice([None, 1.5, "text", {}, [good], {"text": good}])
     if rng.random() < .1:
-        value = rng.choice([{"answer": value}, [value], {**value, "more": value},
-                            {**value, "draft": {"good_spans": ["a"]}}])
+        value = rng.choice([{"answer": value}, [value], {**value, "more": value}])
     text = json.dumps(value, ensure_ascii=rng.random() < .3, indent=rng.choice([None, None, 1]))
     return rng.choice([text, f"```json\n{text}\n```", f"Let me {{think}}.\n{text}\nDone.",
                        f"{critique}\n{text}"])
@@ -680,11 +568,9 @@ def damage(rng, text: str, second_reply: str) -> str:
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     if data:
         data[rng.randrange(len(data))] = rng.choice(b'"\\{}[],: \x00\xff\x80aZ0')
-    inserted = rng.choice([
-        '"', "\\", "{", "}", "[", "]", ",", ":", "\x00", "\ud83d", "\\ud83d", "\\u0000",
-        "9" * 5000, "1e999", "-", "NaN", "\u2028", "'", "```", "[" * 900, "{" * 5000, *PIECES])
-    frame = rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", "{%s",
-                        '"%s"'])
+    inserted = rng.choice(['"', "\\", "{", "}", "[", "]", ",", ":", "\ud83d", "\\ud83d",
+                           "9" * 5000, "NaN", "'", "[" * 900, "{" * 5000, *PIECES])
+    frame = rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", '"%s"'])
     pair = rng.choice([("good", "poor"), ("[", "[["), ("_", "\\u005f"), ("s", "\ud800")])
     return rng.choice([
         text[:i] + text[k:], text[:k] + text[i:], text[:i] + text[k:j] + text[i:k] + text[j:],
