@@ -4,7 +4,6 @@ test_attacks.py tests its isolation.
 """
 
 import ast
-import functools
 import json
 import os
 import subprocess
@@ -12,51 +11,91 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from data import InputError, get_task, read_rows, write_rows
-from helpers import ROOT, SLOW, error_message
+from data import get_task, read_rows, write_rows
+from helpers import SLOW, error_message, run_main
 from measures import sandbox
 from measures.benchmarks import read_problems
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
 # Some machines do not support the isolation, which test_attacks.py tests.
-run_python = functools.partial(sandbox.run_python, unsafe=True)
+run_python = partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
+RAISES = "import pytest\ndef test_f():\n    with pytest.raises({}): int({!r})"
+MISSING = "missing 1 required positional argument"
 
 
 def status(code, tests="assert True", **limits):
-    result = run_python(code, tests, **limits)
-    assert result.passed == (result.status == "passed")
-    return result.status
+    return run_python(code, tests, **limits).status
 
 
 # ── Right and wrong
 
-@pytest.mark.parametrize("tests, expected", [
-    ("assert f(1) == 2", "passed"),
-    ("assert f(1) == 3", "failed"),
-    ("from solution import f\nimport solution\nassert solution.f is f and f(1) == 2", "passed"),
-    ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", "passed"),
-    ("def check(candidate):\n    assert candidate(1) == 2", "error"),     # no call of check
-    ("f(1)", "error"), ("", "error"), ("for x in []:\n    assert f(x)", "error"),
-    ("assert f('1')", "error"), ("assert g(1)", "error"), ("assert f(1", "error"),
-    ("assert f(1) == 2\nraise SystemExit(0)", "error"),
-    ("def test_f():\n    assert f(1) == 2", "passed"),
-    ("def test_f():\n    assert f(1) == 2\ndef test_g():\n    assert f(1) == 3", "failed"),
-    ("def test_f():\n    f('1')", "error"),
-    ("from solution import nothing\ndef test_f():\n    pass", "error"),
-])
-def test_the_status_is_the_verdict_of_the_tests(tests, expected):
-    assert status(INCREMENT, tests) == expected
-
-
-@pytest.mark.parametrize("code", ["def f(:", "import no_such_module", "1 / 0", "assert False",
-                                  "x = '\ud800'", "\0"])
-def test_code_that_cannot_be_loaded_is_an_error_with_its_reason(code):
-    result = run_python(code, "assert True")
-    assert (result.passed, result.status) == (False, "error") and "Error" in result.stderr
+# The last item is a part of the output.
+@pytest.mark.parametrize("code, tests, expected, output", [
+    (INCREMENT, "assert f(1) == 2", "passed", ""),
+    (INCREMENT, "assert f(1) == 3", "failed", "AssertionError"),
+    (INCREMENT, "from solution import f\nimport solution\nassert solution.f is f and f(1) == 2",
+     "passed", ""),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2\ncheck(f)", "passed", ""),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2", "error", "no test ran"),
+    (INCREMENT, "for x in []: assert f(x)", "error", "no test ran"),
+    (INCREMENT, "f(1)", "error", "no test ran"), (INCREMENT, "", "error", "no test ran"),
+    (INCREMENT, "assert f('1')", "error", "TypeError"),
+    (INCREMENT, "assert g(1)", "error", "NameError"),
+    (INCREMENT, "assert f(1", "error", "SyntaxError"),
+    (INCREMENT, "assert f(1) == 2\nraise SystemExit(0)", "error", "SystemExit"),
+    (INCREMENT, "def test_f(): assert f(1) == 2", "passed", ""),
+    (INCREMENT, "def test_f(): assert f(1) == 2\ndef test_g(): assert f(1) == 3", "failed", ""),
+    (INCREMENT, "def test_f(): f('1')", "error", "TypeError"),
+    (INCREMENT, "from solution import nothing\ndef test_f(): pass", "error", "ImportError"),
+    # code that cannot be loaded
+    ("def f(:", "assert True", "error", "SyntaxError"),
+    ("import no_such_module", "assert True", "error", "ModuleNotFoundError"),
+    ("1 / 0", "assert True", "error", "ZeroDivisionError"),
+    ("assert False", "assert True", "error", "AssertionError"),
+    ("x = '\ud800'", "assert True", "error", "Error"), ("\0", "assert True", "error", "Error"),
+    # The tests and the code have separate namespaces.
+    ("def help(): return 1\ndef f(): return help()",
+     "def help(): return 2\ndef test_f(): assert f() == 1 and help() == 2", "passed", ""),
+    ("def f(): return math.pi", "import math\nassert f() > 3", "error", "NameError"),
+    ("import math; math.floor = lambda _: 2", "from math import floor\nassert floor(1.5) == 1",
+     "passed", ""),
+    # Any text is code and any bytes are output.
+    ("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2", "passed", ""),
+    ("x = 1", "assert '\ud800'", "error", ""),
+    ("import os; os.write(1, b'a\\xff\\xc3z'); os.write(2, 'é'.encode())", "assert True",
+     "passed", "a\ufffd\ufffdzé"),
+    # Tests may use pytest, but not all of it.
+    ("", RAISES.format("ValueError, match='invalid'", "x"), "passed", ""),
+    ("", RAISES.format("KeyError", "x"), "error", "ValueError"),
+    ("", RAISES.format("ValueError", "1"), "failed", "DID NOT RAISE"),
+    ("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)", "passed", ""),
+    ("", "import pytest\n@pytest.fixture\ndef x(): return 1\ndef test_f(x): assert x", "error",
+     MISSING),
+    ("", "import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x): assert x", "error",
+     MISSING),
+    ("", "class TestF:\n    def test_f(self): assert True", "error", "TestF"),
+    ("", "async def test_f(): assert False", "error", "test_f"),
+    ("", "def test_f():\n    yield\n    assert False", "error", "test_f"),
+    # Code does not pass by an early exit or by closing files.
+    ("quit()", "assert True", "error", ""),
+    ("raise KeyboardInterrupt", "assert True", "error", "KeyboardInterrupt"),
+    ("import os; print('passed'); os._exit(0)", "assert True", "error", "exited before"),
+    ("import os; os.closerange(3, 100)", "assert True", "error", ""),
+    ("import os\ndef f(): os._exit(0)", "assert f() == 1", "error", "exited before"),
+    ("def f(): raise SystemExit(0)", "assert f() == 1", "error", "SystemExit"),
+    ("import os; os.abort()", "assert True", "killed", "-6"),
+    # An endless thread does not delay the end.
+    ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()",
+     "assert True", "passed", "")])
+def test_the_status_is_the_verdict_of_the_tests(code, tests, expected, output):
+    result = run_python(code, tests)
+    assert (result.status, result.passed) == (expected, expected == "passed")
+    assert output in result.stderr
 
 
 def test_the_traceback_names_lines_but_no_paths_of_this_machine():
@@ -67,23 +106,6 @@ def test_the_traceback_names_lines_but_no_paths_of_this_machine():
     assert ("    assert f(0) == 2\n" in stderr and "    return 1 / x\n" in stderr
             and stderr.endswith("division by zero\n"))
     assert "sandbox" not in stderr and tempfile.gettempdir() not in stderr
-
-
-def test_the_tests_and_the_code_have_separate_namespaces():
-    code = "def help():\n    return 1\ndef f():\n    return help()"
-    assert status(code, "def help():\n    return 2\n"
-                  "def test_f():\n    assert f() == 1 and help() == 2") == "passed"
-    assert status("def f():\n    return math.pi", "import math\nassert f() > 3") == "error"
-    assert status("import math\nmath.floor = lambda _: 2",
-                  "from math import floor\nassert floor(1.5) == 1") == "passed"
-
-
-def test_any_text_is_code_and_any_bytes_are_output():
-    assert status("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2") == "passed"
-    assert status("x = 1", "assert '\ud800'") == "error"
-    result = run_python("import os\nos.write(1, b'a\\xff\\xc3z')\nos.write(2, 'é'.encode())",
-                        "assert True")
-    assert result.passed and result.stderr == "a\ufffd\ufffdzé"
 
 
 class ChangeOperator(ast.NodeTransformer):
@@ -125,48 +147,13 @@ def test_verdicts_on_solutions_with_another_operator_are_those_of_plain_python(s
     assert sum(not passes for passes, _ in verdicts) >= (100 if SLOW else 20)
 
 
-# ── Tests that use pytest
+# ── Limits
 
-def test_a_test_may_use_pytest():
-    tests = "import pytest\ndef test_f():\n    with pytest.raises({}):\n        int({!r})"
-    assert status("", tests.format("ValueError, match='invalid'", "x")) == "passed"
-    assert status("", tests.format("KeyError", "x")) == "error"
-    assert status("", tests.format("ValueError", "1")) == "failed"
-    assert status("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)") == "passed"
-
-
-@pytest.mark.parametrize("tests, word", [
-    ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert x",
-     "missing 1 required positional argument"),
-    ("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert x",
-     "missing 1 required positional argument"),
-    ("class TestF:\n    def test_f(self):\n        assert True", "TestF"),
-    ("async def test_f():\n    assert False", "test_f"),
-    ("def test_f():\n    yield\n    assert False", "test_f"),
-    ("x = 1", "no test ran"), ("def f():\n    assert False", "no test ran")])
-def test_unsupported_tests_are_an_error(tests, word):
-    result = run_python("", tests)
-    assert (result.passed, result.status) == (False, "error") and word in result.stderr
-
-
-# ── Code that tries to evade its tests
-
-@pytest.mark.parametrize("code", [
-    "quit()", "raise KeyboardInterrupt", "import os\nprint('passed')\nos._exit(0)",
-    "import os\nos.closerange(3, 100)",
-    "def f():\n    import os\n    os._exit(0)", "def f():\n    raise SystemExit(0)"])
-def test_exiting_early_or_closing_files_does_not_pass(code):
-    assert (status(code + "\n", "assert f() == 1" if "def f" in code else "assert True")
-            in ("error", "killed"))
-
-
-def test_a_loop_ends_at_the_timeout_and_a_signal_is_reported(monkeypatch):
+def test_a_loop_ends_at_the_timeout_and_its_output_is_kept(monkeypatch):
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
     assert result.status == "timeout" and result.stderr == "begun\nstopped after 0.5 s\n"
     monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
-    result = run_python("import os\nos.abort()", "assert True")
-    assert result.status == "killed" and "-6" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
@@ -186,11 +173,6 @@ def test_endless_output_is_stopped_and_its_end_kept():
     assert (result.status == "error" and "File too large" in result.stderr
             and len(result.stderr) < REASON + 50)
     assert status("open('large', 'wb').write(bytes(40 << 20))") == "error"
-
-
-def test_an_endless_thread_does_not_delay_a_pass():
-    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
-    assert status(code) == "passed"
 
 
 def test_the_environment_and_the_input_are_empty_and_home_is_temporary(monkeypatch):
@@ -245,8 +227,7 @@ def kodcode(response: str, **more) -> dict:
 def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     rows = [kodcode(f"```python\nimport time\ntime.sleep(0.5)\n{INCREMENT}```"),
             kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"),
-            kodcode("x", outcome="Mine."),
-            {name: kodcode("")[name] for name in ("question", "test")},
+            kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"},
             kodcode("def f(:", test_code="assert f")]
     task = replace(get_task("kodcode"),
                    responses=lambda row: [{"response": "a"}, {"response": "b"}])
@@ -255,47 +236,41 @@ def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     head, output = outcomes[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
     assert len(output) == 1500 and output.startswith("yyy")
-    assert output.endswith("AssertionError\n")
-    assert (outcomes[2:4] == rows[2:4] and "(error)" in outcomes[4]["outcome"]
-            and "SyntaxError" in outcomes[4]["outcome"])
+    assert output.endswith("AssertionError\n") and outcomes[2:4] == rows[2:4]
+    assert "(error)" in outcomes[4]["outcome"] and "SyntaxError" in outcomes[4]["outcome"]
 
 
-def test_a_file_of_rows_gets_its_outcomes(tmp_path):
+def test_a_file_of_rows_gets_its_outcomes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sandbox, "run_python",
+                        lambda *arguments, unsafe: unsafe and run_python(*arguments))
     path = tmp_path / "rows.jsonl"
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
                       kodcode("x", outcome="Mine.")])
-    command = [sys.executable, "-m", "measures.sandbox", path, "--unsafe_sandbox"]
     for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):      # the second run
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert line in process.stdout, process.stderr
-        assert f"annotate.py --task kodcode --data {path}" in process.stdout
+        run_main(path, "--unsafe_sandbox", module=sandbox)
+        output = capsys.readouterr().out
+        assert line in output and f"annotate.py --task kodcode --data {path}" in output
     outcomes = [row["outcome"][:17] for row in read_rows(path)]
     assert outcomes == ["All tests passed.", "The tests did not", "Mine."]
 
 
-def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(tmp_path, monkeypatch):
-    def run(*flags, rows=None):
-        write_rows(tmp_path / "rows.jsonl", rows or [kodcode("f = abs")])
-        return error_message("measures/sandbox.py", tmp_path / "rows.jsonl", *flags)
-
+@pytest.mark.parametrize("row, flags, message", [
+    (kodcode("x", test=""), "", "rows.jsonl, line 1: field 'test' or 'test_code'"),
+    (kodcode(7), "", "line 1: the row does not fit the task"),
+    ({"question": "q", "test": "assert f"}, "", "no row has a response"),
+    (kodcode("x", prompt="p"), "--task ultrafeedback", "ultrafeedback: this task has no tests"),
+    (kodcode("f = abs"), "", "the sandbox lacks files")])
+def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(
+        row, flags, message, tmp_path, monkeypatch):
     def run_without_sandbox(code, tests, unsafe):
-        if unsafe:
-            return sandbox.Result(True, "passed", "")
-        raise SandboxError("the sandbox lacks files")
+        if not unsafe:
+            raise SandboxError("the sandbox lacks files")
+        return sandbox.Result(True, "passed", "")
 
-    assert ("rows.jsonl, line 1: field 'test' or 'test_code'"
-            in run(rows=[kodcode("x", test="")]))
-    assert "line 1: the row does not fit the task" in run(rows=[kodcode(7)])
-    assert "no row has a response" in run(rows=[{"question": "q", "test": "assert f"}])
-    assert ("--task ultrafeedback: this task has no tests"
-            in run("--task", "ultrafeedback", rows=[kodcode("x", prompt="p")]))
-    assert "no such file" in error_message("measures/sandbox.py", tmp_path / "none.jsonl")
     monkeypatch.setattr(sandbox, "run_python", run_without_sandbox)
-    assert run() == "the sandbox lacks files"
-    assert "outcome" not in read_rows(tmp_path / "rows.jsonl")[0]
-    with pytest.raises(InputError, match="lacks files"):
-        add_outcomes([kodcode("x")], get_task("kodcode"))
-    assert "outcome" in add_outcomes([kodcode("x")], get_task("kodcode"), unsafe=True)[0]
+    write_rows(tmp_path / "rows.jsonl", [row])
+    error = error_message("measures/sandbox.py", tmp_path / "rows.jsonl", *flags.split())
+    assert message in error and read_rows(tmp_path / "rows.jsonl") == [row]
 
 
 # ── Real rows
