@@ -86,7 +86,7 @@ class Task:
                              f"names, such as ((\"post\",),)")
 
     def all_responses(self, row: dict) -> list[dict]:
-        """Its field `response`, unless that is missing or null, or else the stored responses."""
+        """Its field `response`; the stored responses where that is missing or null."""
         response = row.get("response")
         return self.responses(row) if response is None else [{"response": response}]
 

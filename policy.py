@@ -495,7 +495,7 @@ def log_iteration(iteration: int, metrics: dict, kl: AdaptiveKL, batch: Rollouts
         metrics["kl_target"] = kl.target
     probes_done = (iteration - 1) * PROBES // config.iterations
     if config.probe_rows and iteration * PROBES // config.iterations > probes_done:
-        metrics |= probe(batch, config, out)
+        metrics |= probe(batch, config)
     bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
     sample = sample_row(batch, (iteration - 1) % len(batch.rows))
     write_metrics(metrics, sample, config, out)

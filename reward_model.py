@@ -43,8 +43,8 @@ from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, 
                    load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
                    use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
-                     checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0, result_exists,
-                     resume, run_collective, start_ranks)
+                     checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0,
+                     result_exists, resume, run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -377,32 +377,52 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
     return figures
 
 
-def probe(batch, config, out: Path) -> dict[str, float | None]:
-    """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
+def judge_by_annotator(batch, config, count: int | None = None) -> list[Judgement]:
+    """The annotator's judgements of the first `count` rollouts of a batch; None: of all.
 
-    R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
-    the policy exploits R_φ. Requests use the journal, budget and prices of phase 1.
+    Requests use the journal, budget and prices of phase 1. A judgement of an empty response, or
+    without a usable reply, has a reason and δ = 0.
     """
     task = get_task(config.task)
-    annotation = annotation_settings(config, out)
-    indices = [i for i, y in enumerate(batch.texts[: config.probe_rows]) if y.strip()]
-    rows = [batch.rows[i] | {"response": batch.texts[i], "outcome": None} for i in indices]
+    annotation = annotation_settings(config, Path(config.output_dir))
+    texts = batch.texts[:count]
+    rows = [row | {"response": y, "outcome": None} for row, y in zip(batch.rows, texts)]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
     questions = [annotation_question(example, annotation) for example in examples(task, rows)]
+    with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
+        asked = [question for question, y in zip(questions, texts) if y.strip()]
+        replies = {question.key: (record, parsed) for question, record, parsed
+                   in ask_annotator(asked, journal, annotation)}
+    judgements = []
+    empty = {"reply": "", "reason": "the response is empty"}, None
+    for question, text, offsets in zip(questions, texts, batch.offsets):
+        record, parsed = replies.get(question.key, empty)
+        if parsed is None:
+            judgement = Judgement(record["reply"], [0.0] * len(offsets), record["reason"])
+        else:
+            feedback, grounding = parsed
+            if task.repeats_are_poor:
+                grounding = ground(text, feedback, repeats_are_poor=True)
+            judgement = reward_tokens(record["reply"], text, offsets, feedback, grounding)
+        judgements.append(judgement)
+    return judgements
+
+
+def probe(batch, config) -> dict[str, float | None]:
+    """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
+
+    R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
+    the policy exploits R_φ. Responses that the annotator could not judge do not count.
+    """
     counts = Counter()
     true_delta = []
-    with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
-        replies = ask_annotator(questions, journal, annotation)
-        for i, (_, _, parsed) in zip(indices, replies):
-            if parsed:                     # a missing reply gets no default
-                feedback, grounding = parsed
-                if task.repeats_are_poor:
-                    grounding = ground(batch.texts[i], feedback, repeats_are_poor=True)
-                truth = token_rewards(batch.texts[i], batch.offsets[i], grounding.spans)
-                counts += count_tokens(truth, batch.feedback[i].delta)
-                true_delta += truth
+    judgements = judge_by_annotator(batch, config, config.probe_rows)
+    for judgement, predicted in zip(judgements, batch.feedback):
+        if not judgement.reason:
+            counts += count_tokens(judgement.delta, predicted.delta)
+            true_delta += judgement.delta
     mean = sum(true_delta) / len(true_delta) if true_delta else None
     return {"true_delta": mean, **token_figures(counts)}
 

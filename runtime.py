@@ -108,8 +108,8 @@ def all_sum(x: Tensor) -> Tensor:
 def check_ranks(state):
     """Raise InputError where the ranks have different settings, rows or models in `state`."""
     if len(set(gather_rows([checksum(state=state)]))) > 1:
-        raise InputError("the ranks have different settings, rows, models or adapters; give all "
-                         "nodes the same files and flags")
+        raise InputError("the ranks have different settings, rows, models or adapters; give "
+                         "all nodes the same files and flags")
 
 
 def peak_memory() -> float:
@@ -370,20 +370,20 @@ def lock_directory(directory: Path):
 POLICY = ["result.json", "checkpoint-*"]
 REWARD_MODEL = ["reward/metrics.json", *POLICY]
 SETTINGS = [
-    ("""task model adapter data seed temperature dtype eval_rows annotated_rows
-        max_prompt_tokens max_new_tokens max_critique_tokens""",
+    ("task, model, adapter, data, seed, temperature, dtype, eval_rows, annotated_rows, "
+     "max_prompt_tokens, max_new_tokens, max_critique_tokens",
      ["responses.jsonl", "feedback.jsonl", *REWARD_MODEL]),
-    ("annotator_model annotator_function mode", ["feedback.jsonl", "reward/metrics.json"]),
-    ("reward_learning_rate reward_epochs reward_lora_targets", REWARD_MODEL),
-    ("""reward_model iterations learning_rate batch_size responses_per_prompt kl_coef kl_target
-        kl_horizon gamma lam ppo_epochs minibatch_size schedule clip value_learning_rate
-        value_clip value_coef value_target entropy_coef lora_r lora_alpha lora_targets""",
-     POLICY),
-    ("""output_dir base_url price_in price_out max_usd micro_batch_size rollout_batch_size
-        activation_checkpointing shard rank_timeout save_every probe_rows wandb
-        allow_code_execution""", []),
+    ("annotator_model, annotator_function, mode", ["feedback.jsonl", "reward/metrics.json"]),
+    ("reward_learning_rate, reward_epochs, reward_lora_targets", REWARD_MODEL),
+    ("reward_model, critic, critic of phase 3, iterations, learning_rate, batch_size, "
+     "responses_per_prompt, kl_coef, kl_target, kl_horizon, gamma, lam, ppo_epochs, "
+     "minibatch_size, schedule, clip, value_learning_rate, value_clip, value_coef, "
+     "value_target, entropy_coef, lora_r, lora_alpha, lora_targets", POLICY),
+    ("output_dir, base_url, price_in, price_out, max_usd, micro_batch_size, "
+     "rollout_batch_size, activation_checkpointing, shard, rank_timeout, save_every, "
+     "probe_rows, wandb, allow_code_execution", []),
 ]
-CHANGEABLE = set(SETTINGS[-1][0].split())
+CHANGEABLE = set(SETTINGS[-1][0].split(", "))
 HASH = "sha256 of --"                     # prefix of a flag whose file has this hash
 
 
@@ -410,7 +410,7 @@ def bound_settings(run: Path) -> set[str]:
     bound = set()
     for names, results in SETTINGS:
         if any(result_exists(path) for pattern in results for path in run.glob(pattern)):
-            bound |= {f"{prefix}{name}" for name in names.split() for prefix in ("", HASH)}
+            bound |= {f"{prefix}{name}" for name in names.split(", ") for prefix in ("", HASH)}
     return bound
 
 
@@ -426,15 +426,15 @@ def check_settings(settings: dict, saved: dict, bound: set[str], place: Path, re
 def save_settings(config, directory: Path, critic=None):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    critic: name of the critic of phase 3, for the report.
+    critic: name of the critic of phase 3.
     """
     path = directory / "config.json"
-    settings = run_settings(config)
+    settings = run_settings(config) | {"critic of phase 3": critic}
     saved = read_rows(path)[0] if path.exists() else {}
     check_settings(settings, saved, bound_settings(directory), directory,
                    f"choose another --output_dir{reward_model_hint(config, directory)}")
     if RANK == 0:
-        write_rows(path, [settings | {"critic of phase 3": critic}])
+        write_rows(path, [settings])
         # This removes an incomplete last line, which a killed run may have left.
         write_rows(directory / "phases.jsonl", whole_rows(directory / "phases.jsonl"))
 

@@ -38,7 +38,8 @@ from model import (add_lora, drop_long_rows, eos_ids, fingerprint, gathered, loa
 from policy import (PolicyConfig, Rollouts, add_advantages, add_feedback, derive_settings,
                     forward, reward_model_critic, sample_rollouts, train)
 from report import print_result, sample_row, score_response
-from reward_model import RewardConfig, fit, reward_settings, split_rows, summary
+from reward_model import (RewardConfig, fit, judge_by_annotator, reward_settings, split_rows,
+                          summary)
 from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, gather_rows, lock_directory,
                      on_rank0, print_rank0, result_exists, reward_model_hint, run_collective,
                      run_phase, run_settings, save_settings, start_ranks)
@@ -53,6 +54,8 @@ class Config(PolicyConfig):
     annotator_function: str | None = flag(
         "toy:critique", "local annotator as module:function; none: a server")
     reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 train it")
+    critic: str = flag("reward_model", "judge of the rollouts: R_φ (paper), or the annotator",
+                       ("reward_model", "annotator"))
     max_prompt_tokens: int | None = flag(
         None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
@@ -85,11 +88,17 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb and not find_spec("wandb"):
         raise InputError("--wandb needs the package wandb: pip install wandb")
-    if config.probe_rows and config.mode == "align":
+    asks_in_phase_3 = config.probe_rows or config.critic == "annotator"
+    if asks_in_phase_3 and config.mode == "align":
         raise InputError("--mode align needs feedback that people wrote, and there is none for "
-                         "the policy's new responses: set --probe_rows 0")
+                         "the policy's new responses: use --critic reward_model and set "
+                         "--probe_rows 0")
+    is_free = config.annotator_function or config.max_usd is not None
+    if config.critic == "annotator" and not is_free:
+        raise InputError("--critic annotator asks the server about every rollout: set "
+                         "--max_usd with --price_in and --price_out, or --annotator_function")
     has_feedback = config.reward_model or result_exists(out / "feedback.jsonl")
-    if config.probe_rows or (needs_reward_model and not has_feedback):
+    if asks_in_phase_3 or (needs_reward_model and not has_feedback):
         check_annotator(annotation_settings(config, out))
 
 
@@ -105,7 +114,7 @@ def check_outcomes(rows: list[dict], has_responses: bool, config: Config):
     missing = [] if has_responses else [
         row for row in rows
         if not any("outcome" in example for example in examples(task, [row]))]
-    if not missing and not config.probe_rows:
+    if not missing and not config.probe_rows and config.critic == "reward_model":
         return
     if not config.allow_code_execution:
         raise InputError(f"{len(missing)} of {len(rows)} rows have no test outcome, and "
@@ -236,15 +245,27 @@ def start_policy(model, config: Config):
                  config.lora_targets.split(","))
 
 
-def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
-         advantages=add_advantages):
+def annotator_critic(rollouts: Rollouts, model, tokenizer, config: Config):
+    """The annotator in the place of R_φ (--critic annotator): judgements of this rank's rows.
+
+    Rank 0 asks about all rows, because the journal has one writer.
+    """
+    judgements = judge_by_annotator(rollouts, config) if RANK == 0 else None
+    return gather_rows([judgements])[0][RANK::WORLD_SIZE]
+
+
+def main(argv=None, critic=None, needs_reward_model=True, advantages=add_advantages):
     """Algorithm 1. The last three arguments serve experiments/, which have other critics.
 
-    critic, advantages: see `train`. needs_reward_model: whether the critic uses R_φ, so that
-    phases 1 and 2 must train it.
+    critic, advantages: see `train`; None is the critic of --critic. needs_reward_model: whether
+    the critic uses R_φ, so that phases 1 and 2 must train it.
     """
     config = parse_flags(Config, __doc__, preset, argv)
     out = Path(config.output_dir)
+    if config.critic == "annotator":
+        config.probe_rows = 0                             # they would compare it with itself
+        needs_reward_model = False
+    critic = critic or (reward_model_critic if needs_reward_model else annotator_critic)
     check_config(config, out, needs_reward_model)
     device = start_ranks(config.rank_timeout)
     _lock = lock_directory(out)                               # held until the process ends
@@ -264,13 +285,15 @@ def main(argv=None, critic=reward_model_critic, needs_reward_model=True,
                       "--reward_lora_targets")
     has_responses = not trains_reward_model or result_exists(out / "responses.jsonl")
     check_outcomes(annotation_rows, has_responses, config)
-    save_settings(config, out, "R_φ" if needs_reward_model else config.annotator_function)
+    annotator = config.annotator_function or config.annotator_model
+    save_settings(config, out, "R_φ" if needs_reward_model else annotator)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")
     if trains_reward_model:
         run_phase("phase 1, respond", "responses.jsonl", out,
-                  lambda: write_responses(model, tokenizer, annotation_rows, config, out))  # l.6
+                  lambda: write_responses(model, tokenizer, annotation_rows, config,
+                                          out))                                        # l.4–6
         run_phase("phase 1, annotate", "feedback.jsonl", out,
                   lambda: on_rank0(annotate, annotation_settings(config, out)))      # l.7–11
         run_phase("phase 2, reward model", "reward/metrics.json", out,

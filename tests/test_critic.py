@@ -1,0 +1,78 @@
+"""--critic annotator: the annotator judges the rollouts, so a run needs no R_φ.
+
+Independent side: `true_critic` of experiments/, which calls the annotator function directly.
+"""
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+import toy
+from experiments.designs import true_critic
+from helpers import error_message, random_rollouts, read_jsonl, run_main
+from model import add_lora
+from policy import sample_rollouts
+from runtime import SETTINGS
+from text2grad import Config, annotator_critic
+
+RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
+       "--critic", "annotator"]
+
+
+@pytest.mark.parametrize("task", ["toy", "toy:PROSE"])              # PROSE: repeats are poor
+def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
+    model, tokenizer = toy_model
+    add_lora(model, "policy", 4, 8)
+    config = Config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
+    rows = toy.rows("train", 6) * 2                            # each post twice: equal texts, too
+    batch = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator())
+    batch.texts[3] = ""
+    expected = true_critic(batch, model, tokenizer, config)
+    for _ in range(2):                                         # the second time from the journal
+        judgements = annotator_critic(batch, model, tokenizer, config)
+        assert [x.delta for x in judgements] == [x.delta for x in expected]
+        assert [x.critique for x in judgements] == [x.critique for x in expected]
+        assert [bool(x.reason) for x in judgements] == [i == 3 for i in range(12)]
+
+
+def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_path):
+    run_main(*RUN, "--output_dir", tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"result.json", "policy", "report.html"} <= names
+    assert not {"responses.jsonl", "feedback.jsonl", "reward"} & names
+    assert "true_delta" not in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]     # no probe
+    message = error_message("text2grad.py", *RUN[:-2], "--output_dir", tmp_path / "run",
+                            "--reward_model", "elsewhere")
+    assert "elsewhere" in message                              # R_φ needs an adapter that is there
+    message = error_message("text2grad.py", *RUN, "--output_dir", tmp_path / "run",
+                            "--annotator_function", "toy:fact_accuracy")
+    assert "critic of phase 3 was toy:critique, is toy:fact_accuracy" in message
+
+
+@pytest.mark.parametrize("flags, message", [
+    (("--annotator_function", "none"), "set --max_usd with --price_in and --price_out"),
+    (("--mode", "align"), "use --critic reward_model"),
+    (("--critic", "people"), "--critic: people must be one of reward_model, annotator")])
+def test_a_critic_that_cannot_judge_is_refused_in_one_line(tmp_path, monkeypatch, flags, message):
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    assert message in error_message("text2grad.py", *RUN, *flags, "--output_dir", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_setting_of_a_run_is_bound_by_some_results_or_by_none():
+    names = [name for row, _ in SETTINGS for name in re.split(", ", row)]
+    assert len(names) == len(set(names))
+    assert set(names) == {setting.name for setting in fields(Config)} | {"critic of phase 3"}
+
+
+def test_random_rollouts_have_as_many_judgements_as_rows(toy_model, tmp_path, monkeypatch):
+    """Two ranks: each gets the judgements of its own rows from rank 0."""
+    rollouts = random_rollouts()
+    judged = list(range(len(rollouts.rows)))
+    monkeypatch.setattr("text2grad.judge_by_annotator", lambda *_: judged)
+    for rank in (0, 1):
+        monkeypatch.setattr("text2grad.RANK", rank)
+        monkeypatch.setattr("text2grad.WORLD_SIZE", 2)
+        monkeypatch.setattr("text2grad.gather_rows", lambda share: [judged, None])
+        assert annotator_critic(rollouts, None, None, Config()) == judged[rank::2]
