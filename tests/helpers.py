@@ -15,15 +15,18 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 import text2grad
+import toy
 from hypothesis import settings
 from safetensors.torch import load_file
 
+from annotate import parse_feedback
 from data import InputError
 from reward_model import Judgement
 from sampling import pad_batch
@@ -171,6 +174,18 @@ def scored(policy, config, beta=0.1):
     add_scores(rollouts, model, head, config)
     add_advantages(rollouts, beta, config)
     return model, head, rollouts
+
+
+def toy_feedback(count: int) -> list[dict]:
+    """Rows of feedback.jsonl: drafts of toy summaries with their critiques."""
+    rng = random.Random(0)
+    rows = []
+    for row in toy.rows("train", count):
+        draft = toy.write_draft(row["facts"], rng)
+        feedback = parse_feedback(toy.critique(row, draft))
+        rows.append({"id": row["id"], "task": "toy", "prompt": toy.prompt(row),
+                     "response": draft, **asdict(feedback)})
+    return rows
 
 
 def length_critic(rollouts, model, tokenizer, config):
