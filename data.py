@@ -44,8 +44,9 @@ def hide_key(text: str) -> str:
 def public(text: str) -> str:
     """The text as it may be shown: without the API key, and without users, passwords and
     queries in URLs. Characters that a terminal obeys (ESC, CR, …) become spaces."""
-    text = re.sub(r"(\w+://|\b\w+:)\S*@", r"\1…@", hide_key(text))
-    text = re.sub(r"(://[^\s?#]*)[?#]\S+", r"\1?…", text)
+    # The limits bound the time for texts of any length.
+    text = re.sub(r"(\w{1,20}://|\b\w{1,20}:)\S{,300}@", r"\1…@", hide_key(text))
+    text = re.sub(r"(://[^\s?#]{,200}+)[?#]\S+", r"\1?…", text)
     return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text)
 
 
