@@ -4,7 +4,7 @@ import pytest
 import torch
 from experiments import advantages
 from experiments.advantages import ADVANTAGES
-from helpers import error_message, noise
+from helpers import noise
 from policy import Rollouts, batch_rows
 from text2grad import Config
 
@@ -52,9 +52,8 @@ def tabular(monkeypatch):
     return Policy()
 
 
-def assert_same_direction(got, want):
+def assert_same_gradient(got, want):
     assert want.norm() > 0.1
-    assert torch.nn.functional.cosine_similarity(got, want, dim=0) > 0.9999
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
@@ -71,28 +70,22 @@ def test_definition_1_by_enumeration(tabular):
                 i = (first * V + word) * V ** (T - 1 - t)                 # one continuation
                 prefix_probability = p.logp[i, :t].sum().exp().detach()
                 want += prefix_probability * p.logp[i, t].exp() * reward[i, t]
-    assert_same_direction(got, p.gradient(want))
+    assert_same_gradient(got, p.gradient(want))
 
 
-def test_reward_to_go_is_the_gradient_of_the_expected_reward(tabular):
+@pytest.mark.parametrize("name, K, share", [
+    ("reward_to_go", 1, 1), ("rloo", 2, 1), ("group_tokens", 2, 1), ("dr_grpo", 2, 0.5)])
+def test_sums_are_the_gradient_of_the_expected_reward(tabular, name, K, share):
+    """Over all groups of K responses. Dr. GRPO's baseline holds the response itself, which
+    scales the gradient by 1 − 1/K."""
     p = tabular
-    rollouts, _ = filled("reward_to_go", p.delta, Config(), kl=p.kl.detach(), beta=BETA)
-    got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
-    expected_reward = (p.probability * (p.delta - BETA * p.kl).sum(1)).sum()
-    assert_same_direction(got, p.gradient(expected_reward))
-
-
-@pytest.mark.parametrize("name, share", [("rloo", 1), ("group_tokens", 1), ("dr_grpo", 0.5)])
-def test_groups_are_unbiased_over_all_pairs_of_responses(tabular, name, share):
-    """Dr. GRPO's baseline holds the response itself, which scales the gradient by 1 − 1/K."""
-    p = tabular
-    pairs = torch.cartesian_prod(torch.arange(V**T), torch.arange(V**T)).flatten()
-    rollouts, _ = filled(name, p.delta[pairs], Config(responses_per_prompt=2),
-                         kl=p.kl[pairs].detach(), beta=BETA)
-    weight = p.probability.detach()[pairs].view(-1, 2).prod(1).repeat_interleave(2)
-    got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[pairs]).sum() / 2)
+    y = torch.cartesian_prod(*[torch.arange(V**T)] * K).flatten()
+    rollouts, _ = filled(name, p.delta[y], Config(responses_per_prompt=K), kl=p.kl[y].detach(),
+                         beta=BETA)
+    weight = p.probability.detach()[y].view(-1, K).prod(1).repeat_interleave(K)
+    got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[y]).sum() / K)
     want = p.gradient((p.probability * (p.delta - BETA * p.kl).sum(1)).sum())
-    assert_same_direction(got, share * want)
+    assert_same_gradient(got, share * want)
 
 
 # ── Tables by hand
@@ -144,13 +137,3 @@ def test_a_batch_holds_every_prompt_as_often_as_the_group_is_large():
     drawn = [batch_rows([*range(6)], config, i) for i in range(2)]
     assert sorted(drawn[0] + drawn[1]) == [i for i in range(6) for _ in range(4)]
     assert all(len(set(batch[i : i + 4])) == 1 for batch in drawn for i in (0, 4, 8))
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["grpo"], "grpo compares responses to one prompt: set --responses_per_prompt"),
-    (["group_tokens"], "set --responses_per_prompt"),
-    (["rloo", "--responses_per_prompt", 3], "--batch_size 64 is not a multiple of"),
-    (["reward_to_go", "--responses_per_prompt", 0], "--responses_per_prompt: 0")])
-def test_impossible_groups_are_one_line(flags, message, tmp_path):
-    flags = [*flags, "--output_dir", tmp_path]
-    assert message in error_message("experiments.baselines", *flags)

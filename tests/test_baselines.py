@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from statistics import mean
@@ -18,30 +19,24 @@ import data
 import policy
 import reward_model
 import toy
-from annotate import Span, parse_feedback, read_reply, token_offsets, token_rewards
+from annotate import Span, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
-                                   preferences, recorded_pair, reflect, sdpo_loss, show)
-from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged, mark_ends,
-                                 marks, replace_delta, span_weights, step_spans, token_scores,
-                                 true_critic, weigh)
-from helpers import ROOT, randomise
+                                   preferences, recorded_pair, sdpo_loss, show)
+from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged,
+                                 mark_ends, marks, replace_delta, span_weights, step_spans,
+                                 token_scores, true_critic, weigh)
+from helpers import ROOT, error_message, noise, randomise
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
 from policy import Rollouts
-from report import evaluation_command
 from reward_model import Judgement
 from sampling import pad_batch
 from text2grad import Config
 
 close = torch.testing.assert_close
-
-
-def numbers(seed, *shape):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def spans_of(response, reply, mode="cot"):
@@ -87,7 +82,7 @@ def small(tmp_path, **more):
 
 def test_dpo_loss_and_its_gradient_are_the_closed_form():
     """−log σ(βu), u = Δ_w − Δ_l; ∂/∂log π(y_w) = −β σ(−βu) (Rafailov et al. 2023, §4)."""
-    w, l, ref_w, ref_l = (numbers(i, 50).mul(5).requires_grad_() for i in range(4))
+    w, l, ref_w, ref_l = (noise(i, 50).mul(5).requires_grad_() for i in range(4))
     for beta in (0.05, 2.0):
         loss, u = dpo_loss(w, l, ref_w, ref_l, beta), (w - ref_w) - (l - ref_l)
         close(loss, torch.log1p(torch.exp(-beta * u)), rtol=1e-9, atol=1e-9)
@@ -98,7 +93,7 @@ def test_dpo_loss_and_its_gradient_are_the_closed_form():
 
 def test_bradley_terry_is_cross_entropy_between_two_classes():
     """P(w ≻ l) = e^{r_w} / (e^{r_w} + e^{r_l}): the softmax of two scores; finite far away."""
-    scores = numbers(1, 40, 2).mul(4).requires_grad_()
+    scores = noise(1, 40, 2).mul(4).requires_grad_()
     loss = bradley_terry_loss(*scores.T)
     want = F.cross_entropy(scores, torch.zeros(40, dtype=torch.long), reduction="none")
     close(loss, want, rtol=1e-9, atol=1e-9)
@@ -107,7 +102,7 @@ def test_bradley_terry_is_cross_entropy_between_two_classes():
 
 
 def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
-    student, teacher = (numbers(i, 6, 9).requires_grad_() for i in (1, 2))
+    student, teacher = (noise(i, 6, 9).requires_grad_() for i in (1, 2))
     loss, p, q = sdpo_loss(student, teacher), student.log_softmax(-1), teacher.log_softmax(-1)
     close(loss, F.kl_div(q, p, log_target=True, reduction="sum"))
     assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
@@ -175,15 +170,13 @@ def test_importance_by_a_hand_made_list(text, content):  # Table 11
     assert span_weights(text, pieces(text), "importance") == want
 
 
-def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line():
-    text = "the wheelbarrow, without it"
-    places = [(0, 3), (3, 9), (9, 15), (15, 16), (16, 21), (21, 24), (24, 27)]
-    assert span_weights(text, places, "importance") == [.2, 1, 1, .2, .2, .2, .2]
-    some = "John's boss couldn’t, it's"
-    apart = [(0, 4), (4, 6), (6, 11), (12, 18), (18, 20), (22, 26)]
-    assert span_weights(some, apart, "importance") == [1, 1, 1, .2, .2, .2]
-    assert span_weights(text, places[:4], "linear_decay") == pytest.approx([1, .7, .4, .1])
-    assert span_weights(text, places[:1], "linear_decay") == [1]
+@pytest.mark.parametrize("text, ends, weighting, want", [
+    ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], "importance", [.2, 1, 1, .2, .2, .2]),
+    ("John's boss couldn’t, it's", [4, 6, 11, 18, 20, 26], "importance", [1, 1, 1, .2, .2, .2]),
+    ("the wheelbarrow,", [3, 9, 15, 16], "linear_decay", [1, .7, .4, .1]),
+    ("the", [3], "linear_decay", [1])])
+def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weighting, want):
+    assert span_weights(text, [*zip([0, *ends], ends)], weighting) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("text, code, steps", [
@@ -192,15 +185,13 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line():
     ("", False, []), ("one, 1,000", False, ["one,", "1,000"]),
     ("def f(x):\n    return 1\n\n  y = 2 \n", True, ["def f(x):", "return 1", "y = 2"])])
 def test_steps_are_clauses_of_a_text_or_lines_of_code(text, code, steps):
-    """Appendix N: sentence- or clause-level units; together they are the text."""
-    assert [text[step.start : step.end] for step in step_spans(text, code)] == steps
-
-
-def test_a_step_is_labelled_at_its_last_token():
-    text = "It is, so be it."
-    offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 16), (16, 16)]
-    assert mark_ends(text, offsets, step_spans(text)) == [0, 0, 1, 0, 0, 1, 0]
-    assert mark_ends(text, offsets, [Span(6, 7, 1), Span(0, 4, -1)]) == [-1, *[0] * 6]
+    """Appendix N: sentence- or clause-level units; the last token of each has its label."""
+    spans = step_spans(text, code)
+    assert [text[step.start : step.end] for step in spans] == steps
+    ends = [end for _, end in pieces(text)]
+    assert mark_ends(text, pieces(text), spans) == [
+        int(any(step.end == end for step in spans)) for end in ends]
+    assert mark_ends("It is", [(0, 2), (2, 5)], [Span(3, 4, 1), Span(0, 2, -1)]) == [-1, 0]
 
 
 def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
@@ -211,15 +202,14 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
         text = faulty(row)
         spans = spans_of(text, designs.critique_steps(row, text), ANNOTATORS["steps"][1])
         wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
-        want = [-1 if any(step.start < end <= step.end for end in wrong) else 1
+        want = [(step.end, -1 if any(step.start < end <= step.end for end in wrong) else 1)
                 for step in step_spans(text)]
-        annotation = {"prompt": "p", "response": text, "spans": [vars(span) for span in spans]}
+        annotation = {"prompt": "p", "response": text, "spans": [*map(vars, spans)]}
         x, y, labels = labelled_steps(annotation, tokenizer)
-        ends = [tokenizer.decode(y[: t + 1]) for t, label in enumerate(labels) if label]
-        assert ends == [text[: span.end] for span in spans]
-        assert [label for label in labels if label] == [span.label for span in spans] == want
         assert x == encode_prompt(tokenizer, "p") and y == encode_answer(tokenizer, text)
-        seen |= {*want}
+        assert want == [(len(tokenizer.decode(y[: t + 1])), label)
+                        for t, label in enumerate(labels) if label]
+        seen |= {label for _, label in want}
     assert seen == {1, -1}
 
 
@@ -227,44 +217,28 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
-    """Annotators without errors give every unique quote its true label."""
+    """Annotators without errors give every unique quote its true label. Reasoning such as "The
+    city Oslo was Berlin, wrong." is in z or not."""
     function, mode = ANNOTATORS[name]
-    critic, kinds = load_object("--annotator_function", function), set()
+    critic = load_object("--annotator_function", function)
+    kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
-        response = faulty(row)
-        reply = critic(row, response)
-        example = {"id": "", "prompt": "", "response": response}
-        feedback, grounding = read_reply(example, reply, mode)
-        assert reply == critic(row, response)
+        text = faulty(row)
+        example = {"id": "", "prompt": "", "response": text}
+        feedback, grounding = read_reply(example, critic(row, text), mode)
+        assert critic(row, text) == critic(row, text)
         assert feedback.critique and not grounding.unmatched
-        truths = marks(row, response)
+        reasons += " was " in feedback.critique
+        truths = marks(row, text)
         for truth in truths if name in ("careful", "no_cot", "dense") else []:
-            once = response.count(response[truth.start : truth.end]) == 1
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
-            if once and alone:
+            if alone and text.count(text[truth.start : truth.end]) == 1:
                 kinds.add(truth.name)
                 start = truth.start + 2 * (truth.name == "repetition")
                 assert {s.label for s in grounding.spans
-                        if s.start <= start and truth.end <= s.end} == {truth.label}, reply
+                        if s.start <= start and truth.end <= s.end} == {truth.label}, text
     assert kinds > {"repetition", "month"} or name in ("spans", "hasty", "human", "steps")
-
-
-def test_reasoning_stands_in_z_or_not():
-    """The quotes are equal with "The city Oslo was Berlin, wrong." and "The city is wrong."."""
-    row = toy.rows("train", 1)[0]
-    careful, brief = (parse_feedback(critic(row, faulty(row, 3)))
-                      for critic in (toy.critique, designs.critique_no_cot))
-    assert sorted(careful.poor_spans) == sorted(brief.poor_spans) and brief.poor_spans
-    assert sorted(careful.good_spans) == sorted(brief.good_spans)
-    assert " was " in careful.critique and " was " not in brief.critique
-    moved, total = 0, 0
-    for row in toy.rows("train", 400):
-        hasty, true = (parse_feedback(critic(row, faulty(row, 3)))
-                       for critic in (designs.critique_hasty, designs.critique_no_cot))
-        moved += len({*hasty.good_spans} & {*true.poor_spans})
-        moved += len({*hasty.poor_spans} & {*true.good_spans})
-        total += len(true.good_spans + true.poor_spans)
-    assert moved / total == pytest.approx(0.1, abs=0.04)   # eight seeds: .101 ± .009
+    assert (reasons > 0) == (name in ("careful", "dense", "steps"))
 
 
 @pytest.mark.parametrize("share, wrong", [(0.1, 1), (0.4, 4), (0, 0)])
@@ -289,38 +263,29 @@ def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
         for span in {*shifted} - {*spans}:                             # a word, next to a fact
             assert (span.start, span.end) in words
             assert min(abs(span.start - lost.start) for lost in {*spans} - {*shifted}) <= 8
-    few = [len(damaged(text, spans[:7], "dropped", 0.1, random.Random(i))) for i in range(4000)]
-    # Of 7 labels 0.7 in the mean; the standard error of the mean is 0.007.
-    assert {*few} == {6, 7} and 7 - mean(few) == pytest.approx(0.7, abs=0.03)
+
+
+def test_the_share_of_damaged_labels_is_exact_in_the_mean():
+    """Of 7 labels 0.7 are dropped; the standard error of the mean is 0.007."""
+    spans = [Span(4 * i, 4 * i + 3, 1) for i in range(7)]
+    n = [len(damaged("abc " * 7, spans, "dropped", 0.1, random.Random(i))) for i in range(4000)]
+    assert {*n} == {6, 7} and 7 - mean(n) == pytest.approx(0.7, abs=0.03)
 
 
 # ── Reward designs
 
 @pytest.mark.parametrize("name", ["careful", "dense", "steps"])
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
-    """Its function returns a reply, or a Feedback."""
     rollouts, (function, mode) = faulty_rollouts(toy_model[1]), ANNOTATORS[name]
     config = Config(annotator_function=function, mode=mode)
     *judged, empty = true_critic(rollouts, *toy_model, config)
     critic = load_object("--annotator_function", function)
-    for i, judgement in enumerate(judged):
-        row, text, offsets = rollouts.rows[i], rollouts.texts[i], rollouts.offsets[i]
+    for row, text, offsets, judgement in zip(rollouts.rows, rollouts.texts, rollouts.offsets,
+                                             judged):
         spans = spans_of(text, critic(row, text), mode)
         assert judgement.delta == token_rewards(text, offsets, spans)
         assert any(judgement.delta) and not judgement.reason
     assert not any(empty.delta) and empty.reason
-
-
-def test_the_true_critic_reads_feedback_and_names_the_line_of_an_error(toy_model, monkeypatch):
-    critic = SimpleNamespace(judge=lambda row, text: parse_feedback(toy.critique(row, text)))
-    monkeypatch.setitem(sys.modules, "my_critic", critic)
-    arguments = faulty_rollouts(toy_model[1], 0, 2), *toy_model
-    config = Config(annotator_function="my_critic:judge")
-    judged, want = (true_critic(*arguments, config) for config in (config, Config()))
-    assert [a.delta for a in judged] == [b.delta for b in want] and any(judged[0].delta)
-    critic.judge = lambda row, text: row["grade"]
-    with pytest.raises(InputError, match=r"row toy-.*KeyError: 'grade' \(.*baselines.py, line"):
-        true_critic(*arguments, config)
 
 
 @pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
@@ -331,56 +296,49 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
     reply = row["facts"]["reply"]
     text = f'She said "{reply}" and then said "{reply}"'
     rollouts = rollouts_of(toy_model[1], [row], [text])
-    expected = [0] * len(rollouts.offsets[0])
-    for start, label in ((text.index(reply), first), (text.rindex(reply), second)):
-        for i, (begin, end) in enumerate(rollouts.offsets[0]):
-            if start <= begin < end <= start + len(reply):
-                expected[i] = label
+    offsets = rollouts.offsets[0]
+    places = {text.index(reply): first, text.rindex(reply): second}
+    expected = [sum(label for place, label in places.items()
+                    if place <= start < end <= place + len(reply)) for start, end in offsets]
     config = Config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
     monkeypatch.setattr("policy.write_critiques", lambda *_: [toy.critique(row, text)])
     for critic in (policy.reward_model_critic, true_critic):
         rollouts.feedback = critic(rollouts, *toy_model, config)
         assert rollouts.feedback[0].delta == expected
-    figures = reward_model.probe(rollouts, config, tmp_path)
+    figures = reward_model.probe(rollouts, config)
     assert figures["true_delta"] == sum(expected) / len(expected)
     assert figures["good_recall"] == (1 if first else None)
 
 
-def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model):
-    """Appendix A: r_T = Σ δ_t and 0 before; all other fields are equal."""
+@pytest.mark.parametrize("critic, change", [
+    (DESIGNS["true_end"], lambda delta: [0.0] * (len(delta) - 1) + [sum(delta)]),
+    (DESIGNS["true_poor"], lambda delta: [min(d, 0.0) for d in delta]),
+    (replace_delta(true_critic, damage, "flipped", 100), lambda delta: [-d for d in delta]),
+    (replace_delta(true_critic, damage, "dropped", 100), lambda delta: [0.0] * len(delta))])
+def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model, critic, change):
+    """Appendix A: r_T = Σ δ_t and 0 before. Others only punish, or pay by damaged spans."""
     arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
     by_token = true_critic(*arguments)
-    for a, b in zip(by_token, DESIGNS["true_end"](*arguments), strict=True):
-        assert b.delta == [0.0] * (len(a.delta) - 1) + [sum(a.delta)]
-        assert replace(b, delta=a.delta) == a
+    assert critic(*arguments) == [replace(a, delta=change(a.delta)) for a in by_token]
     assert any(sum(judgement.delta) for judgement in by_token)
 
 
-def test_a_noisy_critic_pays_by_damaged_spans(toy_model):
-    def deltas(kind, percent):
-        critic = replace_delta(true_critic, damage, kind, percent)
-        return [judgement.delta for judgement in critic(*arguments)]
-
+def test_damage_depends_on_the_text_alone(toy_model):
     arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
-    clean = deltas("flipped", 0)
-    assert deltas("flipped", 100) == [[-d for d in delta] for delta in clean]
-    assert not any(map(any, deltas("dropped", 100)))
-    partly_flipped = [judgement.delta for judgement in DESIGNS["true_flipped_40"](*arguments)]
-    assert clean != partly_flipped == deltas("flipped", 40) != deltas("flipped", 100)
+    clean, first, second = (DESIGNS[name](*arguments) for name in (
+        "true", "true_flipped_40", "true_flipped_40"))
+    assert first == second != clean
 
 
-def test_omissions_by_hand():
-    """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n."""
+def test_omissions_by_hand(toy_model):
+    """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n. The true
+    critique of a response that states one fact of three names the other two."""
     critique = "The job nurse is missing. The city York is missing."
     arguments = "a b c", pieces("a b c"), Judgement(critique, [1.0, -1.0, 0.5])
     assert designs.remove_praise(*arguments) == [0.0, -1.0, 0.0]
     assert designs.charge_omissions(*arguments) == [1.0, -1.0, -1.5]
     close(designs.damp_length(*arguments, -5), [0.5, -0.26894, 0.05960], atol=1e-5, rtol=0)
     close(designs.damp_length(*arguments, 48), [1.0, -1.0, 0.5], atol=1e-6, rtol=0)
-
-
-def test_each_missing_fact_of_the_true_critique_costs_one(toy_model):
-    """A response that states one fact of three; its critique names the other two."""
     (row,) = toy.rows("train", 1)
     rollouts = rollouts_of(toy_model[1], [row], [f"It was in {row['facts']['month']}."])
     plain, charged, poor, both = (
@@ -411,21 +369,20 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
         return [good, good, poor, "?"] * (len(texts) // 4)
 
     config, alone, calls = Config(), faulty_rollouts(toy_model[1], 2, 3), []
-    text, offsets = alone.texts[0], alone.offsets[0]
+    text = alone.texts[0]
     start, _, fact = toy.said_facts(text)[0]
     good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
                   for g, p in (([fact], []), ([], [fact])))
     monkeypatch.setattr(designs, "write_critiques", write)
     (graded,) = designs.graded(alone, *toy_model, config)
     designs.graded(faulty_rollouts(toy_model[1]), *toy_model, config)
-    discrete = token_rewards(text, offsets, [Span(start, start + len(fact), 1)])
+    discrete = token_rewards(text, alone.offsets[0], [Span(start, start + len(fact), 1)])
     assert [4 * d for d in graded.delta] == discrete and any(discrete)
     assert graded.quotes == 1 and not graded.reason
     (texts, temperature, draws), (*_, all_draws) = calls
-    assert texts == [text] * 4 and temperature == 1.0
+    assert texts == [text] * 4 and temperature == 1.0 and len({*draws[:, 0].tolist()}) == 4
     assert draws.shape == (4, config.max_critique_tokens)
     assert torch.equal(draws, all_draws[8:12]) and not torch.equal(draws, all_draws[:4])
-    assert len({*draws[:, 0].tolist()}) == 4
 
 
 def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
@@ -438,12 +395,11 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
         with use_lora(model, "reward"), torch.no_grad():
             scores = token_scores(model, tokenizer, [pair])[0][0]
-        want = [0.0] * (len(scores) - 1) + [scores[-1].item()]
-        assert scalar[i].delta == pytest.approx(want, abs=1e-3)
-        ends = mark_ends(text, rollouts.offsets[i], step_spans(text))
-        expected = torch.tanh(scores / 2) * torch.tensor(ends)
-        assert steps[i].delta == pytest.approx(expected.tolist(), abs=1e-3)
-        assert [delta == 0 for delta in steps[i].delta] == [end == 0 for end in ends]
+        last = torch.arange(len(scores)) == len(scores) - 1
+        ends = torch.tensor(mark_ends(text, rollouts.offsets[i], step_spans(text)))
+        for judged, want in ((scalar, scores * last), (steps, torch.tanh(scores / 2) * ends)):
+            close(torch.tensor(judged[i].delta), want, atol=1e-3, rtol=0)
+            assert [d == 0 for d in judged[i].delta] == (want == 0).tolist()
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "WORLD_SIZE", 2)
@@ -481,15 +437,18 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["score", "--annotator_function", "none"], "score needs --annotator_function"),
-    (["true", "--annotator_function", "none"], "needs --annotator_function"),
-    (["best"], "'best': choose one of sft.* critique"), ([], "no method.*: choose one of"),
-    (["reflection"], "reflection needs --reward_model"),
-    (["dpo", "--annotator_function", "none:x"], "import")])
-def test_a_design_or_a_baseline_that_cannot_be_is_refused(monkeypatch, flags, message):
-    monkeypatch.setattr("sys.argv", ["baselines", *flags])
-    with pytest.raises(InputError, match=message):
-        baselines.main()
+    ("score --annotator_function none", "score needs --annotator_function"),
+    ("true --annotator_function none", "needs --annotator_function"),
+    ("best", "'best': choose one of sft, .* critique, "), ("", "no method.*: choose one of"),
+    ("reflection", "reflection needs --reward_model"),
+    ("dpo --annotator_function none:x", "import"),
+    ("grpo", "grpo compares responses to one prompt: set --responses_per_prompt"),
+    ("group_tokens", "set --responses_per_prompt"),
+    ("rloo --responses_per_prompt 3", "--batch_size 64 is not a multiple of"),
+    ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt.* 0")])
+def test_a_design_or_a_baseline_that_cannot_be_is_refused(flags, message, tmp_path):
+    flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
+    assert re.search(message, error_message("experiments.baselines", *flags))
 
 
 # ── Rows
@@ -539,26 +498,19 @@ def test_recorded_preferences_of_the_three_data_sets(row, pair):
 def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path, shared):
     rows = read_rows(shared / "data" / file, task=get_task(task))
     pairs = preferences(None, None, rows, small(tmp_path, task=task), tmp_path)
+    prompts = {get_task(task).policy_prompt(row) for row in rows}
     assert 0 < len(pairs) <= len(rows)
-    for prompt, better, worse in pairs:
-        row = next(row for row in rows if get_task(task).policy_prompt(row) == prompt)
-        if task == "kodcode":
-            results = {trial["solution_code"]: trial["test_result"]
-                       for trial in row["trials"].values()}
-            assert (results[better], results[worse]) == ("Pass", "Fail")
-        else:
-            assert row["score_chosen"] > row["score_rejected"] and better != worse
+    assert all(x in prompts and better != worse for x, better, worse in pairs)
 
 
-@pytest.mark.parametrize("field", data.REFERENCES)
+@pytest.mark.parametrize("field", [*data.REFERENCES, "post"])
 def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path):
-    fitted = []
-    monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.append(args[2]))
-    config = small(tmp_path, task="slf5k")
-    baselines.sft(None, None, [{"summary_prompt": "x", field: "y"}], config, tmp_path)
-    assert fitted == [[("x", "y")]]
-    with pytest.raises(InputError, match="none of the fields reference, ideal_human_summary"):
-        baselines.sft(None, None, [{"summary_prompt": "x"}], config, tmp_path)
+    monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.extend(args[2]))
+    fitted, rows = [], [{"summary_prompt": "x", field: "y"}]
+    is_none = field == "post"
+    with pytest.raises(InputError, match="none of the fields") if is_none else nullcontext():
+        baselines.sft(None, None, rows, small(tmp_path, task="slf5k"), tmp_path)
+    assert fitted == [("x", "y")] * (not is_none)
 
 
 @pytest.mark.parametrize("reward_type", ["scalar", "steps"])
@@ -628,24 +580,6 @@ def test_sdpo_shows_the_teacher_critique_and_response(toy_model):
         close(p.grad, want, rtol=1e-3, atol=1e-5)
 
 
-def test_sdpo_and_reflection_learn_to_rewrite(tmp_path, toy_model, monkeypatch):
-    """Each baseline runs; a second answer per post follows the critique of the first."""
-    (model, tokenizer), rows = toy_model, toy.rows("train", 24)
-    config = small(tmp_path, max_critique_tokens=16)
-    baselines.start_policy(model, config)
-    baselines.sdpo(model, tokenizer, rows, config, tmp_path)
-    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
-    baselines.reflection(model, tokenizer, rows, config, tmp_path)
-    add_lora(model, "reward", 4, 8)
-    batch, generator = faulty_rollouts(tokenizer, 3), torch.Generator().manual_seed(0)
-    rewrite, questions = baselines.rewrite, []
-    monkeypatch.setattr(baselines, "rewrite", lambda model, tokenizer, asked, *more: (
-        questions.extend(asked) or rewrite(model, tokenizer, asked, *more)))
-    assert len(reflect(batch, model, tokenizer, config, generator)) == 3
-    for text, question, prompt in zip(batch.texts, questions, batch.prompts, strict=True):
-        assert question.startswith(f"{prompt}\n\nResponse: {text}\n\nCritique: ")
-
-
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
     """They print the command that evaluates them. A function that returned numbers is no
     annotator of the evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
@@ -672,12 +606,21 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     run("prm_ppo")
     sample = read("prm_ppo", "samples.jsonl")
     ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
-    steps = mark_ends(sample["response"], [*zip([0, *ends], ends)], step_spans(sample["response"]))
+    text = sample["response"]
+    steps = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
     assert [int(delta != 0) for delta in sample["delta"]] == steps and any(steps)
+    run("sdpo")
+    assert 0 < read("sdpo", "metrics.jsonl")["fact accuracy"] < 1
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")
-    output = run("reflection", "--max_critique_tokens", 16, "--reward_model", tmp_path / "reward")
+    rewrite, calls = baselines.rewrite, []
+    monkeypatch.setattr(baselines, "rewrite",
+                        lambda *args: calls.append(args) or rewrite(*args))
+    output = run("reflection", "--max_critique_tokens", 16,
+                 "--reward_model", tmp_path / "reward")
+    ((_, _, questions, _, adapter, _),) = calls
+    assert all("\n\nCritique: " in text for text in questions) and adapter == "rewriter"
     answers = read_rows(tmp_path / "reflection" / "answers.jsonl")
     assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
     assert all(isinstance(row["response"], str) and row["id"] for row in answers)

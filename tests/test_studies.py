@@ -17,12 +17,13 @@ import pytest
 import torch
 import toy
 from annotate import get_mode
-from data import InputError, append_row, load_object, read_rows, write_rows
+from data import InputError, append_row, load_object, read_rows
 from experiments import designs, studies
 from experiments.baselines import METHODS
-from experiments.studies import (RATES, STUDIES, Arm, Run, Study, arm_figure, config_of, do_study,
-                                 judge_of, key, noise_scale, ordered_pairs, probe_reward_model,
-                                 renewed, seed_interval, settle, sheet, smooth, tune)
+from experiments.studies import (RATES, STUDIES, Arm, Run, Study, arm_figure, config_of,
+                                 do_study, judge_of, key, noise_scale, ordered_pairs,
+                                 probe_reward_model, renewed, seed_interval, settle, smooth,
+                                 tune)
 from helpers import ROOT
 from model import add_lora, response_hidden, use_lora
 from notebooks import smollm2
@@ -58,13 +59,11 @@ def test_the_interval_holds_95_percent_of_students_t():
 
 
 @pytest.mark.parametrize("curves, goal, text", [
-    ([(.6, .7, .8, .9)], .87, "270"),
-    ([(.6, .7, .8, .9)], .6, "0"),
+    ([(.6, .7, .8, .9)], .87, "270"), ([(.6, .7, .8, .9)], .6, "0"), ([()], .9, "–"),
     ([(.6, .7, .8, .9)], 1.05, "– (1 of 1 never)"),
     ([(.5, .5, .5, .8, .5, .5, .5, .8)], .59, "190"),                        # the first time
     ([(.5, .9, .9, .5, .5, .5, .5, .5)], .7, "75"),                          # and then it falls
-    ([(.6, .7, .8, .9), (.5, .5, .5, .5)], .87, "270 (1 of 2 never)"),
-    ([()], .9, "–")])
+    ([(.6, .7, .8, .9), (.5, .5, .5, .5)], .87, "270 (1 of 2 never)")])
 def test_rollouts_to_a_goal_by_hand(curves, goal, text):
     """The running maximum of the smoothed curve, interpolated linearly, or "never"."""
     records = [{"curve": [*curve]} for curve in curves]
@@ -245,7 +244,8 @@ def test_gradients_of_single_responses_are_those_of_definition_1(toy_model, tmp_
 
 def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, monkeypatch):
     short = Run("true", updates=2, batch=8, posts=4, rate=1e-3, rows=24)
-    arms = {"true": short, "dpo": replace(short, method="dpo"), "long": replace(short, length=2)}
+    arms = {"true": short, "dpo": replace(short, method="dpo"),
+            "long": replace(short, length=2)}
     study = Study("Tiny", "Does it work?", "Nothing much.", arms, seeds=2,
                   trajectories=[Run("look", posts=4)])
     get_records = partial(settle, tmp_path / "records.jsonl", tmp_path, HERE)
@@ -269,28 +269,21 @@ def test_a_small_study_writes_its_page_and_keeps_what_people_wrote(tmp_path, mon
 
 
 # Figure 5; Figure 6
-def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts():
-    """Each chart shows its mean and interval and the first arm's mean, read from its axes."""
-    curves = {"with": [[.2, .5, .8, .9], [.3, .5, .7, .9], [.2, .6, .9, .9]],
-              "without": [[.2, .4, .5], [.3, .3, .4]]}
-    arms = [Arm(name, Run(batch=batch), [{"curve": curve} for curve in curves[name]])
-            for name, batch in (("with", 8), ("without", 20))]
-    arms.append(Arm("fitted", Run("sft"), [{"curve": []}] * 2))
-    svg = ElementTree.fromstring(sheet(arm_figure(arms, ["length"])))
-    first = [mean(values) for values in zip(*map(smooth, curves["with"]))]
-    for chart, arm in zip(svg.findall("{*}svg/{*}svg"), arms[:2], strict=True):
-        texts = chart.findall("{*}text")
-        ys = [(float(t.get("y")) - 4, float(t.text)) for t in texts if t.get("class") == "y"]
-        xs = [(float(t.get("x")), float(t.text)) for t in texts if t.get("class") == "x"]
-        found = [seed_interval(values) for values in zip(*map(smooth, curves[arm.name]))]
-        wanted = [[m for m, _ in found], [m - h for m, h in found], [m + h for m, h in found],
-                  first[: len(found)]]
-        for path, want in zip(chart.findall("{*}path[@class='curve']"), wanted, strict=True):
-            points = re.findall(r"([\d.]+) ([\d.]+)h0", path.get("d"))
-            got = [np.interp(float(y), *zip(*sorted(ys))) for _, y in points]
-            assert got == [pytest.approx(value, abs=.01) for value in want]
-            at = [np.interp(float(x), *zip(*sorted(xs))) for x, _ in points]
-            assert at == [pytest.approx(arm.run.batch * i, abs=.1) for i in range(len(want))]
+def test_the_figure_of_arms_has_their_smoothed_means_and_intervals_by_rollouts(monkeypatch):
+    """Each chart gets its mean and interval, and the mean of the first arm."""
+    monkeypatch.setattr(studies, "svg_line", lambda *chart: chart)
+    curves = [[.2, .5, .8, .9], [.3, .5, .7, .9], [.2, .6, .9, .9]], [[.2, .4], [.3, .3]]
+    arms = [Arm(f"{batch}", Run(batch=batch), [{"curve": curve} for curve in part])
+            for batch, part in zip((8, 20), curves)]
+    fitted = Arm("fitted", Run("sft"), [{"curve": []}] * 2)
+    charts = arm_figure([*arms, fitted], ["length"])
+    for (title, x, lines, unit), arm, part in zip(charts, arms, curves, strict=True):
+        m, h = zip(*[seed_interval(values) for values in zip(*map(smooth, part))])
+        assert title.startswith(arm.name) and unit == "rollouts"
+        assert x == [arm.run.batch * i for i in range(len(m))]
+        for name, want in (("mean", m), ("low", np.subtract(m, h)), ("high", np.add(m, h)),
+                           ("first arm", np.mean([*map(smooth, curves[0])], 0))):
+            assert lines[name] == pytest.approx(want)
 
 
 PAGES = sorted((NOTEBOOKS / "studies").glob("*.md"))
@@ -342,55 +335,17 @@ def test_figures_quoted_from_a_study_stand_on_its_page():
 
 # ── The page of SmolLM2
 
-def finished_run(directory, facts):
-    """A run directory with the given fact accuracy of each iteration."""
-    directory.mkdir(parents=True)
-    metrics = [{"iteration": i + 1, "fact accuracy": x, "repeated facts": 0.5, "kl": i,
-                "kl_target": 4.0} for i, x in enumerate(facts)]
-    for row in metrics[::3]:
-        row |= {"true_delta": 0.25, "good_precision": 1.0, "good_recall": 0.5,
-                "poor_precision": None, "poor_recall": 0.75 if row["iteration"] < 7 else 0.25}
-    means = {"fact accuracy": 0.25, "repeated facts": 1.0, "perplexity under the base": 20.04,
-             "response tokens": 17.0}
-    write_rows(directory / "metrics.jsonl", metrics)
-    write_rows(directory / "result.json",
-               [{"before": means, "after": means | {"fact accuracy": 0.9375}}])
-    write_rows(directory / "phases.jsonl",
-               [{"phase": "phase 1", "seconds": 59.6, "GB": 1.26},
-                {"phase": "phase 3", "seconds": 120.2, "GB": 3.0}])
-    for side in ("before", "after"):
-        write_rows(directory / f"{side}_samples.jsonl",
-                   [{"prompt": f"Summarise.\n\nPost: post {i}", "response": f"{side}|{i}"}
-                    for i in range(12)])
-    return directory
-
-
-def test_the_page_of_smollm2_has_the_figures_of_its_runs(tmp_path):
-    """A record replaces the one of the same name and seed; means over five iterations."""
-    run = finished_run(tmp_path / "run", [0.0] * 5 + [1.0] * 5 + [0.0] * 2)
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- end -->\ntext\n"
-                            for name in ("runs", "judged", "phases", "responses")))
-    write_rows(page.with_suffix(".jsonl"), [smollm2.read_run("the annotator", 0, run),
-                                            smollm2.read_run("R_φ", 1, run)])
-    for _ in range(2):
-        smollm2.main(["R_φ", "0", str(run)], page)
-    records = read_rows(page.with_suffix(".jsonl"))
-    assert [(record["run"], record["seed"]) for record in records] == [
-        ("the annotator", 0), ("R_φ", 0), ("R_φ", 1)]
-    text = page.read_text()
-    assert "old" not in text and text.count("text\n") == 4 and "post 10" not in text
-    for line in ("| R_φ | 1 | 12 | 0.250 → 0.938 | 0.600; 1.000 | 1.00 → 1.00 | 20.0 → 20.0 | "
-                 "9.0; 4.0 | 17.0 → 17.0 | 3; 3.0 |",
-                 "| 0 | first half | 1.000 / 0.500 | – / 0.750 |",
-                 "| 0 | second half | 1.000 / 0.500 | – / 0.250 |",
-                 "| phase 1 | 60 s; 1.3 GB | 60 s; 1.3 GB |",
-                 r"| post 9 | before\|9 | after\|9 | after\|9 |"):
-        assert line in text
-    charts = ElementTree.parse(page.with_suffix(".svg")).findall("{*}svg/{*}svg")
-    lines = [chart.findall("{*}path[@class='curve']") for chart in charts]
-    assert [len(paths) for paths in lines] == [2] * 4
-    assert [paths[0].get("d").count("h0") for paths in lines] == [8, 8, 8, 4]
+def test_a_record_of_smollm2_has_the_figures_of_its_run(finished_run):
+    record = smollm2.read_run("R_φ", 3, finished_run)
+    metrics = read_rows(finished_run / "metrics.jsonl")
+    answers = read_rows(finished_run / "after_samples.jsonl")[:10]
+    (result,) = read_rows(finished_run / "result.json")
+    assert record["before"] == result["before"] and record["after"] == result["after"]
+    assert record["curves"]["kl"] == [row["kl"] for row in metrics]
+    assert record["responses"]["after"] == [row["response"] for row in answers]
+    assert all(f"Post: {post}" in row["prompt"] for post, row in zip(record["posts"], answers))
+    assert [name for name, *_ in record["phases"]] == [
+        row["phase"] for row in read_rows(finished_run / "phases.jsonl")]
 
 
 def test_the_committed_page_of_smollm2_follows_from_its_records(tmp_path):
