@@ -23,43 +23,38 @@ def read(response, reply):
     return read_reply({"id": "", "prompt": "", "response": response}, reply)
 
 
-def test_splits_share_no_facts_whatever_the_seed():
-    base, train, evaluation = ({tuple(row["facts"].values()) for seed in range(3)
-                                for row in toy.rows(split, 1500, seed)} for split in toy.SPLITS)
+# ── Rows
+
+def test_splits_share_no_facts_and_no_posts_whatever_the_seed():
+    rows = {split: [row for seed in range(3) for row in toy.rows(split, 1500, seed)]
+            for split in toy.SPLITS}
+    base, train, evaluation = ({tuple(row["facts"].values()) for row in rows[split]}
+                               for split in toy.SPLITS)
     assert not base & train and not base & evaluation and not train & evaluation
-
-
-def test_a_thousand_held_out_posts_are_distinct_and_none_is_a_training_post():
     held_out = {row["post"] for row in toy.rows("eval", 1000)}
-    training = {row["post"] for seed in range(3) for row in toy.rows("train", 3000, seed)}
-    assert len(held_out) == 1000 and not held_out & training
-    assert len({row["post"] for row in toy.rows("train", 3000)}) == 3000
-
-
-def test_more_posts_than_the_world_has_are_one_line():
-    message = "100000 posts are too many; .* split 'eval' at length 1"
-    with pytest.raises(InputError, match=message):
-        toy.rows("eval", 100_000)
+    training = {row["post"] for row in toy.rows("train", 3000)}
+    assert len(held_out) == 1000 and len(training) == 3000
+    assert not held_out & {row["post"] for row in rows["train"]}
 
 
 def test_rows_are_a_function_of_split_seed_and_length():
     assert toy.rows("eval", 5, 3) == toy.rows("eval", 9, 3)[:5] != toy.rows("eval", 5, 4)
     assert ([len(toy.rows("train", 1, 0, length)[0]["facts"]) for length in toy.LENGTHS]
             == [3, 6, 9, 12])
-    with pytest.raises(KeyError, match="no split 'test'"):
-        toy.rows("test", 1)
 
 
-@pytest.mark.parametrize("length", [0, 5, 1.5])
-def test_a_length_that_cannot_be_is_one_line(length):
-    with pytest.raises(InputError, match=f"cannot have {length!r} sentences; choose 1 to 4"):
-        toy.rows("train", 1, 0, length)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
-def test_a_fault_rate_that_cannot_be_is_one_line(rate):
-    with pytest.raises(InputError, match="not a probability"):
-        toy.write_summary(toy.rows("train", 1)[0]["facts"], random.Random(0), rate)
+@pytest.mark.parametrize("call, error, message", [
+    (partial(toy.rows, "eval", 100_000), InputError,
+     "100000 posts are too many; .* split 'eval' at length 1"),
+    (partial(toy.rows, "test", 1), KeyError, "no split 'test'"),
+    *[(partial(toy.rows, "train", 1, 0, length), InputError,
+       f"cannot have {length!r} sentences; choose 1 to 4") for length in (0, 5, 1.5)],
+    *[(partial(toy.write_summary, {}, random.Random(0), rate), InputError, "not a probability")
+      for rate in (-0.1, 1.5, float("nan"))],
+    (partial(toy.critique, {}, " "), ValueError, "empty")])
+def test_what_cannot_be_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize("rows", [*(partial(toy.rows, length=n) for n in toy.LENGTHS),
@@ -90,9 +85,8 @@ def test_prose_posts_have_no_sentence_with_all_facts_and_references_of_four_form
             text = text.replace(fact, slot)
         openings[text] += 1
     assert len(openings) == 4 and min(openings.values()) > 60
-    held_out = toy.PROSE.rows("eval", 200, 0)
-    assert len({row["post"] for row in held_out}) == 200
-    assert not {row["post"] for row in held_out} & {row["post"] for row in rows}
+    held_out = {row["post"] for row in toy.PROSE.rows("eval", 200, 0)}
+    assert len(held_out) == 200 and not held_out & {row["post"] for row in rows}
 
 
 def test_phrases_belong_to_one_slot_and_begin_with_words_of_their_own():
@@ -121,6 +115,8 @@ def test_half_of_the_facts_are_confused_with_their_neighbour_more_often_than_not
             assert told[slot, "right"] / 2000 == pytest.approx(0.8 + 0.2 / 8, abs=0.03), slot
 
 
+# ── The critic
+
 def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg. 2 l.13
     """Labels follow from the facts of the draft; every quote is found, none is ambiguous."""
     rng = random.Random(1)
@@ -137,76 +133,70 @@ def test_the_critic_quotes_right_facts_as_good_and_wrong_ones_as_poor():  # Alg.
         assert toy.fact_accuracy(row, summary) == len(feedback.good_spans) / 6
 
 
-ROW = {"id": "1", "post": "…", "facts": {"job": "nurse", "city": "New York", "thing": "bike"}}
-
-
-@pytest.mark.parametrize("response, good, poor, said, accuracy, ambiguous", [
-    ("A nurse from York writes that the bike is gone.", ["nurse", "bike"], ["York"],
-     "The city York was New York, wrong.", 2 / 3, 0),
-    ("A nurse writes that the bike is gone.", ["nurse", "bike"], [],
-     "The city New York is missing.", 2 / 3, 0),
-    ("A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"],
-     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
-    ("A driver, a nurse from New York lost the bike.", ["nurse", "New York", "bike"],
-     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
-    # A repeated clause: its fact is quoted once and so ambiguous, and the repetition is poor.
-    ("A nurse comes from New York, comes from New York, as the bike shows.",
-     ["nurse", "New York", "bike"], [", comes from New York"],
-     "It says comes from New York twice.", 2 / 3, 1),
-    # The first person: "bike" is good and "my bike" is poor, so "bike" gets 0.
-    ("A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
-     "It speaks of my bike as the writer.", 1, 0)])
-def test_what_the_critic_says(response, good, poor, said, accuracy, ambiguous):
-    feedback, found = read(response, toy.critique(ROW, response))
-    assert said in feedback.critique
-    assert feedback == Feedback(feedback.critique, good, poor)
-    assert toy.fact_accuracy(ROW, response) == pytest.approx(accuracy)
-    assert toy.repeated_facts(ROW, response) == ambiguous
-    assert found.ambiguous == ambiguous and not found.unmatched
-
-
+ROW = {"post": "…", "facts": {"job": "nurse", "city": "New York", "thing": "bike"}}
 POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
         "facts": {"person": "sister", "month": "March", "reply": "Sue me."}}
 
 
-@pytest.mark.parametrize("response, poor, said, supported, ambiguous", [
-    ("The sister opened it in March.", [], None, 1, 0),
-    # Runs of words are quoted once each, so repeated runs are ambiguous.
-    ("A polar bear opened it, a 16-year-old bear.", ["polar bear", "16-year-old bear"],
+# value: `fact_accuracy` for ROW, `supported_words` for POST
+@pytest.mark.parametrize("row, response, good, poor, said, value, ambiguous", [
+    (ROW, "A nurse from York writes that the bike is gone.", ["nurse", "bike"], ["York"],
+     "The city York was New York, wrong.", 2 / 3, 0),
+    (ROW, "A nurse writes that the bike is gone.", ["nurse", "bike"], [],
+     "The city New York is missing.", 2 / 3, 0),
+    (ROW, "A nurse, a driver from New York lost the bike.", ["nurse", "New York", "bike"],
+     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
+    (ROW, "A driver, a nurse from New York lost the bike.", ["nurse", "New York", "bike"],
+     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
+    # A repeated clause: its fact is quoted once and so ambiguous, and the repetition is poor.
+    (ROW, "A nurse comes from New York, comes from New York, as the bike shows.",
+     ["nurse", "New York", "bike"], [", comes from New York"],
+     "It says comes from New York twice.", 2 / 3, 1),
+    # The first person: "bike" is good and "my bike" is poor, so "bike" gets 0.
+    (ROW, "A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
+     "It speaks of my bike as the writer.", 1, 0),
+    # In prose, words that the post does not have are poor. Words of it, also inflected, words
+    # about posts, and facts are not.
+    (POST, "The sister opened it in March.", ["sister", "March"], [], "", 1, 0),
+    (POST, "A polar bear opened it, a 16-year-old bear.", [], ["polar bear", "16-year-old bear"],
      "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
-    ("A bear opened it, a bear.", ["bear"], "The post has no bear.", 1 / 3, 1),
-    # Inflected words of the post and words about posts are no additions; facts are separate.
-    ("The author says that opening mails in June didn't cost dinner.", ["June", "dinner"],
-     "The post has no dinner.", 5 / 7, 0),
-    ("Slightly rephrased for clarity", ["Slightly rephrased", "clarity"],
+    (POST, "A bear opened it, a bear.", [], ["bear"], "The post has no bear.", 1 / 3, 1),
+    (POST, "The author says that opening mails in June didn't cost dinner.", [],
+     ["June", "dinner"], "The post has no dinner.", 5 / 7, 0),
+    (POST, "Slightly rephrased for clarity", [], ["Slightly rephrased", "clarity"],
      "The post has no Slightly rephrased.", 0, 0),
-    ("It is what it is.", [], None, 1, 0)])
-def test_in_prose_words_that_the_post_does_not_have_are_poor(response, poor, said, supported,
-                                                             ambiguous):
-    feedback, grounding = read(response, toy.critique_prose(POST, response))
-    assert feedback.poor_spans == poor
-    assert not grounding.unmatched and grounding.ambiguous == ambiguous
-    assert (said or "") in feedback.critique and ("has no" in feedback.critique) == bool(said)
-    assert toy.supported_words(POST, response) == pytest.approx(supported)
+    (POST, "It is what it is.", [], [], "", 1, 0)])
+def test_what_the_critic_says(row, response, good, poor, said, value, ambiguous):
+    is_prose = row is POST
+    critic, truth = ((toy.critique_prose, toy.supported_words) if is_prose
+                     else (toy.critique, toy.fact_accuracy))
+    feedback, grounding = read(response, critic(row, response))
+    assert feedback == Feedback(feedback.critique, good, poor) and said in feedback.critique
+    assert ("has no" in feedback.critique) == (is_prose and bool(said))
+    assert truth(row, response) == pytest.approx(value)
+    assert is_prose or toy.repeated_facts(row, response) == ambiguous
+    assert grounding.ambiguous == ambiguous and not grounding.unmatched
 
 
-def test_an_empty_response_is_not_judged():
-    with pytest.raises(ValueError, match="empty"):
-        toy.critique(ROW, " ")
+# ── The base model
 
-
-def test_spans_of_several_tokens_ambiguous_half_inside_and_conflicting_ones_occur(toy_model):
+def test_drafts_have_all_kinds_of_spans_and_fit_the_limits_of_the_toy_run(toy_model):
+    """Critiques fit in max_critique_tokens, and with prompt and instruction in the context."""
     _, tokenizer = toy_model
     rng, counts = random.Random(1), Counter()
-    for row in toy.rows("train", 400, length=2):
-        ids = tokenizer(toy.write_draft(row["facts"], rng), add_special_tokens=False).input_ids
-        text, offsets = token_offsets(tokenizer, ids)
-        found = judge(toy.critique(row, text), text, offsets)
-        inside = tokens_inside(text, offsets, found.spans)
-        counts.update(several=sum(len(one) > 1 for one in inside), spans=len(inside),
-                      quotes=found.quotes, ambiguous=found.ambiguous, half=found.half_inside,
-                      conflicting=found.conflicts)
-    # Eight seeds: .59 ± .01 of the spans; 82 ± 6 ambiguous, 72 ± 11 conflicting, 400 half.
+    for length in (1, 2):
+        for row in toy.rows("train", 400, length=length):
+            ids = encode_answer(tokenizer, toy.write_draft(row["facts"], rng))
+            text, offsets = token_offsets(tokenizer, ids)
+            critique = toy.critique(row, text)
+            x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), text))
+            z = encode_answer(tokenizer, critique)
+            assert length == 2 or len(ids) <= 32 and len(z) <= 96 and len(x) + len(z) <= 256
+            found = judge(critique, text, offsets)
+            inside = tokens_inside(text, offsets, found.spans)
+            counts.update(several=sum(len(tokens) > 1 for tokens in inside), spans=len(inside),
+                          ambiguous=found.ambiguous, half=found.half_inside,
+                          conflicting=found.conflicts)
     assert counts["several"] >= 0.5 * counts["spans"]
     assert min(counts["ambiguous"], counts["half"], counts["conflicting"]) > 30, counts
 
@@ -225,15 +215,3 @@ def test_no_temperature_solves_the_committed_base(toy_model, length):
                        generator=torch.Generator().manual_seed(0))
         texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
         assert 0.3 <= mean(map(toy.fact_accuracy, rows, texts)) <= 0.75, temperature
-
-
-def test_everything_the_toy_run_writes_fits_its_limits(toy_model):
-    """Critiques fit in max_critique_tokens, and with prompt and instruction in the context."""
-    _, tokenizer = toy_model
-    rng = random.Random(2)
-    for row in toy.rows("train", 500):
-        summary = toy.write_draft(row["facts"], rng)
-        x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), summary))
-        z = encode_answer(tokenizer, toy.critique(row, summary))
-        assert (len(z) <= 96 and len(x) + len(z) <= 256
-                and len(encode_answer(tokenizer, summary)) <= 32)
