@@ -8,16 +8,12 @@ import shutil
 import textwrap
 
 import pytest
-from transformers import pipeline
-
 import sample
 import toy
 from helpers import ROOT, error_message, randomise, run_main
 from model import add_lora, encode_prompt, eos_ids, load_lora, load_model, save_lora, use_lora
 from sampling import generate
-
-SYSTEM = [{"role": "system", "content": "Be brief."}]
-TURNS = [{"role": "user", "content": "Once {{ 7 }}"}, {"role": "assistant", "content": "<b>"}]
+from transformers import pipeline
 
 
 def random_adapter(base, folder, scale=0.1) -> str:
@@ -36,16 +32,13 @@ def answer(model, tokenizer, prompt, adapter) -> tuple[str, bool]:
     return tokenizer.decode(ids, skip_special_tokens=True), len(ids) < 48
 
 
-def bases(shared):
-    """toy/base without BOS or template, stories260K with BOS, and SmolLM2 with a template."""
-    return {"toy": ROOT / "toy" / "base", "stories": shared / "models" / "stories260K",
-            "smollm2": os.environ.get("SMOLLM2", "")}
-
-
 @pytest.mark.parametrize("name", ["toy", "stories", "smollm2"])
-def test_a_pipeline_on_the_merged_directory_answers_as_the_project(shared, tmp_path, name):
-    """The base's own sampling settings have no effect. Its EOS is added to the tokenizer's."""
-    source = bases(shared)[name]
+def test_a_pipeline_on_the_merged_directory_answers_as_the_project(name, request, tmp_path):
+    """toy/base has no BOS and no template, stories260K has BOS, SmolLM2 has a template. The
+    base's own sampling settings have no effect. Its EOS is added to the tokenizer's."""
+    source = (ROOT / "toy" / "base" if name == "toy" else os.environ.get("SMOLLM2", "")
+              if name == "smollm2" else
+              request.getfixturevalue("shared") / "models" / "stories260K")
     if not os.path.isdir(source):
         pytest.skip("SMOLLM2 names no directory of SmolLM2-135M-Instruct")
     base = shutil.copytree(source, tmp_path / "base", copy_function=shutil.copyfile)
@@ -57,13 +50,15 @@ def test_a_pipeline_on_the_merged_directory_answers_as_the_project(shared, tmp_p
              module=sample)
     model, tokenizer = load_model(base, device="cpu")
     load_lora(model, "policy", adapter)
-    user = pipeline("text-generation", str(tmp_path / "merged"), device="cpu")
+    merged = pipeline("text-generation", str(tmp_path / "merged"), device="cpu")
     changed, ended = 0, 0
     questions = [toy.prompt(row) for row in toy.rows("eval", 3)] + ["Once upon a time"]
-    for turns in [[TURNS[0] | {"content": text}] for text in questions] + [
-            SYSTEM + TURNS + TURNS[:1]]:
+    chats = [[{"role": "user", "content": text}] for text in questions]
+    chats.append([{"role": "system", "content": "Be brief."}, *chats[0],
+                  {"role": "assistant", "content": "<b> {{ 7 }}"}, *chats[3]])
+    for turns in chats:
         expected, has_ended = answer(model, tokenizer, turns, "policy")
-        output, = user(turns, max_new_tokens=48)
+        output, = merged(turns, max_new_tokens=48)
         assert output["generated_text"][-1] == {"role": "assistant", "content": expected}
         changed += expected != answer(model, tokenizer, turns, None)[0]
         ended += has_ended
@@ -73,12 +68,17 @@ def test_a_pipeline_on_the_merged_directory_answers_as_the_project(shared, tmp_p
         run_main("--adapter", adapter, "--model", base, "--merge", base, module=sample)
 
 
-def test_answers_stand_side_by_side_and_critiques_below(finished_run, capsys):
+def test_answers_stand_side_by_side_and_critiques_below(finished_run, capsys, monkeypatch):
+    """The prompt is a flag, or is typed in several lines."""
     prompt = toy.prompt(toy.rows("eval", 3)[2])
-    run_main("--adapter", finished_run / "policy", "--reward_model",
-             finished_run / "reward" / "adapter", "--max_new_tokens", 96, "--prompt", prompt,
-             module=sample)
-    table, *critiques = capsys.readouterr().out.split("\n\n")
+    flags = ["--adapter", finished_run / "policy", "--reward_model",
+             finished_run / "reward" / "adapter", "--max_new_tokens", 96]
+    run_main(*flags, "--prompt", prompt, module=sample)
+    output = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n"))
+    run_main(*flags, module=sample)
+    assert capsys.readouterr().out == output and "\n\n" in prompt
+    table, *critiques = output.split("\n\n")
     header, _, *rows = table.splitlines()
     assert header.split() == ["base", "policy"]
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
@@ -97,14 +97,6 @@ def test_answers_stand_side_by_side_and_critiques_below(finished_run, capsys):
             assert all(any(part in quote for quote in spans[key]) for part in marked)
             marks += marked
     assert marks and not any(critiques)
-
-
-def test_a_prompt_of_several_lines_is_typed(finished_run, monkeypatch):
-    prompts = []
-    monkeypatch.setattr(sample, "print_answers", lambda *args: prompts.append(args[2]))
-    monkeypatch.setattr("sys.stdin", io.StringIO("One.\n\nTwo.\n"))
-    run_main("--adapter", finished_run / "policy", module=sample)
-    assert prompts == ["One.\n\nTwo."]
 
 
 def test_a_column_keeps_all_letters_of_prose_and_code():
