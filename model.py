@@ -22,7 +22,7 @@ import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -193,9 +193,10 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
+    render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False,
+                     add_generation_prompt=True)                             # it contains BOS
     try:
-        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
-                                             add_generation_prompt=True)     # it contains BOS
+        text = render(turns)
         for turn in turns:             # of earlier answers, a template may drop the thoughts
             if turn["role"] != "assistant" and turn["content"].strip() not in text:
                 raise ValueError(f"it leaves out a {turn['role']} turn")
@@ -204,12 +205,34 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
         raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
                          f"{roles}: {error}; change it, or `policy_prompt` of the task"
                          ) from error
-    return tokenizer(text, add_special_tokens=False).input_ids
+    typed = "".join(turn["content"] for turn in turns)
+    if not any(token in typed for token in special_tokens(tokenizer)):
+        return tokenizer(text, add_special_tokens=False).input_ids
+    # Special tokens of the template keep their meaning, and those that were typed are text.
+    marks = [f"[text {i} of {len(turns)}]" for i in range(len(turns))]
+    text = render([turn | {"content": mark} for turn, mark in zip(turns, marks)])
+    ids = []
+    for turn, mark in zip(turns, marks):
+        before, _, text = text.partition(mark)
+        ids += tokenizer(before, add_special_tokens=False).input_ids
+        ids += encode_text(tokenizer, turn["content"])
+    return ids + tokenizer(text, add_special_tokens=False).input_ids
+
+
+@cache
+def special_tokens(tokenizer) -> list[str]:
+    """The texts of a tokenizer's special tokens, such as "<|im_end|>"."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def encode_text(tokenizer, text: str) -> list[int]:
+    """Encode a text without BOS or EOS. A special token that is typed in it is plain text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
 def encode_answer(tokenizer, text: str) -> list[int]:
     """Encode a text as training target. It ends with EOS, so that the model learns to stop."""
-    return tokenizer(text, add_special_tokens=False).input_ids + [eos_ids(tokenizer)[0]]
+    return encode_text(tokenizer, text) + [eos_ids(tokenizer)[0]]
 
 
 def scaled_rate(model, rate: float) -> float:

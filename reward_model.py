@@ -39,8 +39,8 @@ from ask import Journal
 from data import (InputError, Task, chunks, examples, fill, flag, get_task, iter_rows,
                   next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
                   write_rows)
-from model import (BaseConfig, add_lora, encode_answer, encode_prompt, eos_ids, gathered,
-                   load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
+from model import (BaseConfig, add_lora, encode_answer, encode_prompt, encode_text, eos_ids,
+                   gathered, load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
                    use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
                      checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0,
@@ -352,7 +352,7 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
         responses = [row["response"] for row in part]
         critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
         for row, z in zip(part, critiques):
-            ids = tokenizer(row["response"], add_special_tokens=False).input_ids
+            ids = encode_text(tokenizer, row["response"])
             text, offsets = token_offsets(tokenizer, ids)
             annotation = Feedback("", row["good_spans"], row["poor_spans"])
             truth = token_rewards(text, offsets, ground(text, annotation).spans)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from data import InputError, iter_rows
 from measures.metrics import answer_logprobs, pass_at_k
 from measures.sandbox import NO_PYTHON, code_blocks, run_python
+from model import encode_text
 from sampling import context_length
 
 # ── Reading the published files
@@ -355,7 +356,7 @@ def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = No
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     def encode(text):
-        return bos + tokenizer(text, add_special_tokens=False).input_ids
+        return bos + encode_text(tokenizer, text)
 
     pairs = []
     for row in rows:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
 from data import InputError, chunks
-from model import encode_prompt, response_hidden, use_lora
+from model import encode_prompt, encode_text, response_hidden, use_lora
 from sampling import context_length, head_weight, pad_batch, token_logprobs
 
 # bert-score's default layers, which its authors chose by correlation with human judgements.
@@ -239,7 +239,7 @@ def perplexity(model, tokenizer, prompts: list[str],
     perplexity of the corpus. EOS is not scored, because it depends on the length rather than on
     the wording. An empty text gives (0.0, 0); one that exceeds the context gives None.
     """
-    pairs = [(encode_prompt(tokenizer, x), tokenizer(y, add_special_tokens=False).input_ids)
+    pairs = [(encode_prompt(tokenizer, x), encode_text(tokenizer, y))
              for x, y in zip(prompts, texts, strict=True)]
     limit = context_length(model)
     fitting_pairs = [pair for pair in pairs if sum(map(len, pair)) <= limit]

@@ -81,7 +81,8 @@ def words(text: str) -> list[tuple[int, int]]:
 
 def response_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
     """Offsets of the tokens, or of the words if decoding the tokens does not give the text."""
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True,
+                           verbose=False)
     decoded, offsets = token_offsets(tokenizer, ids)
     return offsets if decoded == text else words(text)
 
