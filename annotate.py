@@ -34,7 +34,7 @@ from typing import Callable, Iterator
 from tqdm import tqdm
 
 from ask import (Journal, LocalFunction, Question, Server, ask, check_asking, forecast, missing,
-                 question_key)
+                 one_line, question_key)
 from data import (InputError, Task, examples, flag, get_task, iter_rows, load_object,
                   next_command, parse_flags, run_script, write_rows)
 
@@ -589,7 +589,8 @@ def call_function(place: str, function: Callable, *arguments):
                  for frame in traceback.extract_tb(error.__traceback__)[1:]
                  if "/lib/python3" not in frame.filename]
         line = "".join(lines[-1:])
-        raise InputError(f"{place}: {type(error).__name__}: {error}{line}") from error
+        message = one_line(f"{type(error).__name__}: {error}")
+        raise InputError(f"{place}: {message}{line}") from error
 
 
 def annotator_reply(function: Callable, example: dict, config) -> str:
@@ -606,7 +607,7 @@ def annotator_reply(function: Callable, example: dict, config) -> str:
     try:
         reply = json.dumps(value, default=asdict)                  # asdict: for a Feedback
         mode.read(example, reply)
-    except (TypeError, ValueError) as error:             # a FeedbackError is a ValueError
+    except Exception as error:                           # a custom mode may raise anything
         raise InputError(f"{place}: returned {value!r:.60} ({error}); return a Feedback, "
                          f"a dict such as {mode.form}, or its JSON text") from error
     return reply
@@ -692,10 +693,14 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
     feedback = {}                                # key of a question → (Feedback, Grounding)
 
     def review(question, text):
+        place = f"--mode {config.mode}, the reply to row {question.id} in {journal.path}"
         try:
-            feedback[question.key] = read_reply(question.context, text, config.mode)
-        except FeedbackError as error:
-            return str(error)
+            feedback[question.key] = call_function(place, read_reply, question.context, text,
+                                                   config.mode)
+        except InputError as error:
+            if not isinstance(error.__cause__, FeedbackError):
+                raise                            # a fault of the mode
+            return str(error.__cause__)
         return None
 
     records = ask(questions, journal, load_annotator(config), review, config.concurrency)

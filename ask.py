@@ -341,10 +341,10 @@ class LocalFunction:
 REFUSABLE = {
     "top_p": r"top_?p\b|temperature",
     "temperature": r"temperature",
-    "max_tokens": r"max_tokens.*(instead|(un|not |n't )support|unrecogni[sz]ed|unknown|extra|"
-                  r"unexpected|deprecated|not (permitted|allowed))",
-    "system turn": r"\broles?\b(?!\")|(system|developer)\W{0,3}(prompt|message|instruction|"
-                   r"turn|is not)",
+    "max_tokens": r"^(?=.*max_tokens).*(instead|(un|not |n't )support|unrecogni[sz]ed|unknown|"
+                  r"extra|unexpected|deprecated|not (permitted|allowed))",
+    "system turn": r"\broles?\b(?!\"\s*:)|(system|developer)\W{0,3}(prompt|message|instruction|"
+                   r"turn|parameter|is not)",
 }
 
 
@@ -476,7 +476,7 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
                      read_retry_after(answer.headers.get("Retry-After", "")))
     if content is None:
         reason = one_line(f"the server's answer is no chat completion: {text}")
-        return Reply(text, reason, usage, status=404)
+        return Reply(public(text), reason, usage, status=404)
     reason = None
     if re.search("(?i)length|max|limit", finish_reason):
         reason = f"cut off after {max_tokens} tokens"

@@ -40,8 +40,8 @@ from data import (InputError, Task, chunks, examples, fill, flag, get_task, iter
                   next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
                   write_rows)
 from model import (BaseConfig, add_lora, encode_answer, encode_prompt, encode_text, eos_ids,
-                   gathered, load_base, lora_parameters, response_hidden, save_lora, scaled_rate,
-                   use_lora)
+                   gathered, load_base, lora_parameters, response_hidden, save_lora,
+                   scaled_rate, use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
                      checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0,
                      result_exists, resume, run_collective, start_ranks)

@@ -227,19 +227,6 @@ def test_r_phi_is_judged_on_rows_outside_its_training_set(adapter, gold, run, tm
     assert [total for _, total in counts["good tokens, recall"]] == good_tokens
 
 
-def test_a_label_without_gold_spans_has_no_figures(gold, run, tmp_path):
-    row = {"prompt": "p", "response": "The cat sat on the mat.", "critique": "c",
-           "good_spans": [], "poor_spans": ["mat"],
-           "spans": [{"start": 19, "end": 22, "label": -1}]}
-    write_rows(gold["data"], [row | {"id": n} for n in "12"])
-    reply = json.dumps({"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": ["mat"]})
-    write_rows(tmp_path / "a.jsonl", [{"id": n, "response": reply} for n in "12"])
-    result, printed = run(**gold, adapter=tmp_path / "a.jsonl")
-    assert value(result, "poor spans, exact") == 1
-    assert not re.search(r"^good, quarter", printed, re.M)              # lines of Table 19
-    assert not any(line["measure"].startswith("good") for line in result["figures"])
-
-
 def test_the_context_limits_an_answer_whatever_else_is_in_its_batch(
         adapter, gold, run, tmp_path, calls):
     """A prompt without room for an answer counts as wrong."""
@@ -341,19 +328,18 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
         assert 1 <= line["before"][0] <= 10 and line["rows"] == 4 and line["unit"] == "1–10 ↑"
         turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
         assert line["after"][0] == pytest.approx(np.mean(turns))
-        row = read_rows(tmp_path / "mt" / "after.jsonl")[0]
-        assert len(row["response"]) == 2 and row["question_id"] == questions[0]["question_id"]
+        assert [len(texts) for texts in column(tmp_path / "mt" / "after.jsonl")] == 4 * [2]
         flags = {"task": "alpaca_eval", "data": data, "limit": 6, **judge}
         result, printed = run(**flags, **stories_flags)
         assert figure(result, "win rate")["rows"] == 6
-        paths = [tmp_path / "out" / f"{name}_outputs.json" for name in ("before", "after")]
-        assert all(f"run: alpaca_eval --model_outputs {path} --is_over" in printed
-                   for path in paths)
-        assert json.loads(paths[1].read_text()) == [
+        file = tmp_path / "out" / "after_outputs.json"
+        assert printed.count("run: alpaca_eval --model_outputs ") == 2
+        assert f"run: alpaca_eval --model_outputs {file} --is_over" in printed
+        assert json.loads(file.read_text()) == [
             {"instruction": row["instruction"], "output": text,
              "generator": str(stories_flags["adapter"])}
             for row, text in zip(read_rows(data), column(tmp_path / "out" / "after.jsonl"))]
-        from_file, _ = run(tmp_path / "from_file", **flags, adapter=paths[1])
+        from_file, _ = run(tmp_path / "from_file", **flags, adapter=file)
         assert figure(from_file, "win rate")["after"] == figure(result, "win rate")["after"]
 
 

@@ -33,13 +33,9 @@ def config(server) -> JudgeConfig:
     return JudgeConfig(judge_model="tiny", base_url=server.url)
 
 
-def numbered_rows(n: int) -> list[dict]:
-    return [{"id": f"row-{i}", "prompt": f"Summarise post {i}."} for i in range(n)]
-
-
-def random_texts(n: int, seed: int, longest: int = 12) -> list[str]:
+def random_texts(n: int, seed: int) -> list[str]:
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for _ in range(n)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(n)]
 
 
 def parts(body: dict) -> dict[str, str]:
@@ -58,8 +54,9 @@ def shorter(body: dict) -> str:
 
 def judge(n: int, config, path, a=None, b=None) -> list[dict]:
     """The scores of n pairs (a, b)."""
-    questions = pairwise_questions(numbered_rows(n), a or random_texts(n, 1),
-                                   b or random_texts(n, 2), config)
+    rows = [{"id": f"row-{i}", "prompt": f"Summarise post {i}."} for i in range(n)]
+    questions = pairwise_questions(rows, a or random_texts(n, 1), b or random_texts(n, 2),
+                                   config)
     return pairwise_scores(ask_judge(questions, config, path))
 
 
@@ -196,17 +193,17 @@ def user_config(config, tmp_path) -> JudgeConfig:
 
 
 def test_the_user_s_prompt_is_sent_unchanged(user_config, server, tmp_path):
-    def longer(body):
-        a, b = re.search(r"<A>(.*)</A><B>(.*)</B>", body["messages"][1]["content"]).groups()
-        return f"I say [[{'A' if len(a) > len(b) else 'B'}]]"
-    server.settings.responder = longer
-    a, b = random_texts(6, 1, 4), random_texts(6, 2)
-    scores = judge(6, user_config, tmp_path / "j", a, b)
-    assert [row["win"] for row in scores] == [float(len(x) > len(y)) for x, y in zip(a, b)]
-    body = server.stats()["recent"][-1]
-    assert body["messages"][0] == {"role": "system", "content": "Be fair."}
-    assert body["messages"][1]["content"].endswith(" {not a field}")
-    assert body["temperature"] == 0 and "response_format" not in body
+    server.settings.responder = lambda body: "[[C]]"
+    judge(1, user_config, tmp_path / "j", ["{so}"], ["\\1"])
+    bodies = server.stats()["recent"]
+    texts = ["Summarise post 0.\n<A>{so}</A><B>\\1</B> {not a field}",
+             "Summarise post 0.\n<A>\\1</A><B>{so}</B> {not a field}"]
+    assert sorted(body["messages"][1]["content"] for body in bodies) == sorted(texts)
+    for body in bodies:
+        assert body["messages"][0] == {"role": "system", "content": "Be fair."}
+        assert body["temperature"] == 0 and "response_format" not in body
+
+
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -220,7 +217,7 @@ def test_the_error_of_a_prompt_file_names_the_prompt(config, tmp_path, fields, m
     row = {"name": "pair-v2", "system_prompt": "x"} | fields
     config.judge_prompts = write_lines(tmp_path / "prompts.jsonl", [row])
     with pytest.raises(InputError, match=message):
-        pairwise_questions(numbered_rows(1), ["a"], ["b"], config)
+        pairwise_questions([{"id": 1, "prompt": "p"}], ["a"], ["b"], config)
 
 
 # ── MT-Bench

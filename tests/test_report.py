@@ -17,6 +17,7 @@ from data import InputError, public
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
                     html_table, run_report, sample_row, split_text, svg_line, table, ticks)
+from reward_model import Judgement
 from runtime import newest_checkpoint
 
 METRICS = [*NOTES]                       # all metrics of a run (checked in test_pipeline)
@@ -28,8 +29,8 @@ texts = st.one_of(st.sampled_from(HOSTILE),
 # ── The terminal
 
 def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1
-    assert (split_text("a🏠b", [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)])
-            == ["a", "🏠", "", "b", ""])
+    offsets = [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)]
+    assert split_text("a🏠b", offsets) == ["a", "🏠", "", "b", ""]
     tokens, delta = ["The", " big", " cat", " ", "flew", " \n"], [0, 1, .5, -1, -1, 1]
     assert colour_tokens(tokens, delta, False) == "The [+big cat+] [-flew-] \n"
     coloured = "The \033[32mbig cat\033[0m \033[31mflew\033[0m \n"
@@ -42,10 +43,9 @@ def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch): 
 
 
 def test_tables_are_aligned_and_absent_figures_are_dashes():
-    lines = table(["name", "x"], [["a", 1.0], ["long one", None], ["b", -0.0001]],
-                  2).split("\n")
-    assert lines == ["name         x", "──────────────", "a         1.00", "long one     –",
-                     "b         0.00"]
+    text = table(["name", "x"], [["a", 1.0], ["long one", None], ["b", -0.0001]], 2)
+    assert text.split("\n") == ["name         x", "──────────────", "a         1.00",
+                                "long one     –", "b         0.00"]
     cells = Page(html_table(["a", "<b>"], [["x&y", None], ["z", 0.5]]))
     assert [text for _, text in cells.all("td")] == ["x&y", "–", "z", "0.50"]
     assert [text for _, text in cells.all("th")] == ["a", "<b>"]
@@ -182,9 +182,11 @@ def row_of(iteration, response="a cat", **more):
             "delta": [1.0, -1.0, 0.0], "advantage": [.5, -2.25, iteration / 10], **more}
 
 
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(run, files: dict):
+    """Write the rows of some files of a run."""
+    for file, rows in files.items():
+        (run / file).parent.mkdir(parents=True, exist_ok=True)
+        (run / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 HEALTHY = {"fact accuracy": .5, "unparseable": .04, "unmatched": 0.0, "ambiguous": .05,
@@ -195,23 +197,20 @@ HEALTHY = {"fact accuracy": .5, "unparseable": .04, "unmatched": 0.0, "ambiguous
 @pytest.fixture()
 def run(tmp_path):
     """A small finished run of 8 iterations."""
-    out = tmp_path / "my run"
     metrics = {key: .1 * k for k, key in enumerate(METRICS)} | HEALTHY
-    write(out / "metrics.jsonl", [{"iteration": i, **metrics} for i in range(1, 9)])
-    write(out / "samples.jsonl", [row_of(i) for i in range(1, 9)])
-    for when in ("before", "after"):
-        rows = [row_of(i, f"{when} {i}", id=f"row-{i}") for i in range(20)]
-        write(out / f"{when}_samples.jsonl", rows)
-    write(out / "config.json",
-          [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor", "model": "toy/base",
-            "critic of phase 3": "R_φ"}])
-    write(out / "result.json",
-          [{"before": {"fact accuracy": .5}, "after": {"fact accuracy": .75}}])
-    write(out / "reward" / "metrics.json", [{"held_out_loss": .25}])
-    write(out / "reward" / "losses.jsonl", [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)])
-    write(out / "phases.jsonl", [{"phase": "annotate", "seconds": 3.2, "ended": "2026-11-22"},
-                                 {"phase": "policy", "seconds": 4.1, "ended": "2026-11-23"}])
-    return out
+    write(tmp_path / "my run", {
+        "metrics.jsonl": [{"iteration": i, **metrics} for i in range(1, 9)],
+        "samples.jsonl": [row_of(i) for i in range(1, 9)],
+        **{f"{when}_samples.jsonl": [row_of(i, f"{when} {i}", id=f"row-{i}") for i in range(20)]
+           for when in ("before", "after")},
+        "config.json": [{"task": "toy", "base_url": "http://me:geheim@h/v1?key=tresor",
+                         "model": "toy/base", "critic of phase 3": "R_φ"}],
+        "result.json": [{"before": {"fact accuracy": .5}, "after": {"fact accuracy": .75}}],
+        "reward/metrics.json": [{"held_out_loss": .25}],
+        "reward/losses.jsonl": [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)],
+        "phases.jsonl": [{"phase": "annotate", "seconds": 3.2, "ended": "2026-11-22"},
+                         {"phase": "policy", "seconds": 4.1, "ended": "2026-11-23"}]})
+    return tmp_path / "my run"
 
 
 def test_the_first_screen_names_the_run_and_every_file_is_below(run):
@@ -219,6 +218,7 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     text = (run / "report.html").read_text("utf-8")
     page = Page(text)
     assert_closed(text)
+    assert "does not exist" not in text
     assert page.all("h1")[0][1] == "Text2Grad: my run"
     assert page.all("p")[0][1] == ("model: toy/base · task: toy · critic of phase 3: R_φ · "
                                    "policy: ended 2026-11-23 after 7 s in all")
@@ -234,7 +234,6 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
                      "model", "toy/base", "critic of phase 3", "R_φ"]
     addresses = public("https://u:p@h/x?k=1 and http://h/y, ftp://z#k")
     assert addresses == "https://…@h/x?… and http://h/y, ftp://z?…"
-    assert "does not exist" not in text
 
 
 def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_token(run):
@@ -252,8 +251,8 @@ def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_t
 
 
 def test_samples_stand_with_delta_and_advantage_beside_the_critique(run):
-    write(run / "samples.jsonl", [row_of(i) for i in range(1, 30)] + [
-        row_of(30, critique="", unreadable="it was cut off")])
+    last = row_of(30, critique="", unreadable="it was cut off")
+    write(run, {"samples.jsonl": [*map(row_of, range(1, 30)), last]})
     text = run_report(run).read_text()
     cards = re.findall(r"(?s)<b>iteration (\d+)</b>(.*?)</article>", text)
     assert [int(i) for i, _ in cards] == [*range(3, 31, 3)]
@@ -271,15 +270,14 @@ def test_no_text_of_a_run_becomes_markup(run, text):
     row = {**dict.fromkeys(("prompt", "response", "critique", "unreadable", "id"), text),
            "tokens": [text, "", ""], "delta": [1.0, 0.0, 0.0], "advantage": [.5, .1, .1]}
     metrics = read_jsonl(run / "metrics.jsonl")
-    for file, rows in {
-            "samples.jsonl": [{"iteration": i, **row} for i in range(1, 9)],
-            "before_samples.jsonl": [row] * 20, "after_samples.jsonl": [row] * 20,
-            "config.json": [{"task": text, "model": text, text: text, "x": text}],
-            "phases.jsonl": [{"phase": text, "seconds": 1.0, "ended": text}] * 2,
-            "metrics.jsonl": [row | {text: row.pop("fact accuracy")} for row in metrics],
-            "reward/losses.jsonl": [{"iteration": i, text: 1 / i} for i in (1, 2, 3)],
-            "result.json": [{"before": {text: .5}, "after": {text: .75}}]}.items():
-        write(run / file, rows)
+    write(run, {
+        "samples.jsonl": [{"iteration": i, **row} for i in range(1, 9)],
+        "before_samples.jsonl": [row] * 20, "after_samples.jsonl": [row] * 20,
+        "config.json": [{"task": text, "model": text, text: text, "x": text}],
+        "phases.jsonl": [{"phase": text, "seconds": 1.0, "ended": text}] * 2,
+        "metrics.jsonl": [row | {text: row.pop("fact accuracy")} for row in metrics],
+        "reward/losses.jsonl": [{"iteration": i, text: 1 / i} for i in (1, 2, 3)],
+        "result.json": [{"before": {text: .5}, "after": {text: .75}}]})
     page = run_report(run).read_text("utf-8")
     assert_closed(page)
     assert [tag for tag, *_ in Page(page).tags] == [tag for tag, *_ in before.tags]
@@ -302,8 +300,7 @@ def test_an_unfinished_run_says_what_is_not_there_yet(run):
     """After two iterations the page already shows the examples from before training."""
     for name in ("after_samples.jsonl", "result.json"):
         (run / name).unlink()
-    lines = (run / "metrics.jsonl").read_text().splitlines(True)
-    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    write(run, {"metrics.jsonl": read_jsonl(run / "metrics.jsonl")[:2]})
     text = run_report(run).read_text()
     assert re.findall(r"(\S+)</h2>(\S+) does not exist yet", text) == [("after", "result.json")]
     assert text.count("<h3>Before</h3>") == 7 and "<h3>After</h3>" not in text
@@ -336,8 +333,8 @@ def test_a_late_metric_outside_its_range_comes_first_in_words_and_colour(run, na
                                                                          words):
     """The last fifth of the iterations counts: two of eight, and not the first six."""
     assert "unhealthy" not in dict(health(run))
-    write(run / "metrics.jsonl", [{"iteration": i, **HEALTHY, name: 77.0 if i < 7 else value}
-                                  for i in range(1, 9)])
+    write(run, {"metrics.jsonl": [
+        {"iteration": i, **HEALTHY, name: 77.0 if i < 7 else value} for i in range(1, 9)]})
     page = Page(run_report(run).read_text())
     lines = [(attributes["class"], text) for attributes, text in page.all("p")[1:]]
     n = 8 + (name not in HEALTHY)
@@ -353,11 +350,11 @@ def test_a_goal_that_falls_by_a_tenth_is_unhealthy(run, before, after, state):
     """The goals are δ and the task's own metrics, not the length of the responses. Repeated
     facts may fall; they must stay near 0."""
     rows = read_jsonl(run / "metrics.jsonl")
-    write(run / "metrics.jsonl", [row | {"repeated facts": .03} for row in rows])
     falls = {"response tokens": 9.0, "repeated facts": .5}
-    write(run / "result.json", [{
-        "before": {"mean δ per token": before, **falls},
-        "after": {"mean δ per token": after, **dict.fromkeys(falls, 0.0)}}])
+    write(run, {"metrics.jsonl": [row | {"repeated facts": .03} for row in rows],
+                "result.json": [{"before": {"mean δ per token": before, **falls},
+                                 "after": {"mean δ per token": after,
+                                           **dict.fromkeys(falls, 0.0)}}]})
     states = {text.split(" is ")[0]: found for found, text in health(run)}
     assert states["mean δ per token"] == state and states["repeated facts"] == "healthy"
     assert "response tokens" not in states
@@ -368,18 +365,17 @@ def test_a_run_stopped_by_unreadable_critiques_is_told_from_a_healthy_one(run):
     for name in ("metrics.jsonl", "samples.jsonl", "after_samples.jsonl", "result.json"):
         (run / name).unlink()
     rows = [row_of(i, id=str(i), unreadable="no JSON" * (i < 5)) for i in range(20)]
-    write(run / "before_samples.jsonl", rows)
-    (state, text), = health(run)
-    assert state == "unhealthy" and "25% of critiques unreadable" in text
-    write(run / "before_samples.jsonl", rows[5:])
-    assert [state for state, _ in health(run)] == ["healthy"]
+    for samples, state, share in ((rows, "unhealthy", "25%"), (rows[5:], "healthy", "0%")):
+        write(run, {"before_samples.jsonl": samples})
+        (found, text), = health(run)
+        assert found == state and f": {share} of critiques unreadable" in text
 
 
 def test_several_runs_are_compared_on_one_page(run, tmp_path):
     """The page has each run's first screen, curves over each other, and changed settings."""
     other = tmp_path / "b"
-    write(other / "metrics.jsonl", [{"iteration": 1, "fact accuracy": .25}])
-    write(other / "config.json", [{"task": "toy", "base_url": "http://x:geheim@h/", "seed": 1}])
+    write(other, {"metrics.jsonl": [{"iteration": 1, "fact accuracy": .25}], "config.json": [
+        {"task": "toy", "base_url": "http://x:geheim@h/", "seed": 1}]})
     run_main(run, other, module=report)
     text = (tmp_path / "comparison.html").read_text()
     page = Page(text)
@@ -408,10 +404,8 @@ def test_a_long_prompt_says_that_it_is_cut():
 
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Padding is ignored; KL is per response, counts are per critique or per quote."""
-    judged = [SimpleNamespace(critique="c", delta=[1.0, 0.0], reason="", quotes=3, unmatched=1,
-                              ambiguous=0, conflicts=1, half_inside=0),
-              SimpleNamespace(critique="d", delta=[-1.0], reason="unread", quotes=1,
-                              unmatched=0, ambiguous=2, conflicts=0, half_inside=3)]
+    judged = [Judgement("c", [1.0, 0.0], quotes=3, unmatched=1, conflicts=1),
+              Judgement("d", [-1.0], "unread", quotes=1, ambiguous=2, half_inside=3)]
     batch = SimpleNamespace(
         mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
         truncated=[True, False],

@@ -1,58 +1,46 @@
-"""Resuming runs after SIGKILL or damaged files; harmful steps and out-of-memory errors."""
+"""Resuming runs after SIGKILL or with damaged files, and harmful steps."""
 
 import gc
 import json
+import math
 import random
 import re
 import shutil
-import subprocess
-import sys
-import time
-from functools import partial
+from itertools import count
 
 import pytest
 import torch
 from safetensors.torch import load_file
-import reward_model
 import policy
-from data import InputError, run_script
+import reward_model
+from data import InputError
 from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, read_jsonl, run_main)
+                     error_message, flip_bit, kill_after, read_jsonl, run_main)
 from model import load_model, lora_parameters
 from reward_model import RewardConfig, z_loss
 from runtime import checkpoints
 
 
 @pytest.fixture()
-def broken(unbroken, tmp_path):
-    """A copy of the run `unbroken`, as if it had stopped right after its last checkpoint."""
-    out = tmp_path / "broken"
-    shutil.copytree(unbroken, out)
-    shutil.rmtree(out / "policy")
-    for file in ("result.json", "value_head.safetensors"):
-        (out / file).unlink()
-    return out
+def flags(reward):
+    """The flags of the run `unbroken`; the output directory follows."""
+    return [*PHASE_3, "--reward_model", reward, "--output_dir"]
 
+
+# ── Stopped runs
 
 @pytest.mark.parametrize("number", range(20 if SLOW else 1))
-def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unbroken, reward,
+def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unbroken, flags,
                                                                tmp_path, number):
     """After SIGKILL the same command gives the adapters, metrics and samples of an
     uninterrupted run. SLOW=1 kills in any phase, otherwise only in phase 3."""
     reference, flags, begins = (
-        (finished_run, SMALL, "responses.jsonl") if SLOW else
-        (unbroken, [*PHASE_3, "--reward_model", reward], "before_samples.jsonl"))
+        (finished_run, [*SMALL, "--output_dir"], "responses.jsonl") if SLOW else
+        (unbroken, flags, "before_samples.jsonl"))
     start, end = ((reference / name).stat().st_mtime for name in (begins, "result.json"))
-    words = [sys.executable, "text2grad.py", *flags, "--output_dir", out := tmp_path / "killed"]
-    process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (out / begins).exists():
-        time.sleep(0.05)
-    try:
-        process.communicate(timeout=random.Random(number).random() * (end - start))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-    run_main(*flags, "--output_dir", out)
+    out = tmp_path / "killed"
+    kill_after(begins, out, *flags[:-1], seconds=random.Random(number).random() * (end - start))
+    run_main(*flags, out)
     assert_equal_runs(out, reference)
     if SLOW:
         assert_equal_tensors(*(run / "reward/adapter/adapter_model.safetensors"
@@ -60,101 +48,23 @@ def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unb
 
 
 @pytest.mark.parametrize("killed_after", [1, 3])
-def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, reward, tmp_path,
-                                                              monkeypatch, killed_after):
+def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, flags, tmp_path, spy,
+                                                              killed_after):
     """Stop before and after the first checkpoint (2), with half a line in metrics.jsonl."""
-    out, unpatched = tmp_path / "stopped", policy.write_metrics
+    out, stops = tmp_path / "stopped", [killed_after + 1]
 
-    def stops(metrics, *args):
-        unpatched(metrics, *args)
-        if metrics["iteration"] == killed_after:
-            with open(out / "metrics.jsonl", "a") as file:
-                file.write('{"iteration": 9')
+    def stop(metrics, *_):
+        if metrics["iteration"] in stops:
+            stops.clear()
+            append(b'{"iteration": 9')(out / "metrics.jsonl")
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("policy.write_metrics", stops)
-    flags = [*PHASE_3, "--reward_model", reward, "--output_dir", out]
+    spy("policy.write_metrics", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_main(*flags)
+        run_main(*flags, out)
     gc.collect()                                         # release the lock of the stopped run
-    monkeypatch.setattr("policy.write_metrics", unpatched)
-    run_main(*flags)
+    run_main(*flags, out)
     assert_equal_runs(out, unbroken)
-
-
-def test_after_a_flipped_bit_the_run_ends_with_the_same_bits(broken, unbroken, reward, capsys):
-    """The run names the damaged checkpoint, repeats two iterations and replaces it."""
-    path = broken / "checkpoint-6" / "tensors.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1000] ^= 1
-    path.write_bytes(data)
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
-    output = capsys.readouterr().out
-    assert f"{broken / 'checkpoint-6'}" in output and "resumed after iteration 4" in output
-    assert_equal_runs(broken, unbroken)
-
-
-def test_torn_lines_are_left_out_and_said(broken, unbroken, reward, capsys):
-    """Files may end in half a UTF-8 character, zeros after a power cut, or half a value."""
-    torn = {"metrics.jsonl": '{"iteration": 9, "x": "δ'.encode()[:-1],
-            "samples.jsonl": b"\0" * 99, "phases.jsonl": b"[1, 2\n"}
-    for name, damage in torn.items():
-        with open(broken / name, "ab") as file:
-            file.write(damage)
-    (broken / "result.json").write_bytes(b"")              # counts as missing
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
-    output = capsys.readouterr().out
-    assert all(f"{broken / name}, line" in output for name in torn)
-    assert_equal_runs(broken, unbroken)
-
-
-def test_damaged_settings_are_named(unbroken, reward, tmp_path):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    (out / "config.json").write_bytes(b"\0" * 99)
-    message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
-                            "--output_dir", out)
-    assert re.search("config.json, line 1: not JSON.*fix it or remove", message)
-
-
-@pytest.mark.parametrize("name", ["result.json", "policy", "value_head.safetensors",
-                                  "after_samples.jsonl"])
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_a_lost_result_is_rebuilt_from_the_last_checkpoint(unbroken, reward, tmp_path, capsys,
-                                                           name, is_removed):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    file = out / name / "adapter_config.json" if name == "policy" else out / name
-    if is_removed:
-        shutil.rmtree(out / name) if name == "policy" else file.unlink()
-    else:
-        file.write_bytes(b"\0" * 99)
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", out)
-    output = capsys.readouterr().out
-    if (name, is_removed) != ("result.json", True):              # then the phase has not ended
-        assert f"{file} is missing or has changed" in output
-    assert "resumed after iteration 6" in output
-    assert_equal_runs(out, unbroken)
-
-
-def test_without_a_checkpoint_a_damaged_result_is_refused(unbroken, reward, tmp_path):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    shutil.rmtree(out / "policy")
-    for path in checkpoints(out):
-        shutil.rmtree(path)
-    message = error_message("text2grad.py", *PHASE_3, "--reward_model", reward,
-                            "--output_dir", out)
-    assert re.search("policy/.* is missing or has changed.*restore it, or remove", message)
-
-
-def test_a_lost_log_is_named_and_files_of_killed_writers_are_replaced(broken, reward, capsys):
-    (broken / "metrics.jsonl").unlink()
-    for name in (".result.json.new", ".samples.jsonl.new"):
-        (broken / name).write_text("{")
-    for name in (".policy.new", ".policy.old"):
-        (broken / name).mkdir()
-        (broken / name / "adapter_config.json").write_text("{")
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", broken)
-    assert f"{broken / 'metrics.jsonl'} has changed since the checkpoint after iteration 6" in capsys.readouterr().out
-    assert [path.name for path in broken.glob(".*")] == [".lock"]
 
 
 def fitted(out, stops_after=None, seed=0):
@@ -162,16 +72,16 @@ def fitted(out, stops_after=None, seed=0):
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(30)]
     config = RewardConfig(batch_size=4, epochs=2, lora_dropout=0.3, seed=seed)
+    steps = []
 
     def loss(model, part):
-        if len(calls := [*seen, 1]) == stops_after:
+        if len(steps) + 1 == stops_after:
             raise KeyboardInterrupt
-        seen[:] = calls
+        steps.append(part)
         return z_loss(model, part)
 
-    seen = []
     losses = reward_model.fit_adapter(model, pairs, "reward", config, loss, out=out)
-    return losses, lora_parameters(model, "reward"), len(seen)
+    return losses, lora_parameters(model, "reward"), len(steps)
 
 
 def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
@@ -187,70 +97,81 @@ def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
     assert fitted(tmp_path, seed=1)[2] == 16
 
 
-# ── Guards
+# ── Damaged files
 
-def without_gradient(loss, stats):
-    """The logged loss is finite, but its gradient is not."""
-    return loss * float("nan"), stats
-
-
-def far_off(loss, stats):
-    return loss, stats | {"ratio": torch.tensor(10.5)}
+def append(data: bytes):
+    """A function that appends bytes to a file."""
+    return lambda path: path.write_bytes((path.read_bytes() if path.exists() else b"") + data)
 
 
-def infinite(loss, stats):
-    return loss, stats | {"policy_loss": torch.tensor(float("inf"))}
+def zeros(path):
+    """A file as a power cut may leave it."""
+    path.write_bytes(b"\0" * 99)
 
 
-def test_harmful_steps_are_skipped_and_counted(reward, tmp_path, monkeypatch, capsys):
-    """Six of 24 steps are harmful, so AdamW takes 18. A warning appears if most steps of an
-    iteration are skipped."""
-    unpatched, calls = policy.minibatch_loss, []
-
-    def spoil(*args):
-        calls.append(1)
-        harm = {2: without_gradient, 7: far_off, 12: infinite, 21: far_off, 22: infinite,
-                24: far_off}.get(len(calls))
-        return harm(*unpatched(*args)) if harm else unpatched(*args)
-
-    monkeypatch.setattr("policy.minibatch_loss", spoil)
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
-    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
-    assert capsys.readouterr().out.count("3 of 4 optimizer steps were harmful") == 1
-    tensors = load_file(tmp_path / "run" / "checkpoint-6" / "tensors.safetensors")
-    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_a_step_size_that_ruins_the_policy_is_said(reward, tmp_path, capsys):
-    run_main(*PHASE_3, "--iterations", 2, "--learning_rate", 1, "--reward_model", reward,
-             "--output_dir", tmp_path / "run")
-    assert "warning: fact accuracy is unhealthy: -" in capsys.readouterr().out
+# As if the run had stopped right after its last checkpoint.
+STOPPED = dict.fromkeys(["policy", "result.json", "value_head.safetensors"], remove)
+# Name → {file: its damage}, and what the next run prints.
+DAMAGES = {
+    "a flipped bit of a checkpoint": (
+        STOPPED | {"checkpoint-6/tensors.safetensors": lambda path: flip_bit(path, -8000)},
+        ["skipping .*/checkpoint-6 ", "resumed after iteration 4"]),
+    "half a character, zeros and half a value": (
+        STOPPED | {"metrics.jsonl": append('{"iteration": 9, "x": "δ'.encode()[:-1]),
+                   "samples.jsonl": append(b"\0" * 99), "phases.jsonl": append(b"[1, 2\n"),
+                   "result.json": lambda path: path.write_bytes(b"")},   # counts as missing
+        ["metrics.jsonl, line", "samples.jsonl, line", "phases.jsonl, line"]),
+    "no result": ({"result.json": remove}, ["resumed after iteration 6"]),
+    "a damaged result": ({"result.json": zeros}, ["/result.json is missing or has changed"]),
+    "no policy": ({"policy": remove}, ["/policy/.* is missing or has changed"]),
+    "a damaged value head": ({"value_head.safetensors": zeros},
+                             ["/value_head.safetensors is missing or has changed"]),
+    "no samples": ({"after_samples.jsonl": remove},
+                   ["/after_samples.jsonl is missing or has changed"]),
+}
 
 
-def test_an_iteration_without_a_good_step_ends_the_run(reward, tmp_path, monkeypatch):
-    """The last checkpoint stays, and the error suggests a lower --learning_rate."""
-    unpatched, calls = policy.minibatch_loss, []
+@pytest.mark.parametrize("files, messages", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, flags, tmp_path, capsys,
+                                                            files, messages):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    for name, damage in files.items():
+        damage(out / name)
+    run_main(*flags, out)
+    output = capsys.readouterr().out
+    assert all(re.search(message, output) for message in messages), output
+    assert_equal_runs(out, unbroken)
+    assert [p.name for p in checkpoints(out)] == ["checkpoint-4", "checkpoint-6"]
 
-    def spoil(*args):
-        calls.append(1)
-        return without_gradient(*unpatched(*args)) if len(calls) > 12 else unpatched(*args)
 
-    monkeypatch.setattr("policy.minibatch_loss", spoil)
-    with pytest.raises(InputError, match="finite.*lower --learning_rate"):
-        run_main(*PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
-    assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+@pytest.mark.parametrize("files, message", [
+    ({"config.json": zeros}, "config.json, line 1: not JSON.*fix it or remove"),
+    ({"policy": remove, "checkpoint-4": remove, "checkpoint-6": remove},
+     "policy/.* is missing or has changed.*restore it, or remove")])
+def test_a_damaged_run_without_a_way_out_is_refused(unbroken, flags, tmp_path, files, message):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    for name, damage in files.items():
+        damage(out / name)
+    assert re.search(message, error_message("text2grad.py", *flags, out))
 
 
-def test_out_of_memory_says_which_flags_to_turn(reward, tmp_path, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. "
-                                     "GPU 0 has")
-
-    monkeypatch.setattr("policy.ppo_update", full)
-    run = partial(run_main, *PHASE_3, "--reward_model", reward, "--output_dir", tmp_path / "run")
-    with pytest.raises(SystemExit, match="out of memory.*--micro_batch_size.*--shard"):
-        run_script(run, "text2grad")
+def test_a_lost_log_is_named_and_files_of_killed_writers_are_replaced(unbroken, flags, tmp_path,
+                                                                      capsys):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    for name, damage in {**STOPPED, "metrics.jsonl": remove}.items():
+        damage(out / name)
+    for name in (".result.json.new", ".samples.jsonl.new", ".policy.new/adapter_config.json",
+                 ".policy.old/adapter_config.json"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("{")
+    run_main(*flags, out)
+    message = f"{out / 'metrics.jsonl'} has changed since the checkpoint after iteration 6"
+    assert message in capsys.readouterr().out
+    assert [path.name for path in out.glob(".*")] == [".lock"]
 
 
 def test_metrics_and_state_are_json_alone(unbroken):
@@ -259,3 +180,49 @@ def test_metrics_and_state_are_json_alone(unbroken):
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     state = json.loads((unbroken / "checkpoint-6" / "state.json").read_text())
     assert state["iteration"] == 6 and state["ranks"] == 1
+
+
+# ── Harmful steps
+
+# A factor of the loss, and changed metrics. The first loss is logged before, and is finite.
+WITHOUT_GRADIENT = math.nan, {}
+FAR_OFF = 1.0, {"ratio": 10.5}
+INFINITE = 1.0, {"policy_loss": math.inf}
+
+
+def spoil(monkeypatch, harms):
+    """Apply harms[n] to the loss and the metrics of the n-th step."""
+    unpatched, steps = policy.minibatch_loss, count(1)
+
+    def spoiled(*arguments):
+        loss, stats = unpatched(*arguments)
+        factor, changes = harms.get(next(steps), (1.0, {}))
+        return loss * factor, stats | {name: torch.tensor(x) for name, x in changes.items()}
+
+    monkeypatch.setattr("policy.minibatch_loss", spoiled)
+
+
+def test_harmful_steps_are_skipped_and_counted(flags, tmp_path, monkeypatch, capsys):
+    """Six of 24 steps are harmful, so AdamW takes 18. A warning appears if most steps of an
+    iteration are skipped."""
+    spoil(monkeypatch, {2: WITHOUT_GRADIENT, 7: FAR_OFF, 12: INFINITE, 21: FAR_OFF,
+                        22: INFINITE, 24: FAR_OFF})
+    run_main(*flags, tmp_path)
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
+    assert capsys.readouterr().out.count("3 of 4 optimizer steps were harmful") == 1
+    tensors = load_file(tmp_path / "checkpoint-6" / "tensors.safetensors")
+    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
+
+
+def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypatch):
+    """The last checkpoint stays, and the error suggests a lower --learning_rate."""
+    spoil(monkeypatch, dict.fromkeys(range(13, 17), WITHOUT_GRADIENT))
+    with pytest.raises(InputError, match="finite.*lower --learning_rate"):
+        run_main(*flags, tmp_path)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+def test_a_step_size_that_ruins_the_policy_is_said(flags, tmp_path, capsys):
+    run_main(*flags, tmp_path, "--iterations", 2, "--learning_rate", 1)
+    assert "warning: fact accuracy is unhealthy: -" in capsys.readouterr().out

@@ -288,3 +288,492 @@ def test_the_cap_holds_and_the_bill_is_booked(monkeypatch, tmp_path, kind, capsy
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         usable = [line["key"] for line in lines if "reply" in line and not line["reason"]]
         assert len(set(usable)) == len(usable)
+
+
+# ── Parameters that a server refuses
+
+BOTH = {"temperature", "top_p"}
+# (message, names of which any is refused, names that are left out in the end)
+REFUSALS = [
+    ("`temperature` is deprecated for this model.", {"temperature"}, BOTH),
+    ("Unsupported value: 'temperature' does not support 0.3 with this model. Only the default (1) "
+     "value is supported.", {"temperature"}, BOTH),
+    ("invalid temperature: only 1 is allowed for this model", {"temperature"}, BOTH),
+    ("temperature must be 1 when thinking is enabled", {"temperature"}, BOTH),
+    ("temperature and top_p are not supported", BOTH, BOTH),
+    ("Unsupported value: 'temperature' is not supported.", BOTH, BOTH),
+    ("Unsupported parameter: 'top_p' is not supported with this model.", {"top_p"}, {"top_p"}),
+    ("Unrecognized request argument supplied: top_p", {"top_p"}, {"top_p"}),
+    ("Unknown name \"topP\": Cannot find field.", {"top_p"}, {"top_p"}),
+    *[(text, {"max_tokens"}, {"max_tokens"}) for text in (
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+        "'max_completion_tokens' instead.", "max_tokens is not supported",
+        "Unknown parameter: 'max_tokens'.", "max_tokens: Extra inputs are not permitted",
+        "max_tokens is deprecated", "This model does not take max_tokens; it is unsupported")],
+    *[(text, {"system"}, {"system"}) for text in (
+        "System role not supported", "Only user and assistant roles are supported!",
+        "Unsupported value: 'messages[0].role' does not support 'system' with this model.",
+        "Conversation roles must alternate user/assistant/user/assistant/...",
+        "Developer instruction is not enabled for models/gemma-3-27b-it",
+        "This model does not support system prompts.", "Jinja Exception: System role not supported",
+        "messages: Unexpected role \"system\".", "system messages are not allowed")],
+]
+FORMS = [
+    lambda text: Answer(error(None, text), 400), lambda text: Answer({"detail": text}, 422),
+    lambda text: Answer({"object": "error", "message": text, "code": 400}, 400),
+    lambda text: Answer(error(400, text)), lambda text: Answer(error("400", text)),
+    lambda text: Answer({"error": {"code": 500, "message": text, "type": "server_error"}}, 500),
+    lambda text: Answer({"detail": [{"type": "x", "loc": ["body"], "msg": text}]}, 422),
+]
+
+
+def sent_names(body) -> set:
+    return {"system" if body["messages"][0]["role"] == "system" else "", *body}
+
+
+def check_refusals(world, path, left_out, capsys):
+    """All three rows have a reply; later requests leave out what was refused, and no more."""
+    records, message, booked = run(world, path, concurrency=8)
+    assert message is None and not any(record["reason"] for record in records.values())
+    assert records.keys() == {question.key for question in questions(3)}
+    assert len(world.requests) == 3 + len(left_out) and booked == pytest.approx(3 * usd(40, 60))
+    for body in world.requests[-2:]:
+        names = sent_names(body) - {"", "model", "messages", "max_completion_tokens"}
+        assert names == {"system", "temperature", "top_p", "max_tokens"} - left_out
+        assert body.get("max_completion_tokens", body.get("max_tokens")) == MAX_TOKENS
+        text = "\n\n".join(message["content"] for message in body["messages"])
+        assert "Judge the answer.\n\nAn answer to judge" in text
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("leaving out the" in line for line in lines) == len(left_out)
+    run(world, path)
+    assert len(world.requests) == 3 + len(left_out), "the keys of the journal have changed"
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_what_a_server_refuses_is_left_out(world, tmp_path, number, capsys):
+    text, refused, left_out = REFUSALS[number]
+    forms = FORMS if SLOW else [FORMS[0], FORMS[number % len(FORMS)]]
+    for i, form in enumerate(forms):
+        world.__init__(pytest.MonkeyPatch(), lambda body, n: form(text)
+                       if refused & sent_names(body) else completion())
+        check_refusals(world, tmp_path / str(i), left_out, capsys)
+
+
+def test_of_temperature_and_top_p_one_is_sent(world, tmp_path, capsys):
+    text = "`temperature` and `top_p` cannot both be given to this model; use one."
+    world.server = lambda body, n: (FORMS[0](text) if body.keys() >= BOTH else completion())
+    check_refusals(world, tmp_path / "j", {"top_p"}, capsys)
+
+
+def test_a_model_that_refuses_everything_gets_the_text_alone(world, tmp_path, capsys):
+    def server(body, n):
+        for name in ("max_tokens", "system", "temperature", "top_p"):
+            if name in sent_names(body):
+                return FORMS[0](f"Unsupported: {name} role" if name == "system"
+                                else f"'{name}' is not supported with this model.")
+        return completion()
+
+    world.server = server
+    check_refusals(world, tmp_path / "j", {"max_tokens", "system", *BOTH}, capsys)
+
+
+@pytest.mark.parametrize("text", [
+    "This model only supports stream mode, enable the stream parameter", "Bad request.",
+    "max_tokens is too large: 100. This model supports at most 64 completion tokens.",
+    "Invalid 'model'", "Could not finish the message because max_tokens was reached",
+    "thinking budget must be set", "seed is required"])
+def test_another_refusal_ends_the_run_at_once_with_the_servers_words(world, tmp_path, text):
+    world.server = lambda body, n: FORMS[0](text)
+    _, message, booked = run(world, tmp_path / "j", 60, concurrency=8)
+    assert text in message and len(world.requests) == 1 and booked == 0
+    assert "max_completion_tokens" not in world.requests[0]
+    world.server = lambda body, n: FORMS[0](text) if "number 0." in str(body) else completion()
+    records, message, _ = run(world, tmp_path / "j", 60, concurrency=8)
+    assert message is None, "the row that was refused is asked last"
+    assert sum(record["reason"] is None for record in records.values()) == 59
+
+
+@pytest.mark.parametrize("text", [
+    "This model's maximum context length is 100 tokens. However, you requested 150 tokens.",
+    "the request exceeds the available context size. try increasing the context size",
+    "prompt is too long: 208310 tokens > 200000 maximum"])
+def test_rows_that_are_too_long_do_not_end_a_run(world, tmp_path, text):
+    world.server = lambda body, n: (FORMS[0](text) if re.search(r"number \d\.", str(body))
+                                    else completion())
+    records, message, _ = run(world, tmp_path / "j", 20, concurrency=4)
+    assert message is None and len(world.requests) == 20
+    assert sum(record["reason"] is None for record in records.values()) == 10
+
+
+# ── Errors in an answer with status 200, and answers that are no completion
+
+def in_choice(code, **more) -> dict:
+    return {"choices": [{"index": 0, "finish_reason": "error", "error": {"code": code},
+                         "message": {"role": "assistant", "content": "It is"}, **more}]}
+
+
+def beside(code) -> dict:
+    return {**completion(None, content=None).body, "error": {"message": "no", "code": code}}
+
+
+ERRORS = [error, lambda code: error(str(code)), in_choice, beside,
+          lambda code: {"code": code, "message": "slow down"},
+          lambda code: {"error": {"status": code, "message": "x"}},
+          lambda code: [{"error": {"code": code, "message": "slow down", "status": "RESOURCE"}}],
+          lambda code: {"error": {"message": "x", "metadata": {"status_code": code}}}]
+
+
+@pytest.mark.parametrize("make", ERRORS)
+def test_the_code_in_the_body_is_the_status(world, tmp_path, make):
+    """429 is retried for free, 5xx is retried and booked, 401 ends the run at once."""
+    largest = usd(questions(1)[0].size, MAX_TOKENS)
+    for code, booked in ((429, 0), (502, 2 * largest), ("503", 2 * largest)):
+        world.__init__(pytest.MonkeyPatch(), at_first(2, lambda _: Answer(make(code))))
+        records, message, spent = run(world, tmp_path / str(code), 1)
+        assert message is None and len(world.requests) == 3
+        assert [record["reason"] for record in records.values()] == [None]
+        assert spent == pytest.approx(booked + usd(40, 60))
+    for code in (401, 403, 404):
+        world.__init__(pytest.MonkeyPatch(), lambda body, n: Answer(make(code)))
+        _, message, spent = run(world, tmp_path / str(code), 30, concurrency=8)
+        assert "check OPENAI_API_KEY" in message and str(code) in message
+        assert len(world.requests) == 1 and spent == 0
+
+
+@pytest.mark.parametrize("body, n", [
+    (HTML, 1), ("", 1), ("pong", 1), ({"status": "ok"}, 1), ({"choices": []}, 1), ([], 1),
+    ('data: {"choices": []}\n\n', 1), (error(None), 1), ({"text": "fine"}, 1), ("null", 1),
+    (BARE_ERROR, 3)])
+def test_what_is_no_completion_is_no_answer_of_the_server(world, tmp_path, body, n):
+    """The run ends at its first request, which is booked once (a failure is retried)."""
+    world.server = lambda request, number: Answer(body)
+    _, message, booked = run(world, tmp_path / "j", 60, concurrency=8)
+    assert "the URL and the name of the model" in message and len(world.requests) == n
+    assert booked == pytest.approx(n * usd(questions(1)[0].size, MAX_TOKENS))
+
+
+def test_a_key_that_expires_ends_the_run_after_25_requests(world, tmp_path):
+    world.server = at_first(3, lambda _: completion(), lambda: Answer(error(None), 401))
+    _, message, booked = run(world, tmp_path / "j", 60)
+    assert "25 replies in a row" in message and len(world.requests) == 28
+    assert booked == pytest.approx(3 * usd(40, 60))
+
+
+def test_a_good_reply_starts_the_count_of_failures_again(world, tmp_path):
+    world.server = lambda body, n: completion(content="" if n % 25 and n != 1 else "fine")
+    records, message, _ = run(world, tmp_path / "j", 74)
+    assert message is None and len(records) == 74
+    world.server = lambda body, n: completion(content="")
+    _, message, _ = run(world, tmp_path / "j", 30, start=100)
+    assert "25 replies in a row" in message
+
+
+@pytest.mark.parametrize("message, finish, words", [
+    ({"reasoning_content": "Let me see."}, "stop", "reasoning_content"),
+    ({"reasoning": "Let me see."}, "stop", "reasoning"), ({"thinking": "Hm."}, "stop", "thinking"),
+    ({"refusal": "I cannot help with that."}, "stop", "refusal"),
+    ({"tool_calls": [{"id": "c"}]}, "tool_calls", "tool_calls"),
+    ({"function_call": {"name": "f"}}, "function_call", "function_call"),
+    ({}, "content_filter", "content_filter"), ({}, "SAFETY", "SAFETY"),
+    ({"content": [{"type": "refusal", "refusal": "No."}]}, "stop", "content"),
+    *[({"content": "It is", "reasoning_content": "x"}, finish, "cut off after 100 tokens")
+      for finish in ("length", "MAX_TOKENS", "max_tokens", "model_length", "max_output_tokens",
+                     "LENGTH", "token_limit")]])
+def test_the_reason_says_what_is_there_instead_of_a_reply(world, tmp_path, message, finish, words):
+    def server(body, n):
+        return completion(finish=finish, **({"content": None, "refusal": None} | message))
+
+    world.server = server
+    records, _, booked = run(world, tmp_path / "j", 2)
+    assert len(world.requests) == 2 and booked == pytest.approx(2 * usd(40, 60))
+    for record in records.values():
+        assert words in record["reason"]
+        assert "empty" in record["reason"] or "cut off" in words
+
+
+@pytest.mark.parametrize("text, seconds", [
+    ("7", 7), ("0.5", 0.5), ("120", 120), ("121", 0), ("-3", 0), ("0", 0), ("", 0), ("soon", 0),
+    ("nan", 0), ("inf", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0), ("Wed, 99 Foo", 0),
+    ("Wed, 21 Oct 99999 07:28:00 GMT", 0), (60, 60), (300, 0)])
+def test_retry_after_is_a_number_or_a_date_within_two_minutes(text, seconds):
+    if isinstance(text, int):
+        text = formatdate(time.time() + text, usegmt=True)
+    assert read_retry_after(text) == pytest.approx(seconds, abs=2 if seconds == 60 else 0)
+
+
+@pytest.mark.parametrize("status", [429, 503, 200])
+def test_the_server_is_asked_again_after_the_time_that_it_names(world, tmp_path, status):
+    answer = Answer(error(429), status, headers={"Retry-After": "0.4"})
+    world.server = at_first(1, lambda _: answer)
+    start = time.monotonic()
+    run(world, tmp_path / "j", 1)
+    assert time.monotonic() - start >= 0.4 and len(world.requests) == 2
+
+
+# ── Money
+
+@pytest.mark.parametrize("report, booked", [
+    (usage(300, 60, 1360), (300, 1060)), (usage(300, 60, 360), (300, 60)),
+    (usage(300, 60), (300, 60)), (usage(300, 0, 900), (300, 600)), (usage(300, 60, 0), (300, 60)),
+    (usage(300, 60, 12), (300, 60)), (usage(300.0, 60.0, 1360.0), (300, 1060)),
+    (usage(300, 60, None), (300, 60)), (usage(0, 60, 60), (None, 60)),
+    (usage(0, 60, 1060), (None, 1060)), (usage(0, 60), (None, 60)),
+    (usage(3000, 20_000, 23_000), (3000, 20_000)), (usage(300, 60, "1360"), (None, None)),
+    (usage(300, 60, -1), (None, None)), (usage(0, 0, 0), (None, None)),
+    (usage(300, None), (None, None)), (usage("300", 60), (None, None)),
+    (usage(300, 1e308), (None, None)), (usage(300, True), (None, None)), (None, (None, None))])
+def test_what_is_reported_is_booked(world, tmp_path, report, booked):
+    """None: the reservation is booked, as for a reply without a report."""
+    world.server = lambda body, n: completion(report)
+    records, _, spent = run(world, tmp_path / "j", 3)
+    for question in questions(3):
+        prompt, reply = booked
+        assert records[question.key]["usage"] == {
+            "prompt_tokens": question.size if prompt is None else prompt,
+            "completion_tokens": MAX_TOKENS if reply is None else reply}
+    assert spent == pytest.approx(sum(record["usd"] for record in records.values()))
+
+
+@pytest.mark.parametrize("text, is_free", [
+    ("Overloaded; nothing was generated.", True), ("You were not charged for this.", True),
+    ("No tokens were generated", True), ("The request was never billed", True),
+    ("The server had an error.", False), ("upstream overloaded", False), (HTML, False)])
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 529])
+def test_a_failure_of_the_server_is_booked_unless_nothing_was_generated(world, tmp_path, status,
+                                                                        text, is_free):
+    world.server = at_first(2, lambda _: Answer(error(None, text), status))
+    _, message, booked = run(world, tmp_path / "j", 1)
+    failures = 0 if is_free else 2 * usd(questions(1)[0].size, MAX_TOKENS)
+    assert message is None and booked == pytest.approx(failures + usd(40, 60))
+
+
+def test_later_reservations_use_the_ratio_that_the_server_reports(world, tmp_path):
+    """Of ten times the largest cost, the cap pays for seven replies; 64 could be in flight."""
+    world.server = lambda body, n: completion(billed=(size(body), 10 * MAX_TOKENS))
+    largest = usd(10 * questions(1)[0].size, 10 * MAX_TOKENS)
+    _, message, booked = run(world, tmp_path / "j", 64, 7.5 * largest, 64)
+    assert sum(world.bills) == pytest.approx(booked) and booked <= 7.5 * largest
+    assert len(world.requests) >= 7 and world.most_open > 1
+    assert "which reports 10 times the tokens" in message and "$" in message
+    requests = len(world.requests)
+    _, message, _ = run(world, tmp_path / "j", 64, booked / 2, 64)
+    assert "reached" in message and len(world.requests) == requests
+
+
+# ── A reply is in the journal before any parser sees it
+
+GOOD = json.dumps({"textual_feedback": "Short and clear.", "good_spans": ["a short answer"],
+                   "poor_spans": []})
+
+
+@pytest.fixture()
+def work(world, tmp_path, monkeypatch):
+    """Runs annotate.py over n rows with a mode of the test, whose parser may be replaced."""
+    module = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "mode_of_the_test", module)
+    output = tmp_path / "feedback.jsonl"
+
+    def annotate_rows(read=None, n=3, **options) -> str | None:
+        """The message of the InputError, or None."""
+        write_rows(tmp_path / "rows.jsonl", [
+            {"id": f"row-{i}", "prompt": f"Question {i}?", "response": "It is a short answer."}
+            for i in range(n)])
+        module.MODE = Mode("Judge.", {"textual_feedback": "…"}, read)
+        config = AnnotateConfig(
+            task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), output=str(output),
+            **{"base_url": "http://u:pass-word@h/v1", "retries": 2,
+               "mode": "mode_of_the_test:MODE", **PRICES, **options})
+        try:
+            annotate(config)
+        except InputError as failure:
+            return str(failure)
+        return None
+
+    return SimpleNamespace(run=annotate_rows, world=world, output=output,
+                           journal=output.with_name("feedback.jsonl.journal"))
+
+
+def any_text(example, reply):
+    return Feedback(reply, [], []), Grounding()
+
+
+def failing(failure, every=1) -> Callable:
+    """A parser that raises for every n-th row."""
+    def read(example, reply):
+        if int(example["id"].partition("-")[2]) % every == 0:
+            raise failure
+        return any_text(example, reply)
+    return read
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+@pytest.mark.parametrize("failure", [
+    KeyError("labels"), ValueError("x"), IndexError(), RecursionError(), AttributeError("\x1b[1m"),
+    ZeroDivisionError(), AssertionError()])
+def test_a_parser_that_raises_loses_no_reply(work, failure, concurrency):
+    """Nothing is requested while the parser raises, and nothing twice when it is mended."""
+    work.world.server = lambda body, n: completion(content=f"reply {n}")
+    for _ in range(3):
+        message = work.run(failing(failure, 3), 80, concurrency=concurrency)
+        assert f"the reply to row row-0 in {work.journal}: {type(failure).__name__}" in message
+        assert "\n" not in message and "\x1b" not in message and __file__ in message
+        assert len(work.world.requests) == 1
+    assert work.run(failing(failure, 1000), 80, concurrency=concurrency) is not None
+    assert work.run(any_text, 80, concurrency=concurrency) is None
+    assert len(work.world.requests) == 80
+    critiques = [row["critique"] for row in read_rows(work.output)]
+    assert sorted(critiques) == sorted(f"reply {n}" for n in range(1, 81))
+
+
+def test_open_requests_are_kept_when_the_parser_raises(work):
+    """Row 5 fails while 31 requests are open; their replies are in the journal."""
+    def read(example, reply):
+        if example["id"] == "row-5":
+            raise KeyError("labels")
+        return any_text(example, reply)
+
+    work.world.server = lambda body, n: completion()
+    assert "row-5" in work.run(read, 80, concurrency=32)
+    assert work.run(any_text, 80) is None and len(work.world.requests) == 80
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_refused_reply_is_read_again_before_it_is_bought_again(work, every):
+    work.world.server = lambda body, n: completion(content=f"reply {n}")
+    read = failing(FeedbackError("no labels\r\x1b]0;x\x07"), every)
+    message = work.run(read, 20, concurrency=4)
+    assert "no labels" in message and "\x1b" not in message and "\r" not in message
+    assert len(work.world.requests) == 20
+    records = [json.loads(line) for line in work.journal.read_text().splitlines()]
+    assert sum(bool(record.get("is_read") and record["reason"]) for record in records) == len(
+        range(0, 20, every))
+    work.run(any_text, 20, dry_run=True)
+    assert work.run(any_text, 20) is None
+    assert len(work.world.requests) == 20, "a reply was bought twice"
+    assert work.run(any_text, 20) is None and len(read_rows(work.output)) == 20
+    work.run(read, 20)                       # the parser refuses again: now they are bought again
+    assert len(work.world.requests) == 20 + len(range(0, 20, every))
+
+
+def test_a_reply_that_is_cut_off_is_not_read_again(work):
+    """Its text might be read as something that it is not."""
+    work.world.server = lambda body, n: completion(finish="length" if n <= 3 else "stop")
+    assert "cut off" in work.run(any_text)
+    assert work.run(any_text) is None and len(work.world.requests) == 6
+
+
+# ── Lines of the journal
+
+def booked(path) -> float:
+    with Journal(path, *PRICES.values()) as journal:
+        return journal.spent
+
+
+@pytest.fixture()
+def lines(world, tmp_path):
+    """The lines of a journal with 12 replies: 3 refused by the parser and 3 by the server."""
+    def server(body, n):
+        return Answer(error(None), 500) if n in (2, 3, 4) else completion()
+
+    world.server = server
+    run(world, tmp_path / "j", 12, review=lambda q, text: "no" if q.id[-1] == "5" else None,
+        retries=0)
+    return (tmp_path / "j").read_bytes().splitlines(keepends=True)
+
+
+def write_lines(path, lines) -> float:
+    path.write_bytes(b"".join(lines))
+    return booked(path)
+
+
+def test_a_copied_line_changes_neither_the_cost_nor_the_requests(lines, world, tmp_path):
+    total = write_lines(tmp_path / "j", lines)
+    copies = [[line for line in lines for _ in (0, 1)], lines + lines, lines * 3,
+              lines + lines[::-1], lines[:5] + lines[2:5] + lines[5:],
+              *[lines[: i + 1] + lines[i:] for i in range(len(lines))]]
+    for copy in copies:
+        assert write_lines(tmp_path / "j", copy) == total
+    requests = len(world.requests)
+    run(world, tmp_path / "j", 12)
+    assert len(world.requests) == requests + 3
+
+
+def without(line: bytes, *names) -> bytes:
+    record = json.loads(line)
+    for name in names:
+        record.pop(name, None)
+    return json.dumps(record).encode() + b"\n"
+
+
+def sealed(line: bytes) -> bytes:
+    record = json.loads(without(line, "sha256", "time"))
+    return json.dumps({**record, "sha256": question_key(record)}).encode() + b"\n"
+
+
+def test_a_line_without_its_hash_was_edited(lines, tmp_path, capsys):
+    for i in range(len(lines)):
+        write_lines(tmp_path / "j", [*lines[:i], without(lines[i], "sha256"), *lines[i + 1 :]])
+        assert f"line {i + 1}: skipping corrupt line" in capsys.readouterr().err
+    replies = [i for i, line in enumerate(lines) if b'"reply"' in line]
+    total = write_lines(tmp_path / "j", lines)
+    cheaper = [line.replace(b'"usd": 0.0', b'"usd": 0.000') for line in lines]
+    for edit in (without(cheaper[replies[-1]], "sha256"), cheaper[replies[-1]]):
+        changed = [*lines[: replies[-1]], edit, *lines[replies[-1] + 1 :]]
+        assert write_lines(tmp_path / "j", changed) > total, "the worst case is booked"
+
+
+def test_journals_of_earlier_versions_are_read_as_before(lines, tmp_path, capsys):
+    """The second version wrote no hashes, and the third no times; they did not mark copies."""
+    lines = [line for line in lines if b'"is_read"' not in line]
+    total = write_lines(tmp_path / "j", lines)
+    second = [without(line, "sha256", "time") for line in lines]
+    third = [sealed(line) for line in lines]
+    for old in (second, third, second[:8] + third[8:], second[:8] + lines[8:],
+                third[:8] + lines[8:], second[:4] + third[4:8] + lines[8:]):
+        assert write_lines(tmp_path / "j", old) == pytest.approx(total)
+    assert write_lines(tmp_path / "j", third + third) == pytest.approx(2 * total)
+    assert "skipping" not in capsys.readouterr().err
+    write_lines(tmp_path / "j", third[:5] + second[5:6] + third[6:])
+    assert "line 6: skipping corrupt line" in capsys.readouterr().err
+
+
+# ── Nothing secret and nothing that a terminal obeys leaves a run
+
+SECRET = "sk-Ab3-" + "x1" * 20
+NASTY = f"\x1b]0;owned\x07\x1b[2Kgone\rBearer {SECRET} \x9b31m https://u:pass-word@h/v1?k=query-key"
+
+
+@pytest.mark.parametrize("answer", [
+    Answer(error(None, NASTY), 401), Answer(error(None, NASTY), 429), Answer(error(401, NASTY)),
+    Answer(NASTY), Answer(NASTY, 502), completion(content=None, **{NASTY: NASTY}),
+    completion(finish=NASTY, content=""), completion(content=f"It is {SECRET}."),
+    Answer(error(None, "top_p " + NASTY), 400), Answer(error=httpx.ReadError(NASTY)),
+    Answer(error=httpx.ConnectError(NASTY)), Answer(error=httpx.UnsupportedProtocol(NASTY))])
+def test_no_key_no_password_and_no_control_character_leaves(work, monkeypatch, capsys, answer):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    work.world.server = at_first(99, lambda _: answer)
+    message = work.run(failing(FeedbackError(NASTY)))
+    captured = capsys.readouterr()
+    printed = f"{message}{captured.out}{captured.err}"
+    assert message and "\n" not in message
+    for text in (printed, work.journal.read_text()):
+        assert SECRET not in text and "pass-word" not in text
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", printed)
+    assert "\r" not in message and "query-key" not in printed
+
+
+@pytest.mark.parametrize("url", ["http://u:pass-word@[::1", "u:pass-word@h:80/v1",
+                                 "http://u:pass-word@h:port/v1", "http://u:pass-word@h\x1b/v1",
+                                 "ftp://u:pass-word@h/", f"http://h/{KEY}\x01"])
+def test_a_wrong_url_is_named_without_its_password(work, url, capsys):
+    work.world.server = lambda body, n: Answer(error=httpx.ConnectError("refused"))
+    message = work.run(any_text, base_url=url)
+    text = message + capsys.readouterr().err
+    assert "http" in message and not re.search(f"pass-word|{KEY}|\x1b|\x01|\n", message)
+    assert "pass-word" not in text
+
+
+@pytest.mark.parametrize("key", ["none", "EMPTY", "local", "something"])
+def test_a_key_that_is_a_word_is_left_in_texts(monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert public(f"There is {key} here.\n\tIt is") == f"There is {key} here.\n\tIt is"

@@ -1,5 +1,6 @@
 """spans.py against values computed by hand, by brute force and with an HTML parser."""
 
+import json
 import random
 import re
 from itertools import pairwise, product
@@ -13,8 +14,8 @@ from helpers import HOSTILE, Page, assert_closed, error_message, run_main
 from measures import spans as script
 from measures.spans import (SIGNS, audit, audit_text, character_labels, colour_spans, compare,
                             feedback_page, figures, overlaps, read_spans, readable,
-                            span_accuracy, span_length, span_table, total, trimmed, words,
-                            written_replies)
+                            score_critiques, span_accuracy, span_length, span_table, total,
+                            trimmed, words, written_replies)
 
 TEXT = "The cat sat on the mat and slept all day long"
 
@@ -58,6 +59,17 @@ def test_an_unreadable_critique_is_wrong_and_not_left_out():
     rates = figures(total([counted(gold, good=["The cat"]), unreadable]))
     assert (rates["good_recall"], rates["unparseable"]) == (0.5, 0.5)
     assert figures(unreadable)["good_precision"] is None
+
+
+def test_a_sign_that_no_row_has_gets_no_metrics():
+    rows = [row(good=()) for _ in range(2)]
+    reply = json.dumps({"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": ["mat"]})
+    scored, metrics, tables = score_critiques(rows, [reply, "no idea"], None, "R_φ")
+    assert [(row["reason"] is None, row["reply"]) for row in scored] == [
+        (True, reply), (False, "no idea")]
+    assert metrics["poor spans, exact"] == [(1, 1), (0, 0)]
+    assert not any(name.startswith("good") for name in metrics)
+    assert [line[0] for line in tables[-1][2]] == [f"poor, quarter {k}" for k in (1, 2, 3, 4)]
 
 
 def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 16
@@ -273,18 +285,15 @@ def test_the_page_shows_a_few_rows_and_those_with_unmatched_quotes_first(tmp_pat
     rows = [row(id=f"fine {i}") for i in range(4)] + [
         row(f"{evil} cat mat", prompt=evil, critique=evil, id=f"b {evil}", annotator=evil,
             unmatched=["<i>gone</i>", evil])]
-    pages = []
-    for title, page_rows in ((evil, rows), ("title", rows[:4])):
-        feedback_page(tmp_path / "page.html", title, page_rows)
-        text = (tmp_path / "page.html").read_text("utf-8")
-        assert_closed(text)
-        pages.append(Page(text))
-    page, harmless_page = pages
+    feedback_page(tmp_path / "page.html", evil, rows)
+    text = (tmp_path / "page.html").read_text("utf-8")
+    page = Page(text)
+    assert_closed(text)
     assert [text.split()[0] for _, text in page.all("b")] == ["b", "fine", "fine", "fine"]
-    quotes = [text for _, text in page.all("div") if text.startswith("<i>gone</i>\n</script>")]
-    assert len(quotes) == 1                                              # in a column of its own
+    divs = [text for _, text in page.all("div")]
+    assert sum(text.startswith("<i>gone</i>\n</script>") for text in divs) == 1   # a column
     assert page.all("p")[0][1] == "4 of 5 responses, those with unmatched quotes first"
-    assert {tag for tag, *_ in page.tags} == {tag for tag, *_ in harmless_page.tags}
+    assert not {tag for tag, *_ in page.tags} & {"i", "script", "img"}
 
 
 # ── The script

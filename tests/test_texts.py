@@ -3,8 +3,10 @@
 Independent side: the number of control tokens in the template without the text.
 """
 
+import os
+
 import pytest
-from annotate import Feedback, token_offsets, token_rewards
+from annotate import Feedback, ground, token_offsets, token_rewards
 from data import reward_prompt
 from helpers import ROOT
 from model import encode_answer, encode_prompt, encode_text, eos_ids, special_tokens
@@ -12,8 +14,8 @@ from reward_model import encode_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-CHATML = ("{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n"
-          "{% endfor %}<|im_start|>assistant\n")
+CHATML = ("{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}"
+          "<|im_end|>\n{% endfor %}<|im_start|>assistant\n")
 LLAMA3 = ("<|begin_of_text|>{% for turn in messages %}<|start_header_id|>{{ turn.role }}"
           "<|end_header_id|>\n\n{{ turn.content | trim }}<|eot_id|>{% endfor %}"
           "<|start_header_id|>assistant<|end_header_id|>\n\n")
@@ -30,9 +32,9 @@ def tokenizer(request, tmp_path, shared):
     """A byte-level tokenizer with the special tokens of a family, or a real one."""
     name = request.param
     if name == "smollm2":
-        path = ROOT.parent / "smollm2"
-        if not path.is_dir():
-            pytest.skip("SmolLM2 is absent: ../shared/tools/smollm2.py ../smollm2 builds it")
+        path = os.environ.get("SMOLLM2", "")
+        if not os.path.isdir(path):
+            pytest.skip("SMOLLM2 names no directory of SmolLM2-135M-Instruct")
         return AutoTokenizer.from_pretrained(path)
     if name in ("toy", "stories260K"):
         folder = ROOT / "toy" / "base" if name == "toy" else shared / "models" / name
@@ -83,7 +85,8 @@ def test_a_prompt_without_them_is_encoded_as_a_whole(tokenizer):
         pytest.skip("this tokenizer has no template of its own")
     turns = [{"role": "user", "content": "Say hello, briefly; 2 < 3 and <b>bold</b>."}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert encode_prompt(tokenizer, turns) == tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert encode_prompt(tokenizer, turns) == ids
 
 
 def test_an_answer_ends_once(tokenizer):
@@ -112,7 +115,6 @@ def test_every_character_of_a_typed_token_can_have_a_reward(tokenizer):
     text = f"Short.{tokenizer.eos_token}"
     ids = encode_text(tokenizer, text)
     decoded, offsets = token_offsets(tokenizer, ids)
-    from annotate import ground
     spans = ground(decoded, Feedback("", [], [tokenizer.eos_token])).spans
     if tokenizer.unk_token_id not in ids:
         assert spans and -1 in token_rewards(decoded, offsets, spans)

@@ -154,13 +154,13 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
     """δ = 0, β = 1 fixed: eight iterations shrink the KL to a small part of its first value.
 
-    The ratio last / first is .10 ± .11 (10 seeds, at most .30). The bound is 4 standard
+    The ratio last / first is .08 ± .12 (10 seeds, at most .41). The bound is 4 standard
     deviations above; without a penalty the ratio stays at 1.
     """
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 16, 32)[1::2], 0.15)                # B of every layer
-    config = Config(iterations=8, batch_size=48, minibatch_size=48, kl_coef=1.0, kl_target=0.0,
-                    seed=1, learning_rate=2e-3, max_new_tokens=20)
+    config = Config(iterations=8, batch_size=32, minibatch_size=16, ppo_epochs=2, kl_coef=1.0,
+                    kl_target=0.0, seed=1, learning_rate=2e-3, max_new_tokens=12)
     rows = get_task("toy").rows("train", 200, 0)
     zero_critic = lambda batch, *_: [Judgement("", [0.0] * len(y)) for y in batch.offsets]
     train(model, tokenizer, rows, config, tmp_path, zero_critic)
