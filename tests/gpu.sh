@@ -12,7 +12,7 @@
 #   6 resume     a run that is killed and started again
 #   7 ranks      two ranks and --shard, where two GPUs are there
 #   8 decode     8B (1B on cards under 40 GB): batch 1 and 64, captured and eager
-#   9 long       a random 1B through all phases, an iteration of the 8B, the other rows of
+#   9 long       a random 1B through phase 3, an iteration of the 8B, the other rows of
 #                bench.py, the default run
 #
 # It uses the GPUs of CUDA_VISIBLE_DEVICES, or the first. The captured step stays in sampling.py
@@ -111,10 +111,10 @@ if [ "$gpus" -ge 2 ]; then
 else
     echo "7_ranks         - s  not taken: one GPU" | tee -a "$out/summary.txt"
 fi
-step 8_decode 180 "${bench[@]}" --only decode
+step 8_decode 360 "${bench[@]}" --only decode --rounds 3
 step 9_random 60 env PYTHONPATH=. "$PYTHON" bench/bench_work.py "$model"
-step 9_phases 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
-    "${small[@]}" --learning_rate 1e-5
+step 9_phase3 120 "$PYTHON" text2grad.py --model "$work/model" --output_dir "$work/random" \
+    "${small[@]}" --learning_rate 1e-5 --critic annotator      # its R_φ would write gibberish
 step 9_iteration 180 "${bench[@]}" --rounds 1 --only iteration
 step 9_rows 240 "${bench[@]}" --only logprobs lora rest
 step 9_default 200 "$PYTHON" text2grad.py --output_dir "$work/toy" "${default[@]}"
