@@ -435,9 +435,9 @@ def curves(*runs: list[dict]) -> str:  # Figure 3
     for key in task_keys + [key for key in NOTES if key in keys]:
         lines = {name: [table.get(i, {}).get(key) for i in x]
                  for name, table in zip(names, tables)}
-        other = _BESIDE.get(key)
-        if len(runs) == 1 and other in keys:
-            lines[other.replace("_", " ")] = [row.get(other) for row in runs[0]]
+        partner = _BESIDE.get(key)
+        if len(runs) == 1 and partner in keys:
+            lines[partner.replace("_", " ")] = [row.get(partner) for row in runs[0]]
         chart = svg_line(key.replace("_", " "), x, lines)
         html += f"<figure>{chart}<figcaption>{NOTES.get(key, '')}</figcaption></figure>"
     return f'<div class="curves">{html}</div>'

@@ -165,11 +165,12 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None)
         marked_spans = [span for span in gold if span.label == SIGNS[sign]]
         spans = [span for span in grounding.spans if span.label == SIGNS[sign]]
         pairs = overlaps(response, marked_spans, spans)
-        marked = tokens[f"{sign} marked"]
-        predicted = tokens[f"{sign} predicted"]
+        marked_tokens = tokens[f"{sign} marked"]
+        predicted_tokens = tokens[f"{sign} predicted"]
         counts.update({
-            f"{sign} tokens marked": marked, f"{sign} tokens predicted": predicted,
-            f"{sign} tokens mean": (marked + predicted) / 2,
+            f"{sign} tokens marked": marked_tokens,
+            f"{sign} tokens predicted": predicted_tokens,
+            f"{sign} tokens mean": (marked_tokens + predicted_tokens) / 2,
             f"{sign} tokens hit": tokens[f"{sign} hit"],
             f"{sign} spans marked": len(marked_spans), f"{sign} spans predicted": len(quotes),
             f"{sign} pairs": len(pairs),
