@@ -125,25 +125,29 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
 
 # ── The judge's verdicts
 
-WINS = {"A": 1.0, "C": 0.5, "B": 0.0}
-RATING = r"\[(\d+\.?\d*)\]"
+WINS = {"a": 1.0, "c": 0.5, "tie": 0.5, "draw": 0.5, "b": 0.0}
+# What a verdict may be inside of [[ ]]; case and white space do not matter.
+RATING = r"(?:(?:rating|score)\s*[:=]?\s*)?(\d+(?:\.\d*)?)(?:\s*(?:/|out of)\s*10)?"
+WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie|draw)"
 
 
 def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
     """(verdict, None), or (None, reason) if the reply does not have exactly one verdict.
 
-    For a single answer, the verdict is a rating from 1 to 10. For a pair, it is 1 if A is
-    better, 0.5 for a tie, and 0 if B is better.
+    A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
+    may be citations or code. For a single answer, the verdict is a rating from 1 to 10. For a
+    pair, it is 1 if A is better, 0.5 for a tie, and 0 if B is better.
     """
-    text = text.rpartition("</think>")[2]                 # without the model's reasoning
+    text = re.split("</think(?:ing)?>", text.lower())[-1]      # without the model's reasoning
     is_rating = kind.startswith("single")
-    if is_rating:               # like FastChat, accept [7] if the reply has no [[7]]
-        ratings = re.findall(rf"\[{RATING}\]", text) or re.findall(RATING, text)
-        verdicts = {float(rating) for rating in ratings}
-    else:
-        verdicts = {WINS[letter] for letter in re.findall(r"\[\[([ABC])\]\]", text)}
+    # Brackets after a name or another bracket are code, such as x[[0]].
+    candidates = re.findall(r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]", text)
+    form = re.compile(RATING if is_rating else WINNER)
+    matches = map(form.fullmatch, candidates)
+    values = {match[1] for match in matches if match}
+    verdicts = {float(value) if is_rating else WINS[value] for value in values}
     if len(verdicts) != 1:
-        return None, "verdicts that differ" if verdicts else "no verdict in the reply"
+        return None, "verdicts that differ" if verdicts else "no verdict in [[ ]] in the reply"
     verdict, = verdicts
     if is_rating and not 1 <= verdict <= 10:
         return None, f"{verdict:g} is no rating from 1 to 10"

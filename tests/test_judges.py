@@ -108,16 +108,24 @@ def test_texts_with_braces_tags_and_commands_are_sent_unchanged(config, server, 
 
 @pytest.mark.parametrize("prompt, text, expected", [
     ("pair-v2", "A is longer, but [[B]] it is. [[B]]", 0.0), ("pair-v2", "[[C]]", 0.5),
+    ("pair-v2", "[[ a ]]", 1.0), ("pair-v2", "[[Tie]]", 0.5), ("pair-v2", "[[draw]]", 0.5),
+    ("pair-v2", "[[Assistant B]]", 0.0), ("pair-v2", "[[Winner: A]]", 1.0),
     ("feedback", "<think>[[B]]? No.</think>[[A]]", 1.0),
+    ("pair-v2", "<thinking>[[B]]?</thinking> [[A]]", 1.0),
     ("single-v1", "Rating: [[8]]", 8.0), ("single-math-v1", "[[10]]", 10.0),
-    ("single-v1", "so [[6.5]].", 6.5), ("single-v1", "Rating: [7]", 7.0),
-    ("single-v1", "as in [3], [[8]]", 8.0), ("single-v1", "[[7.]] or [[7.0]]", 7.0),
-    ("pair-v2", "A is better.", "no verdict"),
-    ("pair-v2", "[A] [[D]] [[a]] [[7]]", "no verdict"),
+    ("single-v1", "so [[6.5]].", 6.5), ("single-v1", "as in [3], [[8]]", 8.0),
+    ("single-v1", "[[7.]] or [[7.0]]", 7.0), ("single-v1", "[[8/10]]", 8.0),
+    ("single-v1", "[[rating: 7]]", 7.0), ("single-v1", "[[Score = 9 / 10]]", 9.0),
+    ("single-v1", "[[7 out of 10]]", 7.0), ("single-v1", "x[[3]] + f(y)[[2]]: [[5]]", 5.0),
+    ("single-v1", "**[[\n9\n]]**", 9.0), ("single-v1", "[[rating]] is [[4]]", 4.0),
+    ("single-v1", "Rating: [7]", "no verdict"), ("single-v1", "nums[2] ... 9", "no verdict"),
+    ("single-v1", "see [1]. Rating: 8/10", "no verdict"), ("single-v1", "[[3/5]]", "no verdict"),
+    ("single-v1", "rows[[2]]", "no verdict"), ("pair-v2", "A is better.", "no verdict"),
+    ("pair-v2", "[A] [[D]] [[7]]", "no verdict"), ("pair-v2", "[[A and B]]", "no verdict"),
     ("pair-v2", "[[A]] or [[B]]?", "differ"), ("single-v1", "[[0]]", "no rating from 1 to 10"),
     ("single-v1", "[[11]]", "no rating"), ("single-v1", "[[" + "9" * 500 + "]]", "no rating"),
-    ("single-v1", "[[8/10]]", "no verdict"), ("single-v1", "[[NaN]] [[A]]", "no verdict"),
-    ("single-v1", "turn 1 [[8]], turn 2 [[6]]", "differ"), ("single-v1", "[7] [8]", "differ")])
+    ("single-v1", "[[NaN]] [[A]]", "no verdict"), ("single-v1", "[[7/10]] [[8]]", "differ"),
+    ("single-v1", "turn 1 [[8]], turn 2 [[6]]", "differ")])
 def test_verdicts_are_parsed_and_never_guessed(prompt, text, expected):
     """expected: the verdict, or a part of the reason why there is none."""
     verdict, reason = judges.read_verdict(prompt, text)
@@ -141,20 +149,6 @@ def test_replies_without_a_verdict_are_counted_and_asked_again(config, server, t
         assert server.stats()["calls"] == calls
     server.settings.responder = shorter
     assert win_tie_loss(judge(5, config, tmp_path / "j"))["unjudged"] == 0
-
-
-# ── Money and the journal
-
-def test_a_second_run_asks_nothing_and_another_judge_asks_all(config, server, tmp_path):
-    texts = random_texts(10, 2)
-    changed = [*texts[:9], "another text"]
-    scores = []
-    for judge_config, b, calls in ((config, texts, 20), (config, texts, 20),
-                                   (config, changed, 22),
-                                   (replace(config, judge_model="other"), changed, 42)):
-        scores.append(judge(10, judge_config, tmp_path / "j", b=b))
-        assert server.stats()["calls"] == calls
-    assert scores[0] == scores[1]
 
 
 def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server, tmp_path):
@@ -258,7 +252,7 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
         "Q 1+1? R 2 A a111", "2|4|1+1?|a111|And 2+2?|b111 {answer}",
         "Q Who? R Ann A a103", "Who?|a103|Why?|b103 {answer}",
         "Q Be a cat. A a95", "Be a cat.|a95|Be a dog.|b95 {answer}"]
-    ratings = ["[[9]]", "[[7]]", "[[3]]", "well", "[5]", "[[4]]", "[[10]]", "[[1]]"]
+    ratings = ["[[9]]", "[[7]]", "[[3]]", "well", "[[5]]", "[[4]]", "[[10]]", "[[1]]"]
     replies = dict(zip(texts, ratings))
     server.settings.responder = lambda body: replies[body["messages"][1]["content"]]
     scores = judges.mt_bench_scores(ask_judge(questions, user_config, tmp_path / "j"))
@@ -281,17 +275,14 @@ def test_the_error_of_a_question_file_names_the_row(tmp_path, fields, message):
 
 
 def test_the_published_files_are_read(shared, config):
-    data = shared / "data"
-    config.judge_prompts = data / "mt_bench_judge_prompts.jsonl"
-    bench = judges.read_mt_bench(data / "mt_bench_question.jsonl")
+    config.judge_prompts = shared / "data" / "mt_bench_judge_prompts.jsonl"
+    bench = judges.read_mt_bench(shared / "data" / "mt_bench_question.jsonl")
     answers = {q["question_id"]: ["{one}", "two }"] for q in bench}
-    questions = judges.mt_bench_questions(bench, answers, config)
-    assert len(questions) == 160
-    assert sum("math" in q.context["kind"] for q in questions) == 29 + 26
-    rows = judges.read_alpaca(data / "alpaca_eval_100.jsonl")
+    kinds = [q.context["kind"] for q in judges.mt_bench_questions(bench, answers, config)]
+    assert len(kinds) == 160 and sum("math" in kind for kind in kinds) == 29 + 26
+    rows = judges.read_alpaca(shared / "data" / "alpaca_eval_100.jsonl")
     texts = [row["response"] for row in rows]
     assert len(pairwise_questions(rows, texts, texts[::-1], config)) == 200
-    assert rows[99]["id"] == "99"
 
 
 def test_outputs_are_written_for_alpaca_eval_with_its_command(tmp_path):  # Table 4
