@@ -492,7 +492,7 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
     first_parser.add_argument("--data")
     first = first_parser.parse_known_args(argv)[0]
     task = first.task or find_task(first.data) or getattr(config_class, "task", "")
-    settings = {"task": task} | preset(task)
+    settings = ({"task": task} if task else {}) | preset(task)
     check_values(config_class, settings, f"--task {task}: its setting ")
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                      usage="%(prog)s [--flag value ...]",

@@ -19,6 +19,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable
 
@@ -777,3 +778,114 @@ def test_a_wrong_url_is_named_without_its_password(work, url, capsys):
 def test_a_key_that_is_a_word_is_left_in_texts(monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     assert public(f"There is {key} here.\n\tIt is") == f"There is {key} here.\n\tIt is"
+
+
+# ── Bodies of servers, and a server that nobody here wrote
+
+# The booked USD of servers.jsonl's cases over three rows, and the reason or the message.
+def largest_prompt(work) -> int:
+    return len(json.dumps(work.world.requests[-1]["messages"]))
+
+
+RIGHT = {
+    "claude_temperature_and_top_p": (4, None), "no_system_role": (4, None),
+    "xai_reasoning_usage": (3, None), "openrouter_429_in_200": (5, None),
+    "openrouter_401_in_200": (1, "check OPENAI_API_KEY"),
+    "content_in_reasoning_content": (3, "reasoning_content"), "ollama_cached_prompt": (3, None),
+    "finish_MAX_TOKENS": (3, "cut off"), "stream_only_400": (1, "only supports stream mode")}
+FAILS = {"temperature and top_p together": lambda body, n: body.keys() >= BOTH,
+         "a system turn": lambda body, n: "system" in sent_names(body),
+         "any": lambda body, n: True, "any (the first two only)": lambda body, n: n <= 2}
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_bodies_of_real_servers(shared, work, name, concurrency):
+    """`../shared/data/public_cases/servers.jsonl`; its field `right` says what is right."""
+    cases = read_rows(shared / "data" / "public_cases" / "servers.jsonl")
+    case, = [case for case in cases if case["case"] == name]
+    fails = FAILS[case["request_that_fails"]]
+
+    def server(body, n):
+        if fails(body, n):
+            return Answer(case["body"], case["status"])
+        return completion(usage(300, 60), content=GOOD)
+
+    requests, words = RIGHT[name]
+    work.world.server = server
+    message = work.run(mode="no_cot", concurrency=concurrency)
+    assert len(work.world.requests) == requests
+    if words:
+        assert words in message
+    else:
+        assert message is None and len(read_rows(work.output)) == 3
+    reply = {"xai_reasoning_usage": 1060, "openrouter_401_in_200": 0, "stream_only_400": 0}
+    tokens = reply.get(name, 60)
+    prompt = largest_prompt(work) if name == "ollama_cached_prompt" else 300 * bool(tokens)
+    assert booked(work.journal) == pytest.approx(3 * usd(prompt, tokens))
+
+
+@pytest.fixture(scope="module")
+def transformers_serve(shared, tmp_path_factory):
+    """(URL, model) of `transformers serve`, with stories260K and a chat template."""
+    missing = [name for name in ("fastapi", "uvicorn") if not importlib.util.find_spec(name)]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} missing: pip install 'transformers[serving]'")
+    model = tmp_path_factory.mktemp("stories") / "model"
+    model.mkdir()
+    for path in (shared / "models" / "stories260K").iterdir():
+        shutil.copyfile(path, model / path.name)
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'][-200:] }}\n{% endfor %}")
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    (model / "generation_config.json").write_text(          # a reply is one sentence
+        json.dumps({"bos_token_id": 1, "eos_token_id": [2, vocabulary["."]]}))
+    url = f"http://127.0.0.1:{free_port()}"
+    program = "import sys; from transformers.cli.transformers import main; main()"
+    with subprocess.Popen([sys.executable, "-c", program, "serve", "--device", "cpu", "--port",
+                           url.rpartition(":")[2], "--host", "127.0.0.1"],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                assert process.poll() is None, "transformers serve has ended"
+                try:
+                    urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield f"{url}/v1", str(model)
+        finally:
+            process.terminate()
+
+
+def test_transformers_serve_annotates_and_judges(transformers_serve, tmp_path, monkeypatch):
+    """Its sentences are critiques in the test's mode; they hold no verdict of a judge."""
+    url, model = transformers_serve
+    mode = Mode("Judge.", {"textual_feedback": "…"}, any_text)
+    monkeypatch.setitem(sys.modules, "mode_of_the_test", SimpleNamespace(MODE=mode))
+    write_rows(tmp_path / "rows.jsonl", [
+        {"id": f"row-{i}", "prompt": "Tell me more.", "response": f"Once there were {i} cats."}
+        for i in range(5)])
+    output = tmp_path / "f.jsonl"
+    config = AnnotateConfig(
+        task="ultrafeedback", data=str(tmp_path / "rows.jsonl"), output=str(output),
+        mode="mode_of_the_test:MODE", annotator_model=model, base_url=url, **PRICES)
+    annotate(config)
+    journal = Path(f"{output}.journal")
+    before = journal.read_bytes()
+    records = [json.loads(line) for line in before.splitlines()]
+    usages = [record["usage"] for record in records if "reply" in record]
+    assert len(records) == 10 and len(usages) == 5
+    assert all(10 < usage["prompt_tokens"] < 400 and usage["completion_tokens"] for usage in usages)
+    assert all(row["critique"] and row["usd"] > 0 for row in read_rows(output))
+    annotate(config)
+    assert journal.read_bytes() == before, "the second run has sent a request"
+
+    judge = JudgeConfig(judge_model=model, base_url=url, judge_tokens=60)
+    pairs = pairwise_questions([{"id": "a", "prompt": "Which?"}], ["Cats."], ["Dogs."], judge)
+    verdicts = ask_judge(pairs, judge, tmp_path / "judge.journal")
+    assert len(verdicts) == 2 and all("no verdict" in verdict["reason"] for verdict in verdicts)
+
+    other = AnnotateConfig(**{**vars(config), "annotator_model": "no/such-model", "retries": 0})
+    with pytest.raises(InputError, match="with model 'no/such-model': HTTP"):
+        annotate(other)
