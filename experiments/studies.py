@@ -17,8 +17,6 @@ a change of code. Runs are executed in parallel processes with one thread each. 
 Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
