@@ -386,27 +386,27 @@ def judge_by_annotator(batch, config, count: int | None = None) -> list[Judgemen
     task = get_task(config.task)
     annotation = annotation_settings(config, Path(config.output_dir))
     texts = batch.texts[:count]
-    rows = [row | {"response": y, "outcome": None} for row, y in zip(batch.rows, texts)]
+    judgements = [Judgement("", [0.0] * len(offsets), "the response is empty")
+                  for offsets in batch.offsets[:count]]
+    indices = [i for i, y in enumerate(texts) if y.strip()]
+    rows = [batch.rows[i] | {"response": texts[i], "outcome": None} for i in indices]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
     questions = [annotation_question(example, annotation) for example in examples(task, rows)]
     with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
-        asked = [question for question, y in zip(questions, texts) if y.strip()]
-        replies = {question.key: (record, parsed) for question, record, parsed
-                   in ask_annotator(asked, journal, annotation)}
-    judgements = []
-    empty = {"reply": "", "reason": "the response is empty"}, None
-    for question, text, offsets in zip(questions, texts, batch.offsets):
-        record, parsed = replies.get(question.key, empty)
-        if parsed is None:
-            judgement = Judgement(record["reply"], [0.0] * len(offsets), record["reason"])
-        else:
+        replies = ask_annotator(questions, journal, annotation)
+        for i, (_, record, parsed) in zip(indices, replies):
+            offsets = batch.offsets[i]
+            if parsed is None:
+                judgements[i] = Judgement(record["reply"], [0.0] * len(offsets),
+                                          record["reason"])
+                continue
             feedback, grounding = parsed
             if task.repeats_are_poor:
-                grounding = ground(text, feedback, repeats_are_poor=True)
-            judgement = reward_tokens(record["reply"], text, offsets, feedback, grounding)
-        judgements.append(judgement)
+                grounding = ground(texts[i], feedback, repeats_are_poor=True)
+            judgements[i] = reward_tokens(record["reply"], texts[i], offsets, feedback,
+                                          grounding)
     return judgements
 
 
