@@ -531,6 +531,7 @@ class AnnotatorConfig:
     price_in: float | None = flag(None, "USD per million prompt tokens; None: unknown")
     price_out: float | None = flag(None, "USD per million reply tokens; None: unknown")
     max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit")
+    concurrency: int = flag(8, "number of parallel requests", least=1)
 
 
 @dataclass
@@ -540,7 +541,6 @@ class AnnotateConfig(AnnotatorConfig):
     data: str | None = flag(None, "JSON lines file of rows with responses")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
     limit: int | None = flag(None, "responses to annotate; None: all", least=1)
-    concurrency: int = flag(8, "number of parallel requests", least=1)
     retries: int = flag(6, "maximum number of retries per request")
     timeout: float = flag(120.0, "timeout per request in seconds", least=0.01)
     dry_run: bool = flag(False, "only print a forecast of tokens and cost")

@@ -379,7 +379,7 @@ SETTINGS = [
      "responses_per_prompt, kl_coef, kl_target, kl_horizon, gamma, lam, ppo_epochs, "
      "minibatch_size, schedule, clip, value_learning_rate, value_clip, value_coef, "
      "value_target, entropy_coef, lora_r, lora_alpha, lora_targets", POLICY),
-    ("output_dir, base_url, price_in, price_out, max_usd, micro_batch_size, "
+    ("output_dir, base_url, price_in, price_out, max_usd, concurrency, micro_batch_size, "
      "rollout_batch_size, activation_checkpointing, shard, rank_timeout, save_every, "
      "probe_rows, wandb, allow_code_execution", []),
 ]

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import ModelError
 
-PREFILL_TOKENS = 1 << 16   # maximum number of prompt tokens per forward pass
+PREFILL_TOKENS = 1 << 14   # maximum number of prompt tokens per forward pass
 ROWS = 1024                # number of tokens scored at a time; enough for fast matrix products
 LOGITS = 1 << 24           # maximum number of logits per step of the entropy; 64 MiB in float32
 
