@@ -12,6 +12,7 @@ from pathlib import Path
 # Three pytest workers share two cores, so each process uses one thread. The variable must be
 # set before torch is imported. torch.set_num_threads would change the last bits of results.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"            # a missing model is an error without retries
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402

@@ -5,34 +5,32 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import types
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import pytest
 import torch
 from loopback import loopback
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 import reward_model
-import policy
 import text2grad
 import toy
-from annotate import annotate
-from data import InputError, Task, get_task, read_rows, write_rows
-from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, length_critic,
-                     read_jsonl, read_metrics, run_main)
-from model import add_lora
-from report import NOTES
-from reward_model import Judgement, judge, token_figures
-from runtime import checksum, lock_directory, newest_checkpoint
-from annotate import annotation_settings
+from annotate import annotate, annotation_settings
+from data import InputError, get_task, read_rows, write_rows
+from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, flip_bit,
+                     read_jsonl, read_metrics, run_main, toy_feedback)
+from model import add_lora, drop_long_rows, load_model
 from policy import Rollouts, train
-from reward_model import probe
+from report import NOTES
+from reward_model import Judgement, judge, probe
+from runtime import checksum, lock_directory, newest_checkpoint
 from text2grad import Config
 
 
@@ -77,62 +75,33 @@ def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
     assert all(row["kl"] != 0 and row["explained_variance"] != 0 for row in later)
 
 
-@pytest.mark.parametrize("unreadable, is_warned", [(2, True), (1, False)])
-def test_an_r_phi_that_cannot_be_read_is_said_before_it_trains(toy_model, tmp_path, capsys,
-                                                               unreadable, is_warned):
-    """A warning appears if more than a fifth is unreadable; truncated responses are counted."""
+@pytest.mark.parametrize("unreadable, quote, message", [
+    (1, "", ""), (2, "", "33% of the critiques cannot be read and give no reward (the first:"),
+    (4, "", "67% of the critiques cannot be read"),
+    (0, "xylophone", "every δ is 0 on the 6 held-out responses; if R_φ judges, its quotes do")])
+def test_a_critic_without_rewards_is_reported_before_training(
+        toy_model, tmp_path, monkeypatch, capsys, unreadable, quote, message):
+    """Of six critiques one may be unreadable; two give a warning, and four an error."""
     def critic(rollouts, model, tokenizer, config):
-        judged = length_critic(rollouts, model, tokenizer, config)
-        return [replace(judgement, reason="no JSON" * (i < unreadable))
-                for i, judgement in enumerate(judged)]
-
-    model, tokenizer = toy_model
-    add_lora(model, "policy", 4, 8)
-    rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(iterations=1, batch_size=6, minibatch_size=6, learning_rate=0.0,
-                    max_new_tokens=3, probe_rows=0)
-    text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
-    warning = "33% of the critiques cannot be read and give no reward (the first: no JSON)"
-    assert (warning in capsys.readouterr().out) == is_warned
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["before"]["truncated responses"] == 1
-    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["truncated"] == 1
-
-
-def test_phase_3_does_not_start_with_an_unreadable_r_phi(toy_model, tmp_path):
-    def critic(rollouts, model, tokenizer, config):
-        judgements = length_critic(rollouts, model, tokenizer, config)
-        return [replace(judgement, reason="no JSON" * (i < 4))
-                for i, judgement in enumerate(judgements)]
-
-    rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(iterations=1, batch_size=6, minibatch_size=6, max_new_tokens=3)
-    with pytest.raises(InputError, match="67% of the critiques.*higher --reward_learning_rate"):
-        text2grad.train_and_evaluate(*toy_model, rows, rows, config, tmp_path, critic)
-    assert not (tmp_path / "result.json").exists()
-
-
-@pytest.mark.parametrize("is_quote_real", [False, True])
-def test_a_critic_without_any_reward_is_reported_before_training(
-        toy_model, tmp_path, monkeypatch, capsys, is_quote_real):
-    def critic(rollouts, model, tokenizer, config):
-        quotes = [text if is_quote_real else "xylophone" for text in rollouts.texts]
-        replies = [json.dumps({"critique": "Well done.", "good_spans": [quote],
-                               "poor_spans": []}) for quote in quotes]
+        replies = [json.dumps({"critique": "Well done.", "good_spans": [quote or text],
+                               "poor_spans": []}) for text in rollouts.texts]
+        replies[:unreadable] = ["no JSON"] * unreadable
         return [*map(judge, replies, rollouts.texts, rollouts.offsets)]
 
-    def train(*_):                                     # what stands on the terminal so far
-        printed.append(capsys.readouterr().out)
-
-    printed = []
-    monkeypatch.setattr(text2grad, "train", train)
-    model, tokenizer = toy_model
-    add_lora(model, "policy", 4, 8)
-    rows = get_task("toy").rows("eval", 6, 0)
-    config = Config(max_new_tokens=3)
-    text2grad.train_and_evaluate(model, tokenizer, rows, rows, config, tmp_path, critic)
-    warning = "warning: every δ is 0 on the 6 held-out responses; if R_φ judges, its quotes do"
-    assert (warning in printed[0]) is not is_quote_real
+    monkeypatch.setattr(text2grad, "train", lambda *_: printed.append(capsys.readouterr().out))
+    printed, rows = [], get_task("toy").rows("eval", 6, 0)
+    add_lora(toy_model[0], "policy", 4, 8)
+    run = partial(text2grad.train_and_evaluate, *toy_model, rows, rows,
+                  Config(max_new_tokens=3), tmp_path, critic)
+    if unreadable == 4:
+        with pytest.raises(InputError, match=f"^{message}.*higher --reward_learning_rate"):
+            run()
+        assert not printed
+    else:
+        run()
+        assert f"warning: {message}" in printed[0] if message else "warning" not in printed[0]
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["before"]["truncated responses"] == 1
 
 
 @pytest.fixture()
@@ -166,8 +135,7 @@ def test_other_settings_in_the_same_directory_are_refused(finished_run, flag, wa
 def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     """After phase 2 --learning_rate may change, but not --temperature, which the responses
     depend on. --micro_batch_size may always change."""
-    out = tmp_path / "run"
-    shutil.copytree(finished_run, out)
+    out = shutil.copytree(finished_run, tmp_path / "run")
     for path in [*out.glob("checkpoint-*"), out / "policy"]:
         shutil.rmtree(path)
     for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
@@ -183,22 +151,20 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
 
 
 def test_what_lies_behind_a_path_binds_too(reward, tmp_path, unreadable_r_phi):
-    """Changed rows and a flipped bit of an adapter are reported. Passwords are not stored."""
-    data, out = tmp_path / "rows.jsonl", tmp_path / "run"
-    adapter = tmp_path / "adapter"
-    shutil.copytree(reward, adapter)
-    write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
+    """Changed rows and adapters are reported. Passwords are not stored."""
+    data, adapter = tmp_path / "rows.jsonl", shutil.copytree(reward, tmp_path / "adapter")
+    rows = [{"prompt": f"Say {i}."} for i in range(13)]
+    write_rows(data, rows[:12])
     flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data, *TINY,
-             "--adapter", adapter, "--reward_model", adapter, "--output_dir", out]
+             "--adapter", adapter, "--reward_model", adapter, "--output_dir", tmp_path / "run"]
     run_main(*flags, "--base_url", "http://me:secret@host/v1?key=secret")
-    assert "secret" not in (out / "config.json").read_text()
+    assert "secret" not in (tmp_path / "run" / "config.json").read_text()
     run_main(*flags)
-    write_rows(data, [{"prompt": f"Say {i + 1}."} for i in range(12)])
+    write_rows(data, rows[1:])
     assert "sha256 of --data was" in refused(*flags)
-    write_rows(data, [{"prompt": f"Say {i}."} for i in range(12)])
-    tensors = adapter / "adapter_model.safetensors"
-    save_file({name: x + 1 for name, x in load_file(tensors).items()}, tensors)
-    tensors.with_name("sha256.json").unlink()
+    write_rows(data, rows[:12])
+    flip_bit(adapter / "adapter_model.safetensors", -72)
+    (adapter / "sha256.json").unlink()
     message = refused(*flags)
     assert all(f"of --{name} was" in message for name in ("adapter", "reward_model"))
 
@@ -217,15 +183,16 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
 
 
 def test_the_deletion_test(tmp_path):
-    """Without eval.py, measures/ and experiments/, `python text2grad.py` still runs."""
-    names = ("annotate", "ask", "data", "model", "policy", "report", "reward_model",
-             "runtime", "sampling", "text2grad")
-    for name in names:
+    """Without eval.py, measures/ and experiments/, all phases of text2grad.py still run."""
+    for name in ("annotate", "ask", "data", "model", "policy", "report", "reward_model",
+                 "runtime", "sampling", "text2grad"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copytree(ROOT / "toy", tmp_path / "toy")
-    flags = [*TINY, "--iterations", 1, "--annotated_rows", 12, "--reward_epochs", 60]
+    # This R_φ has one step, so phase 3 must not ask for readable critiques.
+    main = "import text2grad; text2grad.MOST_UNREADABLE = 1; text2grad.main()"
+    flags = [*TINY, "--iterations", 1, "--annotated_rows", 12, "--reward_epochs", 1]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "text2grad.py", *map(str, flags)], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "-c", main, *map(str, flags)], cwd=tmp_path,
                           capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "toy" / "report.html").is_file()
@@ -264,7 +231,8 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_sto
     """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
     flags = ["--task", "slf5k", "--model", long_stories,
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
-             "--annotated_rows", 5, *TINY, "--output_dir", tmp_path / "run"]
+             "--annotated_rows", 5, "--reward_epochs", 1, *TINY,
+             "--output_dir", tmp_path / "run"]
     run_main(*flags)
     calls, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
     assert calls == len(feedback) == 5
@@ -311,77 +279,75 @@ def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch,
     assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
     assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")
-    assert "expected a Task" in refused("--task", "my_task:critic", "--data", data)
 
 
 # ── Bad input
 
-WRONG = [("lora_r", 0), ("learning_rate", -1), ("learning_rate", "1e400"), ("kl_coef", "nan"),
-         ("gamma", 3), ("clip", -0.1), ("dtype", "fp16"), ("seed", -1),
-         ("batch_size", 10**30), ("rank_timeout", "inf"), ("iterations", "9" * 5000)]
-BAD_TASK = """
+BAD_TASKS = """
 from data import Task
 BAD = Task("bad", lambda row: row["question"], reward={"lora_targets": "q_prj"},
            policy={"max_new_tokens": 9, "max_critique_tokens": 9})
 MISSPELT = Task("misspelt", lambda row: row["question"], policy={"kl_coeff": 0.3})
+ROWS = Task("rows", lambda row: row["text"],
+            rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
 """
+SOLVED = {"test": "assert f()", "response": "def f(): return 1"}
+FILES = {
+    "prompts": [{"prompt": "a"}, {"question": "b"}], "same": [{"prompt": "Say 1."}] * 12,
+    "solved": [{"question": f"f{i}", **SOLVED} for i in range(6)],
+    "tested": [{"question": f"f{i}", **SOLVED, "outcome": "fails"} for i in range(20)]
+              + [{"question": f"g{i}", "test": "t"} for i in range(9)]}
+BASE = "--task ultrafeedback --model toy/base"
+LOCAL = f"{BASE} --annotator_function toy:critique"
+TASK = "--model toy/base --annotator_function toy:critique --data {}/solved.jsonl --task"
+CODE = ("--task kodcode --model toy/base --base_url http://127.0.0.1:9/v1 --max_new_tokens 9 "
+        "--max_critique_tokens 9 --data")
+SLF5K = "--task slf5k --data {}/none --reward_model {}/r"
+# Flags, where {} is the folder of these files → a part of the message.
+REFUSED = [
+    (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: no such file"),
+    (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
+    (f"{LOCAL} --data {{}}/same.jsonl", "same.jsonl: all rows have the same prompt; add rows"),
+    (f"{BASE} --data {{}}/prompts.jsonl", "OPENAI_API_KEY"),
+    (f"{SLF5K} --probe_rows 4", "OPENAI_API_KEY is missing"), (SLF5K, "no such file"),
+    ("--annotator_function toy:nothing", "--annotator_function toy:nothing"),
+    ("--lora_targets q_prj", "has no linear layer named q_prj"),
+    ("--task poetry", "poetry"), ("--task toy:critique", "expected a Task"),
+    (f"{TASK} bad_tasks:BAD", "has no linear layer named q_prj"),
+    (f"{TASK} bad_tasks:MISSPELT", "its setting kl_coeff: there is no such flag"),
+    ("--task bad_tasks:ROWS --annotator_function toy:critique",
+     "row 10 of its `rows`: the row does not fit"),
+    (f"{CODE} {{}}/solved.jsonl", "5 of 5 rows have no test outcome"),
+    (f"{CODE} {{}}/tested.jsonl", "rows have no test outcome"),
+    ("--reward_model {}", "holds no adapter_config.json"), ("--model {}/none", "{}/none"),
+    ("--schedule square", "--schedule: square must be one of"),
+    ("--output_dir ''", "--output_dir: the value is empty"),
+    ("--model ''", "--model: the value is empty"), ("--temperature 0", "--temperature: 0"),
+    ("--batch_size 0", "--batch_size: 0"), (f"--batch_size {10**30}", "--batch_size: "),
+    ("--lora_r 0", "--lora_r: "), ("--learning_rate -1", "--learning_rate: "),
+    ("--learning_rate 1e400", "--learning_rate: "), ("--kl_coef nan", "--kl_coef: "),
+    ("--kl_target nan", "--kl_target: nan"), ("--gamma 3", "--gamma: "),
+    ("--clip -0.1", "--clip: "), ("--dtype fp16", "--dtype: "), ("--seed -1", "--seed: "),
+    ("--rank_timeout inf", "--rank_timeout: "),
+    (f"--iterations {'9' * 5000}", "--iterations: "), ("--learning_rat 1", "--learning_rat"),
+    ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"), ("--shard", "torchrun"),
+    ("--wandb project", "pip install wandb"), ("--max_usd 1", "--max_usd needs --price_in")]
 
 
-def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    data, out = tmp_path / "rows.jsonl", tmp_path / "r"
-    data.write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    real = ["--task", "ultrafeedback", "--model", "toy/base"]
-    (tmp_path / "bad_task.py").write_text(BAD_TASK)
+@pytest.mark.parametrize("flags, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monkeypatch, flags,
+                                                                  message):
+    if not flags.startswith(CODE):
+        monkeypatch.delenv("OPENAI_API_KEY")
+    (tmp_path / "bad_tasks.py").write_text(BAD_TASKS)
     monkeypatch.syspath_prepend(tmp_path)
-    write_rows(solved := tmp_path / "solved.jsonl", [
-        {"question": f"f{i}", "test": "assert f()", "response": "def f(): return 1"}
-        for i in range(6)])
-    code = ["--task", "kodcode", "--model", "toy/base", "--base_url", "http://127.0.0.1:9/v1",
-            "--data", solved, "--max_new_tokens", 9, "--max_critique_tokens", 9]
-    tested_rows = [{"question": f"f{i}", "test": "t", "response": "x", "outcome": "fails"}
-                   for i in range(20)]
-    tested = tmp_path / "tested.jsonl"
-    write_rows(tested, [*tested_rows, *({"question": f"g{i}", "test": "t"} for i in range(9))])
-    for message, *flags in (
-            ("needs --data", *real),
-            ("nowhere.jsonl: no such file", *real, "--data", "nowhere.jsonl",
-             "--annotator_function", "toy:critique"),
-            (f"{data}, line 2: field 'prompt'", *real, "--data", data,
-             "--annotator_function", "toy:critique"),
-            ("OPENAI_API_KEY", *real, "--data", data),
-            ("--annotator_function toy:nothing", "--annotator_function", "toy:nothing"),
-            ("has no linear layer named q_prj", "--lora_targets", "q_prj"),
-            ("has no linear layer named q_prj", "--task", "bad_task:BAD", "--model", "toy/base",
-             "--annotator_function", "toy:critique", "--data", solved),
-            ("its setting kl_coeff: there is no such flag", "--task", "bad_task:MISSPELT",
-             "--data", solved),
-            ("5 of 5 rows have no test outcome", *code),
-            ("rows have no test outcome", *code, "--data", tested),
-            ("holds no adapter_config.json", "--reward_model", tmp_path),
-            (str(tmp_path / "none"), "--model", tmp_path / "none"),
-            ("--schedule: square must be one of", "--schedule", "square"),
-            ("--kl_target: nan", "--kl_target", "nan"), ("--batch_size: 0", "--batch_size", 0),
-            ("--temperature: 0", "--temperature", 0), ("--learning_rat", "--learning_rat", 1),
-            *((f"--{name}: ", f"--{name}", value) for name, value in WRONG),
-            ("unrecognized arguments: --kl_penalty", "--kl_penalty", 0),
-            ("torchrun", "--shard"), ("pip install wandb", "--wandb", "project"),
-            ("--max_usd needs --price_in", "--max_usd", 1)):
-        with monkeypatch.context() as patch:
-            if "kodcode" in flags:
-                patch.setenv("OPENAI_API_KEY", "any")
-            assert message in refused(*flags, "--output_dir", out), flags
-    assert [path.name for path in out.iterdir()] == [".lock"]
-
-
-def test_the_rows_that_a_task_makes_must_fit_it(tmp_path, monkeypatch):
-    module = types.ModuleType("wrong_rows")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.TASK = Task("wrong", lambda row: row["text"],
-                       rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
-    assert "row 10 of its `rows`: the row does not fit" in refused(
-        "--task", "wrong_rows:TASK", "--annotator_function", "toy:critique",
-        "--output_dir", tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_tasks", raising=False)
+    for name, rows in FILES.items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    out = tmp_path / "run"
+    flags = shlex.split(flags.replace("{}", str(tmp_path)))
+    assert message.replace("{}", str(tmp_path)) in refused("--output_dir", out, *flags)
+    assert not out.exists() or [path.name for path in out.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', ' [{"a": 1}, {"a": 2}]'])
@@ -401,7 +367,7 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         assert read_jsonl(out / "responses.jsonl")[0].get("outcome") == outcome
 
 
-@pytest.mark.parametrize("script", ["annotate.py", "reward_model.py", "text2grad.py"])
+@pytest.mark.parametrize("script", ["annotate.py", "reward_model.py"])
 def test_an_unknown_task_is_refused_by_every_script(script):
     assert "poetry" in error_message(script, "--task", "poetry")
 
@@ -414,7 +380,8 @@ def test_help_names_every_flag_once(capsys):
     flags = re.findall(r"--\w+", output)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
     titles = re.findall(r"(?m)^(\w[\w ]*):", output)
-    assert titles == ["usage", "Algorithm 1", "options", "Run", "Base model", "Annotator", "Policy"]
+    assert titles == ["usage", "Algorithm 1", "options", "Run", "Base model", "Annotator",
+                      "Policy"]
     run = output.partition("\nRun:")[2].partition("\n\n")[0]
     assert "--data" in run and "--output_dir" in run and "--annotator_function" in run
 
@@ -431,7 +398,6 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
                      r"the model's 512 .*; lower --max_new_tokens .480. or", message), message
     capsys.readouterr()
     config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
-    from model import drop_long_rows, load_model
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     kept = drop_long_rows(read_jsonl(data), model, tokenizer, config)
     assert [row["id"] for row in kept] == ["r0", "r1", "r2", "r4", "r5"]
@@ -440,9 +406,9 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, caps
         drop_long_rows(read_jsonl(data), model, tokenizer, replace(config, max_prompt_tokens=4))
 
 
-def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
+def test_the_reward_model_script_reports(tmp_path, capsys):
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
-    write_rows(data, read_jsonl(finished_run / "feedback.jsonl")[:40])
+    write_rows(data, toy_feedback(40))
     flags = ["--data", data, "--output_dir", out, "--epochs", 1, "--held_out", 4]
     run_main(*flags, module=reward_model)
     metrics = json.loads((out / "metrics.json").read_text())
@@ -457,17 +423,14 @@ def test_the_reward_model_script_reports(finished_run, tmp_path, capsys):
     assert checksum(*out.glob("adapter/*")) == before
 
 
-def test_the_reward_model_script_takes_the_task_of_its_rows(finished_run, tmp_path):
-    """Rows of a task of one's own, whose settings differ from those of the toy task."""
-    rows = read_jsonl(finished_run / "feedback.jsonl")[:9]
-    for name, task in (("prose", "toy:PROSE"), ("unknown", "nowhere:TASK")):
-        write_rows(tmp_path / f"{name}.jsonl", [row | {"task": task} for row in rows])
-    flags = ["--data", tmp_path / "prose.jsonl", "--output_dir", tmp_path]
-    assert "SmolLM2-135M-Instruct" in error_message("reward_model.py", *flags)
-    message = error_message("reward_model.py", *flags, "--task", "toy", "--model", "none/none")
-    assert "none/none" in message                              # flags come before the rows
-    message = error_message("reward_model.py", "--data", tmp_path / "unknown.jsonl")
-    assert "--task nowhere:TASK: cannot import it" in message
+@pytest.mark.parametrize("task, flags, message", [
+    ("toy:PROSE", [], "SmolLM2-135M-Instruct"),                      # the base of this task
+    ("toy:PROSE", ["--task", "toy", "--model", "none/none"], "none/none"),      # flags go first
+    ("nowhere:TASK", [], "--task nowhere:TASK: cannot import it")])
+def test_the_reward_model_script_takes_the_task_of_its_rows(tmp_path, task, flags, message):
+    write_rows(tmp_path / "rows.jsonl", [row | {"task": task} for row in toy_feedback(9)])
+    flags = ["--data", tmp_path / "rows.jsonl", "--output_dir", tmp_path, *flags]
+    assert message in error_message("reward_model.py", *flags)
 
 
 # ── The probe: R_φ compared with the annotator on the policy's rollouts
@@ -483,9 +446,11 @@ def word_critic(row, response):
     return f"I read it.\n{spans}" if good + poor else "What is this?"
 
 
-@pytest.fixture(autouse=True)
-def _clear_requests():
+@pytest.fixture()
+def requests():
+    """The list REQUESTS, which is empty when a test begins."""
     REQUESTS.clear()
+    return REQUESTS
 
 
 def rollouts_of(deltas: dict[str, list[int]], rows: list[dict]) -> Rollouts:
@@ -496,57 +461,33 @@ def rollouts_of(deltas: dict[str, list[int]], rows: list[dict]) -> Rollouts:
     return Rollouts(rows, [], [*deltas], offsets, *[None] * 4, judged)    # no ids, no masks
 
 
-def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path):
+def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path, requests):
     """R_φ misses every second wrong token and praises one neutral token. Empty responses and
     unreadable replies do not count."""
     deltas = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
               "so so": [-1, 1, 0],                             # the reply to it is unreadable
               "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
     batch = rollouts_of(deltas, toy.rows("train", 5))
-    config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4)
+    config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4,
+                    output_dir=str(tmp_path))
     figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
                "good_recall": 2 / 2, "good_precision": 2 / 3}
-    assert probe(batch, config, tmp_path) == pytest.approx(figures)
+    assert probe(batch, config) == pytest.approx(figures)
     first, empty, unread, last, _ = deltas
-    assert sorted(REQUESTS) == sorted([first, unread, last])
-    assert probe(batch, config, tmp_path) == pytest.approx(figures)
-    assert REQUESTS[3:] == [unread], "only the unreadable reply is requested again"
-
-
-def test_where_nothing_can_be_read_there_is_no_figure(tmp_path):
-    """The figures are None. A 0 in the report's curves would look like a measurement."""
-    batch = rollouts_of({"so so": [-1, 1, 0], "": [0]}, toy.rows("train", 2))
-    figures = probe(batch, Config(annotator_function="test_pipeline:word_critic"), tmp_path)
-    assert REQUESTS == ["so so"]
-    assert {*figures} >= {"true_delta", "poor_recall", "good_precision"}
-    assert {*figures.values()} == {None}
-
-
-def test_what_cannot_be_divided_is_none_and_no_zero():
-    counts = Counter({"good marked": 4, "good hit": 3, "poor predicted": 2})
-    assert token_figures(counts) == {"good_precision": None, "good_recall": 3 / 4,
-                                     "poor_precision": 0, "poor_recall": None}
-
-
-def test_tokens_half_inside_get_nothing_and_are_counted_beside_conflicting_ones():
-    """The quotes exclude the full stops; "Bob" is praised and blamed."""
-    text = "Bob ran home. Ann sat down."
-    offsets = [m.span() for m in re.finditer(r" ?\S+", text)]
-    spans = {"good_spans": ["Bob", "home", "down"], "poor_spans": ["Bob ran"]}
-    judgement = judge(f"I read it.\n{json.dumps(spans)}", text, offsets)
-    assert judgement.delta == [0, -1, 0, 0, 0, 0]
-    assert (judgement.quotes, judgement.conflicts, judgement.half_inside) == (4, 1, 2)
+    assert sorted(requests) == sorted([first, unread, last])
+    assert probe(batch, config) == pytest.approx(figures)
+    assert requests[3:] == [unread], "only the unreadable reply is requested again"
+    unreadable = rollouts_of({unread: [-1, 1, 0], empty: [0]}, toy.rows("train", 2))
+    assert probe(unreadable, config) == dict.fromkeys(figures), "a figure of nothing is no 0"
 
 
 def half_blind(rollouts, model, tokenizer, config):
     """A critic that misses every second poor token and otherwise equals the annotator."""
-    judged = []
-    for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets):
-        judgement = judge(toy.critique(row, text) if text.strip() else "", text, offsets)
-        poor = [t for t, d in enumerate(judgement.delta) if d < 0]
-        for t in poor[1::2]:
+    judged = [judge(toy.critique(row, text) if text.strip() else "", text, offsets)
+              for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets)]
+    for judgement in judged:
+        for t in [t for t, d in enumerate(judgement.delta) if d < 0][1::2]:
             judgement.delta[t] = 0.0
-        judged.append(judgement)
     return judged
 
 
@@ -555,34 +496,32 @@ def toy_critic(row, response):
     return toy.critique(row, response)
 
 
-def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tmp_path,
-                                                                   monkeypatch):
+def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tmp_path, spy,
+                                                                   requests):
     """The run stops after a probe and before it writes the metrics. The resumed run repeats the
     iteration with the same texts and reads their replies from the journal."""
     model, tokenizer = toy_model
     add_lora(model, "policy")
-    rows, unpatched, lost = toy.rows("train", 64, length=1), policy.write_metrics, []
+    rows, lost = toy.rows("train", 64, length=1), []
     config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
-                    save_every=8)
+                    save_every=8, output_dir=str(tmp_path / "run"))
 
-    def start(out, config=config):
-        train(model, tokenizer, rows, config, out, half_blind)
-        return read_metrics(out / "metrics.jsonl")
+    def start(config):
+        train(model, tokenizer, rows, config, Path(config.output_dir), half_blind)
+        return read_metrics(Path(config.output_dir) / "metrics.jsonl")
 
-    def killed(metrics, *args):
-        if metrics["iteration"] == 10:
+    def stop(metrics, *_):
+        if metrics["iteration"] == 10 and not lost:
             lost.append({k: x for k, x in metrics.items() if not k.startswith("seconds")})
             raise KeyboardInterrupt
-        unpatched(metrics, *args)
 
-    monkeypatch.setattr("policy.write_metrics", killed)
+    spy("policy.write_metrics", stop)
     with pytest.raises(KeyboardInterrupt):
-        start(tmp_path / "run")
-    before = len(REQUESTS)
-    monkeypatch.setattr("policy.write_metrics", unpatched)
-    metrics = start(tmp_path / "run")
-    assert [metrics[9]] == lost and len(REQUESTS) == len({*REQUESTS}) > before > 16
+        start(config)
+    before = len(requests)
+    metrics = start(config)
+    assert [metrics[9]] == lost and len(requests) == len({*requests}) > before > 16
     probed = [row for row in metrics if "true_delta" in row]
     assert [row["iteration"] for row in probed] == [*range(2, 21, 2)]
     assert all(row["poor_precision"] in (1, None) for row in probed)
@@ -590,11 +529,11 @@ def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tm
     assert len(recalls) > 5 and all(0.5 <= recall <= 1 for recall in recalls)
     missed = [row for row in probed if row["poor_recall"] not in (1, None)]
     assert missed and all(row["true_delta"] < row["delta"] for row in missed)
-
-    REQUESTS.clear()
-    metrics = start(tmp_path / "none", replace(config, probe_rows=0, iterations=1))
-    assert not REQUESTS and not {"true_delta", "poor_recall"} & metrics[0].keys()
-    assert not [*(tmp_path / "none").glob("*.journal")]
+    requests.clear()
+    out = tmp_path / "none"
+    metrics = start(replace(config, probe_rows=0, iterations=1, output_dir=str(out)))
+    assert not requests and not {"true_delta", "poor_recall"} & metrics[0].keys()
+    assert not [*out.glob("*.journal")]
 
 
 def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
@@ -609,7 +548,8 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
     with loopback() as server:
         def config(usd):
             return Config(task="ultrafeedback", annotator_function=None, base_url=server.url,
-                          price_in=1e3, price_out=1e3, max_usd=usd)
+                          price_in=1e3, price_out=1e3, max_usd=usd,
+                          output_dir=str(tmp_path))
 
         def asked_and_billed():
             stats = server.stats()
@@ -619,25 +559,11 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
         calls, spent = asked_and_billed()
         assert calls == 2 and spent > 0
         with pytest.raises(InputError, match="--max_usd .* reached: .* next of 1 requests"):
-            probe(batch, config(spent * 1.01), tmp_path)
+            probe(batch, config(spent * 1.01))
         assert asked_and_billed() == (2, spent)
-        figures = probe(batch, config(1e6), tmp_path)
+        figures = probe(batch, config(1e6))
         assert asked_and_billed()[0] == 3 and figures["good_recall"] == 1
         request = str(server.stats()["recent"][-1])
         assert texts[2] in request and "passed" not in request
-        assert probe(batch, config(0.0), tmp_path) == figures
+        assert probe(batch, config(0.0)) == figures
         assert asked_and_billed()[0] == 3
-
-
-def test_a_key_that_probes_will_need_is_missed_before_anything_is_done(tmp_path, monkeypatch):
-    """The run needs no annotator for phase 1, but the probes of phase 3 do."""
-    monkeypatch.delenv("OPENAI_API_KEY")
-    flags = ["--task", "slf5k", "--data", tmp_path / "none", "--output_dir", tmp_path / "run",
-             "--reward_model", tmp_path / "r"]
-    assert "OPENAI_API_KEY is missing" in refused(*flags, "--probe_rows", 4)
-    assert "no such file" in refused(*flags)
-
-
-@pytest.mark.parametrize("flag", ["output_dir", "model"])
-def test_an_empty_flag_is_refused(flag):
-    assert f"--{flag}: the value is empty" in refused(f"--{flag}", "")

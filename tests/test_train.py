@@ -266,15 +266,6 @@ def test_the_run_passes_on_the_split(toy_model, tmp_path, monkeypatch):
     assert [*map(len, prompts)] == [18, 2] and not prompts[0] & prompts[1]
 
 
-def test_rows_that_all_have_one_prompt_are_refused(tmp_path):
-    """One prompt cannot be split, as no row would be left for the evaluation."""
-    write_rows(data := tmp_path / "rows.jsonl", [{"prompt": "Say 1."}] * 12)
-    flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data,
-             "--annotator_function", "toy:critique", "--output_dir", tmp_path]
-    message = error_message("text2grad.py", *flags)
-    assert f"{data}: all rows have the same prompt; add rows" in message
-
-
 # ── Settings of a task
 
 def model_of(millions):
