@@ -36,24 +36,15 @@ MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 
 
 # The faults. Besides those in the tables: "reset", "late" and "timeout" (no answer arrives),
 # "drip" (a byte every 0.5 s), "truncated", "empty" (no choices) and "invalid" (half a body).
-ERRORS = {                          # free: fault → (HTTP status, message, code)
-    "400": (400, "Bad request.", None),
-    "429": (429, "Rate limit reached for requests.", None),
-    "quota": (429, "You exceeded your current quota.", "insufficient_quota"),
-    "500": (500, "The server had an error.", None),
-    "error200": (200, "The provider has gone to lunch.", 502),
+ERRORS = {                          # not billed: fault → (HTTP status, message)
+    "400": (400, "Bad request."),
+    "429": (429, "Rate limit reached for requests."),
+    "500": (500, "The server had an error."),
 }
 CHOICES = {                         # billed: fault → (content, finish reason)
     "garbage": ("I am sorry, I would rather talk about the weather {today}.", "stop"),
     "filter": (None, "content_filter"),
     "null": (None, "stop"),
-}
-REPORTS = {                         # billed: fault → false `usage` of a good reply
-    "unreported": None,
-    "total": {"total_tokens": 12},
-    "counts": {"prompt_tokens": None, "completion_tokens": None},
-    "no_prompt": {"completion_tokens": 1},
-    "negative": {"prompt_tokens": -9000, "completion_tokens": -9000},
 }
 
 
@@ -65,12 +56,9 @@ class Settings:
     faults: dict = field(default_factory=dict)      # fault → share of calls
     plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
     hang: float = 600.0                 # seconds before "timeout" closes the connection
-    only_default_sampling: bool = False  # reject `temperature`, like hosted reasoning models
-    key: str = ""                       # API key; requests with another key get a 401
-    models: list = field(default_factory=list)      # other models get a 404; empty: allow all
     context: int = 0                    # context length in tokens; 0: no limit
     counting: str = "quarters"          # how `tokens` counts: "quarters" or "pieces"
-    responder: object = None            # function (request body) → reply text or Answer
+    responder: object = None            # function (request body) → reply text
 
 
 def digest(text: str) -> str:
@@ -150,9 +138,6 @@ class Server(ThreadingHTTPServer):
             self.recent.append(body)
             prompt = digest(body["messages"][-1]["content"])
             self.prompt_counts[prompt] += 1
-            refusal = self._refusal(body)
-            if refusal:
-                return "", refusal
             fault = self._next_fault(prompt)
             self.faults.update([fault] if fault else [])
             answer = self._answer(fault, body)
@@ -171,40 +156,23 @@ class Server(ThreadingHTTPServer):
                 return fault
         return ""
 
-    def _refusal(self, body: dict) -> Answer | None:
-        """The error for a request that the settings do not allow, or None."""
-        settings = self.settings
-        if settings.models and body.get("model") not in settings.models:
-            return openai_error(404, f"The model `{body.get('model')}` does not exist or you "
-                                "do not have access to it.")
-        if settings.only_default_sampling and "max_tokens" in body:
-            return openai_error(400, "Unsupported parameter: 'max_tokens' is not supported "
-                                "with this model. Use 'max_completion_tokens' instead.")
-        if settings.only_default_sampling and {"temperature", "top_p"} & set(body):
-            return openai_error(400, "Unsupported value: 'temperature' is not supported.")
-        size = prompt_tokens(body["messages"], settings.counting)
-        if settings.context and size > settings.context:
-            return openai_error(400, "This model's maximum context length is "
-                                f"{settings.context} tokens. However, your messages resulted "
-                                f"in {size} tokens.")
-        return None
-
     def _answer(self, fault: str, body: dict) -> Answer:
         """The answer with this fault, or the good answer for "" and for late answers."""
+        settings = self.settings
+        prompt = prompt_tokens(body["messages"], settings.counting)
+        if settings.context and prompt > settings.context:
+            return openai_error(400, f"This model's maximum context length is "
+                                f"{settings.context} tokens. Your messages have {prompt}.")
         if fault in ERRORS:
             return openai_error(*ERRORS[fault])
         if fault == "timeout":
             return Answer(None)
         if fault == "invalid":
             return Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"')
-        reply = (self.settings.responder or critique)(body)
-        if isinstance(reply, Answer):
-            return reply
+        reply = (settings.responder or critique)(body)
         cut = (reply[: len(reply) * 2 // 3], "length")
         text, finish = cut if fault == "truncated" else CHOICES.get(fault, (reply, "stop"))
         answer = self._completion(body, text, finish)
-        if fault in REPORTS:
-            answer.body["usage"] = REPORTS[fault]
         if fault == "empty":
             answer.body["choices"] = []
         return Answer(None, usage=answer.usage) if fault == "reset" else answer
@@ -226,9 +194,9 @@ class Server(ThreadingHTTPServer):
             "usage": {**usage, "total_tokens": sum(usage.values())}}, usage)
 
 
-def openai_error(status: int, message: str, code=None) -> Answer:
+def openai_error(status: int, message: str) -> Answer:
     """An error in OpenAI's format."""
-    return Answer(status, {"error": {"message": message, "code": code}})
+    return Answer(status, {"error": {"message": message, "code": None}})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -245,10 +213,8 @@ class Handler(BaseHTTPRequestHandler):
         """Answer a request for a chat completion."""
         content = self.rfile.read(int(self.headers["Content-Length"]))
         settings = self.server.settings
-        if settings.key and self.headers["Authorization"] != f"Bearer {settings.key}":
-            return self._send(openai_error(401, "Incorrect API key provided."))
         fault, answer = self.server.chat(json.loads(content))
-        wait = {"timeout": settings.hang, "late": settings.hang, "429": 0, "quota": 0}
+        wait = {"timeout": settings.hang, "late": settings.hang, "429": 0}
         is_gone = select.select([self.connection], [], [], wait.get(fault, settings.delay))[0]
         if answer.status is None and answer.usage and not is_gone:
             linger = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
