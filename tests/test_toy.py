@@ -158,7 +158,8 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     # In prose, words that the post does not have are poor. Words of it, also inflected, words
     # about posts, and facts are not.
     (POST, "The sister opened it in March.", ["sister", "March"], [], "", 1, 0),
-    (POST, "A polar bear opened it, a 16-year-old bear.", [], ["polar bear", "16-year-old bear"],
+    (POST, "A polar bear opened it, a 16-year-old bear.", [],
+     ["polar bear", "16-year-old bear"],
      "The post has no polar bear. The post has no 16-year-old bear.", 1 / 7, 0),
     (POST, "A bear opened it, a bear.", [], ["bear"], "The post has no bear.", 1 / 3, 1),
     (POST, "The author says that opening mails in June didn't cost dinner.", [],
