@@ -45,20 +45,32 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA o
 
 # ── Helpers
 
-@pytest.fixture(params=["toy_model", "stories"])
-def base(request):
-    """Each of the two real checkpoints in turn."""
-    return request.getfixturevalue(request.param)
+REAL = ["toy_model", "stories"]
+# Tiny random models: architecture, its config, and how they differ from the fixture `tiny`.
+FAMILIES = {
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "mistral-sliding": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 961}),   # its tokenizer adds one
+    "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, {
+        "vocab_size": 961, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 1}),
+    # Learnt absolute positions, and Conv1D instead of linear layers.
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4})}
 
 
-@pytest.fixture()
-def gpt(tiny):
-    """A tiny GPT-2, which has learnt absolute positions and Conv1D instead of linear layers."""
-    path = tiny(GPT2LMHeadModel, GPT2Config, n_embd=32, n_layer=2, n_head=4)
-    return load_model(path, device="cpu")
+@pytest.fixture(params=REAL)
+def base(request, tiny):
+    """A real checkpoint or a random model of a family, with its tokenizer."""
+    if request.param in REAL:
+        return request.getfixturevalue(request.param)
+    architecture, config, options = FAMILIES[request.param]
+    model, tokenizer = load_model(tiny(architecture, config, **options), device="cpu")
+    assert type(model) is architecture and not any(p.requires_grad for p in model.parameters())
+    return model, tokenizer
 
 
-with_positions = pytest.mark.parametrize("base", ["toy_model", "stories", "gpt"], indirect=True)
+with_families = pytest.mark.parametrize("base", [*REAL, *FAMILIES], indirect=True)
+with_lora = pytest.mark.parametrize("base", [*REAL, *FAMILIES][:-1], indirect=True)
 
 
 @pytest.fixture()
@@ -257,11 +269,12 @@ def test_the_logits_never_exist_at_once(dtype, n, most, monkeypatch):
 
 # ── LoRA
 
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "gate_proj")])
-def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
+@with_lora
+def test_we_read_an_adapter_of_peft(base, tmp_path):  # Table 5
     """Logits and gradients equal PEFT's, dropout acts in training, PEFT reads our files."""
     model, tokenizer = base
     ids = tokenizer(LONG).input_ids
+    targets = "q_proj", "v_proj", "gate_proj"
     peft = peft_adapter(model, tmp_path / "peft", targets, lora_dropout=0.5)
     theirs, bare = logits_of(peft, ids), logits_of(model, ids)
     load_lora(model, "policy", tmp_path / "peft")
@@ -278,7 +291,7 @@ def test_we_read_an_adapter_of_peft(base, tmp_path, targets):
                  for name, p in peft.named_parameters() if "lora_" in name}
     ours = {name.replace(".policy", ".weight"): p.grad for name, p in model.named_parameters()
             if "lora_" in name}
-    assert ours.keys() == gradients.keys() and len(ours) == 4 * model.config.num_hidden_layers
+    assert ours.keys() == gradients.keys() and len(ours) == 6 * model.config.num_hidden_layers
     assert all(relative(ours[name], gradients[name]) < 1e-4 for name in ours)
     save_lora(model, "policy", tmp_path / "again")
     fresh = AutoModelForCausalLM.from_pretrained(directory_of(model))
@@ -339,33 +352,6 @@ def test_a_bfloat16_base_keeps_its_adapter_in_float32(toy_model):
         assert layer(x).dtype == torch.bfloat16
         # Over eight seeds all are equal; of an update in bfloat16 44 to 52 % are.
         assert (layer(x) == theirs).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("architecture, config, extra", [
-    (MistralForCausalLM, MistralConfig, {"sliding_window": 6}),
-    (MistralForCausalLM, MistralConfig, {}),
-    (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 961}),     # Qwen's tokenizer adds a token
-    (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 961, "use_sliding_window": True,
-                                     "sliding_window": 5, "max_window_layers": 1}),
-], ids=["mistral-sliding", "mistral", "qwen2", "qwen2-mixed"])
-def test_other_families_load_sample_and_take_adapters(tiny, tmp_path, architecture, config,
-                                                      extra):  # Table 5
-    """load_model, generate (against transformers) and LoRA (against PEFT), also with sliding
-    windows."""
-    model, tokenizer = load_model(tiny(architecture, config, **extra), device="cpu")
-    assert type(model) is architecture and not any(p.requires_grad for p in model.parameters())
-    if "max_window_layers" in extra:
-        assert len(set(model.config.layer_types)) == 2
-    ids, prompts = tokenizer(LONG).input_ids, prompts_of(tokenizer)
-    theirs = logits_of(peft_adapter(model, tmp_path / "peft"), ids)
-    load_lora(model, "policy", tmp_path / "peft")
-    eos, cut = staggering_eos(generate(model, prompts, 16, temperature=0))
-    with use_lora(model, "policy"):
-        torch.testing.assert_close(logits_of(model, ids), theirs, atol=1e-4, rtol=1e-4)
-        ours = generate(model, prompts, 16, 0, eos)
-        assert ours == transformers_greedy(model, prompts, 16, eos)
-    assert generate(model, prompts, 16, 0, eos) == cut
-    assert transformers_greedy(model, prompts, 16, eos) == cut
 
 
 # ── load_model, fingerprint, ValueHead
@@ -632,7 +618,7 @@ def test_answers_end_with_eos_and_every_eos_is_known(toy_model, bos_tokenizer):
 
 # ── The training forward
 
-@with_positions
+@with_families
 def test_scores_are_those_of_the_unpadded_sequence(base):
     """Each row of a padded batch gets the log-probs of its unpadded prompt and response."""
     model, tokenizer = base
@@ -667,8 +653,8 @@ def test_no_token_without_probability_is_drawn(size):
         assert drawn_ids.tolist() == [size // 4, last] * 8
 
 
-@with_positions
-def test_greedy_is_transformers_greedy(base, monkeypatch):
+@with_families
+def test_greedy_is_transformers_greedy(base, monkeypatch):  # Table 5
     """Equal tokens, including EOS, for prompts of unequal length that end at different times.
 
     The prefill processes two columns at a time, the cache is allocated once, and finished rows

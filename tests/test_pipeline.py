@@ -231,8 +231,8 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_sto
     """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
     flags = ["--task", "slf5k", "--model", long_stories,
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
-             "--annotated_rows", 5, "--reward_epochs", 1, *TINY,
-             "--output_dir", tmp_path / "run"]
+             "--annotated_rows", 5, "--reward_epochs", 1, *TINY, "--iterations", 1,
+             "--max_critique_tokens", 16, "--output_dir", tmp_path / "run"]
     run_main(*flags)
     calls, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
     assert calls == len(feedback) == 5
