@@ -121,7 +121,7 @@ class Journal:
 
     def append_reason(self, question: Question, reason: str | None) -> str | None:
         """Record why a parser refuses the reply, or that it accepts it; return the reason."""
-        reason = one_line(reason) if reason else None
+        reason = reason and one_line(reason)
         if reason != self.records[question.key]["reason"]:
             self._write(question, reason=reason, is_read=True)
         return reason
@@ -163,11 +163,12 @@ class Journal:
             return
         usage = record.get("due") or record["usage"]
         usd = record["usd"] or self.usd(**usage)             # a run without prices wrote None
+        cost = usd or 0.0
         if "due" in record:
-            self.spent += usd or 0.0                         # until its reply shows the cost
-            self.open_costs[key] = usd or 0.0
+            self.spent += cost                               # until its reply shows the cost
+            self.open_costs[key] = cost
         else:
-            self.spent += (usd or 0.0) - self.open_costs.pop(key, 0.0)
+            self.spent += cost - self.open_costs.pop(key, 0.0)
             self.records[key] = record | {"usd": usd}
 
 
@@ -214,12 +215,11 @@ def ask(questions: list[Question], journal: Journal, model: Server | LocalFuncti
     todo.sort(key=lambda question: question.key in journal.records)    # earlier failures last
     if todo and asyncio.run(_ask_all(todo, journal, model, review, concurrency)):
         todo = missing(todo, journal)
-        usage = model.max_usage(todo[0])
         raise InputError(f"--max_usd {journal.max_usd:g} reached: ${journal.spent:.4f} is "
                          f"spent at {model}, and the next of {len(todo)} requests may cost "
-                         f"${journal.usd(**usage):.4f}. Raise --max_usd to continue, or lower "
-                         f"`max_tokens` of the task or mode, which limits a reply. Every reply "
-                         f"is in {journal.path}")
+                         f"${journal.usd(**model.max_usage(todo[0])):.4f}. Raise --max_usd to "
+                         f"continue, or lower `max_tokens` of the task or mode, which limits a "
+                         f"reply. Every reply is in {journal.path}")
     return journal.records
 
 
@@ -283,11 +283,6 @@ async def _work(run, questions):
 async def _request(run, question):
     """Send a request, with retries, and record its replies; None if the run was stopped."""
     for trial in range(run.model.retries + 1):
-        if trial:
-            run.bar.set_postfix_str(reply.reason[:60])
-            with suppress(TimeoutError):
-                pause = max(reply.pause, PAUSE * 2 ** (trial - 1))
-                await asyncio.wait_for(run.stop.wait(), pause)
         while not (run.stop.is_set() or run.journal.can_afford(run.model.max_usage(question))):
             if not run.journal.open_costs:
                 run.stop.set()                               # the budget is too small
@@ -298,9 +293,13 @@ async def _request(run, question):
         run.journal.begin(question, usage)
         reply = await run.model.ask(question)
         run.journal.append(question, reply, usage)
-        if reply.status < 500 and reply.status not in (408, 409, 429):
-            break
-    return reply
+        is_final = reply.status < 500 and reply.status not in (408, 409, 429)
+        if is_final or trial == run.model.retries:
+            return reply
+        run.bar.set_postfix_str(reply.reason[:60])
+        with suppress(TimeoutError):
+            pause = max(reply.pause, PAUSE * 2**trial)
+            await asyncio.wait_for(run.stop.wait(), pause)
 
 
 def _count(run, question, reason):
@@ -465,10 +464,9 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
         content = None
 
     status = answer.status_code
-    is_error = finish_reason == "error"
-    if status < 400 and (is_error or not content):
+    if status < 400 and (finish_reason == "error" or not content):
         code = re.search(r'"\w*(?:code|status)\w*"\s*:\s*"?([45]\d\d)\b', text)
-        status = int(code[1]) if code else 502 if is_error else 200
+        status = int(code[1]) if code else 502 if finish_reason == "error" else 200
     if status >= 400:
         if status < 500 and status != 408 or re.search(NOT_GENERATED, text):
             usage = FREE
@@ -476,7 +474,7 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
                      read_retry_after(answer.headers.get("Retry-After", "")))
     if content is None:
         reason = one_line(f"the server's answer is no chat completion: {text}")
-        return Reply(public(text), reason, usage, status=404)
+        return Reply(public(text), reason, usage, 404)
     reason = None
     if re.search("(?i)length|max|limit", finish_reason):
         reason = f"cut off after {max_tokens} tokens"

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
@@ -127,10 +126,10 @@ def accept(_question, _text):
     return None
 
 
-def run(world, path, n=3, cap=None, concurrency=1, review=accept, retries=2, start=0, **options):
+def run(world, path, n=3, cap=None, concurrency=1, review=accept, start=0, **options):
     """Ask n questions → (records, message of the InputError or None, USD booked)."""
-    server = Server("m", "http://u:pass-word@h/v1", max_tokens=MAX_TOKENS, retries=retries,
-                    **options)
+    server = Server("m", "http://u:pass-word@h/v1", max_tokens=MAX_TOKENS,
+                    **{"retries": 2, **options})
     message = None
     with Journal(path, *PRICES.values(), cap) as journal:
         try:
@@ -190,6 +189,17 @@ CODE_IN_CHOICE = {"choices": [{"index": 0, "finish_reason": "error", "error": {"
                                "message": {"role": "assistant", "content": "It is"}}]}
 NULL_AND_ERROR = {"choices": [{"message": {"content": None}}], "error": {"code": 500}}
 BARE_ERROR = {"choices": [{"finish_reason": "error", "message": {"content": ""}}]}
+# Contents of a reply, as JSON texts, and bodies that are no completion.
+PART = '{"type": "text", "text": "fine"}'
+CONTENTS = [
+    f"[{PART}]", f"[{PART}, {PART}]", f'[{PART}, {{"type": "image_url"}}]', "[]", "null", "7",
+    '{"text": "x"}', "true", '"  "', '["a", "b"]', '[{"type": "text"}]', '"\\ud83d"',
+    '[{"type": "text", "text": 7}]', json.dumps("[" * 100_000), "[" * 900 + "]" * 900]
+BODIES = [
+    "{}", '{"choices": []}', '{"choices": {}}', '{"choices": [null]}', '{"choices": [{}]}',
+    '{"choices": [{"message": null}]}', '{"choices": [{"message": "hi"}]}', "[]", "5", "null",
+    '{"choices": [{"mess', "", "[" * 200_000, '{"error": {"message": "no"}}', HTML,
+    'data: {"choices": []}\n\n', '{"choices": [{"message": {}, "finish_reason": ["stop"]}]}']
 # Servers whose bill is at most what was asked for. Those that report report the truth, or
 # nothing that can be used.
 WITHIN = {
@@ -214,13 +224,16 @@ WITHIN = {
     "NaN": reports(lambda p, c: usage(float("nan"), float("nan"))),
     "infinite": reports(lambda p, c: usage(float("inf"), float("inf"))),
     "5,000 digits": lambda body, number: Answer(
-        json.dumps(completion(usage("N", "N")).body).replace('"N"', "9" * 5000), billed=(40, 60)),
+        json.dumps(completion(usage("N", "N")).body).replace('"N"', "9" * 5000), billed=(9, 9)),
     "nulls": reports(lambda p, c: usage(None, None)),
-    "content in parts": reports(usage, content=[{"type": "text", "text": "fine"}]),
-    "cut off": reports(usage, finish="length"), "filtered": reports(usage, content=None),
+    "cut off": reports(usage, finish="length"),
+    **{f"content {text[:20]}": reports(usage, content=json.loads(text)) for text in CONTENTS},
+    **{f"body {text[:20]}": lambda body, number, text=text: Answer(text, billed=full(body))
+       for text in BODIES},
     "500 billed": lost(), "502 HTML billed": lost(502, HTML), "503 billed": lost(503),
     "504 billed": lost(504, HTML), "524 billed": lost(524, "timeout"), "529 billed": lost(529),
-    "408 billed": lost(408), "every second 500": lost(every=2), "every third 503": lost(503, every=3),
+    "408 billed": lost(408), "every second 500": lost(every=2),
+    "every third 503": lost(503, every=3),
     "500 in 200 billed": lambda body, n: Answer(error(500), billed=full(body)),
     "error in a choice": lambda body, n: Answer(CODE_IN_CHOICE, billed=full(body)),
     "null and error": lambda body, n: Answer(NULL_AND_ERROR, billed=full(body)),
@@ -234,19 +247,15 @@ WITHIN = {
     "429 in 200": unbilled(error(429), 200), "429 in 200 twice": unbilled(error(429), 200, 2),
     "401": unbilled(error(None), 401), "403": unbilled(error(None), 403),
     "404": unbilled(HTML, 404), "400": unbilled(error(None), 400), "302": unbilled("", 302),
-    "HTML billed": lambda body, n: Answer(HTML, billed=full(body)),
-    "nothing billed": lambda body, n: Answer("", billed=full(body)),
-    "event stream": lambda body, n: Answer('data: {"choices": []}\n\n', billed=full(body)),
     "HTML later": lambda body, n: (completion(billed=full(body)) if n < 3
                                    else Answer(HTML, billed=full(body))),
-    "no choices": reports(usage, content=7),
     "top_p refused": lambda body, n: (Answer(error(400, "top_p?"), 400) if "top_p" in body
                                       else completion(billed=full(body))),
 }
 # Servers that bill more than was asked for, and say so.
 EXCEEDING = {
-    "2.5 times": exceeds(2.5, 2.5), "9 times": exceeds(9, 9), "40 times the reply": exceeds(1, 40),
-    "3 times the prompt": exceeds(3, 1),
+    "2.5 times": exceeds(2.5, 2.5), "9 times": exceeds(9, 9),
+    "40 times the reply": exceeds(1, 40), "3 times the prompt": exceeds(3, 1),
     "reasoning 12 times": lambda body, n: completion(usage(300, 60, 1560), billed=(300, 1260)),
     "more with every reply": lambda body, n: completion(billed=(300, 100 + 90 * n)),
     "only the fifth": lambda body, n: completion(billed=(300, 5000 if n == 5 else 90)),
@@ -263,8 +272,8 @@ KINDS = WITHIN | EXCEEDING
 def test_the_cap_holds_and_the_bill_is_booked(monkeypatch, tmp_path, kind, capsys):
     """Two runs each. Also: no usable reply is bought twice, and the first request is alone."""
     number = [*KINDS].index(kind)
-    n = 80 if SLOW else 20
-    for cap, concurrency in SETTINGS if SLOW else {SETTINGS[number % 9], SETTINGS[5]}:
+    n = 80 if SLOW else 12
+    for cap, concurrency in SETTINGS if SLOW else [SETTINGS[number % 9]]:
         world = World(monkeypatch, KINDS[kind])
         path = tmp_path / f"{cap}-{concurrency}"
         largest = sum(usd(question.size, MAX_TOKENS) for question in questions(n))
@@ -297,8 +306,8 @@ BOTH = {"temperature", "top_p"}
 # (message, names of which any is refused, names that are left out in the end)
 REFUSALS = [
     ("`temperature` is deprecated for this model.", {"temperature"}, BOTH),
-    ("Unsupported value: 'temperature' does not support 0.3 with this model. Only the default (1) "
-     "value is supported.", {"temperature"}, BOTH),
+    ("Unsupported value: 'temperature' does not support 0.3 with this model. Only the default "
+     "(1) value is supported.", {"temperature"}, BOTH),
     ("invalid temperature: only 1 is allowed for this model", {"temperature"}, BOTH),
     ("temperature must be 1 when thinking is enabled", {"temperature"}, BOTH),
     ("temperature and top_p are not supported", BOTH, BOTH),
@@ -316,8 +325,8 @@ REFUSALS = [
         "Unsupported value: 'messages[0].role' does not support 'system' with this model.",
         "Conversation roles must alternate user/assistant/user/assistant/...",
         "Developer instruction is not enabled for models/gemma-3-27b-it",
-        "This model does not support system prompts.", "Jinja Exception: System role not supported",
-        "messages: Unexpected role \"system\".", "system messages are not allowed")],
+        "This model does not support system prompts.", "system messages are not allowed",
+        "messages: Unexpected role \"system\".", "Jinja: System role not supported")],
 ]
 FORMS = [
     lambda text: Answer(error(None, text), 400), lambda text: Answer({"detail": text}, 422),
@@ -420,7 +429,7 @@ def beside(code) -> dict:
 ERRORS = [error, lambda code: error(str(code)), in_choice, beside,
           lambda code: {"code": code, "message": "slow down"},
           lambda code: {"error": {"status": code, "message": "x"}},
-          lambda code: [{"error": {"code": code, "message": "slow down", "status": "RESOURCE"}}],
+          lambda code: [{"error": {"code": code, "message": "slow down", "status": "BUSY"}}],
           lambda code: {"error": {"message": "x", "metadata": {"status_code": code}}}]
 
 
@@ -470,9 +479,8 @@ def test_a_good_reply_starts_the_count_of_failures_again(world, tmp_path):
 
 
 @pytest.mark.parametrize("message, finish, words", [
-    ({"reasoning_content": "Let me see."}, "stop", "reasoning_content"),
-    ({"reasoning": "Let me see."}, "stop", "reasoning"), ({"thinking": "Hm."}, "stop", "thinking"),
-    ({"refusal": "I cannot help with that."}, "stop", "refusal"),
+    *[({name: "Let me see."}, "stop", name)
+      for name in ("reasoning_content", "reasoning", "thinking", "refusal")],
     ({"tool_calls": [{"id": "c"}]}, "tool_calls", "tool_calls"),
     ({"function_call": {"name": "f"}}, "function_call", "function_call"),
     ({}, "content_filter", "content_filter"), ({}, "SAFETY", "SAFETY"),
@@ -480,7 +488,7 @@ def test_a_good_reply_starts_the_count_of_failures_again(world, tmp_path):
     *[({"content": "It is", "reasoning_content": "x"}, finish, "cut off after 100 tokens")
       for finish in ("length", "MAX_TOKENS", "max_tokens", "model_length", "max_output_tokens",
                      "LENGTH", "token_limit")]])
-def test_the_reason_says_what_is_there_instead_of_a_reply(world, tmp_path, message, finish, words):
+def test_the_reason_says_what_is_there_instead(world, tmp_path, message, finish, words):
     def server(body, n):
         return completion(finish=finish, **({"content": None, "refusal": None} | message))
 
@@ -515,8 +523,9 @@ def test_the_server_is_asked_again_after_the_time_that_it_names(world, tmp_path,
 
 @pytest.mark.parametrize("report, booked", [
     (usage(300, 60, 1360), (300, 1060)), (usage(300, 60, 360), (300, 60)),
-    (usage(300, 60), (300, 60)), (usage(300, 0, 900), (300, 600)), (usage(300, 60, 0), (300, 60)),
-    (usage(300, 60, 12), (300, 60)), (usage(300.0, 60.0, 1360.0), (300, 1060)),
+    (usage(300, 60), (300, 60)), (usage(300, 0, 900), (300, 600)),
+    (usage(300, 60, 0), (300, 60)), (usage(300, 60, 12), (300, 60)),
+    (usage(300.0, 60.0, 1360.0), (300, 1060)),
     (usage(300, 60, None), (300, 60)), (usage(0, 60, 60), (None, 60)),
     (usage(0, 60, 1060), (None, 1060)), (usage(0, 60), (None, 60)),
     (usage(3000, 20_000, 23_000), (3000, 20_000)), (usage(300, 60, "1360"), (None, None)),
@@ -607,10 +616,9 @@ def failing(failure, every=1) -> Callable:
     return read
 
 
-@pytest.mark.parametrize("concurrency", [1, 8, 64])
-@pytest.mark.parametrize("failure", [
-    KeyError("labels"), ValueError("x"), IndexError(), RecursionError(), AttributeError("\x1b[1m"),
-    ZeroDivisionError(), AssertionError()])
+@pytest.mark.parametrize("failure, concurrency", [
+    (KeyError("labels"), 64), (ValueError("x"), 8), (IndexError(), 1), (RecursionError(), 64),
+    (AttributeError("\x1b[1m"), 8), (AssertionError(), 64)])
 def test_a_parser_that_raises_loses_no_reply(work, failure, concurrency):
     """Nothing is requested while the parser raises, and nothing twice when it is mended."""
     work.world.server = lambda body, n: completion(content=f"reply {n}")
@@ -652,7 +660,7 @@ def test_a_refused_reply_is_read_again_before_it_is_bought_again(work, every):
     assert work.run(any_text, 20) is None
     assert len(work.world.requests) == 20, "a reply was bought twice"
     assert work.run(any_text, 20) is None and len(read_rows(work.output)) == 20
-    work.run(read, 20)                       # the parser refuses again: now they are bought again
+    work.run(read, 20)                       # it refuses again, so they are bought again
     assert len(work.world.requests) == 20 + len(range(0, 20, every))
 
 
@@ -741,7 +749,8 @@ def test_journals_of_earlier_versions_are_read_as_before(lines, tmp_path, capsys
 # ── Nothing secret and nothing that a terminal obeys leaves a run
 
 SECRET = "sk-Ab3-" + "x1" * 20
-NASTY = f"\x1b]0;owned\x07\x1b[2Kgone\rBearer {SECRET} \x9b31m https://u:pass-word@h/v1?k=query-key"
+NASTY = (f"\x1b]0;owned\x07\x1b[2Kgone\rBearer {SECRET} \x9b31m "
+         f"https://u:pass-word@h/v1?k=query-key")
 
 
 @pytest.mark.parametrize("answer", [
@@ -782,11 +791,7 @@ def test_a_key_that_is_a_word_is_left_in_texts(monkeypatch, key):
 
 # ── Bodies of servers, and a server that nobody here wrote
 
-# The booked USD of servers.jsonl's cases over three rows, and the reason or the message.
-def largest_prompt(work) -> int:
-    return len(json.dumps(work.world.requests[-1]["messages"]))
-
-
+# A case of servers.jsonl → the number of requests for three rows, and words of the message.
 RIGHT = {
     "claude_temperature_and_top_p": (4, None), "no_system_role": (4, None),
     "xai_reasoning_usage": (3, None), "openrouter_429_in_200": (5, None),
@@ -821,7 +826,9 @@ def test_the_bodies_of_real_servers(shared, work, name, concurrency):
         assert message is None and len(read_rows(work.output)) == 3
     reply = {"xai_reasoning_usage": 1060, "openrouter_401_in_200": 0, "stream_only_400": 0}
     tokens = reply.get(name, 60)
-    prompt = largest_prompt(work) if name == "ollama_cached_prompt" else 300 * bool(tokens)
+    prompt = 300 * bool(tokens)
+    if name == "ollama_cached_prompt":
+        prompt = size(work.world.requests[-1])
     assert booked(work.journal) == pytest.approx(3 * usd(prompt, tokens))
 
 
@@ -876,7 +883,8 @@ def test_transformers_serve_annotates_and_judges(transformers_serve, tmp_path, m
     records = [json.loads(line) for line in before.splitlines()]
     usages = [record["usage"] for record in records if "reply" in record]
     assert len(records) == 10 and len(usages) == 5
-    assert all(10 < usage["prompt_tokens"] < 400 and usage["completion_tokens"] for usage in usages)
+    assert all(10 < usage["prompt_tokens"] < 400 for usage in usages)
+    assert all(usage["completion_tokens"] for usage in usages)
     assert all(row["critique"] and row["usd"] > 0 for row in read_rows(output))
     annotate(config)
     assert journal.read_bytes() == before, "the second run has sent a request"
@@ -885,7 +893,3 @@ def test_transformers_serve_annotates_and_judges(transformers_serve, tmp_path, m
     pairs = pairwise_questions([{"id": "a", "prompt": "Which?"}], ["Cats."], ["Dogs."], judge)
     verdicts = ask_judge(pairs, judge, tmp_path / "judge.journal")
     assert len(verdicts) == 2 and all("no verdict" in verdict["reason"] for verdict in verdicts)
-
-    other = AnnotateConfig(**{**vars(config), "annotator_model": "no/such-model", "retries": 0})
-    with pytest.raises(InputError, match="with model 'no/such-model': HTTP"):
-        annotate(other)
