@@ -128,6 +128,9 @@ def load_base(config, device):
 
 
 def _read_model(path, dtype, device, to_shard):
+    if os.path.exists(os.path.join(path, ADAPTER_FILES[0])):
+        raise ModelError(f"{path} is an adapter; give its base as --model, and the adapter as "
+                         f"--adapter or --reward_model")
     # Callers check the length of each row, so the tokenizer needs no limit.
     tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30,
                                               trust_remote_code=False)

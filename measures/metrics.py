@@ -140,8 +140,9 @@ def load_encoder(name):
         raise InputError(f"--encoder {name}: the layer {layer!r} is not a number; write "
                          f"NAME:LAYER, for example roberta-large:17")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True,
+                                            trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"cannot load an encoder from {path}: {reason}; --encoder needs a "

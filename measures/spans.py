@@ -435,7 +435,8 @@ def main():
     rows = read_rows(args.audit)
     places = None
     if args.tokenizer:
-        places = partial(response_tokens, AutoTokenizer.from_pretrained(args.tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
+        places = partial(response_tokens, tokenizer)
     # eval.py sets `reason` if a critique cannot be parsed.
     readable_rows = [row for row in rows if not row.get("reason")]
     print(f"{audit_text(audit(readable_rows, places))}\n\n"

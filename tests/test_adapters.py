@@ -18,8 +18,8 @@ from transformers import (Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llam
 import sampling
 from data import ModelError
 from helpers import ROOT, randomise
-from model import (LoRALinear, encode_prompt, load_lora, load_model, response_hidden, save_lora,
-                   use_lora)
+from model import (LoRALinear, add_lora, encode_prompt, load_lora, load_model, response_hidden,
+                   save_lora, use_lora)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 IDS = [5, 9, 77, 300, 12, 8, 99, 640]
@@ -383,3 +383,12 @@ def test_what_was_sampled_with_a_cache_is_scored_alike_wherever_a_run_is_accepte
     torch.testing.assert_close(torch.cat(alone), scores, atol=1e-4, rtol=1e-4)
     message = refusal(generate, model, prompts, limit - len(IDS) + 1)
     assert f"exceeds the model's context of {limit} tokens" in message
+
+
+def test_an_adapter_is_no_base(tmp_path, toy_model):
+    """transformers would load the base of the adapter and then the adapter, without a word."""
+    model, _ = toy_model
+    add_lora(model, "policy", 4, 8)
+    save_lora(model, "policy", tmp_path / "adapter")
+    with pytest.raises(ModelError, match="is an adapter; give its base as --model"):
+        load_model(tmp_path / "adapter")
