@@ -1,9 +1,8 @@
 """A base sharded over two ranks (FSDP2, gloo) gives the numbers and files of one process, with
 less memory and few all-gathers."""
 
-import os
-import subprocess
-import sys
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,16 @@ from sampling import generate, head_weight, pad_batch, token_logprobs
 
 PROMPTS = [[5, 9, 33], [7], [101, 12, 13, 14, 15, 16], [200, 201], [3, 4, 5, 6], [44, 45, 46]]
 RESPONSES = [[8, 8, 9], [10, 11, 12, 13, 14], [15], [30, 31], [50, 60, 70, 80], [90, 91]]
+TOKENS = sum(map(len, RESPONSES))
 
 
 # ── What a rank does
+
+def join(rank, port):
+    """Make this process one of two ranks."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=2)
+
 
 def prepared(path):
     """The base at `path` with a policy adapter whose weights are not zero."""
@@ -35,22 +41,22 @@ def prepared(path):
     return model
 
 
-def trained(model, rows, total):
-    """Hidden states, log-probs, and the adapter gradients of the log-probs' sum / `total`."""
+def trained(model, rows):
+    """Hidden states, log-probs, and the adapter gradients of the log-probs' sum / TOKENS."""
     batch = pad_batch([PROMPTS[i] for i in rows], [RESPONSES[i] for i in rows])
     at = batch[3].bool()
     with use_lora(model, "policy"):
         hidden = response_hidden(model, *batch)[at]
     logprobs = token_logprobs(hidden, head_weight(model), batch[2][at])
-    (logprobs.sum() / total).backward()
+    (logprobs.sum() / TOKENS).backward()
     gradients = [p.grad for p in lora_parameters(model, "policy")]
     return hidden.detach(), logprobs.detach(), gradients
 
 
-def sampled(model, tokens=12):
+def sampled(model):
     """Sampled responses to all prompts with the adapter; the rows end at different times."""
     with gathered(model), use_lora(model, "policy"):
-        return generate(model, PROMPTS, tokens, eos_token_id=list(range(0, 700, 3)),
+        return generate(model, PROMPTS, 12, eos_token_id=list(range(0, 700, 3)),
                         generator=torch.Generator().manual_seed(2))
 
 
@@ -77,78 +83,95 @@ def local_bytes(model):
     return sum(p.nbytes for p in local)
 
 
-def on_a_rank(rank, port, path, directory, checkpointed):
-    """Save all results that the tests check to `directory`, on each rank."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=2)
+def run_rank(rank, port, path, directory, is_checkpointed):
+    """Save all results that the test checks to `directory`, on each rank."""
+    join(rank, port)
     model = prepared(path)
-    before = local_bytes(model), fingerprint(model)
+    whole = local_bytes(model), fingerprint(model)
     shard(model, "cpu")
-    if checkpointed:
+    if is_checkpointed:
         checkpoint_activations(model)
     ids = sampled(model)
     counts = [gathers(model, n) for n in (8, 24)]
     with Gathers() as each_pass:
         response_hidden(model, *pad_batch(PROMPTS, RESPONSES))
     resting = local_bytes(model)
-    mine = [0, 2, 4] if rank == 0 else [1, 3, 5]
-    hidden, logprobs, gradients = trained(model, mine, sum(map(len, RESPONSES)))
+    hidden, logprobs, gradients = trained(model, range(rank, 6, 2))
     for gradient in gradients:
         dist.all_reduce(gradient)
     assert local_bytes(model) == resting, "what was gathered must be freed"
     if rank == 1:                        # saving needs no collective, so one rank can do it
         save_lora(model, "policy", directory / "adapter")
     torch.save({"hidden": hidden, "logprobs": logprobs, "gradients": gradients, "ids": ids,
-                "counts": counts, "each_pass": each_pass.count, "share": resting / before[0],
-                "fingerprint": fingerprint(model) == before[1]}, directory / f"{rank}.pt")
+                "counts": counts, "each_pass": each_pass.count, "share": resting / whole[0],
+                "fingerprint": fingerprint(model) == whole[1]}, directory / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def runs(request, tmp_path_factory):
-    """(path of the base, directory, results of two ranks), with a tied and an untied head."""
-    path, directory = ROOT / "toy" / "base", tmp_path_factory.mktemp(request.param)
-    untied = request.param == "untied"
-    if untied:
-        torch.manual_seed(3)
-        model, tokenizer = load_model(path, device="cpu")
-        config = {**model.config.to_dict(), "tie_word_embeddings": False}
-        config["num_key_value_heads"], path = 2, directory / "base"
-        LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    # Forks need not load anything. The untied base recomputes its activations too.
-    arguments = free_port(), path, directory, untied
-    start_processes(on_a_rank, arguments, 2, start_method="fork")
-    return path, directory, [torch.load(directory / f"{rank}.pt") for rank in (0, 1)]
-
-
-LOAD = """
-import re, sys, torch
-from pathlib import Path
-import torch.distributed as dist
-from model import load_model, response_hidden, shard
-from runtime import start_ranks
-from sampling import pad_batch
-
 def memory(key):
-    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+    """Bytes of a line in /proc/self/status."""
+    return 1024 * int(re.search(key + r":\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
-device, path, out = start_ranks(1), sys.argv[1], Path(sys.argv[2])
-shard(load_model("toy/base", device=device, to_shard=True)[0], device)    # for late imports
-before = memory("VmRSS")
-model, _ = load_model(path, device=device, to_shard=True)
-shard(model, device)
-used = memory("VmHWM") - before
-hidden = response_hidden(model, *pad_batch([[5, 6], [7, 8, 9]], [[4], [3, 2]])).detach()
-torch.save({"used": used, "hidden": hidden}, out / f"{dist.get_rank()}.pt")
-dist.destroy_process_group()
-"""
+
+PAIRS = [[5, 6], [7, 8, 9]], [[4], [3, 2]]
+
+
+def load_rank(rank, port, path, directory):
+    """Load and shard a base on each rank; save the peak of its memory, and hidden states."""
+    join(rank, port)
+    shard(load_model(ROOT / "toy" / "base", device="cpu", to_shard=True)[0], "cpu")  # imports
+    before = memory("VmRSS")
+    model, _ = load_model(path, device="cpu", to_shard=True)
+    shard(model, "cpu")
+    used = memory("VmHWM") - before
+    hidden = response_hidden(model, *pad_batch(*PAIRS)).detach()
+    torch.save({"used": used, "hidden": hidden}, directory / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # ── Tests
 
-def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_two_ranks_make_the_numbers_of_one(is_tied, tmp_path):
+    """Hidden states, log-probs, summed adapter gradients, samples and the adapter that one rank
+    saves equal one process's, with a tied and an untied head.
+
+    Each rank holds at most 55 % of the parameter bytes, including full adapters. A rollout
+    gathers the weights once, whether it has 8 or 24 tokens.
+    """
+    path = ROOT / "toy" / "base"
+    if not is_tied:
+        torch.manual_seed(3)
+        model, tokenizer = load_model(path, device="cpu")
+        config = {**model.config.to_dict(), "tie_word_embeddings": False}
+        config["num_key_value_heads"], path = 2, tmp_path / "base"
+        LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    # Forks need not load anything. The untied base recomputes its activations too.
+    start_processes(run_rank, (free_port(), path, tmp_path, not is_tied), 2,
+                    start_method="fork")
+    *_, gradients = trained(prepared(path), range(6))
+    ids = sampled(prepared(path))
+    assert max(g.abs().max() for g in gradients) > 1e-3 and len({len(row) for row in ids}) > 1
+    for rank in (0, 1):
+        result = torch.load(tmp_path / f"{rank}.pt")
+        hidden, logprobs, _ = trained(prepared(path), range(rank, 6, 2))
+        expected = {"hidden": hidden, "logprobs": logprobs, "gradients": gradients}
+        for name, numbers in expected.items():
+            torch.testing.assert_close(result[name], numbers, atol=1e-5, rtol=1e-5)
+        assert result["ids"] == ids and result["fingerprint"]
+        assert 0.45 < result["share"] <= 0.55
+        assert result["each_pass"] >= 5, "embeddings, three blocks and the rest"
+        assert result["counts"][0] == result["counts"][1] <= result["each_pass"] + 2
+    model, _ = load_model(path, device="cpu")
+    for ours, theirs in zip(load_lora(model, "policy", tmp_path / "adapter"),
+                            lora_parameters(prepared(path), "policy"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
     """Load 300 MB in shards of 50 MB. The measured peak of each rank, including file pages, is
     .72 of the model, and 1.12 if the check of the head reads all shards."""
     torch.manual_seed(4)
@@ -158,29 +181,24 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path):
     whole.save_pretrained(path, max_shard_size="50MB")
     load_model(ROOT / "toy" / "base", device="cpu")[1].save_pretrained(path)
     assert len(list(path.glob("model-*.safetensors"))) >= 5
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc_per_node", 2, "--no-python", sys.executable, "-c", LOAD, path, tmp_path]
     # Freed memory returns to the system at once, so that the peak counts only live memory.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    subprocess.run([*map(str, command)], cwd=ROOT, env=environment, check=True)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    start_processes(load_rank, (free_port(), path, tmp_path), 2, start_method="spawn")
     size = sum(p.nbytes for p in whole.parameters())
-    expected = response_hidden(whole, *pad_batch([[5, 6], [7, 8, 9]], [[4], [3, 2]]))
+    expected = response_hidden(whole, *pad_batch(*PAIRS))
     for rank in (0, 1):
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["hidden"], expected, atol=1e-5, rtol=1e-5)
-        assert 0.5 * size < result["used"] < 0.9 * size
+        assert 0.5 * size < result["used"] < 0.9 * size, result["used"] / size
 
 
 @pytest.mark.parametrize("script", [text2grad, reward_model])
 def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_path):
     """The weights stay on the CPU until `shard` moves each rank's part to the device."""
-    class Stop(Exception):
-        pass
-
-    def load(*args, **options):
+    def load(*_, **options):
         model, _ = load_model(ROOT / "toy" / "base", "float32", "meta", **options)
         assert model.device.type == "cpu"
-        raise Stop
+        raise StopIteration
 
     monkeypatch.setattr(model_file, "WORLD_SIZE", 2)
     monkeypatch.setattr(model_file, "load_model", load)
@@ -188,38 +206,5 @@ def test_with_shard_the_weights_stay_in_their_files(script, monkeypatch, tmp_pat
     if script is reward_model:
         write_rows(tmp_path / "feedback.jsonl", [{"task": "toy"}])
         flags += ["--data", tmp_path / "feedback.jsonl"]
-    with pytest.raises(Stop):
+    with pytest.raises(StopIteration):
         run_main(*flags, module=script)
-
-
-def test_two_ranks_make_the_numbers_of_one(runs):
-    """Hidden states, log-probs, summed adapter gradients and samples equal one process's."""
-    path, _, ranks = runs
-    *_, gradients = trained(prepared(path), range(6), sum(map(len, RESPONSES)))
-    ids = sampled(prepared(path))
-    assert max(g.abs().max() for g in gradients) > 1e-3 and len({len(row) for row in ids}) > 1
-    for result, rows in zip(ranks, ([0, 2, 4], [1, 3, 5])):
-        hidden, logprobs, _ = trained(prepared(path), rows, 1)
-        expected = {"hidden": hidden, "logprobs": logprobs, "gradients": gradients}
-        for name, numbers in expected.items():
-            torch.testing.assert_close(result[name], numbers, atol=1e-5, rtol=1e-5)
-        assert result["ids"] == ids
-
-
-def test_a_rank_holds_half_and_gathers_it_once(runs):
-    """Each rank holds at most 55 % of the parameter bytes, including full adapters. A rollout
-    gathers the weights once, whether it has 8 or 24 tokens."""
-    for result in runs[2]:
-        assert 0.45 < result["share"] <= 0.55
-        assert result["each_pass"] >= 5, "embeddings, three blocks and the rest"
-        assert result["counts"][0] == result["counts"][1] <= result["each_pass"] + 2
-
-
-def test_an_adapter_of_a_sharded_model_is_whole(runs):
-    """An adapter saved by one rank loads in one process with equal weights and its base."""
-    path, directory, ranks = runs
-    model, _ = load_model(path, device="cpu")
-    for ours, theirs in zip(load_lora(model, "policy", directory / "adapter"),
-                            lora_parameters(prepared(path), "policy"), strict=True):
-        assert torch.equal(ours, theirs)
-    assert all(result["fingerprint"] for result in ranks)
