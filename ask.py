@@ -437,10 +437,6 @@ def read_retry_after(text: str) -> float:
     return seconds if 0 < seconds <= 120 else 0.0
 
 
-# Servers may bill a request that fails on their side, unless their message says the following.
-NOT_GENERATED = r"(?i)\b(not|nothing|never|no tokens)\b.{0,20}\b(generated|billed|charged)"
-
-
 def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
     """The Reply in an HTTP answer {status_code, headers, content} to a request.
 
@@ -468,7 +464,10 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
         code = re.search(r'"\w*(?:code|status)\w*"\s*:\s*"?([45]\d\d)\b', text)
         status = int(code[1]) if code else 502 if finish_reason == "error" else 200
     if status >= 400:
-        if status < 500 and status != 408 or re.search(NOT_GENERATED, text):
+        # A server may bill a request that fails on its side, unless it says that it does not.
+        if status < 500 and status != 408 or re.search(
+                r"(?i)\b(nothing|no tokens|not|never)( was| were| be| been| has| have)* "
+                r"(generated|billed|charged)", text):
             usage = FREE
         return Reply("", one_line(f"HTTP {status}: {text}"), usage, status,
                      read_retry_after(answer.headers.get("Retry-After", "")))

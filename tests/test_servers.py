@@ -547,7 +547,8 @@ def test_what_is_reported_is_booked(world, tmp_path, report, booked):
 @pytest.mark.parametrize("text, is_free", [
     ("Overloaded; nothing was generated.", True), ("You were not charged for this.", True),
     ("No tokens were generated", True), ("The request was never billed", True),
-    ("The server had an error.", False), ("upstream overloaded", False), (HTML, False)])
+    ("You will not be billed.", True), ("The server had an error.", False), (HTML, False),
+    ("upstream overloaded", False), ("could not send the generated reply; charged", False)])
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 529])
 def test_a_failure_of_the_server_is_booked_unless_nothing_was_generated(world, tmp_path, status,
                                                                         text, is_free):
