@@ -155,16 +155,15 @@ def randomise(parameters, scale=0.1):
         p.data.normal_(std=scale)
 
 
-def random_rollouts(copies=1):
-    """6 · copies rollouts of random tokens with random δ; some responses have one token."""
+def random_rollouts():
+    """Six rollouts of random tokens with random δ; some responses have one token."""
     rng = random.Random(0)
     draw = lambda n: [rng.randrange(2, 640) for _ in range(n)]
-    prompts, responses = ([draw(n) for n in lengths * copies]
-                          for lengths in ((9, 4, 1, 6, 12, 3), (5, 1, 8, 3, 2, 7)))
-    n = len(prompts)
-    rollouts = Rollouts([{}] * n, [""] * n, [""] * n, [[]] * n, *pad_batch(prompts, responses))
+    prompts = [draw(n) for n in (9, 4, 1, 6, 12, 3)]
+    responses = [draw(n) for n in (5, 1, 8, 3, 2, 7)]
+    rollouts = Rollouts([{}] * 6, [""] * 6, [""] * 6, [[]] * 6, *pad_batch(prompts, responses))
     rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
-    rollouts.feedback = [Judgement("", []) for _ in range(n)]
+    rollouts.feedback = [Judgement("", []) for _ in range(6)]
     return rollouts
 
 
