@@ -6,7 +6,7 @@ import os
 import shutil
 import warnings
 from contextlib import contextmanager
-from itertools import combinations, count
+from itertools import combinations, count, takewhile
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,8 @@ from helpers import ROOT, flip_bit, randomise
 from model import (LoRALinear, ValueHead, add_lora, checkpoint_activations, decoder_blocks,
                    encode_answer, encode_prompt, eos_ids, fingerprint, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, target_layers, use_lora)
-from runtime import (checkpoints, keep_checkpoint, load_checkpoint, lock_directory,
-                     newest_checkpoint, save_checkpoint)
+from runtime import (checkpoints, keep_checkpoint, load_checkpoint, newest_checkpoint,
+                     save_checkpoint)
 from sampling import (StaticCache, generate, head_weight, pad_batch, token_entropy,
                       token_logprobs)
 
@@ -825,43 +825,46 @@ def test_the_checkpoint_just_written_stays_and_the_damaged_ones_go(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
 
 
+FILE_OPERATIONS = [(os, "fsync"), (os, "open"), (Path, "rename"), (Path, "mkdir"),
+                   (Path, "write_text"), (shutil, "rmtree"), (runtime, "save_file")]
+
+
+def save_and_die(run, k):
+    """Save checkpoint 2 in a process that ends at its k-th file operation, as by SIGKILL.
+
+    Returns 9, the status of that process, or 0 if it has saved without a k-th operation.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    operations = count()
+
+    def deadly(call):
+        def die_or_call(*arguments, **options):
+            return os._exit(9) if next(operations) == k else call(*arguments, **options)
+        return die_or_call
+
+    for owner, name in FILE_OPERATIONS:
+        setattr(owner, name, deadly(getattr(owner, name)))
+    kept(run, 2, 1)
+    os._exit(0)
+
+
 def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path, capsys):
-    """For every k, a process exits at its k-th file operation; the newest checkpoint is
-    complete."""
-    def dies_at(k, run):
-        """The exit status of a child process that ends without clean-up, as by SIGKILL."""
-        child = os.fork()
-        if child:
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        touches = count()
-
-        def deadly(call):
-            def touch(*arguments, **options):
-                if next(touches) == k:
-                    os._exit(9)
-                return call(*arguments, **options)
-            return touch
-
-        for owner, name in ((os, "fsync"), (os, "open"), (Path, "rename"), (Path, "mkdir"),
-                            (Path, "write_text"), (shutil, "rmtree"),
-                            (runtime, "save_file")):
-            setattr(owner, name, deadly(getattr(owner, name)))
-        kept(run, 2, 1)
-        os._exit(0)
-
-    status, k, found = 9, 0, []
-    while status == 9:
+    """For every k, the newest checkpoint is complete: the new one, or the one before."""
+    status, newest = 9, []
+    for k in takewhile(lambda _: status, count()):
         run = tmp_path / str(k)
         run.mkdir()
         kept(run, 1, 0)
-        status, k = dies_at(k, run), k + 1
-        found.append(newest_checkpoint(run)[2]["iteration"])
+        status = save_and_die(run, k)
+        newest.append(newest_checkpoint(run)[2]["iteration"])
         assert "skipping" not in capsys.readouterr().out
-        lock_directory(run).close()
         kept(run, 3, 0)
         # A hidden directory may remain; the next checkpoint of its name replaces it.
         assert {path.name for path in run.glob("[!.]*")} == {"checkpoint-3"}
-    assert status == 0 and found == sorted(found) and set(found) == {1, 2} and k > 10
+    assert status == 0 and newest == sorted(newest) and {*newest} == {1, 2}
+    assert len(newest) > 11
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "adapter"])
