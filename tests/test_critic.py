@@ -25,11 +25,11 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
     config = Config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
-    rows = toy.rows("train", 6) * 2                            # each post twice: equal texts, too
+    rows = toy.rows("train", 6) * 2                    # each post twice: equal texts, too
     batch = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator())
     batch.texts[3] = ""
     expected = true_critic(batch, model, tokenizer, config)
-    for _ in range(2):                                         # the second time from the journal
+    for _ in range(2):                                 # the second time from the journal
         judgements = annotator_critic(batch, model, tokenizer, config)
         assert [x.delta for x in judgements] == [x.delta for x in expected]
         assert [x.critique for x in judgements] == [x.critique for x in expected]
@@ -44,7 +44,7 @@ def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_pa
     assert "true_delta" not in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]     # no probe
     message = error_message("text2grad.py", *RUN[:-2], "--output_dir", tmp_path / "run",
                             "--reward_model", "elsewhere")
-    assert "elsewhere" in message                              # R_φ needs an adapter that is there
+    assert "elsewhere" in message                      # R_φ needs an adapter that is there
     message = error_message("text2grad.py", *RUN, "--output_dir", tmp_path / "run",
                             "--annotator_function", "toy:fact_accuracy")
     assert "critic of phase 3 was toy:critique, is toy:fact_accuracy" in message
@@ -54,7 +54,7 @@ def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_pa
     (("--annotator_function", "none"), "set --max_usd with --price_in and --price_out"),
     (("--mode", "align"), "use --critic reward_model"),
     (("--critic", "people"), "--critic: people must be one of reward_model, annotator")])
-def test_a_critic_that_cannot_judge_is_refused_in_one_line(tmp_path, monkeypatch, flags, message):
+def test_a_critic_that_cannot_judge_is_one_line(tmp_path, monkeypatch, flags, message):
     monkeypatch.setenv("OPENAI_API_KEY", "any")
     assert message in error_message("text2grad.py", *RUN, *flags, "--output_dir", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path, kind):
     (errno.ENOSPC, "free some space"), (errno.ENOLCK, "file locks"), (errno.EROFS, "another"),
     (errno.EACCES, "may read and write"), (errno.EIO, "check the path")])
 @pytest.mark.parametrize("write", [append_row, lambda path, row: write_rows(path, [row])])
-def test_an_error_of_the_system_names_file_and_remedy(tmp_path, monkeypatch, code, remedy, write):
+def test_an_error_of_the_system_names_the_file(tmp_path, monkeypatch, code, remedy, write):
     def fail(_):
         raise OSError(code, os.strerror(code))
 
@@ -155,7 +155,8 @@ def critic(row, response):
 
 # ── The logs of a finished run
 
-@pytest.mark.parametrize("name, field", [("metrics.jsonl", "delta"), ("samples.jsonl", "prompt")])
+@pytest.mark.parametrize("name, field", [("metrics.jsonl", "delta"),
+                                         ("samples.jsonl", "prompt")])
 def test_changed_lines_of_a_log_are_left_out(unbroken, reward, tmp_path, capsys, name, field):
     out = shutil.copytree(unbroken, tmp_path / "run")
     lines = (out / name).read_text().splitlines()

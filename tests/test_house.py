@@ -33,7 +33,8 @@ MAY["experiments"] = set(MAY)
 TOP = {"annotate", "ask", "reward_model", "policy", "text2grad", "eval", "model", "sampling",
        "runtime", "data", "report", "sample"}
 # file → what else it imports, and only inside the function that needs it
-EXCEPT = {"text2grad.py": "measures", "reward_model.py": "measures", "toy/build.py": "tokenizers"}
+EXCEPT = {"text2grad.py": "measures", "reward_model.py": "measures",
+          "toy/build.py": "tokenizers"}
 NO_TORCH = {"data.py", "report.py", "ask.py", "annotate.py"}            # phase 1 needs none
 # What libraries call, and no line of ours; bleu of texts is for readers, as sacrebleu has it.
 CALLED_FOR_US = {"forward", "backward", "update", "get_seq_length", "bleu"}
