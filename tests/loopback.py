@@ -34,17 +34,12 @@ from types import SimpleNamespace
 
 MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 0.01}
 
-# The faults. Besides those in the tables: "reset", "late" and "timeout" (no answer arrives),
-# "drip" (a byte every 0.5 s), "truncated", "empty" (no choices) and "invalid" (half a body).
-ERRORS = {                          # not billed: fault → (HTTP status, message)
+# Other faults: "garbage" and "truncated" replies; "drip", a byte every 0.5 s; "timeout", no
+# reply; "reset" and "late", a reply that is billed and does not arrive.
+ERRORS = {                          # fault → (HTTP status, message); they are not billed
     "400": (400, "Bad request."),
     "429": (429, "Rate limit reached for requests."),
     "500": (500, "The server had an error."),
-}
-CHOICES = {                         # billed: fault → (content, finish reason)
-    "garbage": ("I am sorry, I would rather talk about the weather {today}.", "stop"),
-    "filter": (None, "content_filter"),
-    "null": (None, "stop"),
 }
 
 
@@ -56,7 +51,6 @@ class Settings:
     faults: dict = field(default_factory=dict)      # fault → share of calls
     plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
     hang: float = 600.0                 # seconds before "timeout" closes the connection
-    context: int = 0                    # context length in tokens; 0: no limit
     counting: str = "quarters"          # how `tokens` counts: "quarters" or "pieces"
     responder: object = None            # function (request body) → reply text
 
@@ -99,7 +93,7 @@ def critique(body: dict) -> str:
 class Answer:
     """An HTTP answer of the server."""
     status: int | None              # None: send nothing and close the connection
-    body: dict | bytes = b""
+    body: dict = field(default_factory=dict)
     usage: dict = field(default_factory=dict)       # billed tokens
 
 
@@ -158,45 +152,33 @@ class Server(ThreadingHTTPServer):
 
     def _answer(self, fault: str, body: dict) -> Answer:
         """The answer with this fault, or the good answer for "" and for late answers."""
-        settings = self.settings
-        prompt = prompt_tokens(body["messages"], settings.counting)
-        if settings.context and prompt > settings.context:
-            return openai_error(400, f"This model's maximum context length is "
-                                f"{settings.context} tokens. Your messages have {prompt}.")
         if fault in ERRORS:
-            return openai_error(*ERRORS[fault])
+            status, message = ERRORS[fault]
+            return Answer(status, {"error": {"message": message, "code": None}})
         if fault == "timeout":
             return Answer(None)
-        if fault == "invalid":
-            return Answer(200, b'{"id": "chatcmpl-1", "choices": [{"index"')
-        reply = (settings.responder or critique)(body)
-        cut = (reply[: len(reply) * 2 // 3], "length")
-        text, finish = cut if fault == "truncated" else CHOICES.get(fault, (reply, "stop"))
-        answer = self._completion(body, text, finish)
-        if fault == "empty":
-            answer.body["choices"] = []
+        text = (self.settings.responder or critique)(body)
+        if fault == "garbage":
+            text = "I am sorry, I would rather talk about the weather {today}."
+        is_cut = fault == "truncated"
+        answer = self._completion(body, text[: len(text) * 2 // 3] if is_cut else text, is_cut)
         return Answer(None, usage=answer.usage) if fault == "reset" else answer
 
-    def _completion(self, body: dict, text: str | None, finish: str) -> Answer:
+    def _completion(self, body: dict, text: str, is_cut: bool) -> Answer:
         counting = self.settings.counting
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
-        if tokens(text or "", counting) > max_tokens:
-            finish = "length"
+        if tokens(text, counting) > max_tokens:
+            is_cut = True
             text = (text[: max_tokens * 4] if counting == "quarters"
                     else "".join(_PIECES.findall(text)[:max_tokens]))
         usage = {"prompt_tokens": prompt_tokens(body["messages"], counting),
-                 "completion_tokens": tokens(text or "", counting)}
-        message = {"role": "assistant", "content": text}
+                 "completion_tokens": tokens(text, counting)}
         return Answer(200, {
             "id": f"chatcmpl-{self.calls}", "object": "chat.completion",
             "created": int(time.time()), "model": body.get("model"),
-            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text},
+                         "finish_reason": "length" if is_cut else "stop"}],
             "usage": {**usage, "total_tokens": sum(usage.values())}}, usage)
-
-
-def openai_error(status: int, message: str) -> Answer:
-    """An error in OpenAI's format."""
-    return Answer(status, {"error": {"message": message, "code": None}})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -230,9 +212,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer, drip: float = 0):
         """Send an answer. drip: seconds between two bytes of its body."""
-        body = answer.body
-        if isinstance(body, dict):
-            body = json.dumps(body).encode()
+        body = json.dumps(answer.body).encode()
         self.send_response(answer.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -44,9 +44,9 @@ WORDS = ("the plot is thin but every hero has a name and old Bob says “never�
          "in the end 🎉 of it all").split()
 
 
-def random_rows(n: int, longest: int = 40) -> list[dict]:
+def random_rows(n: int) -> list[dict]:
     rng = random.Random(n)
-    texts = [" ".join(rng.choices(WORDS, k=rng.randint(3, longest))) for _ in range(n)]
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) for _ in range(n)]
     return [{"id": f"row-{i}", "prompt": f"Question {i}?", "response": f"{i}: {text}"}
             for i, text in enumerate(texts)]
 
@@ -158,11 +158,8 @@ def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
 
 
 @pytest.mark.parametrize("fault, reason, text", [
-    ("filter", "empty: content_filter", ""),
     ("truncated", "cut off after 1200 tokens", '{"reasoning'),
-    ("empty", "no chat completion", '"choices": []'),
-    ("null", "empty", ""), ("garbage", "no JSON object", "the weather"),
-    ("invalid", "no chat completion", '"chatcmpl-1"'), ("400", "Bad request.", "")])
+    ("garbage", "no JSON object", "the weather"), ("400", "Bad request.", "")])
 def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, capsys, fault, reason, text):
     """FACTS §5: failed calls must never become rows. The progress bar counts them at once."""
     work.set(plan=["ok", fault, "ok"])
@@ -229,21 +226,28 @@ def test_the_command_ends_in_one_line_or_names_the_next_command(work, capsys):
         f"next: python reward_model.py --task ultrafeedback --data {work.output} --model MODEL")
 
 
-def test_a_cut_off_last_line_costs_only_its_row_and_later_lines_are_complete(work, capsys):
-    """If only the line's final newline is missing, no row is asked again."""
-    work.run(random_rows(4), concurrency=1)
-    journal, final = work.journal.read_bytes(), work.output.read_bytes()
-    last = journal.rindex(b"\n", 0, -1) + 1
-    number = journal.count(b"\n")
-    for size, requests in ((last + 1, 1), (last + 40, 1), (len(journal) - 2, 1),
-                           (len(journal) - 1, 0)):
-        work.journal.write_bytes(journal[:size])
-        calls_before = work.calls()
-        work.run()
-        assert (work.calls() - calls_before, work.output.read_bytes()) == (requests, final)
-        assert (f"line {number}: skipping" in capsys.readouterr().err) == bool(requests)
-        work.run()
-        assert work.calls() - calls_before == requests and capsys.readouterr()
+# Changes of line 2, and of the last line, which then lacks its final newline.
+@pytest.mark.parametrize("line, pattern, text, requests", [
+    *[(2, *change, 1) for change in (
+        (b"^..", b"\xff\0"), (b".{99}$", b""), (b"^.*$", b""), (b"^.*$", b"7"),
+        (b"^.*$", b'"7"'), (b"^.*$", b"[]"), (b'"reply"', b'"rfply"'),
+        (b'"usd": [^}]*', b'"usd": NaN'), (b"good_spans", b"bad_spans"),
+        (rb'good_spans(.*), "sha256": "\w+"', rb"bad_spans\1"))],
+    (8, b"^(.).*$", rb"\1", 1), (8, b"^(.{40}).*$", rb"\1", 1), (8, b".$", b"", 1),
+    (8, b"$", b"", 0)])
+def test_a_changed_or_cut_off_line_costs_only_its_row(work, capsys, line, pattern, text,
+                                                      requests):
+    """Later lines are complete: the second run asks for nothing."""
+    work.run(random_rows(4), concurrency=1, **PRICES)
+    lines, final = work.journal.read_bytes().splitlines(), work.output.read_bytes()
+    lines[line - 1], changes = re.subn(pattern, text, lines[line - 1])
+    assert changes == 1 and len(lines) == 8
+    work.journal.write_bytes(b"\n".join(lines) + b"\n" * (line < 8))
+    for _ in range(2):
+        work.run(**PRICES)
+        assert (work.calls(), work.output.read_bytes()) == (4 + requests, final)
+    message = f"f.jsonl.journal, line {line}: skipping corrupt line"
+    assert (message in capsys.readouterr().err) == bool(requests)
 
 
 def test_a_request_starts_a_new_line_after_one_without_a_newline(tmp_path):
@@ -255,21 +259,6 @@ def test_a_request_starts_a_new_line_after_one_without_a_newline(tmp_path):
         path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     with Journal(path, 1e6, 1e6) as journal:
         assert journal.spent == 10
-
-
-@pytest.mark.parametrize("pattern, text", [
-    (b"^..", b"\xff\0"), (b".{99}$", b""), (b"^.*$", b""), (b"^.*$", b"7"), (b"^.*$", b'"7"'),
-    (b"^.*$", b"[]"), (b'"reply"', b'"rfply"'), (b'"usd": [^}]*', b'"usd": NaN'),
-    (b"good_spans", b"bad_spans"), (rb'good_spans(.*), "sha256": "\w+"', rb"bad_spans\1")])
-def test_a_changed_line_is_named_and_its_row_asked_again(work, capsys, pattern, text):
-    work.run(random_rows(4), concurrency=1, **PRICES)
-    lines, final = work.journal.read_bytes().split(b"\n"), work.output.read_bytes()
-    lines[1], changes = re.subn(pattern, text, lines[1])
-    assert changes == 1
-    work.journal.write_bytes(b"\n".join(lines))
-    work.run(**PRICES)
-    assert (work.calls(), work.output.read_bytes()) == (5, final)
-    assert "f.jsonl.journal, line 2: skipping corrupt line" in capsys.readouterr().err
 
 
 def test_a_question_is_asked_once(work):
@@ -293,15 +282,14 @@ def test_a_question_is_asked_once(work):
 
 def test_rows_that_always_fail_do_not_block_later_rows(work):
     """25 consecutive failures stop a run; the next run does not count earlier failures."""
+    work.set(responder=lambda body: GOOD if "a good row" in str(body) else "It is late.")
     rows = random_rows(60)
-    for row in rows[:40]:
-        row["response"] += " word" * 3000
-    work.set(context=2000)
+    for row in rows[40:]:
+        row["response"] += " a good row"
     work.fails("25 replies in a row", rows, concurrency=4)
     work.fails("40 responses have no feedback", concurrency=4)
     work.run(skip_failed=True, concurrency=4)
     assert work.output_ids() == [f"row-{i}" for i in range(40, 60)]
-    assert {r["id"] for r in work.records() if r["reason"] is None} == {*work.output_ids()}
 
 
 # ── Servers that fail or are absent
@@ -347,8 +335,8 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(work, monkeypatch, c
 
 def test_rows_stay_in_order_and_their_cost_is_the_servers_own(work):
     """The first reply comes last, and some replies are unusable or refused."""
-    work.set(plan=["late", "garbage", "truncated", "filter", "429", "null"], hang=0.3)
-    work.fails("4 responses", random_rows(20), concurrency=8, **PRICES)
+    work.set(plan=["late", "garbage", "truncated", "429"], hang=0.3)
+    work.fails("2 responses", random_rows(20), concurrency=8, **PRICES)
     line = work.run(**PRICES)
     stats, records = work.server.stats(), work.records()
     for name in ("prompt_tokens", "completion_tokens"):
@@ -416,19 +404,16 @@ def test_replies_of_a_run_without_prices_count_against_a_later_budget(work):
 
 def test_a_dry_run_sends_no_request_and_counts_those_that_are_left(work, monkeypatch):
     """It assumes 4 bytes per token and 350 tokens per reply, or 80 in mode "align"."""
-    work.run(random_rows(300, longest=150), limit=50, **PRICES)
+    work.run(random_rows(300), limit=50, **PRICES)
     monkeypatch.delenv("OPENAI_API_KEY")
-    forecast = work.run(dry_run=True, **PRICES)
-    assert work.calls() == 50 and forecast.startswith("300 responses, 250 requests to send")
-    assert "87,500 reply tokens (4 bytes per token, 350 tokens per reply)" in forecast
-    aligned = [row | {"critique": "c"} for row in work.rows]
-    text = work.run(aligned, dry_run=True, mode="align")
-    assert "80 tokens per reply" in text and "USD unknown" in text
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    work.run([row | {"critique": ""} for row in aligned], price_in=2.5, price_out=0.0)
-    billed = sum(record["usage"]["prompt_tokens"] for record in work.records()[50:])
-    expected = int(re.search(r"about ([\d,]+) prompt", forecast)[1].replace(",", ""))
-    assert expected == pytest.approx(billed, rel=0.35)
+    sizes = [question.size for question in annotation_questions(work.config())[50:]]
+    assert work.run(dry_run=True, **PRICES) == (
+        f"300 responses, 250 requests to send: about {sum(sizes) // 4:,} prompt + 87,500 reply "
+        "tokens (4 bytes per token, 350 tokens per reply), "
+        f"${usd({'prompt_tokens': sum(sizes) // 4, 'completion_tokens': 87_500}):.4f}")
+    rows = [row | {"critique": "c"} for row in work.rows]
+    aligned = work.run(rows, dry_run=True, mode="align")
+    assert "80 tokens per reply" in aligned and "USD unknown" in aligned and work.calls() == 50
 
 
 # ── --annotator_function: a Python function instead of a server
