@@ -88,18 +88,6 @@ KEYS = {"cot": ["reasoning", "textual_feedback", "good_spans", "poor_spans"],
         "align": ["good_spans", "poor_spans"], STEPS: ["steps"]}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_prompt_shows_the_keys_of_the_reply_in_the_order_of_writing(mode):
-    system = annotation_messages(TASK, example(critique="c"), mode)[0]["content"]
-    template, _ = json.JSONDecoder().raw_decode(system[system.index("\n{") + 1 :])
-    assert list(template) == KEYS[mode] and "…" in system and "\\u2026" not in system
-    assert ("|".join(LABELS) in system) == (mode == DENSE)
-    if mode in ("cot", "no_cot", "align"):
-        worked_example = json.loads(system[system.rindex("\nreply: ") + 8 :])
-        assert list(worked_example) == KEYS[mode]
-        assert f"response: {TASK.example['response']}\n" in system
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_the_worked_example_of_a_task_is_feedback_that_grounds(name):
     worked_example = TASKS[name].example
@@ -113,18 +101,26 @@ def test_the_worked_example_of_a_task_is_feedback_that_grounds(name):
 @pytest.mark.parametrize("mode", MODES)
 # Alg. 2 l.5–9; Alg. 2 l.10–11
 def test_only_chain_of_thought_reasons_and_only_its_modes_show_their_texts(name, mode):
-    """Tables 1 and 2: cot and no_cot; Appendix N: the reference; KodCode: the test outcome."""
+    """Tables 1 and 2: cot and no_cot; Appendix N: the reference; KodCode: the test outcome. The
+    form and the worked example have the keys of the reply in the order of writing."""
+    task = TASKS[name]
     texts = {"critique": "A person's words.", "reference": "A good answer.",
              "outcome": "2 of 3 tests passed."}
-    system, user = (m["content"]
-                    for m in annotation_messages(get_task(name), example(**texts), mode))
+    system, user = (message["content"]
+                    for message in annotation_messages(task, example(**texts), mode))
     assert ("reasoning" in system.lower()) == (mode == "cot")
     # l.7, 8 and 9 of Algorithm 2
     starts = [system.find(f"{step}: ") for step in ("Reasoning", "Critique", "Spans")]
     assert (-1 < starts[0] < starts[1] < starts[2]) == (mode == "cot")
     assert (("A person's words." in user) == (mode == "align")
             and ("A good answer." in user) == (mode == STEPS))
-    assert "2 of 3 tests passed." in user and TASKS[name].judge in system
+    assert "2 of 3 tests passed." in user and task.judge in system
+    form, _ = json.JSONDecoder().raw_decode(system[system.index("\n{") + 1 :])
+    assert list(form) == KEYS[mode] and "…" in system and "\\u2026" not in system
+    assert ("|".join(LABELS) in system) == (mode == DENSE)
+    if mode in ("cot", "no_cot", "align"):
+        assert list(json.loads(system[system.rindex("\nreply: ") + 8 :])) == KEYS[mode]
+        assert f"response: {task.example['response']}\n" in system
 
 
 # ── Dense labels: Table 11, 12; steps: Appendix N
@@ -228,7 +224,7 @@ def test_a_persons_critique_is_kept_word_for_word():  # Alg. 2 l.10–11
                 and grounding.spans == [Span(0, 7, 1), Span(19, 23, -1)])
 
 
-@pytest.mark.parametrize("critique", [None, "", "  ", 7, ["c"]])
+@pytest.mark.parametrize("critique", [None, "", "  "])
 def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     row = {"id": "a", "prompt": "p", "response": "r", "critique": WORDS}
     with pytest.raises(InputError, match="(row b|line 2).*'critique'"):
