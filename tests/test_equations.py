@@ -112,7 +112,7 @@ def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.
 @many
 @given(row_lengths, seeds, unit, unit)
 # Eq. §3.5 GAE; Alg. 4 l.15–16
-def test_gae_is_its_double_sum_whatever_stands_in_the_padding(lengths, seed, gamma, lam):
+def test_gae_is_its_double_sum_and_ignores_the_padding(lengths, seed, gamma, lam):
     """A_t = Σ_{l=0}^{T−t} (γλ)^l td_error_{t+l}, with V = 0 after the last token of a row."""
     mask = prefix_mask(lengths)
     rewards, values = noise(seed, *mask.shape), noise(seed + 1, *mask.shape)
@@ -316,7 +316,7 @@ def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     assert [draw(1, i) for i in range(50 // batch)] != batches
 
 
-def test_delta_stands_at_its_own_token():
+def test_delta_is_in_the_column_of_its_token():
     """Alg. 4 l.13: δ'_t of each row at column t, none on padding."""
     batch = random_rollouts()
     lengths = batch.mask.sum(1).tolist()
@@ -572,7 +572,7 @@ def test_encode_rows_leaves_out_quotes_that_are_not_there(toy_model):
 
 
 def test_encode_rows_leaves_out_rows_that_are_too_long(toy_model):
-    """Rows of up to max_tokens, EOS included, stay beside their pairs; longer ones go whole."""
+    """Rows of up to max_tokens, EOS included, keep their pairs; longer rows are dropped."""
     _, tokenizer = toy_model
     rows = [feedback_row("the cat sat " * n) for n in (1, 9, 3, 9)]
     _, pairs = encode_rows(rows, tokenizer, 10**6)

@@ -211,7 +211,7 @@ def test_two_iterations_are_finite(dtype, tmp_path):
 
 
 @whole_run
-def test_a_killed_run_goes_on(tmp_path, capsys):
+def test_a_killed_run_continues(tmp_path, capsys):
     """Killed after its first checkpoint, the same command ends it with every row once."""
     flags = [*RUN, "--iterations", 4, "--save_every", 1]
     assert kill_after("checkpoint-*", tmp_path, *flags) == -signal.SIGKILL

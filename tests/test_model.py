@@ -790,7 +790,7 @@ def kept(run, n, former, **state):
 
 
 @pytest.mark.parametrize("name, step", [("tensors.safetensors", 57), ("state.json", 1)])
-def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, name, step, capsys):
+def test_a_damaged_checkpoint_is_refused_and_skipped(tmp_path, name, step, capsys):
     """A missing or truncated file or a flipped bit: the error names it, and the previous
     checkpoint is used."""
     for n in (9, 10):

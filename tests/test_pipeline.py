@@ -146,7 +146,7 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     assert "cannot import" in message, "the annotator may change if no feedback exists"
 
 
-def test_what_lies_behind_a_path_binds_too(reward, tmp_path, unreadable_r_phi):
+def test_the_contents_of_named_files_bind_too(reward, tmp_path, unreadable_r_phi):
     """Changed rows and adapters are reported. Passwords are not stored."""
     data, adapter = tmp_path / "rows.jsonl", shutil.copytree(reward, tmp_path / "adapter")
     rows = [{"prompt": f"Say {i}."} for i in range(13)]
@@ -243,7 +243,7 @@ def critic(row, response):
 '''
 
 
-def test_a_task_of_ones_own_from_end_to_end(long_stories, tmp_path, monkeypatch,
+def test_a_task_of_the_user_from_end_to_end(long_stories, tmp_path, monkeypatch,
                                             unreadable_r_phi):
     """--task module:NAME uses its prompt and fields; its settings override the defaults."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
@@ -476,8 +476,8 @@ def toy_critic(row, response):
     return toy.critique(row, response)
 
 
-def test_ten_times_in_a_run_which_is_killed_and_asks_nothing_twice(toy_model, tmp_path, spy,
-                                                                   requests):
+def test_a_run_has_ten_probes_and_a_killed_run_asks_nothing_twice(toy_model, tmp_path, spy,
+                                                                  requests):
     """The run stops after a probe and before it writes the metrics. The resumed run repeats the
     iteration with the same texts and reads their replies from the journal."""
     model, tokenizer = toy_model

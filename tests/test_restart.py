@@ -223,6 +223,6 @@ def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypa
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
-def test_a_step_size_that_ruins_the_policy_is_said(flags, tmp_path, capsys):
+def test_a_learning_rate_that_ruins_the_policy_is_reported(flags, tmp_path, capsys):
     run_main(*flags, tmp_path, "--iterations", 2, "--learning_rate", 1)
     assert "warning: fact accuracy is unhealthy: -" in capsys.readouterr().out

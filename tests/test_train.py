@@ -204,7 +204,7 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
 
 
 @pytest.mark.parametrize("adapter", [None, "policy"])
-def test_perplexity_is_that_of_transformers_own_base(model_and_tokenizer, rows, adapter):
+def test_perplexity_is_that_of_the_base_in_transformers(model_and_tokenizer, rows, adapter):
     """exp(nats / tokens) over all responses, without EOS, at temperature 1."""
     model, tokenizer = model_and_tokenizer
     config = replace(CONFIG, batch_size=len(rows), micro_batch_size=3, temperature=0.7,
