@@ -61,7 +61,6 @@ METRICS = "tests/test_metrics.py"
 MODEL = "tests/test_model.py"
 MODES = "tests/test_modes.py"
 PIPELINE = "tests/test_pipeline.py"
-REPLIES = "tests/test_replies.py"
 REPORT = "tests/test_report.py"
 RESTART = "tests/test_restart.py"
 REWARD = "tests/test_reward_model.py"
@@ -375,7 +374,7 @@ MUTATIONS = [
              f"{SERVERS} -k cap_holds", "a time-out of the server is free"),
     Mutation("ask.py", ", parse_int=float", "", f"{SERVERS} -k cap_holds",
              "numbers of 5,000 digits, and no count is a float"),
-    Mutation("ask.py", 'if isinstance(content, list):', "if False:", f"{REPLIES} -k content",
+    Mutation("ask.py", 'if isinstance(content, list):', "if False:", f"{ASKING} -k content",
              "content in parts is not read"),
     Mutation("ask.py", "AttributeError, RecursionError\n", "AttributeError\n",
              f"{SERVERS} -k cap_holds", "nested lists end the run"),
@@ -433,7 +432,7 @@ MUTATIONS = [
              f"{SERVERS} -k leaves", "the key is not removed"),
     Mutation("data.py", "key.isalpha() or len(key) < 8", "not key", f"{SERVERS} -k is_a_word",
              "a key that is a word is removed from replies"),
-    Mutation("annotate.py", "if work > MOST_WORK:", "if False:", f"{REPLIES} -k megabyte",
+    Mutation("annotate.py", "if work > MOST_WORK:", "if False:", f"{ANNOTATE} -k megabyte",
              "parsing takes quadratic time"),
     Mutation("runtime.py", "if hashes.get(file) != digest]", "if False]",
              DAMAGE, "files of a phase are used after a bit has flipped"),

@@ -132,6 +132,31 @@ def test_nesting_of_any_depth_is_a_feedback_error(copies):
             parse_feedback(text * copies)
 
 
+@pytest.mark.parametrize("text", [
+    '{"' * 600_000, "[" * 1_200_000, '{"a":' * 240_000, '{"a": [' * 170_000,
+    '{"a": 1} ' * 130_000, '{"good_spans": [1]} ' * 60_000,
+    '{"good_spans": ["' + "x" * 1_200_000, " " * 1_200_000,
+    "{" + " " * 1_200_000 + '"', '```json\n{"' * 120_000, '"good' + "_" * 1_200_000,
+    '{"good_spans": [' + '"a", ' * 240_000 + '"a"], "poor_spans": []}', "<think>" * 170_000])
+def test_a_reply_of_a_megabyte_is_parsed_with_bounded_work(text, monkeypatch):
+    """Each failed attempt may read the text up to the fault: at most 100 MB in all."""
+    work = 0
+
+    class Decoder(json.JSONDecoder):
+        def raw_decode(self, text, start):
+            nonlocal work
+            try:
+                return super().raw_decode(text, start)
+            except json.JSONDecodeError as error:
+                work += error.pos
+                raise
+
+    monkeypatch.setattr(json, "JSONDecoder", Decoder)
+    with pytest.raises(FeedbackError):
+        parse_feedback(text, response="This is a short answer.")
+    assert work <= 101e6
+
+
 # ── ground
 
 def grounded(response, good=(), poor=(), **options) -> Grounding:

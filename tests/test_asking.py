@@ -19,7 +19,7 @@ import annotate as annotate_script
 import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --timeout
 import pytest
 from annotate import AnnotateConfig, annotate, annotation_questions, parse_feedback
-from ask import Journal, Question, Server
+from ask import Journal, Question, Server, read_answer
 from data import InputError, read_rows, write_rows
 from helpers import ROOT, SLOW, error_message, run_main
 from loopback import MIX, critique
@@ -172,6 +172,21 @@ def test_an_unusable_reply_is_kept_whole_and_costs_one_row(work, capsys, fault, 
     assert work.calls() == 3
     work.run()
     assert work.calls() == 4 and len(work.output_rows()) == 3
+
+
+PART = '{"type": "text", "text": "It "}, {"type": "text", "text": "ends."}'
+
+
+@pytest.mark.parametrize("content, is_usable", [
+    ('"It ends."', True), (f"[{PART}]", True), (f'[{PART}, {{"type": "image_url"}}]', True),
+    *[(text, False) for text in (
+        "[]", "null", "7", "true", '"  "', '{"text": "It ends."}', '["It", "ends."]',
+        '[{"type": "text"}]', '[{"type": "text", "text": 7}]')]])
+def test_a_content_is_a_text_or_a_list_with_texts(content, is_usable):
+    body = f'{{"choices": [{{"message": {{"content": {content}}}, "finish_reason": "stop"}}]}}'
+    answer = SimpleNamespace(status_code=200, headers={}, content=body.encode())
+    reply = read_answer(answer, 90, 100)
+    assert (reply.reason is None) == (reply.text == "It ends.") == is_usable
 
 
 # ── The journal: no request is sent twice
