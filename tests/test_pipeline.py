@@ -22,9 +22,9 @@ import text2grad
 import toy
 from annotate import annotate, annotation_settings
 from data import InputError, get_task, read_rows, write_rows
-from helpers import (PHASE_3, ROOT, SMALL, assert_equal_runs, error_message, flip_bit,
+from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, flip_bit,
                      read_jsonl, read_metrics, run_main, toy_feedback)
-from model import add_lora, drop_long_rows, load_model
+from model import add_lora, drop_long_rows
 from policy import Rollouts, train
 from report import NOTES
 from reward_model import Judgement, judge, probe
@@ -366,24 +366,17 @@ def test_help_names_every_flag_once(capsys):
     assert "--data" in run and "--output_dir" in run and "--annotator_function" in run
 
 
-def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path, reward, capsys):
-    data = tmp_path / "rows.jsonl"
-    write_rows(data, [{"id": f"r{i}", "prompt": "word " * (5 + 600 * (i == 3))}
-                      for i in range(6)])
-    flags = ["--task", "ultrafeedback", "--data", data,
-             "--model", "toy/base", "--reward_model", reward, *TINY,
-             "--output_dir", tmp_path / "r"]
-    message = refused(*flags, "--max_new_tokens", 480)
-    assert re.search(r"the shortest prompt has \d+ tokens, and the longest that fits has 0: of "
-                     r"the model's 512 .*; lower --max_new_tokens .480. or", message), message
-    capsys.readouterr()
-    config = replace(Config(**{"task": "ultrafeedback", "data": str(data)}), max_new_tokens=24)
-    model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
-    kept = drop_long_rows(read_jsonl(data), model, tokenizer, config)
-    assert [row["id"] for row in kept] == ["r0", "r1", "r2", "r4", "r5"]
-    assert "left out 1 of 6 rows" in capsys.readouterr().out
-    with pytest.raises(InputError, match="longest that fits has 4: .* raise --max_prompt_tok"):
-        drop_long_rows(read_jsonl(data), model, tokenizer, replace(config, max_prompt_tokens=4))
+def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
+    rows = [{"prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)]
+    config = Config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
+    assert drop_long_rows(rows, *toy_model, config) == rows[:3] + rows[4:]
+    assert "rows.jsonl: left out 1 of 6 rows" in capsys.readouterr().out
+    for setting, message in (
+            ({"max_new_tokens": 480}, r"the shortest prompt has \d+ tokens, and the longest "
+             r"that fits has 0: of the model's 512 .*; lower --max_new_tokens .480. or"),
+            ({"max_prompt_tokens": 4}, "that fits has 4: .* raise --max_prompt_tokens")):
+        with pytest.raises(InputError, match=message):
+            drop_long_rows(rows, *toy_model, replace(config, **setting))
 
 
 def test_the_reward_model_script_reports(tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from data import InputError, reward_prompt, write_rows
 from helpers import randomise, toy_feedback
-from model import add_lora, eos_ids, load_lora, lora_parameters, use_lora
+from model import add_lora, load_lora, lora_parameters, use_lora
 from reward_model import (RewardConfig, count_tokens, encode_rows, fit, fit_adapter, split_rows,
                           token_figures, write_critiques, z_loss)
 
@@ -183,28 +183,18 @@ def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
     assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
 
 
-def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model):
-    """In the batch ["", y], y gets the critique that it gets alone with the second uniforms."""
-    uniforms = torch.rand(2, 16, generator=torch.Generator().manual_seed(0))
-
-    def critiques(prompts, responses, u):
-        return write_critiques(*critic_model, prompts, responses, 16, 1.0, u)
-
-    both = critiques(["a", "b"], ["", "It was a cat."], uniforms)
-    alone = critiques(["b"], ["It was a cat."], uniforms[1:])
-    other = critiques(["b"], ["It was a cat."], uniforms[:1])
-    assert both == ["", *alone] and alone != other
-
-
-def test_a_critique_ends_at_every_eos_of_the_generation_config(critic_model, spy):
-    """With EOS ids [eos, k], a critique that draws k ends there."""
+def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model, spy):
+    """In the batch ["", y], y has the second uniforms. It ends at every EOS of the generation
+    config. Without a temperature, critiques are greedy."""
     model, tokenizer = critic_model
-    critiques = spy("reward_model.generate")
-    arguments = model, tokenizer, ["a", "b"], ["It was a cat.", "It was a dog."], 16
+    eos = [tokenizer.eos_token_id, 7]
+    model.generation_config.eos_token_id = eos
+    calls = spy("reward_model.generate", lambda *arguments, uniforms: (*arguments[3:], uniforms))
+    arguments = model, tokenizer, ["a", "b"], ["", "It was a cat."], 16
+    uniforms = torch.rand(2, 16)
+    empty, critique = write_critiques(*arguments, 1.0, uniforms)
+    assert empty == "" != critique
     write_critiques(*arguments)
-    k = critiques[0][0][3]
-    assert k not in eos_ids(tokenizer)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, k]
-    write_critiques(*arguments)
-    whole, cut = critiques
-    assert cut == [z[: z.index(k) + 1] if k in z else z for z in whole] and cut != whole
+    (temperature, ends, used), greedy = calls
+    assert (temperature, ends) == (1.0, eos) and torch.equal(used, uniforms[1:])
+    assert greedy == (0.0, eos, None)

@@ -50,32 +50,21 @@ def rows():
 
 # ── Sampling (Alg. 4 l.11)
 
-def test_a_response_ends_at_every_eos_of_the_generation_config(model_and_tokenizer, rows):
-    """With EOS ids [eos, k], a response that draws k ends there and is not truncated."""
+def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenizer, rows, spy):
+    """The uniforms of row i are row i of one torch.rand(B, T), whatever the chunk size. The
+    EOS ids of the generation config count too, and a response that ends there is whole."""
     model, tokenizer = model_and_tokenizer
-
-    def responses():
-        batch = sample_rollouts(model, tokenizer, rows, CONFIG, "policy",
-                                torch.Generator().manual_seed(0))
-        return [y[m.bool()].tolist() for y, m in zip(batch.response_ids, batch.mask)], batch
-
-    whole, _ = responses()
-    k = whole[0][3]
-    assert k not in eos_ids(tokenizer)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, k]
-    cut, batch = responses()
-    assert cut == [y[: y.index(k) + 1] if k in y else y for y in whole] != whole
-    assert not any(is_cut for y, is_cut in zip(cut, batch.truncated) if y[-1] == k)
-
-
-def test_every_row_of_every_decoding_chunk_has_its_own_uniforms(model_and_tokenizer, rows, spy):
-    """The uniforms of row i are row i of one torch.rand(B, T), whatever the chunk size."""
-    chunks = spy("policy.generate", lambda *_, uniforms: uniforms)
-    sample_rollouts(*model_and_tokenizer, rows, replace(CONFIG, rollout_batch_size=3), "policy",
-                    torch.Generator().manual_seed(5))
+    eos = [tokenizer.eos_token_id, *range(100, 300)]
+    model.generation_config.eos_token_id = eos
+    calls = spy("policy.generate", lambda model, x, n, T, ends, uniforms: (ends, uniforms))
+    batch = sample_rollouts(model, tokenizer, rows, replace(CONFIG, rollout_batch_size=3),
+                            "policy", torch.Generator().manual_seed(5))
+    assert [(ends, len(uniforms)) for ends, uniforms in calls] == [(eos, 3), (eos, 3), (eos, 2)]
     expected = torch.rand(8, 12, generator=torch.Generator().manual_seed(5))
-    assert [len(uniforms) for uniforms in chunks] == [3, 3, 2]
-    assert torch.equal(torch.cat(chunks), expected)
+    assert torch.equal(torch.cat([uniforms for _, uniforms in calls]), expected)
+    last = [y[m.bool()][-1].item() for y, m in zip(batch.response_ids, batch.mask)]
+    assert batch.truncated == [token not in eos for token in last]
+    assert {*eos[1:]} & {*last} and any(batch.truncated)
 
 
 # ── Algorithm 4
