@@ -189,7 +189,7 @@ def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model, spy)
     model, tokenizer = critic_model
     eos = [tokenizer.eos_token_id, 7]
     model.generation_config.eos_token_id = eos
-    calls = spy("reward_model.generate", lambda *arguments, uniforms: (*arguments[3:], uniforms))
+    calls = spy("reward_model.generate", lambda *inputs, uniforms: (*inputs[3:], uniforms))
     arguments = model, tokenizer, ["a", "b"], ["", "It was a cat."], 16
     uniforms = torch.rand(2, 16)
     empty, critique = write_critiques(*arguments, 1.0, uniforms)
