@@ -22,7 +22,7 @@ from text2grad import Config                                               # noq
 
 FLOPS = 0.4 * 989e12                  # H100: 40 % of the data sheet's FLOP/s
 BANDWIDTH = 0.75 * 3.35e12            # and 75 % of its bytes/s
-EAGER, CAPTURED = 5e-6, 1e-6          # seconds to launch an operation: host, CUDA graph
+EAGER, CAPTURED = 25e-6, 9e-6         # seconds for each operation: host, CUDA graph
 DATA = {"slf5k": (5000, 1), "ultrafeedback": (61_135, 2), "kodcode": (10_000, 0)}
 WIDE = {"batch_size": 96, "minibatch_size": 96}       # 8 GPUs do not divide SLF5K's batch of 12
 SMALL = {"rollout_batch_size": 8, "activation_checkpointing": True}
