@@ -192,7 +192,7 @@ TASKS = {
 
 # Settings of text2grad.py ("policy") and reward_model.py ("reward") that replace the defaults,
 # which suit the toy world. RELEASE: common values of the release (Tables 9 and 10).
-RELEASE = {
+RELEASE = {  # Table 9, Table 10
     "policy": dict(
         model="meta-llama/Llama-3.1-8B-Instruct", annotator_function=None, annotated_rows=10000,
         iterations=None, learning_rate=1e-6, schedule="cosine", value_learning_rate=None,

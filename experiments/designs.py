@@ -71,12 +71,12 @@ def replace_delta(critic, change, *options):
 
 def at_end(critic):
     """Setting B of Appendix A: r_T = Σ_t δ_t at the last token, and 0 before it."""
-    return replace_delta(critic, pay_sum)                          # Eq. §3.6 A^B
+    return replace_delta(critic, pay_sum)
 
 
 def pay_sum(_, offsets, judgement) -> list[float]:
     """Σ_t δ_t at the last token, and 0 before it."""
-    return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]
+    return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]        # Eq. §3.6 A^B
 
 
 def weigh(text: str, offsets, judgement, weighting: str) -> list[float]:
