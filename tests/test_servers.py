@@ -78,14 +78,17 @@ class World:
 
     client = openai.AsyncOpenAI
 
-    def __init__(self, monkeypatch, server=None):
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(openai, "AsyncOpenAI", self.connect)
+        monkeypatch.setattr("ask.PAUSE", 0.0)
+        self.start(None)
+
+    def start(self, server):
         self.server = server
         self.requests = []                                       # bodies
         self.bills = [0.0]                                       # USD of each request
         self.answers = 0
         self.open = self.most_open = self.most_open_at_first = 0
-        monkeypatch.setattr(openai, "AsyncOpenAI", self.connect)
-        monkeypatch.setattr("ask.PAUSE", 0.0)
 
     def connect(self, **options):
         network = httpx.AsyncClient(transport=httpx.MockTransport(self.handle))
@@ -227,9 +230,10 @@ WITHIN = {
         json.dumps(completion(usage("N", "N")).body).replace('"N"', "9" * 5000), billed=(9, 9)),
     "nulls": reports(lambda p, c: usage(None, None)),
     "cut off": reports(usage, finish="length"),
-    **{f"content {text[:20]}": reports(usage, content=json.loads(text)) for text in CONTENTS},
-    **{f"body {text[:20]}": lambda body, number, text=text: Answer(text, billed=full(body))
-       for text in BODIES},
+    **{f"content {i}": reports(usage, content=json.loads(text))
+       for i, text in enumerate(CONTENTS)},
+    **{f"body {i}": lambda body, number, text=text: Answer(text, billed=full(body))
+       for i, text in enumerate(BODIES)},
     "500 billed": lost(), "502 HTML billed": lost(502, HTML), "503 billed": lost(503),
     "504 billed": lost(504, HTML), "524 billed": lost(524, "timeout"), "529 billed": lost(529),
     "408 billed": lost(408), "every second 500": lost(every=2),
@@ -269,12 +273,12 @@ KINDS = WITHIN | EXCEEDING
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cap_holds_and_the_bill_is_booked(monkeypatch, tmp_path, kind, capsys):
+def test_the_cap_holds_and_the_bill_is_booked(world, tmp_path, kind, capsys):
     """Two runs each. Also: no usable reply is bought twice, and the first request is alone."""
     number = [*KINDS].index(kind)
     n = 80 if SLOW else 12
     for cap, concurrency in SETTINGS if SLOW else [SETTINGS[number % 9]]:
-        world = World(monkeypatch, KINDS[kind])
+        world.start(KINDS[kind])
         path = tmp_path / f"{cap}-{concurrency}"
         largest = sum(usd(question.size, MAX_TOKENS) for question in questions(n))
         dollars = CAPS[cap] and CAPS[cap] * largest
@@ -364,8 +368,7 @@ def test_what_a_server_refuses_is_left_out(world, tmp_path, number, capsys):
     text, refused, left_out = REFUSALS[number]
     forms = FORMS if SLOW else [FORMS[0], FORMS[number % len(FORMS)]]
     for i, form in enumerate(forms):
-        world.__init__(pytest.MonkeyPatch(), lambda body, n: form(text)
-                       if refused & sent_names(body) else completion())
+        world.start(lambda body, n: form(text) if refused & sent_names(body) else completion())
         check_refusals(world, tmp_path / str(i), left_out, capsys)
 
 
@@ -438,13 +441,13 @@ def test_the_code_in_the_body_is_the_status(world, tmp_path, make):
     """429 is retried for free, 5xx is retried and booked, 401 ends the run at once."""
     largest = usd(questions(1)[0].size, MAX_TOKENS)
     for code, booked in ((429, 0), (502, 2 * largest), ("503", 2 * largest)):
-        world.__init__(pytest.MonkeyPatch(), at_first(2, lambda _: Answer(make(code))))
+        world.start(at_first(2, lambda _: Answer(make(code))))
         records, message, spent = run(world, tmp_path / str(code), 1)
         assert message is None and len(world.requests) == 3
         assert [record["reason"] for record in records.values()] == [None]
         assert spent == pytest.approx(booked + usd(40, 60))
     for code in (401, 403, 404):
-        world.__init__(pytest.MonkeyPatch(), lambda body, n: Answer(make(code)))
+        world.start(lambda body, n: Answer(make(code)))
         _, message, spent = run(world, tmp_path / str(code), 30, concurrency=8)
         assert "check OPENAI_API_KEY" in message and str(code) in message
         assert len(world.requests) == 1 and spent == 0
