@@ -56,10 +56,7 @@ class Shape:
             pad_token_id=0, max_position_embeddings=4096)
 
 
-# The training passes of fit-* give the constants of SCALING.md; the other shapes check them.
 SHAPES = {
-    "fit-a": Shape(8, 512, 512, 8, 4, 1024), "fit-b": Shape(8, 256, 1408, 8, 4, 1024),
-    "fit-c": Shape(4, 1024, 2816, 8, 2, 1024), "fit-d": Shape(16, 256, 512, 8, 4, 1024),
     "toy": Shape(3, 128, 320, 4, 4, 719, True), "small": Shape(3, 128, 320, 4, 4, 32000),
     "middle": Shape(8, 512, 1408, 8, 4, 8192),
     "llama3-1b": Shape(16, 2048, 8192, 32, 8, 128256, True),
