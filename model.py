@@ -108,7 +108,7 @@ def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
         return _read_model(find_model(path), dtype, device, to_shard)
     except ModelError:
         raise
-    except Exception as error:                 # a malformed directory may raise any type
+    except Exception as error:      # reading a damaged directory can raise any exception
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
                          f"give --model a hub id or a directory in Hugging Face format"

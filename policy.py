@@ -11,19 +11,27 @@
             ρ_t = π_θ(y_t) / π_θold(y_t)
             θ, ψ ← AdamW on −L_CLIP − β_H H + c L_VF                 minibatch_loss     21–30
 
-Read `train` next; the functions above it are its steps. Departures. Corrected errors of the
-paper: the loss is −L_CLIP − β H. The sum of GAE ends at T − t, and V is 0 after the last token.
-The paper has two δ_t; here they are `delta` and `td_error`. Taken from the release: A_t is
-whitened over the batch, the value loss is halved and clipped, and θ and ψ share one gradient
-clip. Our own: R_φ writes z' greedily. A harmful optimizer step is skipped and counted. r_t^KL
-is the log-ratio of the sampled token. The release uses the exact KL_t as a reward, whose policy
-gradient is not −∇KL.
+Start with `train`, at the end of this file; the functions above it are its steps, in order.
+`critic` is the function that criticises the rollouts: R_φ, or another that `train` is given.
+V_ψ is called the value head. β is the KL coefficient, and β_H the weight of the entropy, which
+the paper calls β.
+
+Departures. We correct errors of the paper: its objective, which is maximised, subtracts the
+entropy, so our loss is −L_CLIP − β_H H. The sum of GAE ends at T − t, and V is 0 after the last
+token. The paper has two δ_t; here they are `delta` and `td_error`. From the release (the code
+that the authors published, with settings for SLF5K, KodCode and UltraFeedback, named in this
+order): A_t is whitened over the batch, β adapts to a target KL, the target of V is A_t + V_t,
+the value loss is halved and clipped, and one AdamW steps θ and ψ, with one gradient clip. Our
+own: all π are at the sampling temperature. R_φ writes z' greedily. A step whose loss or
+gradient is not finite, or whose mean ρ_t is above 10, is skipped and counted. The KL term is of
+the sampled token alone. The release pays the exact KL_t of the whole distribution, which is the
+same for every y_t and therefore gives no gradient at y_t.
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
 tokens of some rows, H hidden size. Each rank samples, judges and trains on rows
-[RANK::WORLD_SIZE], and every rank holds the full batch. Every random draw depends only on
-(seed, iteration, row). On a CPU, an interrupted run that continues ends with bit-identical
-weights. A GPU does not guarantee this.
+[RANK::WORLD_SIZE], and every rank holds the full batch. Every random draw depends only on the
+seed, the iteration and the position in the batch. On a CPU, an interrupted run that continues
+ends with bit-identical weights. A GPU does not guarantee this.
 """
 
 import math
@@ -54,7 +62,8 @@ def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
     """Surrogate loss; its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t).
 
     Definition 1 (§3.1), §3.5. All arguments are [B, T]; the loss is a scalar, averaged over the
-    batch. Algorithm 4 uses A_t instead of δ_t.
+    batch. This is the NL gradient alone: `train` does not call it, because PPO has A_t in the
+    place of δ_t. Tests, notebooks and experiments/ use it.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
     return -(delta * logprobs * mask).sum() / len(logprobs)
@@ -84,6 +93,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
     white = (wide - mean) * torch.rsqrt(variance + 1e-8) * mask
+    # "not >" lets NaN pass: `ppo_update` skips and counts such a step.
     assert not (white.sum() / count).abs() > 1e-6, "whitened advantages have mean 0"
     return white.to(x.dtype)
 
@@ -115,7 +125,7 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
 class AdaptiveKL:
     """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2).
 
-    An update changes β by 20 % at most, even if a batch is larger than the horizon.
+    β changes by at most 20 % per update, even if a batch is larger than the horizon.
     """
     beta: float
     target: float                         # nats per response; 0: β is fixed
@@ -165,7 +175,7 @@ class PolicyConfig(AnnotatorConfig, BaseConfig):
     value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
     value_target: str = flag(
         "gae", "target of V: gae is A + V, return is Alg. 4 l.24", ("gae", "return"))
-    entropy_coef: float = flag(0.0, "weight β of the entropy bonus (release: 0)")
+    entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus (release: 0)")
     lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
     lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
     lora_targets: str = flag("q_proj,v_proj", "layers with an adapter, comma-separated")
@@ -328,8 +338,7 @@ def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tens
 def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
 
-    r_t^KL = −β (log π(y_t) − log π_ref(y_t)), whose policy gradient is −β ∇KL. The exact KL_t
-    depends only on x and y_<t, so for y_t it would be a baseline.
+    r_t^KL = −β (log π(y_t) − log π_ref(y_t)), of the sampled token (see the top of this file).
     """
     mask = rollouts.mask
     values = rollouts.values
@@ -383,8 +392,9 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = norm.item()
             if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
-                has_moved = steps or skipped or model.dtype != torch.float32
-                assert has_moved or abs(stats["ratio"] - 1) < 0.1, \
+                is_first = not (steps or skipped)         # half precision may round ρ off 1
+                is_exact = is_first and model.dtype == torch.float32
+                assert not is_exact or abs(stats["ratio"] - 1) < 0.1, \
                     "Alg. 4 l.22: ρ = 1 until θ moves"
                 optimizer.step()                                                   # l.29–30
                 steps.append(stats)
@@ -418,13 +428,13 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
 
 
 def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyConfig, count):
-    """The loss −L_CLIP − β H + c L_VF of some rows, and metrics (Alg. 4 l.21–28).
+    """The loss −L_CLIP − β_H H + c L_VF of some rows, and metrics (Alg. 4 l.21–28).
 
     Both are sums over the N sampled tokens of these rows, divided by `count`.
     """
     hidden, targets = forward(model, rollouts, index, "policy")
     weight = head_weight(model)
-    sampled = rollouts.sampled(index)                                            # [B, T] → [N]
+    sampled = rollouts.sampled(index)                              # picks N of [rows, T] tokens
     mask = rollouts.mask[index][sampled]                                            # all are 1
     logprobs_old = rollouts.logprobs_old[index][sampled]
     advantages = rollouts.advantages[index][sampled]
@@ -487,7 +497,10 @@ PROBES = 10                               # probes per run; the last iteration h
 
 def log_iteration(iteration: int, metrics: dict, kl: AdaptiveKL, batch: Rollouts, bar,
                   config: PolicyConfig, out: Path):
-    """Rank 0 logs an iteration's metrics and one sample. In ten iterations it runs `probe`."""
+    """Rank 0 logs an iteration's metrics and one sample.
+
+    Ten times per run it also calls `probe`, which compares R_φ with the annotator.
+    """
     if RANK > 0:
         return
     metrics = {"iteration": iteration, "kl_coef": kl.beta} | metrics
@@ -533,7 +546,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         rng = random.Random(seed)
         timer = Timer()
         set_learning_rates(optimizer, config, iteration)
-        with gathered(model):
+        with gathered(model):                  # with --shard, each rank holds all weights here
             drawn_rows = batch_rows(rows, config, iteration)                         # l.9–10
             batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
             timer.lap("rollout")

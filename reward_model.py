@@ -7,16 +7,17 @@
     φ ← a new LoRA adapter "reward" with B = 0 on the frozen base        add_lora         l.4
     for each batch:                                                      fit_adapter      l.5–7
         L_R(φ) = −Σ_j log p_φ(z_j | z_<j, x, y)                          z_loss
-        φ ← AdamW on the mean of L_R over the tokens of z
+        φ ← AdamW on L_R / number of tokens of z in the batch
     z' ~ R_φ(·|x, y) and its token rewards δ', for Algorithm 4           write_critiques, judge
 
 The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but
 the EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by
 token (§4.2, Table 1); `probe` does so on the policy's own responses during phase 3.
 
-Departures: quotes that do not occur in the response are removed from z before training, whereas
-Appendix L removes them from the annotation. If a critique cannot be parsed, its δ' is zero.
-The paper does not say what a quote that occurs several times means; see `ground`.
+Departures: the loss is the mean per token of z, whereas the paper's is the mean per row. Quotes
+that do not occur in the response are removed from z before training, whereas Appendix L removes
+them from the annotation. If a critique cannot be parsed, its δ' is zero. The paper does not say
+what a quote that occurs several times means; see `ground`.
 B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
@@ -70,8 +71,7 @@ class RewardConfig(BaseConfig):
 
 # The rows of feedback.jsonl; their lists of spans may be empty.
 FEEDBACK = Task("feedback", lambda row: row["prompt"],
-                (("id",), ("prompt",), ("response",), ("critique",), ("good_spans",),
-                 ("poor_spans",)))
+                ("id", "prompt", "response", "critique", "good_spans", "poor_spans"))
 MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
 

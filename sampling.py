@@ -265,7 +265,7 @@ def _masks(config, mask, cache_position):
 # ── Sampling: y_t ~ π(·|x, y_<t)
 
 def _draw(logits, uniforms, temperature: float) -> Tensor:
-    """Draw tokens by the inverse CDF; T = 0 means argmax. [B, V], u [B, 1] → [B, 1]."""
+    """Draw tokens by the inverse CDF; temperature 0 means argmax. [B, V], u [B, 1] → [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)

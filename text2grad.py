@@ -16,8 +16,9 @@ Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file, to read
         φ ← R_φ trained on all (x, y, z)                fit                  l.13–14  phase 2
         θ ← π_θ trained with the critiques of R_φ       train_and_evaluate   l.16–19  phase 3
 
-`main`, at the end, makes these four calls. Departures: a row that has a response keeps it.
-Held-out prompts are judged before and after phase 3. The same command continues a stopped run.
+`main`, at the end, makes these four calls. Departures: a row of --data that already has a
+response is not sampled again. Held-out prompts are judged before and after phase 3. The same
+command continues a stopped run.
 """
 
 import random
@@ -62,7 +63,7 @@ class Config(PolicyConfig):
     reward_learning_rate: float | None = flag(
         None, "peak rate of R_φ; none: the task's, or by the size of the model", most=10)
     reward_epochs: int | None = flag(
-        None, "passes of R_φ; none: the task's, or about 200 steps", least=1)
+        None, "epochs of R_φ over its rows; none: the task's, or about 200 steps", least=1)
     reward_lora_targets: str | None = flag(
         None, "layers of R_φ with an adapter; none: the task's")
     eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
