@@ -108,7 +108,7 @@ def unreadable_r_phi(monkeypatch):
     monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
 
 
-# ── Going on, and reusing what is done
+# ── Continuing a run, and reusing its results
 
 def test_a_second_run_reuses_every_phase_or_is_refused(finished_run, capsys):
     """The same settings change no result; others, and a second process, are refused."""
@@ -178,48 +178,32 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
     assert_equal_runs(tmp_path, unbroken)
 
 
-# ── Real checkpoint, real rows, an OpenAI-compatible server; a task of one's own
-
-@pytest.fixture()
-def server(monkeypatch):
-    """A local chat-completions server that counts its calls."""
-    with loopback() as server:
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        yield server
-
-
-@pytest.fixture()
-def long_stories(shared, tmp_path):
-    """stories260K with a context that is long enough for the posts."""
-    base = tmp_path / "stories260K"
-    shutil.copytree(shared / "models" / "stories260K", base)
-    for path in (base, *base.iterdir()):
-        path.chmod(0o755)
-    config = json.loads((base / "config.json").read_text())
-    text = json.dumps(config | {"max_position_embeddings": 2048})
-    (base / "config.json").write_text(text)
-    return base
-
+# ── A real checkpoint with real rows and a server; a task of the user
 
 TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_size", 2,
         "--max_new_tokens", 24, "--max_critique_tokens", 64, "--eval_rows", 2,
         "--temperature", 1.0, "--ppo_epochs", 1]
 
 
-def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, server, long_stories, tmp_path,
-                                                        capsys, unreadable_r_phi):
+def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_path, capsys,
+                                                        monkeypatch, unreadable_r_phi):
     """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
-    flags = ["--task", "slf5k", "--model", long_stories,
+    stories[0].config.max_position_embeddings = 2048               # enough for the posts
+    for part in stories:
+        part.save_pretrained(tmp_path / "base")
+    flags = ["--task", "slf5k", "--model", tmp_path / "base",
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
              "--annotated_rows", 5, "--reward_epochs", 1, *TINY, "--iterations", 1,
              "--max_critique_tokens", 16, "--output_dir", tmp_path / "run"]
-    run_main(*flags)
-    calls, feedback = server.stats()["calls"], read_jsonl(tmp_path / "run" / "feedback.jsonl")
-    assert calls == len(feedback) == 5
+    with loopback() as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        run_main(*flags)
+        feedback = read_jsonl(tmp_path / "run" / "feedback.jsonl")
+        assert server.stats()["calls"] == len(feedback) == 5
+        assert "left out" in capsys.readouterr().out
+        run_main(*flags)
+        assert server.stats()["calls"] == 5 and capsys.readouterr().out.count("reused") == 4
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
-    assert "left out" in capsys.readouterr().out
-    run_main(*flags)
-    assert server.stats()["calls"] == calls and capsys.readouterr().out.count("reused") == 4
 
 
 MY_TASK = '''
@@ -243,8 +227,7 @@ def critic(row, response):
 '''
 
 
-def test_a_task_of_the_user_from_end_to_end(long_stories, tmp_path, monkeypatch,
-                                            unreadable_r_phi):
+def test_a_task_of_the_user_from_end_to_end(tmp_path, monkeypatch, unreadable_r_phi):
     """--task module:NAME uses its prompt and fields; its settings override the defaults."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
@@ -252,7 +235,7 @@ def test_a_task_of_the_user_from_end_to_end(long_stories, tmp_path, monkeypatch,
     write_rows(data, [{"id": str(i), "article": f"Once upon a time {i} dogs ran."}
                       for i in range(12)])
     run_main("--task", "my_task:HEADLINES", "--annotator_function", "my_task:critic",
-             "--data", data, "--model", long_stories, *TINY, "--output_dir", tmp_path / "run")
+             "--data", data, "--model", "toy/base", *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
         0.3, 2e-3, "cosine")
