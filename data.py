@@ -10,7 +10,6 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
 import argparse
-import codecs
 import errno
 import gzip
 import importlib
@@ -21,7 +20,6 @@ import shlex
 import sys
 import typing
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
@@ -57,7 +55,8 @@ class Task:
     """A data set: its prompts, fields and annotator texts; the first two have no default."""
     name: str
     policy_prompt: Callable[[dict], str | list[dict]]        # row → x, a text or chat messages
-    needs: tuple[tuple[str, ...], ...] = ()            # a row needs one field of each group
+    # Fields that each row needs. A tuple among them holds alternatives, one of which is needed.
+    needs: tuple[str | tuple[str, ...], ...] = ()
     responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
     # For the annotator: its role, its criteria and the number of spans to quote.
     judge: str = "You are a careful expert who reviews answers."
@@ -66,7 +65,7 @@ class Task:
     temperature: float = 0.3                                 # of the annotator
     max_tokens: int = 1200                                   # of the annotator's reply
     # A worked example for the annotator: a request, a response and the correct reply.
-    example: dict[str, str | list[str]] = field(default_factory=dict)
+    example: dict = field(default_factory=dict)
     # Settings of text2grad.py and reward_model.py that differ from the paper's common ones.
     policy: dict = field(default_factory=dict)
     reward: dict = field(default_factory=dict)
@@ -79,12 +78,6 @@ class Task:
     tests: Callable[[dict], str] | None = None
     # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
-
-    def __post_init__(self):
-        """Raise InputError for the frequent mistake of a text in the place of a tuple."""
-        if not all(isinstance(group, tuple) for group in self.needs):
-            raise InputError(f"Task {self.name}: `needs` must be a tuple of tuples of field "
-                             f"names, such as ((\"post\",),)")
 
     def all_responses(self, row: dict) -> list[dict]:
         """Its field `response`; the stored responses where that is missing or null."""
@@ -169,14 +162,14 @@ TASKS = {
                 "annotated_rows": 5000, "max_prompt_tokens": 811},
         reward={"lora_dropout": 0.05, "max_tokens": 1400, "max_critique_tokens": 500}),
     "ultrafeedback": Task(
-        "ultrafeedback", lambda row: row["prompt"], (("prompt",),), _ultrafeedback_responses,
+        "ultrafeedback", lambda row: row["prompt"], ("prompt",), _ultrafeedback_responses,
         "You are a careful expert who reviews answers to people's questions.",
         "whether the answer is correct, helpful, complete, follows the instructions and is "
         "honest about doubt",
         temperature=0.6, example=_ULTRAFEEDBACK_EXAMPLE, policy={"max_prompt_tokens": 438}),
     "kodcode": Task(
         "kodcode", lambda row: f"{row['question'].strip()}\n\nAnswer with Python code only.",
-        (("question",), ("test", "test_code")), _kodcode_responses,
+        ("question", ("test", "test_code")), _kodcode_responses,
         "You are a senior Python engineer who reviews solutions to programming problems.",
         "whether the code solves the problem for every input, where it fails, where it is "
         "needlessly slow or unclear",
@@ -246,6 +239,9 @@ def reward_prompt(prompt: str, response: str) -> str:
 
 
 REFERENCES = "reference", "ideal_human_summary", "solution", "4o_solution"
+# Optional field of an example → the fields of a row that may hold it; the first text counts.
+OPTIONAL = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
+            "reference": REFERENCES}
 
 
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
@@ -257,11 +253,8 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     for number, row in enumerate(rows, 1):
         row_id = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
         responses = task.all_responses(row)
-        keys = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
-                "reference": REFERENCES}
-        texts = {key: next(filter(None, map(row.get, names)), None)
-                 for key, names in keys.items()}
-        texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}
+        texts = {key: row[name] for key, names in OPTIONAL.items() for name in reversed(names)
+                 if isinstance(row.get(name), str) and row[name].strip()}
         for k, response in enumerate(responses):
             yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}",
                    "prompt": prompt_text(task.policy_prompt(row)), **texts, **response,
@@ -294,11 +287,9 @@ FIELDS = {"good_spans": list, "poor_spans": list} | dict.fromkeys(
 def check_fields(row: dict, place: str):
     """Raise InputError if a field has the wrong type, or if UTF-8 cannot encode a text."""
     for name, value in row.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
+        if re.search(r"[\ud800-\udfff]", json.dumps({name: value}, ensure_ascii=False)):
             raise InputError(f"{place}: field {name!r} contains half of a surrogate pair; "
-                             f"remove it") from error
+                             f"remove it")
         expected = FIELDS.get(name)
         is_valid = value is None or type(value) is expected and all(
             isinstance(item, str) for item in value)
@@ -311,8 +302,8 @@ def check_fields(row: dict, place: str):
 def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
     """The rows of a file, one at a time, with valid fields that fit the task.
 
-    needs: groups of names, of which each row needs at least one that is not None or "".
-    Raises InputError with file, line and field.
+    needs: see `Task.needs`; a field that is None or "" is missing. Raises InputError with file,
+    line and field.
     """
     path = Path(path)
     number = 0
@@ -322,6 +313,7 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
         for names in (*needs, *(task.needs if task else ())):
+            names = [names] if isinstance(names, str) else names
             if all(row.get(name) in (None, "") for name in names):
                 fields_text = " or ".join(map(repr, names))
                 raise InputError(f"{place}: field {fields_text} is missing or empty")
@@ -347,7 +339,8 @@ def _objects(path: Path) -> Iterator[tuple[str, object]]:
         open_file = gzip.open if raw.read(2) == b"\x1f\x8b" else open
     try:
         with open_file(path, "rb") as file:
-            is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            # A byte order mark may come first.
+            is_array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.read(64))
             file.seek(0)
             if is_array:
                 for number, row in enumerate(_parse_json(file.read(), str(path)), 1):
@@ -379,31 +372,27 @@ def write_rows(path, rows: Iterable[dict]):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with naming(path), open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_lines(temporary, "w", rows)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-@contextmanager
-def naming(path):
-    """Add the path to an OSError that does not name a file, as when the disk is full."""
+def append_row(path, row: dict):
+    """Append one JSON line."""
+    _write_lines(path, "a", [row])
+
+
+def _write_lines(path, mode: str, rows: Iterable[dict]):
+    """Write JSON lines and flush them to disk, so that they survive a crash."""
     try:
-        yield
-    except OSError as error:
+        with open(path, mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:              # without a file name where the disk is full
         error.filename = error.filename or str(path)
         raise
-
-
-def append_row(path, row: dict):
-    """Append one JSON line and flush it to disk, so that it survives a crash."""
-    with naming(path), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def whole_rows(path: Path) -> list[dict]:
@@ -461,10 +450,8 @@ def check_values(config_class, values: dict, place: str):
             problem = f"{value!r:.40} is not of type {types[0].__name__}"
         elif choices and value not in choices:
             problem = f"{value} must be one of {', '.join(map(str, choices))}"
-        elif type(value) is str and not value.strip():
-            problem = "the value is empty"
-        elif type(value) is str and value != value.encode(errors="ignore").decode():
-            problem = f"{value!r} is not UTF-8"
+        elif type(value) is str and re.search(r"^\s*$|[\ud800-\udfff]", value):
+            problem = "the value is empty or is not UTF-8"
         elif type(value) in (int, float) and not least <= value <= most:
             problem = f"{value} must be at least {least:g} and at most {most:g}"
         if problem:
@@ -492,13 +479,14 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
     first_parser.add_argument("--data")
     first = first_parser.parse_known_args(argv)[0]
     task = first.task or find_task(first.data) or getattr(config_class, "task", "")
-    settings = ({"task": task} if task else {}) | preset(task)
+    settings = preset(task)
     check_values(config_class, settings, f"--task {task}: its setting ")
+    settings["task"] = task
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                      usage="%(prog)s [--flag value ...]",
                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}                                          # name of a setting → its group
-    for part in (config_class, *reversed(config_class.__mro__[1:-1])):
+    for part in config_class.__mro__[:-1]:
         group = parser.add_argument_group(part.__doc__.split(".")[0])
         groups = dict.fromkeys(part.__annotations__, group) | groups
     for setting in fields(config_class):
