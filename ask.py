@@ -351,7 +351,7 @@ REFUSABLE = {
 class Server:
     """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY.
 
-    left_out: names in REFUSABLE that the server refused. ratio: the largest number of tokens
+    refused: names in REFUSABLE that the server refused. ratio: the largest number of tokens
     that it reported, relative to what was asked for.
     """
     model: str
@@ -360,8 +360,8 @@ class Server:
     max_tokens: int = 1200                               # per reply
     retries: int = 6                                     # per request
     timeout: float = 120.0                               # seconds per reply
-    has_answered: bool = False            # if not, most failures end the run
-    left_out: frozenset = frozenset()
+    has_answered: bool = False            # if not, a failure ends the run
+    refused: frozenset = frozenset()
     ratio: float = 1
 
     def __str__(self):
@@ -389,17 +389,17 @@ class Server:
         """The body of a request, without what the server has refused."""
         body = {"model": self.model, "messages": question.messages, "top_p": 0.95,
                 "temperature": self.temperature, "max_tokens": self.max_tokens}
-        if "system turn" in self.left_out:
+        if "system turn" in self.refused:
             text = "\n\n".join(message["content"] for message in question.messages)
             body["messages"] = [{"role": "user", "content": text}]
-        if "max_tokens" in self.left_out:
+        if "max_tokens" in self.refused:
             body["max_completion_tokens"] = self.max_tokens
-        return {name: body[name] for name in body.keys() - self.left_out}
+        return {name: body[name] for name in body.keys() - self.refused}
 
     async def ask(self, question: Question) -> Reply:
         """Send a request once; resend it without a parameter that the server refuses."""
         import openai
-        left_out = self.left_out
+        refused_before = self.refused
         try:
             async with asyncio.timeout(self.timeout):    # also limits a slow stream
                 answer = await self.client.chat.completions.with_raw_response.create(
@@ -419,11 +419,11 @@ class Server:
         if reply.status == 200 or re.search("context (length|size)|too long", reply.reason):
             self.has_answered = True                     # a request that is too long is refused
         for name, pattern in REFUSABLE.items() if reply.status in (400, 422, 500) else ():
-            if name not in left_out and re.search(pattern, reply.reason, re.IGNORECASE):
-                if name not in self.left_out:
+            if name not in refused_before and re.search(pattern, reply.reason, re.IGNORECASE):
+                if name not in self.refused:
                     print(f"{self.model}: leaving out the {name} ({reply.reason})",
                           file=sys.stderr)
-                self.left_out |= {name}
+                self.refused |= {name}
                 return await self.ask(question)
         return reply
 
