@@ -5,8 +5,8 @@
                                                        # separate process
 
 It serves chat completions and needs only the standard library. Whether a call fails depends on
-the seed, the prompt and the number of earlier requests with that prompt, so a run meets the
-same faults in any order of arrival. GET /stats returns the counts and the bill. `tokens` counts
+the prompt and the number of earlier requests with it, so a run meets the same faults in any
+order of arrival. GET /stats returns the counts and the bill. `tokens` counts
 the billed tokens, so that tests can recompute every bill. A reply is billed when it is
 generated, even if the server reports a false usage or the reply never arrives.
 """
@@ -47,7 +47,6 @@ ERRORS = {                          # fault → (HTTP status, message); they are
 class Settings:
     """Behaviour of the server; a server in a thread accepts changes while it runs."""
     delay: float = 0.0                  # seconds before each answer
-    seed: int = 0                       # random seed of the faults
     faults: dict = field(default_factory=dict)      # fault → share of calls
     plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
     hang: float = 600.0                 # seconds before "timeout" closes the connection
@@ -142,8 +141,7 @@ class Server(ThreadingHTTPServer):
         """The name of the next call's fault; "" if it has none."""
         if self.calls <= len(self.settings.plan):
             return self.settings.plan[self.calls - 1].replace("ok", "")
-        hash_text = f"{self.settings.seed}/{prompt}/{self.prompt_counts[prompt]}"
-        chance = int(digest(hash_text), 16) / 16 ** 16
+        chance = int(digest(f"{prompt}/{self.prompt_counts[prompt]}"), 16) / 16 ** 16
         for fault, share in self.settings.faults.items():
             chance -= share
             if chance < 0:

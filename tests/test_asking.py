@@ -22,7 +22,7 @@ from annotate import AnnotateConfig, annotate, annotation_questions, parse_feedb
 from ask import Journal, Question, Server, read_answer
 from data import InputError, read_rows, write_rows
 from helpers import ROOT, SLOW, error_message, run_main
-from loopback import MIX, critique
+from loopback import critique
 from loopback import loopback as serving
 
 
@@ -135,27 +135,6 @@ class Work:
 
 
 # ── Every row gets feedback or a recorded failure
-
-def test_under_faults_every_row_is_feedback_or_a_failure_with_its_reason(work):
-    """The server gets a call for each row and one more for each 429, 500 and timeout."""
-    work.set(faults=MIX, seed=3, hang=0.2)
-    line = work.fails("responses have no feedback", random_rows(150), concurrency=32, retries=6)
-    stats, records = work.server.stats(), work.records()
-    faults = stats["faults"]
-    assert faults.keys() == MIX.keys(), "choose another seed: some fault did not happen"
-    retried = sum(faults[fault] for fault in ("429", "500", "timeout"))
-    assert stats["calls"] == len(records) == 150 + retried
-    assert len({record["key"] for record in records}) == 150
-    failures = [record for record in records if record["reason"] and record["reply"]]
-    assert len(failures) == faults["garbage"] + faults["truncated"]
-    assert sum("cut off" in record["reason"] for record in failures) == faults["truncated"]
-    assert line.startswith(f"{len(failures)} responses") and str(work.journal) in line
-    assert not work.output.exists()
-    work.set(faults={})
-    calls_before = work.calls()
-    work.run()
-    assert work.calls() - calls_before == len(failures) and len(work.output_rows()) == 150
-
 
 @pytest.mark.parametrize("fault, reason, text", [
     ("truncated", "cut off after 1200 tokens", '{"reasoning'),
