@@ -40,16 +40,14 @@ def reply(critique=REPLY.critique, good=("the plot",), poor=("Bob",), **options)
 
 INNER = reply("Perfect.", ["all of it"], [])
 UNNAMED = '{"good_spans": ["a"], "poor_spans": []}'
-OPEN = "a part of"
 
 
 # "It says" introduces a copy of INNER, which then occurs in the response.
 @pytest.mark.parametrize("text, expected", [
     # FACTS §5: models write fences and prose around the JSON
     (reply(), REPLY), (f"```json\n{reply(indent=2)}\n```", REPLY),
-    (f"```\n{reply()}```", REPLY), (f'{{"note": 1}} {reply()}', REPLY),
-    (f"Sure, {{here}} it is:\n\n{reply()}\n\nAnything?", REPLY),
-    (f'The dict {{"a": x}} is made twice.\n{reply()}', REPLY),
+    (f"```\n{reply()}```", REPLY), (f'The dict {{"a": x}} is made twice.\n{reply()}', REPLY),
+    (f'Sure, {{here}} and {{"note": 1}} it is:\n\n{reply()}\n\nAnything?', REPLY),
     (reply()[:-1] + ', "confidence": ' + "9" * 5000 + "} // done", REPLY),
     # FACTS §3: the key is `Good spans` in the paper and `good_spans` in the release
     *[(json.dumps({critique: "c", good: ["a"], poor: ["b", "d"]}),
@@ -63,7 +61,7 @@ OPEN = "a part of"
      Feedback("c", ["z"], CODE_QUOTES)),
     # if the object has no critique, the prose before it is the critique
     *[(f"  It is\nshort. \n\n{fence}{UNNAMED}\n```", Feedback("It is\nshort.", ["a"], []))
-      for fence in ("", "```json\n", "```\n")],
+      for fence in ("", "```json\n")],
     # a literal line break or tab in a string
     ('{"critique": "one\ntwo", "good_spans": ["a\n\tb"], "poor_spans": []}',
      Feedback("one\ntwo", ["a\n\tb"], [])),
@@ -74,17 +72,14 @@ OPEN = "a part of"
     (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', REPLY),
     (reply('The "<think>"'), Feedback('The "<think>"', ["the plot"], ["Bob"])),
     (reply('The "</think>"'), "no JSON object"), (f"It says {INNER}.", "no JSON object"),
-    (f"<think>{INNER}</think> Fine.", "no JSON"), (f"{INNER} so</think> Fine.", "no JSON"),
-    ('Hm <think> {"x": </think>', "no JSON"), (f"<think>I say {INNER}", "inside <think>"),
+    (f"{INNER} so</think> Fine.", "no JSON"), (f"<think>I say {INNER}", "inside <think>"),
     # contract: feedback has a critique and lists of strings; nothing is guessed
     ("", "no JSON object"), ('{"score": 3}', "no JSON object"),
     (f'{{"result": {INNER}}}', "no JSON object with"), (reply()[:-10], "cut off"),
     ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
-    ('{"critique": "c", "poor_spans": []}', "'good_spans' is missing"),
     ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
-    (reply(good=["a", 3]), "list of strings"), (reply(poor=[["a"]]), "list of strings"),
-    (reply(good="the plot"), "list of strings"), (reply(good={"a": "b"}), "list of strings"),
-    (reply(good=None), "list of strings"), (reply(good=[]) + "\nNo:\n" + reply(), "differ"),
+    *[(reply(good=value), "list of strings")
+      for value in (["a", 3], "the plot", {"a": "b"}, None)],
     (reply() + '{"x ' * 500 + reply(good=[]), "differ"),
     ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
     ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
@@ -94,11 +89,10 @@ OPEN = "a part of"
     (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
     (reply().replace('"good', '"a": 1 "good'), "broken or cut off .Expecting ',' delimiter"),
     # the object is a part of a larger JSON text that is broken or cut off
-    (f'{{"result": {INNER}', OPEN), (f"{{'spans': {INNER}", OPEN), (f"[{INNER}", OPEN),
-    (f"{{{INNER}", OPEN), (f"{INNER}]", OPEN), (f"{INNER}\n}}", OPEN), (f"{INNER}, oops", OPEN),
-    (f'{{"reasoning": "it says {INNER} and', OPEN), (f'{{"Good spans": "as {INNER}', OPEN),
-    (f'{{"critique": "it says {INNER} and', OPEN),
-    (f'{INNER} Or rather: {{"good_spans": ["a', OPEN)])
+    *[(text, "a part of") for text in (
+        f'{{"result": {INNER}', f"{{'spans': {INNER}", f"[{INNER}", f"{{{INNER}", f"{INNER}]",
+        f"{INNER}\n}}", f"{INNER}, oops", f'{{"reasoning": "it says {INNER} and',
+        f'{{"Good spans": "as {INNER}', f'{INNER} Or rather: {{"critique": "a')]])
 def test_a_reply_is_read_or_refused_with_its_reason(text, expected):
     response = f"Take this: {INNER}" if "It says" in text else ""
     if isinstance(expected, Feedback):
@@ -213,9 +207,8 @@ def splits(text: str) -> set[int]:
 
 
 @pytest.mark.parametrize("text, quote, spans", [
-    ("concatenate the cat", "cat", 1), ("x_1 = 2", "x", 0), ("in 2024", "20", 0),
-    ("self.size", "size", 1), ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1),
-    ("👩‍🚀 flies", "🚀", 0), ("cafe\u0301s", "cafe\u0301", 0), ("1️⃣First", "First", 1),
+    ("concatenate the cat", "cat", 1), ("self.size", "size", 1), ("1️⃣First", "First", 1),
+    ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0),
     ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1), ("это слово", "слов", 0), ("서울에서", "서울", 1),
     ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0),
     # A letter does not match without its accent, nor a syllable by one of its parts.
@@ -224,8 +217,8 @@ def splits(text: str) -> set[int]:
     # FACTS §5: a fuzzy search matched unrelated text
     ("a ﬁne day", "a fine day", 0),
     *[("The cat sat on a café.", quote, 0) for quote in (
-        "the cat sat", "The  Cat sat", "Thecat sat", "The cat sits", "The cat sat!",
-        "A cat sat", "The ca...sat", "cafe", "", " ", "\n\t", "\u00a0")]])
+        "the cat sat", "Thecat sat", "The cat sits", "The cat sat!", "The ca...sat", "cafe", "",
+        "\n\t")]])
 def test_a_quote_matches_whole_words_and_characters_and_nothing_similar(text, quote, spans):
     """§3.3: a quote that occurs only inside a word is counted as unmatched."""
     grounding = grounded(text, poor=[quote])
@@ -454,30 +447,28 @@ UPLOADED = {"id": "t3", "title": "A title", "post": "My post.",
             "generated_summary_for_feedback": "He posts."}
 
 
-# rows: a function of a loader of files in shared/data; expected: (number, row) → the (id,
-# response, text of the prompt, test outcome) of the row's examples.
-@pytest.mark.parametrize("task, rows, count, expected", [
-    ("slf5k", lambda load: load("slf5k.jsonl"), 0, lambda n, row: []),    # without responses
-    ("slf5k", lambda load: [row | {"response": row["ideal_human_summary"]}
-                            for row in load("slf5k.jsonl")], 25,
-     lambda n, row: [(str(n), row["response"], row["summary_prompt"].strip(), "")]),
+# expected: (number, row) → the (id, response, text of the prompt, outcome) of its examples
+@pytest.mark.parametrize("task, file, count, expected", [
+    ("slf5k", "slf5k.jsonl", 25, lambda n, row: [
+        (str(n), row["ideal_human_summary"], row["summary_prompt"].strip(), "")]),
     # FACTS §3: the schema of JeremyAlain/SLF5K on the Hugging Face Hub
-    ("slf5k", lambda load: [UPLOADED, UPLOADED | {"response": "mine"}], 2, lambda n, row: [
-        ("t3", row.get("response", "He posts."), "A title\n\nPost: My post.", "")]),
-    ("kodcode", lambda load: load("kodcode_leetcode.jsonl"), 87, lambda n, row: [
+    ("slf5k", [UPLOADED, UPLOADED | {"response": "mine"}, {"post": "No response."}], 2,
+     lambda n, row: [("t3", row.get("response", "He posts."), "A title\n\nPost: My post.", "")
+                     ] if "id" in row else []),
+    ("kodcode", "kodcode_leetcode.jsonl", 87, lambda n, row: [
         (f"{row['question_id']}/{k}", trial["solution_code"], row["question"].strip(),
          trial["test_result"]) for k, trial in enumerate(row["trials"].values())]),
-    ("ultrafeedback", lambda load: load("ultrafeedback_binarized_example.jsonl"), 2,
-     lambda n, row: [(f"{row['prompt_id']}/{k}", row[side][1]["content"], row["prompt"], "")
-                     for k, side in enumerate(("chosen", "rejected"))]),
-    ("toy", lambda load: [row | {"response": "A text."} for row in toy.rows("train", 3)], 3,
+    ("ultrafeedback", "ultrafeedback_binarized_example.jsonl", 2, lambda n, row: [
+        (f"{row['prompt_id']}/{k}", row[side][1]["content"], row["prompt"], "")
+        for k, side in enumerate(("chosen", "rejected"))]),
+    ("toy", [{**row, "response": "A text."} for row in toy.rows("train", 3)], 3,
      lambda n, row: [(row["id"], "A text.", row["post"], "")])])
-def test_rows_become_messages_with_their_texts(task, rows, count, expected, request):  # §B
-    def load(name):
-        return read_rows(request.getfixturevalue("shared") / "data" / name, task.needs)
-
-    task = get_task(task)
-    rows = rows(load)
+def test_rows_become_messages_with_their_texts(task, file, count, expected, request):  # §B
+    task, rows = get_task(task), file
+    if isinstance(file, str):
+        rows = read_rows(request.getfixturevalue("shared") / "data" / file, task.needs)
+    if file == "slf5k.jsonl":
+        rows = [row | {"response": row["ideal_human_summary"]} for row in rows]
     items = [item for n, row in enumerate(rows, 1) for item in expected(n, row)]
     assert len(items) == count
     for example, (row_id, response, text, outcome) in zip(examples(task, rows), items,
@@ -549,8 +540,7 @@ def draw_reply(rng, response: str) -> str:
               for i in starts]
     good, poor = (quotes[k : k + rng.randrange(4)] for k in (0, 3))
     poor += good[: rng.random() < .2]               # one quote is both good and poor
-    critique = rng.choice(["It is fine, but {Bob} is wrong.", "c", "", 'She said "so".',
-                           "Ende 🎉\n```"])
+    critique = rng.choice(["It is fine, but {Bob} is wrong.", "", 'She said "so".', "🎉\n```"])
     names = rng.choice([("textual_feedback", "good_spans", "poor_spans"),
                         ("critique", "GOOD-SPANS", "poor_spans"),
                         ("reasoning", "good_spans", "poor_spans"),
@@ -569,20 +559,16 @@ def damage(rng, text: str, second_reply: str) -> str:
     """Apply one random change to a reply; `second_reply` is to the same response."""
     i, j = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     k = min(j, i + rng.choice([1, 2, 8, 40]))
-    data = bytearray(text.encode("utf-8", "surrogatepass"))
-    if data:
-        data[rng.randrange(len(data))] = rng.choice(b'"\\{}[],: \x00\xff\x80aZ0')
-    inserted = rng.choice(['"', "\\", "{", "}", "[", "]", ",", ":", "\ud83d", "\\ud83d",
-                           "9" * 5000, "NaN", "'", "[" * 900, "{" * 5000, *PIECES])
+    inserted = rng.choice([*'"\\{}[],:\'\x00\ufffd', "\ud83d", "\\ud83d", "9" * 5000, "NaN",
+                           "[" * 900, "{" * 5000, second_reply, *PIECES])
     frame = rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", '"%s"'])
     pair = rng.choice([("good", "poor"), ("[", "[["), ("_", "\\u005f"), ("s", "\ud800")])
     return rng.choice([
         text[:i] + text[k:], text[:k] + text[i:], text[:i] + text[k:j] + text[i:k] + text[j:],
-        text[:i] + inserted + text[i:], data.decode("utf-8", rng.choice(["replace", "ignore"])),
-        text[:i], text[i:], text[:i] + second_reply[rng.randrange(len(second_reply) + 1) :],
-        text + rng.choice(["", "\n", ", ", "Or rather:\n"]) + second_reply,
-        text[:i] + second_reply + text[i:], frame % text, json.dumps(text),
-        text.replace(*pair, 1), text.replace('"', "'")])
+        text[:i] + inserted + text[i:], text[:i] + inserted + text[k:], text[:i], text[i:],
+        text[:i] + second_reply[rng.randrange(len(second_reply) + 1) :],
+        text + rng.choice(["", "\n", ", ", "Or rather:\n"]) + second_reply, frame % text,
+        json.dumps(text), text.replace(*pair, 1), text.replace('"', "'")])
 
 
 LITERAL = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
