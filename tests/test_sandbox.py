@@ -6,6 +6,7 @@ test_attacks.py tests its isolation.
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -108,30 +109,17 @@ def test_the_traceback_names_lines_but_no_paths_of_this_machine():
     assert "sandbox" not in stderr and tempfile.gettempdir() not in stderr
 
 
-class ChangeOperator(ast.NodeTransformer):
-    """Replaces the n-th operator of a program by another one."""
-    substitutes = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Mult,
-                   ast.FloorDiv: ast.Mult, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-                   ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt,
-                   ast.In: ast.NotIn, ast.And: ast.Or, ast.Or: ast.And}
-
-    def __init__(self, n: int):
-        self.n = n
-
-    def generic_visit(self, node):
-        if type(node) in self.substitutes:
-            self.n -= 1
-            node = self.substitutes[type(node)]() if self.n == -1 else node
-        return super().generic_visit(node)
+SWAPS = {"+": "-", "-": "+", "*": "+", "%": "*", "//": "*", "==": "!=", "!=": "==", "<": ">=",
+         ">": "<=", "<=": ">", ">=": "<", "and": "or", "or": "and"}
 
 
 def test_verdicts_on_solutions_with_another_operator_are_those_of_plain_python(shared):
     pairs = []
     for problem in read_problems(shared / "data" / "mbpp_first50.jsonl")[:: 1 if SLOW else 4]:
-        for n in range(6):
-            code = ast.unparse(ChangeOperator(n).visit(ast.parse(problem.solution)))
-            if code != ast.unparse(ast.parse(problem.solution)):
-                pairs.append((code, problem.tests))
+        code = ast.unparse(ast.parse(problem.solution))
+        operators = [m for m in re.finditer(r"(?<= )\S+(?= )", code) if m[0] in SWAPS]
+        pairs += [(code[: m.start()] + SWAPS[m[0]] + code[m.end() :], problem.tests)
+                  for m in operators[:6]]
 
     def judge(pair):
         try:
