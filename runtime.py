@@ -89,8 +89,6 @@ def gather_rows(share: list) -> list:
 
     Each rank's list belongs to rows[RANK::WORLD_SIZE].
     """
-    if WORLD_SIZE == 1:
-        return share
     shares = [share] * WORLD_SIZE
     run_collective(dist.all_gather_object, shares, share, group=CPU_GROUP)
     rows = [None] * sum(map(len, shares))
@@ -106,10 +104,11 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def check_ranks(state):
-    """Raise InputError where the ranks have different settings, rows or models in `state`."""
+    """Raise InputError where the ranks differ in `state`: settings, hashes or paths of files."""
     if len(set(gather_rows([checksum(state=state)]))) > 1:
-        raise InputError("the ranks have different settings, rows, models or adapters; give "
-                         "all nodes the same files and flags")
+        raise InputError("the ranks have different settings, rows, models, adapters or "
+                         "checkpoints; give all nodes the same files and flags, and an output "
+                         "directory that they share")
 
 
 def peak_memory() -> float:
@@ -165,10 +164,10 @@ def find_files(directory, *names: str) -> list[Path]:
     Raises ModelError where one is missing.
     """
     paths = [Path(directory) / name for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ModelError(f"{directory} holds no {missing[0]}; restore the file, or choose "
-                         f"another directory")
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{directory} holds no {path.name}; restore the file, or choose "
+                             f"another directory")
     return paths
 
 
@@ -207,7 +206,7 @@ def checksum(*paths: Path, state=None) -> str:
 
 def save_checkpoint(directory, tensors: dict[str, Tensor], state: dict):
     """Write tensors of any shape and a JSON state to a directory, completely or not at all."""
-    copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    copies = {name: x.cpu().contiguous().clone() for name, x in tensors.items()}
     with atomic_directory(directory) as temporary:
         path = temporary / "tensors.safetensors"
         save_file(copies, path)
@@ -245,13 +244,11 @@ def keep_checkpoint(run: Path, optimizer, state: dict, previous: Path | None) ->
     path = run / f"checkpoint-{state['iteration']}"
     if RANK > 0:
         return path
-    tensors = optimizer_tensors(optimizer)
     try:
-        save_checkpoint(path, tensors, state | {"ranks": WORLD_SIZE})
+        save_checkpoint(path, optimizer_tensors(optimizer), state | {"ranks": WORLD_SIZE})
     except (OSError, SafetensorError) as error:
-        megabytes = sum(x.nbytes for x in tensors.values()) / 1e6
-        raise ModelError(f"{path} could not be written ({error}); free {megabytes:.1f} MB and "
-                         f"run the same command to continue from {previous or 'the start'}"
+        raise ModelError(f"{path} could not be written ({error}); free some disk space and run "
+                         f"the same command to continue from {previous or 'the start'}"
                          ) from error
     for old in {*checkpoints(run)} - {path, previous}:
         shutil.rmtree(old)
@@ -271,9 +268,7 @@ def newest_checkpoint(run: Path) -> tuple[Path | None, dict[str, Tensor], dict]:
         except (ModelError, OSError) as error:
             print_rank0(f"warning: skipping {path} ({error})")
     path, _, state = checkpoint
-    if len(set(gather_rows([str(path)]))) > 1:
-        raise InputError(f"{run}: the ranks see different checkpoints; choose a directory that "
-                         f"all nodes share")
+    check_ranks(str(path))
     ranks = state.get("ranks", WORLD_SIZE)
     if ranks != WORLD_SIZE:
         print_rank0(f"warning: the results are no longer bit-exact, because {ranks} ranks "
