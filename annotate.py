@@ -1,20 +1,30 @@
-"""Phase 1 of Text2Grad: critiques of responses, the spans they quote, and token rewards δ.
+"""Algorithm 2: critiques of responses, the spans that they quote, and token rewards δ (§3.3).
 
     python annotate.py --task slf5k --data rows.jsonl --dry_run             # cost forecast
     python annotate.py --task slf5k --data rows.jsonl --output feedback.jsonl
     python annotate.py --task toy --data rows.jsonl --annotator_function toy:critique
 
-The first part of the file is Algorithm 2: `parse_feedback` reads the critique and its quotes
-from a reply, `ground` turns quotes into spans, and `token_offsets` and `token_rewards` turn
-spans into δ_t. The second part holds the annotator's prompts. The third part is phase 1:
-`annotate` sends the requests through ask.py and writes the rows. This file does not import
-torch. Instead of a server, --annotator_function can annotate: a function (row, response) that
-returns a `Feedback`, or the reply of a server as a dict or a text.
+    for each prompt x and response y:                        function             line
+        reply ~ R_LLM(·|x, y), or ·|x, y and a person's c    annotation_messages  5–12
+        c, A(y) ← the JSON object in the reply               parse_feedback       13
+        s_k, ℓ_k ← the place in y of each quote in A(y)      ground               16–17
+        y_1, …, y_T ← the characters of each sampled id      token_offsets
+        δ_t = 0 for each t                                   token_rewards        15
+        for each span s_k and each y_t inside it:
+            δ_t = ℓ_k: +1 if good, −1 if poor                                     18–25
+        return c, A(y), δ                                                         28
 
-Paper: §3.3, Algorithm 2, Algorithm 1 l.4–11, Appendices B and L. Departures: the paper does not
-say what happens to a quote that occurs in the response more often than it was quoted. Such a
-quote is ambiguous. It is counted but gets no span, because precision comes first (§4.2).
-Appendix L tokenizes the text again, but here the token offsets come from the sampled ids.
+The functions stand in this order: reading, places, offsets, rewards, then the prompts. The last
+part is phase 1 (Algorithm 1 l.4–11): `annotate` sends the requests through ask.py and writes
+the rows. This file does not import torch. Instead of a server, --annotator_function can
+annotate: a function (row, response) that returns a `Feedback`, or the reply of a server as a
+dict or a text.
+
+Departures. The paper does not say what happens to a quote that occurs in the response more
+often than it was quoted. Such a quote is ambiguous. It is counted but gets no span, because
+precision comes first (§4.2). A token in both a good and a poor span gets 0. Appendix L
+tokenizes the text again, but here the token offsets come from the sampled ids. A reply may
+break the rules of JSON: if it has one possible reading it is read, otherwise it is refused.
 """
 
 import hashlib
@@ -26,10 +36,10 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
-from itertools import islice, pairwise
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 from tqdm import tqdm
 
@@ -60,139 +70,143 @@ class Feedback:
         return f"{self.critique.strip()}\n{json.dumps(spans, ensure_ascii=False)}"
 
 
-# The JSON keys in the paper, in its release and in its code task. When a reply is read, case
-# and punctuation of its keys are ignored.
-CRITIQUE_KEYS = ("textual_feedback", "code_feedback", "critique", "feedback")
-CODE_KEYS = ("wrong_code", "improvement_code")             # both list poor spans
-SPAN_KEYS = ("good_spans", "poor_spans", *CODE_KEYS)
+# The JSON keys in the paper, in its release and in its code task, reduced to their letters:
+# case and punctuation of the keys in a reply are ignored
+CRITIQUE_KEYS = ("textualfeedback", "codefeedback", "critique", "feedback")
+SPAN_KEYS = ("goodspans", "poorspans", "wrongcode", "improvementcode")
 
 
 def parse_feedback(text: str, critique: str | None = None, response: str = "") -> Feedback:
     """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13).
 
-    The object may stand in a code fence or in prose. critique: a human critique, which replaces
-    the critique in the reply. If the object has no critique either, the prose before it is the
-    critique. Objects copied from the `response` are ignored. Raises FeedbackError if the reply
-    has no valid span lists or no critique.
+    critique: a human critique, which replaces the critique in the reply. If the object has no
+    critique either, the prose before it is the critique. Both lists of the code task are poor
+    spans. Raises FeedbackError if the reply has no valid span lists or no critique.
     """
     value, prose = find_object(text, SPAN_KEYS, response)
-    keys = ["poor_spans"]
-    if value.keys() & CODE_KEYS:                 # replies to the code task may lack span lists
-        value = {"good_spans": [], "poor_spans": []} | value
-        keys += CODE_KEYS
-    good = _quotes(value, "good_spans")
-    poor = [quote for key in keys for quote in _quotes(value, key)]
-    critique = critique or read_critique(value, prose)
-    check_characters("the reply", critique, *good, *poor)
-    return Feedback(critique, good, poor)
+    good, *poor = [_quotes(value, key) for key in SPAN_KEYS]
+    feedback = Feedback(critique or read_critique(value, prose), good, sum(poor, []))
+    check_characters(feedback.text())
+    return feedback
 
 
 def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[dict, str]:
     """Find the one JSON object that has any of the keys; return it and the prose before it.
 
-    `<think>` text and objects copied from the response are ignored. Raises FeedbackError if no
-    such object exists, or if two such objects differ. Also raises FeedbackError if the object
-    seems to be a part of a larger JSON text that is broken or cut off, because the missing part
-    may contradict the object.
+    The object may stand in prose, in a code fence, in a list, in another object or in a string.
+    `<think>` text, echoes of the form and copies from the response are ignored. Raises
+    FeedbackError if no such object exists, or if two such objects differ. Also raises
+    FeedbackError if the object seems to be a part of a larger JSON text that is broken or cut
+    off, because the missing part may contradict the object.
     """
-    answer = text.rpartition("</think>")[2]
-    objects, syntax_error = _json_objects(answer)
+    copies = [value for _, value in _json_objects(response, keys)]             # one is {}
     candidates = []
-    outside = [""]                   # the texts before, between and after the candidates
-    previous_end = 0
-    for value, start, end in objects:
-        outside[-1] += answer[previous_end:start]
-        previous_end = end
-        if value.keys() & keys and answer[start:end] not in response:
-            candidates.append((value, start, end))
-            outside.append("")
-    outside[-1] += answer[previous_end:]
-    if "<think>" in "{}".join(outside):
+    outside = "</think>"                    # the text around candidates, with "\0" for each
+    for prose, value in _json_objects(text, keys):
+        outside += prose.replace("\0", "")
+        # An echo of the form has a list that begins with a placeholder.
+        is_echo = re.search(r"\[({'\w+': )?'(…|\.\.\.)'", str(value))
+        if not is_echo and value not in copies:
+            candidates.append(value)
+            outside += "\0"
+    *_, slash, outside = re.split(r"(?i)<(/?)(?:think\w*|thoughts?|scratchpad)>", outside)
+    if not slash:
         raise FeedbackError("the reply ends inside <think>")
+    candidates = candidates[len(candidates) - outside.count("\0") :]
     if not candidates:
-        raise FeedbackError(syntax_error or f"no JSON object with {' or '.join(keys)}")
-    value, start, end = candidates[0]
-    if any(candidate[0] != value for candidate in candidates):
-        raise FeedbackError(f"the reply has {len(candidates)} span objects that differ, "
-                            f"instead of one")
-    if _is_part_of_larger_text(outside, keys):
+        if re.search(r'[{[](\s|\\n)*\\+"', text):                   # JSON in a JSON string
+            return find_object(re.sub(r'\\n|\\([\\"/])', r"\1", text), keys, response)
+        raise FeedbackError(f"no JSON object with {' or '.join(keys)} that is complete")
+    if candidates.count(candidates[0]) < len(candidates):
+        raise FeedbackError("the reply has several JSON objects, and they differ")
+    names = "|".join("[^a-z]*".join(key) for key in ("reasoning", *CRITIQUE_KEYS, *keys))
+    if re.search(rf"""(["']\s*:|[\[{{]){_SPACE}*+\0|\0(?:{_SPACE}|`)*+[]}},]|"""
+                 rf"""(?i:["'{{]\s*({names})[\\"']*\s*:)""", outside):
         raise FeedbackError("the span object is a part of a larger text that is not valid JSON")
-    prose = answer[:start]
-    if re.match(r"\s*```", answer[end:]):             # the code fence after the object
-        prose = re.sub(r"```\w*\s*$", "", prose)
-    return value, prose
+    prose, *_ = re.sub(r"```\w*\s*\0\s*```", "\0", outside).split("\0")
+    return candidates[0], prose
 
 
-MOST_WORK = 100_000_000               # characters; without a limit, time is quadratic
+_SPACE = r"(?:\s|(?://|#)[^\n<]{0,999}|/\*[^*<]{0,999}\*/)"      # or a comment without tags
+_TOKEN = re.compile(rf"""(?s){_SPACE}*+(?:(["'])((?:[^\\]|\\.)*?)\1|([^\W\d]\w*)(?=\s*:)|"""
+                    rf""",(?={_SPACE}*+[]}}])|([\w.+-]+|["'].*|.)|\Z)""")
+_PYTHON = {"None": "null", "True": "true", "False": "false"}
 
 
-def _json_objects(text: str):
-    """All outermost JSON objects as (value, start, end), and the first syntax error or ""."""
-    decoder = json.JSONDecoder(object_pairs_hook=_plain_keys, parse_int=float, strict=False)
-    objects = []
-    syntax_error = ""
-    work = 0                                        # characters read for broken objects
+def _json_objects(text, keys):
+    """Yield (prose, object) for each JSON object with any of the keys, and at last (prose, {}).
+
+    prose: the text since the previous outermost JSON value. Accepts comments, trailing commas,
+    single quotes, bare keys, line breaks in strings, and the literals of Python. An unknown
+    escape such as "\\d" keeps its backslash.
+    """
+    def make_object(pairs):
+        value = {}
+        for name, item in pairs:
+            key = re.sub(r"[\W_]", "", name).lower()
+            if value.setdefault(key, item) != item:
+                raise ValueError                           # the key has two values
+        if value.keys() & keys:
+            objects.append(value)
+        # An object with a quote and a reason is read as the quote.
+        names = value.keys() - {"reason", "explanation", "comment"}
+        return value[min(names)] if names in ({"text"}, {"quote"}, {"span"}) else value
+
     end = 0
-    for match in re.finditer(r'\{\s*"', text):
+    work = 0                                               # characters read for broken values
+    for match in re.finditer(r"\{|\[(?=\s*\{)", text):
         start = match.start()
-        if start < end:                                    # inside the previous object
+        # Inside the previous value, or too much work: without a limit, time is quadratic.
+        if start < end or work > 50_000_000:
             continue
+        objects = []                                       # in this value, by `make_object`
+        strict = ""                                        # the value as strict JSON
+        depth = 0
+        for match in _TOKEN.finditer(text, start):
+            if token := match[4]:
+                depth += (token in "{[") - (token in "}]")
+                strict += _PYTHON.get(token, token)
+            elif match.lastindex:
+                body = match[match.lastindex].replace(r'\"', '"').replace('"', r'\"')
+                strict += f'"{body}"'
+            if not 0 < depth < 20:
+                break
+        # Valid escapes are kept, "\\'" loses its backslash, other backslashes are doubled.
+        strict = re.sub(r"""(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(?=')|(\\)""", r"\1\2\2",
+                        strict)
         try:
-            value, end = decoder.raw_decode(text, start)
-        except json.JSONDecodeError as error:
-            syntax_error = syntax_error or f"the JSON is broken or cut off ({error.msg})"
-            work += error.pos
-            if work > MOST_WORK:
-                raise FeedbackError(syntax_error) from error
+            json.loads(strict, object_pairs_hook=make_object, parse_int=float, strict=False)
+        except ValueError:
+            work += len(text)
             continue
-        except RecursionError as error:
-            raise FeedbackError("the JSON is nested too deeply") from error
-        objects.append((value, start, end))
-    return objects, syntax_error
-
-
-def _is_part_of_larger_text(outside, keys):
-    """Whether the texts outside of the candidates look like the rest of a larger JSON text."""
-    is_enclosed = any(re.search(r"""(["']\s*:|[\[{])\s*\Z""", before)
-                      or re.match(r"[\s`]*[]},]", after)
-                      for before, after in pairwise(outside))
-    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys)).replace("_", "[^a-z]+")
-    has_key = re.search(f'(?i)"({names})"\\s*:', "{}".join(outside))     # ignores case
-    return is_enclosed or bool(has_key)
-
-
-def _plain_keys(pairs):
-    """Make a dict from the (key, value) pairs of a JSON object, with keys in snake_case."""
-    value = {}
-    for name, item in pairs:
-        key = re.sub(r"[^a-z]+", "_", name.lower()).strip("_")
-        if key in value and key in CRITIQUE_KEYS + SPAN_KEYS:
-            raise FeedbackError(f"the key {key!r} occurs twice in one object")
-        value[key] = item
-    return value
+        for value in objects:
+            yield text[end:start], value
+            end = match.end()
+    yield text[end:], {}
 
 
 def read_critique(value: dict, prose: str) -> str:
-    """The critique in the object, or else the prose. Raises FeedbackError if both are empty."""
+    """The critique in the object, or else the prose. Raises FeedbackError if there is none."""
     critique = next((value[key] for key in CRITIQUE_KEYS if key in value), prose)
-    if not isinstance(critique, str):
-        raise FeedbackError("the critique is not a string")
-    if not critique.strip():
-        raise FeedbackError("the reply labels spans but holds no critique")
+    if not isinstance(critique, str) or not critique.strip():
+        raise FeedbackError("the reply has no critique, or the critique is not a string")
     return critique.strip()
 
 
-def check_characters(source: str, *texts: str):
+def check_characters(text: str):
     """Raise FeedbackError if a text has an unpaired surrogate, which UTF-8 cannot encode."""
-    if re.search("[\ud800-\udfff]", "".join(texts)):
-        raise FeedbackError(f"{source} has half a surrogate pair, which UTF-8 cannot encode")
+    if re.search("[\ud800-\udfff]", text):
+        raise FeedbackError("the reply has half a surrogate pair, which UTF-8 cannot encode")
 
 
 def _quotes(value: dict, key: str) -> list[str]:
-    """The quotes under a key. Raises FeedbackError unless they are a list of strings."""
-    if key not in value:
-        raise FeedbackError(f"the key {key!r} is missing")
-    quotes = value[key]
+    """The quotes under a key. Raises FeedbackError unless they are a list of strings.
+
+    One quote may stand without a list. The list may be absent or null.
+    """
+    quotes = value.get(key) or []
+    if isinstance(quotes, str):                 # not a quote: "", "None", "n/a", "No issues."
+        quotes = re.findall(r"(?is)\A(?!\W*(?:n/?a|no(?:t|ne|thing)?|null)\b).*\w.*", quotes)
     if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
         raise FeedbackError(f"{key!r} must be a list of strings, found {str(quotes)[:60]}")
     return quotes
@@ -221,45 +235,53 @@ class Grounding:
 
 
 def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) -> Grounding:
-    """Find each quote in the response (§3.3, Appendix L).
+    """Find each quote in the response (§3.3, Appendix L; see `quote_places`).
 
-    A quote without an exact match is searched for in normal form (`normal_form`). If a quote is
-    repeated, the k-th repeat gets the k-th occurrence. Repeats without an occurrence are
-    unmatched. A quote that occurs more often than it is quoted is ambiguous and gets no span.
-    If repeats_are_poor, a good quote is never ambiguous: its further occurrences are poor. A
-    match must not begin or end inside a word or a grapheme cluster (a letter with accents).
+    If a quote is repeated, the k-th repeat gets the k-th occurrence. Repeats without an
+    occurrence are unmatched. A quote that occurs more often than it is quoted is ambiguous and
+    gets no span. If repeats_are_poor, a good quote is never ambiguous: its further occurrences
+    are poor.
     """
     spans = []
     unmatched = []
     ambiguous = 0
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
         for quote, repeats in Counter(quotes).items():
-            places = [*_exact_places(response, quote)] or [*normal_places(response, quote)]
+            places = quote_places(response, quote)
             if len(places) > repeats:
                 if label < 0 or not repeats_are_poor:
                     ambiguous += 1
                     continue
-                spans += [Span(start, end, -1) for start, end in places[repeats:]]
+                spans += [Span(*place, -1) for place in places[repeats:]]
                 places = places[:repeats]
             assert places == sorted(set(places)), "§3.3: the k-th repeat, the k-th occurrence"
-            for start, end in places:
-                text = response[start:end]
-                assert text == quote or normal_form(text) == normal_form(quote).strip(), (
-                    "Appendix L: a span equals its quote, exactly or in normal form")
-                spans.append(Span(start, end, label))
+            spans += [Span(*place, label) for place in places]
             unmatched += [quote] * (repeats - len(places))
     spans.sort(key=lambda span: (span.start, span.end))
     return Grounding(spans, unmatched, ambiguous)
 
 
-def _exact_places(text: str, quote: str) -> Iterator[Interval]:
-    """Yield each occurrence of the quote that does not begin or end inside a word."""
-    start = text.find(quote) if quote.strip() else -1
-    while start >= 0:
-        end = start + len(quote)
-        if not (_splits(text, start) or _splits(text, end)):
-            yield start, end
-        start = text.find(quote, start + 1)
+def quote_places(response: str, quote: str) -> list[Interval]:
+    """The intervals of the response that equal the quote: exactly, or else in a form of FORMS.
+
+    An interval does not begin or end inside a word, inside a grapheme cluster (a letter with
+    accents) or inside a unit of the form.
+    """
+    for form, ends in FORMS:
+        form_quote = form(quote).strip(ends)
+        form_response, edges = _in_form(response, form)
+        places = []
+        start = form_response.find(form_quote) if form_quote.strip() else -1
+        while start >= 0:
+            place = edges[start], edges[start + len(form_quote)]
+            if None not in place and not any(_splits(response, edge) for edge in place):
+                assert form(response[slice(*place)]) == form_quote, (
+                    "Appendix L: a span equals its quote, exactly or in a form of FORMS")
+                places.append(place)
+            start = form_response.find(form_quote, start + 1)
+        if places:
+            return places
+    return []
 
 
 # Writing systems without spaces between words; the Unicode names of their characters begin so.
@@ -271,10 +293,10 @@ def _splits(text: str, index: int) -> bool:
     """Whether a cut before text[index] would split a word or a grapheme cluster."""
     if not 0 < index < len(text):
         return False
-    previous, following = text[index - 1], text[index]
-    is_inside_word = _is_word_character(previous) and _is_word_character(following)
-    is_before_mark = unicodedata.category(following)[0] == "M"       # for example an accent
-    is_beside_joiner = "\u200d" in (previous, following)
+    pair = text[index - 1 : index + 1]
+    is_inside_word = all(map(_is_word_character, pair))
+    is_before_mark = unicodedata.category(pair[1])[0] == "M"         # for example an accent
+    is_beside_joiner = "\u200d" in pair
     return is_inside_word or is_before_mark or is_beside_joiner
 
 
@@ -285,31 +307,46 @@ def _is_word_character(char: str) -> bool:
     return is_word_category and not unicodedata.name(char, "").startswith(SPACELESS)
 
 
-def normal_places(response: str, quote: str) -> Iterator[Interval]:
-    """Yield each interval of the response that equals the quote in normal form."""
-    normal_response = normal_form(response)
-    normal_quote = normal_form(quote).strip()
-    if normal_quote not in normal_response:
-        return
-    origin = _origin(response)
-    for start, end in _exact_places(normal_response, normal_quote):
-        # A match must not begin or end inside a character of the response.
-        if all(origin[edge - 1 : edge] != origin[edge : edge + 1] for edge in (start, end)):
-            yield origin[start][0], origin[end - 1][1]
-
-
-_STRAIGHT_MARKS = str.maketrans("‘’‚‛`´“”„‟«»", "'" * 6 + '"' * 6)
+_PLAIN = str.maketrans("‘’‚‛`´“”„‟«»", "''''''" '""""""',
+                       "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad")
 
 
 def normal_form(text: str) -> str:
-    """The text in Unicode NFD, with single spaces and straight quotation marks."""
-    return unicodedata.normalize("NFD", re.sub(r"\s+", " ", text)).translate(_STRAIGHT_MARKS)
+    """The text in Unicode NFD, with single spaces and straight quotation marks.
+
+    Characters of zero width are left out.
+    """
+    return unicodedata.normalize("NFD", re.sub(r"\s+", " ", text)).translate(_PLAIN)
 
 
-def _origin(text: str) -> list[Interval]:
-    """For each character of the text's normal form, the interval of the text it comes from."""
-    return [match.span() for match in re.finditer(r"\s+|\S", text)
-            for _ in normal_form(match[0])]
+def escaped_form(text: str) -> str:
+    """The normal form of the text as JSON writes it, where no backslashes repeat.
+
+    Models write a backslash too few or too many: "\\frac" begins with a form feed in JSON.
+    """
+    text = json.dumps(text, ensure_ascii=False)[1:-1]
+    return normal_form(re.sub(r'\\+(?=")|(\\)\\*', r"\1", text))
+
+
+# How a quote is searched for, in order: the form, and what is removed from the quote's ends
+FORMS = ((str, ""), (normal_form, " "), (escaped_form, " "), (escaped_form, " '\""))
+
+
+@lru_cache(maxsize=8)
+def _in_form(text, form):
+    """The text in a form; for each index in it, the same edge of a unit in the text, or None.
+
+    The characters of a unit change together, for example those of white space.
+    """
+    form_text = form(text)
+    if form is str:
+        return form_text, range(len(text) + 1)
+    edges = [0] + [None] * len(form_text)
+    length = 0
+    for match in re.finditer(r'\\+(?:\s+|["\x00-\x1f])?|\s+|\S', text):
+        length += len(form(match[0]))
+        edges[length] = match.end()
+    return form_text, edges
 
 
 # ── Algorithm 2: compute δ from the spans
@@ -336,9 +373,10 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
     offsets = []
     end = 0                           # number of characters that the tokens so far complete
     committed = 0                     # number of characters in all complete runs
+    piece_end = 0                     # the same with the run that is not complete yet
     context = []                      # ids of the last run; decoding needs them for spaces
     pending = []                      # ids of the run that is not complete yet
-    for t, token_id in enumerate(token_ids, 1):
+    for token_id in token_ids:
         pending.append(token_id)
         piece = decode(context + pending)[len(decode(context)) :]
         piece_end = committed + len(piece)
@@ -352,15 +390,17 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
             # this character, so `matching` ends before it.
             shared_next = int(end < min(piece_end, len(text)))
             # The text may have one MARK for several bytes. Their tokens share this MARK.
-            shared_previous = int(end + shared_next == start
-                                  and text[committed:start].endswith(MARK))
+            shared_previous = int(end + shared_next == start and text[:start].endswith(MARK))
             offsets.append((start - shared_previous, end + shared_next))
-        is_complete = piece == matching and not piece.endswith(MARK)
-        if is_complete or t == len(token_ids):
+        # A MARK at the end may change with the next tokens. A long run without a whole
+        # character is cut all the same, because decoding it for each token is quadratic.
+        is_broken = len(pending) > 50 and all(decode(pending[:cut]).endswith(MARK)
+                                              for cut in range(-4, 0))
+        if piece == matching and (is_broken or not piece.endswith(MARK)):
             committed = piece_end
             context = pending if piece else context + pending
             pending = []
-    assert committed == len(text), (
+    assert piece_end == len(text), (
         "Appendix L: the runs are the text, one offset per sampled token")
     return text, offsets
 

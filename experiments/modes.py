@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 
 from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, check_characters,
-                      find_object, normal_places, quoted, read_critique)
+                      find_object, quote_places, quoted, read_critique)
 
 LABELS = {"good": 1, "neutral": 0, "poor": -1}
 
@@ -54,7 +54,7 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
             spans.append(Span(match.start(), match.end(), label))
         previous_label = label
     critique = read_critique(value, prose)
-    check_characters("the reply", critique)
+    check_characters(critique)
     return quoted(response, critique, spans), Grounding(spans)
 
 
@@ -85,14 +85,14 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
                          for verdict, step, reason in steps)
     if not steps:
         raise FeedbackError("the list of steps is empty")
-    check_characters("the reply", critique)
+    check_characters(critique)
     spans = []
     unmatched = []
     ambiguous = 0
     position = 0                                 # end of the last matched step
     is_uncertain = False                         # whether a step since then has no place
     for verdict, step, _ in steps:
-        places = [place for place in normal_places(response, step) if place[0] >= position]
+        places = [place for place in quote_places(response, step) if place[0] >= position]
         if not places:
             unmatched.append(step)
             is_uncertain = True

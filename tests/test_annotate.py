@@ -1,11 +1,9 @@
-"""annotate.py against independent implementations, real rows and thousands of damaged replies.
+"""annotate.py against independent implementations and real rows.
 
-A damaged reply may be rejected, but it must not give a label that it does not contain. Here
-regular expressions find the quotes of a reply, and they are matched character by character.
+test_public_cases.py has more replies: those with one or two readings, and damaged ones.
 """
 
 import json
-import random
 import re
 import sys
 import unicodedata
@@ -23,8 +21,7 @@ from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messa
                       conflicting_tokens, ground, half_inside_tokens, parse_feedback,
                       token_offsets, token_rewards, tokens_inside)
 from data import InputError, examples, get_task, read_rows
-from helpers import ROOT, SLOW, often
-from reward_model import judge
+from helpers import ROOT, often
 
 # ── parse_feedback
 
@@ -70,24 +67,19 @@ UNNAMED = '{"good_spans": ["a"], "poor_spans": []}'
     (f"{{\"x\" so</think> {reply()}", REPLY), (f"It says {INNER}, but:\n{reply()}", REPLY),
     (f"{reply()}\nIt says {INNER}.", REPLY),
     (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', REPLY),
-    (reply('The "<think>"'), Feedback('The "<think>"', ["the plot"], ["Bob"])),
-    (reply('The "</think>"'), "no JSON object"), (f"It says {INNER}.", "no JSON object"),
+    (f"It says {INNER}.", "no JSON object"),
     (f"{INNER} so</think> Fine.", "no JSON"), (f"<think>I say {INNER}", "inside <think>"),
     # contract: feedback has a critique and lists of strings; nothing is guessed
     ("", "no JSON object"), ('{"score": 3}', "no JSON object"),
-    (f'{{"result": {INNER}}}', "no JSON object with"), (reply()[:-10], "cut off"),
-    ('{"critique": "c", "good_spans": []}', "'poor_spans' is missing"),
-    ('{"critique": "c", "wrong_code": []}', "'improvement_code' is missing"),
+    (reply()[:-10], "no JSON object .* complete"), ('{"critique": "c"}', "no JSON object"),
     *[(reply(good=value), "list of strings")
-      for value in (["a", 3], "the plot", {"a": "b"}, None)],
+      for value in (["a", 3], [["a"]], {"a": "b"}, True)],
     (reply() + '{"x ' * 500 + reply(good=[]), "differ"),
-    ('{"critique": "c", "good_spans": ["a"], "Good spans": [], "poor_spans": []}', "twice"),
-    ('{"critique": "c", "critique": "d", "good_spans": [], "poor_spans": []}', "twice"),
     (reply(" \n"), "no critique"), (f"```json\n{UNNAMED}\n```", "no critique"),
     (reply(7), "not a string"), (reply(poor=["\ud83d"]), "surrogate"),
-    ('c {"good_spans": ' + "[" * 10_000, "nested"), ('c {"a":' * 10_000, "nested|cut off"),
-    (reply()[:-1] + ",}", "JSON is broken"), (reply().replace('"]', '",]'), "JSON is broken"),
-    (reply().replace('"good', '"a": 1 "good'), "broken or cut off .Expecting ',' delimiter"),
+    ('c {"good_spans": ' + "[" * 10_000, "no JSON object"),
+    ('c {"a":' * 10_000, "no JSON object"),
+    (reply().replace('"good', '"a": 1 "good'), "no JSON object"),
     # the object is a part of a larger JSON text that is broken or cut off
     *[(text, "a part of") for text in (
         f'{{"result": {INNER}', f"{{'spans': {INNER}", f"[{INNER}", f"{{{INNER}", f"{INNER}]",
@@ -110,10 +102,10 @@ plain_critiques = st.text(
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 @hypothesis.example("Write this:\n```\nreturn 0\n```", ["a"], [])
 def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
-    """§3.4: parsing z = [c ; span JSON] gives back c and the spans, except for think tags."""
+    """§3.4: parsing z = [c ; span JSON] gives back c and the spans."""
     # A critique that ends like a JSON key or list would make the object a part of another one.
-    assume("<think>" not in critique and not re.search(r"""(["']\s*:|\[)\s*$""", critique))
-    assume(not any("</think>" in text for text in (critique, *good, *poor)))
+    assume(not re.search(r"""(["']\s*:|\[)\s*$|<.?(think|thought|scratchpad)""", critique))
+    assume(not {"…", "..."} & {*good[:1], *poor[:1]})               # an echo of the form
     assert (parse_feedback(Feedback(critique, good, poor).text())
             == Feedback(critique.strip(), good, poor))
 
@@ -131,24 +123,22 @@ def test_nesting_of_any_depth_is_a_feedback_error(copies):
     '{"a": 1} ' * 130_000, '{"good_spans": [1]} ' * 60_000,
     '{"good_spans": ["' + "x" * 1_200_000, " " * 1_200_000,
     "{" + " " * 1_200_000 + '"', '```json\n{"' * 120_000, '"good' + "_" * 1_200_000,
-    '{"good_spans": [' + '"a", ' * 240_000 + '"a"], "poor_spans": []}', "<think>" * 170_000])
+    '{"good_spans": [' + '"a", ' * 240_000 + '"a"], "poor_spans": []}', "<think>" * 170_000,
+    '{\\"' * 400_000, "{/*" * 400_000, "{'" * 600_000, '{"a": 1,' * 150_000])
 def test_a_reply_of_a_megabyte_is_parsed_with_bounded_work(text, monkeypatch):
-    """Each failed attempt may read the text up to the fault: at most 100 MB in all."""
-    work = 0
+    """Broken values are read token by token: at most 50 MB and one more value in all."""
+    tokens, work = annotate._TOKEN, 0
 
-    class Decoder(json.JSONDecoder):
-        def raw_decode(self, text, start):
-            nonlocal work
-            try:
-                return super().raw_decode(text, start)
-            except json.JSONDecodeError as error:
-                work += error.pos
-                raise
+    def read(text, start):
+        nonlocal work
+        for match in tokens.finditer(text, start):
+            work += len(match[0])
+            yield match
 
-    monkeypatch.setattr(json, "JSONDecoder", Decoder)
+    monkeypatch.setattr(annotate, "_TOKEN", SimpleNamespace(finditer=read))
     with pytest.raises(FeedbackError):
         parse_feedback(text, response="This is a short answer.")
-    assert work <= 101e6
+    assert work <= 52e6
 
 
 # ── ground
@@ -249,7 +239,7 @@ def test_ground_equals_brute_force_on_exact_quotes(case):
             ends = [(i, i + len(quote)) for i in range(len(text)) if text.startswith(quote, i)]
             ends = [(i, j) for i, j in ends if not quote.isspace() and not inside & {i, j}]
             # Another test covers quotes that match only in normal form.
-            assume(ends or not [*annotate.normal_places(text, quote)])
+            assume(ends or not annotate.quote_places(text, quote))
             if len(ends) > repeats:
                 ambiguous += 1
             else:
@@ -503,13 +493,14 @@ def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, mes
 
 # ── Assertions of the mathematics
 
-@pytest.mark.parametrize("ends, quotes, equation", [
-    ([(1, 4)], ["cat"], "Appendix L"), ([(0, 3), (0, 3)], ["cat", "cat"], "§3.3.*k-th")])
-def test_a_wrong_place_of_a_quote_is_an_error(monkeypatch, ends, quotes, equation):
+def test_a_wrong_place_of_a_quote_is_an_error(monkeypatch):
     """Two repeats of a quote must not share a place."""
-    monkeypatch.setattr(annotate, "_exact_places", lambda text, quote: iter(ends))
-    with pytest.raises(AssertionError, match=equation):
-        grounded("cat sat", quotes)
+    monkeypatch.setattr(annotate, "_in_form", lambda text, form: (text, range(1, len(text) + 2)))
+    with pytest.raises(AssertionError, match="Appendix L"):
+        grounded("! a b", ["a"])
+    monkeypatch.setattr(annotate, "quote_places", lambda *_: [(0, 3), (0, 3)])
+    with pytest.raises(AssertionError, match="§3.3.*k-th"):
+        grounded("cat sat", ["cat", "cat"])
 
 
 def test_a_label_other_than_1_and_minus_1_is_an_error():
@@ -523,110 +514,3 @@ def test_offsets_that_do_not_match_the_text_are_an_error(monkeypatch, tokenizer)
     monkeypatch.setattr(type(tokenizer), "backend_tokenizer", backend, raising=False)
     with pytest.raises(AssertionError, match="Appendix L.*one offset per"):
         token_offsets(tokenizer, tokenizer.encode("the plot is", add_special_tokens=False))
-
-
-# ── Damaged replies
-
-CASES = 100_000 if SLOW else 4000
-PIECES = ["the plot", "Bob", "“hero”", "it's", "naïve", "  ", "\n", "x = 1", "e\u0301", "한",
-          'say "no"', "\\n", "{", "}", "[", "aa", "a a", "good_spans", "\u00a0", "—", "\u2126",
-          "</response>", "```", "İ", "\x00", "\\", "\\u0041", "🎉"]
-
-
-def draw_reply(rng, response: str) -> str:
-    """A random reply with the keys of the paper, of its release or of the code task."""
-    starts = [rng.randrange(len(response)) for _ in range(6)]
-    quotes = [rng.choice([*PIECES, *[response[i : i + n] for n in (1, 2, 5, 9, 20)] * 40])
-              for i in starts]
-    good, poor = (quotes[k : k + rng.randrange(4)] for k in (0, 3))
-    poor += good[: rng.random() < .2]               # one quote is both good and poor
-    critique = rng.choice(["It is fine, but {Bob} is wrong.", "", 'She said "so".', "🎉\n```"])
-    names = rng.choice([("textual_feedback", "good_spans", "poor_spans"),
-                        ("critique", "GOOD-SPANS", "poor_spans"),
-                        ("reasoning", "good_spans", "poor_spans"),
-                        ("code_feedback", "wrong_code", "improvement_code")])
-    value = dict(zip(names, (critique, good, poor)))
-    if rng.random() < .1:
-        value[rng.choice(names)] = rng.choice([None, 1.5, "text", {}, [good], {"text": good}])
-    if rng.random() < .1:
-        value = rng.choice([{"answer": value}, [value], {**value, "more": value}])
-    text = json.dumps(value, ensure_ascii=rng.random() < .3, indent=rng.choice([None, None, 1]))
-    return rng.choice([text, f"```json\n{text}\n```", f"Let me {{think}}.\n{text}\nDone.",
-                       f"{critique}\n{text}"])
-
-
-def damage(rng, text: str, second_reply: str) -> str:
-    """Apply one random change to a reply; `second_reply` is to the same response."""
-    i, j = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-    k = min(j, i + rng.choice([1, 2, 8, 40]))
-    inserted = rng.choice([*'"\\{}[],:\'\x00\ufffd', "\ud83d", "\\ud83d", "9" * 5000, "NaN",
-                           "[" * 900, "{" * 5000, second_reply, *PIECES])
-    frame = rng.choice(['{"x": %s}', '{"good_spans": [%s], "poor_spans": []}', "[%s]", '"%s"'])
-    pair = rng.choice([("good", "poor"), ("[", "[["), ("_", "\\u005f"), ("s", "\ud800")])
-    return rng.choice([
-        text[:i] + text[k:], text[:k] + text[i:], text[:i] + text[k:j] + text[i:k] + text[j:],
-        text[:i] + inserted + text[i:], text[:i] + inserted + text[k:], text[:i], text[i:],
-        text[:i] + second_reply[rng.randrange(len(second_reply) + 1) :],
-        text + rng.choice(["", "\n", ", ", "Or rather:\n"]) + second_reply, frame % text,
-        json.dumps(text), text.replace(*pair, 1), text.replace('"', "'")])
-
-
-LITERAL = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
-PAIR = re.compile(rf"({LITERAL})\s*:\s*\[\s*((?:{LITERAL}\s*,\s*)*{LITERAL})?\s*\]")
-KEYS = {"good": "good[^a-z]+spans", "poor": "poor[^a-z]+spans", "wrong": "wrong[^a-z]+code",
-        "improvement": "improvement[^a-z]+code"}
-
-
-def lists_in(reply: str) -> dict[str, list[list[str]]]:
-    """All lists of strings in a reply, by the meaning of their key."""
-    lists = {name: [] for name in KEYS}
-    for start in (match.start() for match in re.finditer('"', reply)):
-        pair = PAIR.match(reply, start)
-        key = json.loads(pair[1], strict=False).lower() if pair else ""
-        for name, pattern in KEYS.items():
-            if re.fullmatch(f"[^a-z]*{pattern}[^a-z]*", key):
-                lists[name].append([json.loads(literal, strict=False)
-                                    for literal in re.findall(LITERAL, pair[2] or "")])
-    return lists
-
-
-def check_case(seed: int) -> Counter:
-    """Check one reply, of which five in six are damaged, and count its labels."""
-    rng = random.Random(seed)
-    response = rng.choice(["", " ", " "]).join(rng.choices(PIECES, k=rng.randrange(1, 14)))
-    reply = draw_reply(rng, response)
-    for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
-        reply = damage(rng, reply, draw_reply(rng, response))
-    words = [match.span() for match in re.finditer(r"\S+", response)]
-    judgement = judge(reply, response, words)
-    try:
-        feedback = parse_feedback(reply)
-    except FeedbackError:
-        assert judgement.delta == [0] * len(words) and judgement.reason
-        return Counter(refused=1)
-    lists = lists_in(reply)
-    assert feedback.good_spans in [*lists["good"], []]
-    code = [wrong + better for wrong in lists["wrong"] for better in lists["improvement"]]
-    assert feedback.poor_spans in [*code, *lists["poor"]]
-    assert feedback.critique.strip() and feedback.critique == feedback.critique.strip()
-    assert feedback.text().encode()                           # whole characters only
-    quotes = {1: {*map(plain, feedback.good_spans)}, -1: {*map(plain, feedback.poor_spans)}}
-    grounding = ground(response, feedback)
-    for span in grounding.spans:
-        assert plain(response[span.start:span.end]) in quotes[span.label]
-    for (start, end), value in zip(words, judgement.delta, strict=True):
-        labels = {span.label for span in grounding.spans
-                  if span.start <= start and end <= span.end}
-        assert value == (labels.pop() if len(labels) == 1 else 0)
-    return Counter(read=1, good=judgement.delta.count(1), poor=judgement.delta.count(-1))
-
-
-def test_a_damaged_reply_gives_no_label_that_it_does_not_contain():
-    total = Counter()
-    for seed in range(CASES):
-        try:
-            total += check_case(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-    assert min(total[name] for name in ("refused", "read", "good", "poor")) > CASES / 80
