@@ -16,7 +16,6 @@ cancel most of a small update, such as that of PPO.
 """
 
 import json
-import math
 import os
 import re
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -154,14 +152,14 @@ def _read_model(path, dtype, device, to_shard):
     model.requires_grad_(False).eval()
     if not to_shard:
         model.to(device)
-        _check_finite(dict(model.named_parameters()), path)
+        _check_finite(model.named_parameters(), path)
     _check_plain_head(model, path)
     return model, tokenizer
 
 
-def _check_finite(tensors: dict[str, Tensor], source):
-    """Raise ModelError if a weight, of any shape, is NaN or infinite."""
-    for name, x in tensors.items():
+def _check_finite(named_tensors, source):
+    """Raise ModelError if one of the (name, tensor) pairs has a NaN or infinite number."""
+    for name, x in named_tensors:
         local = x.to_local() if isinstance(x, DTensor) else x
         if not local.sum(dtype=torch.float32).isfinite():              # needs no copy of x
             raise ModelError(f"{source}: {name} has a NaN or infinite value; restore it "
@@ -179,7 +177,7 @@ def _check_plain_head(model, path):
     if blocks:
         model.base_model.layers = nn.ModuleList()
     # The ids start at 1, because the embedding of id 0 may be all zeros (padding).
-    ids = torch.arange(1, min(9, model.config.vocab_size), device=model.device)[None]
+    ids = torch.arange(1, 9, device=model.device)[None]
     expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
     logits = model(ids).logits
     if blocks:
@@ -208,8 +206,8 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
         raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
                          f"{roles}: {error}; change it, or `policy_prompt` of the task"
                          ) from error
-    typed = "".join(turn["content"] for turn in turns)
-    if not any(token in typed for token in special_tokens(tokenizer)):
+    tokens = special_tokens(tokenizer)
+    if not any(token in turn["content"] for turn in turns for token in tokens):
         return tokenizer(text, add_special_tokens=False).input_ids
     # Special tokens of the template keep their meaning, and those that were typed are text.
     marks = [f"[text {i} of {len(turns)}]" for i in range(len(turns))]
@@ -249,9 +247,10 @@ def scaled_rate(model, rate: float) -> float:
 
 def eos_ids(tokenizer, model=None) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
-    config_ids = None if model is None else model.generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id,
-           *(config_ids if isinstance(config_ids, list) else [config_ids])]
+    ids = [tokenizer.eos_token_id]
+    if model is not None:
+        config_ids = model.generation_config.eos_token_id
+        ids += config_ids if isinstance(config_ids, list) else [config_ids]
     ids = [token for token in dict.fromkeys(ids) if token is not None]
     if not ids:
         raise ModelError("the tokenizer has no EOS token, so answers would never end; set "
@@ -294,8 +293,8 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()                 # adapter → B, [out, r]
         self.scaling = {}                                # adapter → alpha / r
         self.dropout = {}                                # adapter → dropout probability
-        self.active: str | None = None                   # name of the active adapter
-        self.merged: Tensor | None = None                # W + (alpha / r) B A, [out, in]
+        self.active = None                               # name of the active adapter
+        self.merged = None                               # W + (alpha / r) B A, [out, in]
 
     def add(self, name: str, r: int, alpha: float, dropout: float):
         """Add an adapter. It does not change the output at first, because B is zero.
@@ -303,12 +302,11 @@ class LoRALinear(nn.Module):
         A is initialized like the weight of nn.Linear. It is drawn on the CPU, so that its
         values do not depend on the device.
         """
-        weight = self.base_layer.weight
-        A = torch.empty(r, weight.shape[1])
-        nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-        B = torch.zeros(weight.shape[0], r, device=weight.device)
-        self.lora_A[name] = nn.Parameter(A.to(weight.device))
-        self.lora_B[name] = nn.Parameter(B)
+        base = self.base_layer
+        A = nn.Linear(base.in_features, r, bias=False).weight.data
+        B = torch.zeros(base.out_features, r)
+        self.lora_A[name] = nn.Parameter(A.to(base.weight.device))
+        self.lora_B[name] = nn.Parameter(B.to(base.weight.device))
         self.scaling[name] = alpha / r
         self.dropout[name] = dropout
 
@@ -326,19 +324,19 @@ class LoRALinear(nn.Module):
         return y + F.linear(projection, B).to(y.dtype)
 
 
-def _lora_layers(model, name: str | None = None) -> dict[str, LoRALinear]:
+def _lora_layers(model, name=None):
     """A dict from path to LoRA layer, for all layers or those with the adapter `name`."""
     return {path: layer for path, layer in model.named_modules()
             if isinstance(layer, LoRALinear) and (name is None or name in layer.lora_A)}
 
 
-def _linear_layers(model) -> dict[str, nn.Linear]:
+def _linear_layers(model):
     """A dict from path to linear layer, for all layers but the head, adapted or not."""
     return {path.removesuffix(".base_layer"): layer for path, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
 
 
-def _wrap(model, path: str) -> LoRALinear:
+def _wrap(model, path):
     """Return the LoRALinear at `path`. If there is an nn.Linear, replace it first."""
     layer = model.get_submodule(path)
     if isinstance(layer, nn.Linear):
@@ -398,7 +396,7 @@ def use_lora(model, name: str | None, merge: bool = False):
         weight = layer.base_layer.weight
         can_merge = weight.dtype == torch.float32 and not isinstance(weight, DTensor)
         if merge and can_merge and name in layer.lora_A:
-            update = layer.lora_B[name].detach() @ layer.lora_A[name].detach()
+            update = layer.lora_B[name].data @ layer.lora_A[name].data
             layer.merged = torch.add(weight, update, alpha=layer.scaling[name])
     try:
         yield model
@@ -448,9 +446,8 @@ def save_lora(model, name: str, directory):
     layers = _lora_layers(model, name)
     tensors = {}
     for path, layer in layers.items():
-        for side, weights in ("A", layer.lora_A), ("B", layer.lora_B):
-            key = f"base_model.model.{path}.lora_{side}.weight"
-            tensors[key] = weights[name].detach().cpu()
+        tensors[f"base_model.model.{path}.lora_A.weight"] = layer.lora_A[name]
+        tensors[f"base_model.model.{path}.lora_B.weight"] = layer.lora_B[name]
     r = len(layer.lora_A[name])
     base = model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
@@ -497,7 +494,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
         raise ModelError(f"{config_path}: r, lora_alpha or lora_dropout is missing or not a "
                          f"number ({error}); save the adapter again") from error
     tensors, metadata = read_tensors(path)
-    _check_finite(tensors, path)
+    _check_finite(tensors.items(), path)
     model_hash = fingerprint(model)
     if metadata.get("base_fingerprint", model_hash) != model_hash:
         raise ModelError(f"{directory}: this adapter was trained on another base "
@@ -562,18 +559,17 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     hidden = model.base_model(packed, use_cache=False).last_hidden_state
     assert hidden.shape[1] == longest, "Alg. 4 l.22: one h_t for each y_t"
     before = lengths - 1 + torch.arange(responses.shape[1], device=ids.device)   # of each h_t
-    before = before.clamp(max=longest - 1)[..., None]
-    return hidden.gather(1, before.expand(-1, -1, hidden.shape[2]))
+    return hidden.take_along_dim(before.clamp(max=longest - 1)[..., None], dim=1)
 
 
 # ── Less memory: activation checkpointing and sharding (FSDP2)
 
-def decoder_blocks(model) -> list[nn.Module]:
+def decoder_blocks(model) -> nn.ModuleList:
     """The decoder layers in order. Llama, Mistral, Qwen and Phi store them in `layers`."""
     if not hasattr(model.base_model, "layers"):
         raise ModelError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "
                          f"run without --shard and --activation_checkpointing")
-    return list(model.base_model.layers)
+    return model.base_model.layers
 
 
 def checkpoint_activations(model):
@@ -609,7 +605,7 @@ def shard(model, device):
     adapters, so any single rank can save them. The caller sums their gradients over the ranks.
     """
     device = torch.device(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     model.fingerprint_before_sharding = fingerprint(model)
     adapters = {x for name, x in model.named_parameters() if ".lora_" in name}
     embeddings = model.get_input_embeddings()
@@ -624,7 +620,7 @@ def shard(model, device):
         head.weight = embeddings.weight              # tie them again: the weight is now sharded
     for parameter in adapters:
         parameter.data = parameter.data.to(device)
-    _check_finite(dict(model.named_parameters()), model.config._name_or_path)
+    _check_finite(model.named_parameters(), model.config._name_or_path)
     with torch.no_grad():         # the first forward pass lets FSDP find its root modules
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
@@ -642,11 +638,11 @@ def gathered(model):
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
+        unit.set_reshard_after_forward(False)
         unit.unshard()
     try:
         yield model
     finally:
         for unit in units:
-            unit.set_reshard_after_forward(True, recurse=False)
+            unit.set_reshard_after_forward(True)
             unit.reshard()

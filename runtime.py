@@ -39,7 +39,6 @@ from data import InputError, ModelError, append_row, public, read_rows, whole_ro
 
 RANK = int(os.environ.get("RANK", 0))                # torchrun sets RANK and WORLD_SIZE
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-CPU_GROUP = None                                     # the gloo group of `gather_rows`
 
 
 def find_device() -> torch.device:
@@ -54,19 +53,17 @@ def start_ranks(minutes: float) -> torch.device:
 
     minutes: how long a rank waits for the others.
     """
-    global CPU_GROUP
     is_complete = WORLD_SIZE == 1 or "MASTER_ADDR" in os.environ
     if RANK >= WORLD_SIZE or not is_complete:
         raise InputError(f"RANK={RANK} and WORLD_SIZE={WORLD_SIZE} are set without torchrun; "
                          f"unset them, or use torchrun")
     device = find_device()
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    backend = "gloo"
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"               # gather_rows uses the first of them
     if WORLD_SIZE > 1:
-        timeout = timedelta(minutes=minutes)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timeout)
-        CPU_GROUP = dist.new_group(backend="gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
     return device
 
 
@@ -90,7 +87,7 @@ def gather_rows(share: list) -> list:
     Each rank's list belongs to rows[RANK::WORLD_SIZE].
     """
     shares = [share] * WORLD_SIZE
-    run_collective(dist.all_gather_object, shares, share, group=CPU_GROUP)
+    run_collective(dist.all_gather_object, shares, share)
     rows = [None] * sum(map(len, shares))
     for rank, rank_share in enumerate(shares):
         rows[rank::WORLD_SIZE] = rank_share
@@ -104,7 +101,7 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def check_ranks(state):
-    """Raise InputError where the ranks differ in `state`: settings, hashes or paths of files."""
+    """Raise InputError where the ranks differ in `state`: settings, rows, hashes or paths."""
     if len(set(gather_rows([checksum(state=state)]))) > 1:
         raise InputError("the ranks have different settings, rows, models, adapters or "
                          "checkpoints; give all nodes the same files and flags, and an output "

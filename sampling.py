@@ -81,11 +81,6 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
                  for x in (prompts, prompt_mask, responses, mask))
 
 
-def positions_of(attention: Tensor) -> Tensor:
-    """The position of each token from the attention mask, [B, columns], counted from 0."""
-    return (attention.cumsum(dim=1) - 1).clamp(min=0)
-
-
 # ── The language-model head: z = h Wᵀ / T
 
 def head_weight(model) -> Tensor:
@@ -322,7 +317,7 @@ class Decoder:
     def prefill(self, prompts, attention):
         """Fill the cache with the prompts, [B, P], and draw the first token."""
         cache = self.cache
-        positions = positions_of(attention)
+        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)       # from 0, [B, P]
         B, P = prompts.shape
         size = max(1, PREFILL_TOKENS // B)
         if size > 64:
@@ -439,23 +434,15 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     return answers
 
 
-@dataclass(frozen=True)
-class DecodePolicy:
-    """How often `_decode` checks for ended rows, when it drops them, how the cache grows."""
-    width_step: int         # the number of columns read is a multiple of this
-    check_every: int        # number of tokens between two checks for ended rows
-    max_active: float       # ended rows are dropped if at most this share is active
-
-
-# On CUDA, a check synchronizes with the host, and a new width or batch size needs a new graph.
-CUDA_POLICY = DecodePolicy(width_step=256, check_every=16, max_active=0.5)
-CPU_POLICY = DecodePolicy(width_step=1, check_every=1, max_active=0.75)
-
-
 def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
     """Decode after `prefill`; return the ids of all new tokens [B, T] and the lengths [B]."""
     cache = decoder.cache
-    policy = CUDA_POLICY if uniforms.is_cuda else CPU_POLICY
+    # On CUDA, a check for ended rows synchronizes with the host, and a new width or batch size
+    # needs a new graph.
+    is_cuda = uniforms.is_cuda
+    width_step = 256 if is_cuda else 1      # attention reads a multiple of this many columns
+    check_every = 16 if is_cuda else 1      # tokens between two checks for ended rows
+    max_active = 0.5 if is_cuda else 0.75   # ended rows are dropped if this share is active
     B, T = uniforms.shape
     P = cache.width
     ends = torch.tensor(eos, dtype=torch.long, device=uniforms.device)
@@ -464,7 +451,7 @@ def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
     step = None
     for t in range(T):
         if t > 0:
-            width = min(cache.columns, round_up(P + t, policy.width_step))
+            width = min(cache.columns, round_up(P + t, width_step))
             if step is None or width != cache.width:
                 cache.width = width
                 step = None       # frees the old graph before the next capture
@@ -474,11 +461,11 @@ def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
         tokens[decoder.rows, t] = decoder.ids[:, 0]
         lengths[decoder.rows] += ~decoder.has_ended
         decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
-        if eos and (t + 1) % policy.check_every == 0:
+        if eos and (t + 1) % check_every == 0:
             alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
             if len(alive) == 0:
                 break
-            if len(alive) <= policy.max_active * len(decoder.rows):
+            if len(alive) <= max_active * len(decoder.rows):
                 decoder.keep(alive)
                 step = None
     return tokens, lengths

@@ -190,8 +190,8 @@ MUTATIONS = [
              MODEL, "hidden states one token too late"),
     Mutation("model.py", "+ prompts.shape[1] - lengths", "+ 0 * lengths",
              MODEL, "the padding of a prompt is read"),
-    Mutation("model.py", "*(config_ids if isinstance(config_ids, list)",
-             "*(config_ids[:1] if isinstance(config_ids, list)",
+    Mutation("model.py", "ids += config_ids if isinstance(config_ids, list)",
+             "ids += config_ids[:1] if isinstance(config_ids, list)",
              MODEL, "only the first EOS of the generation config"),
     Mutation("model.py", " + [eos_ids(tokenizer)[0]]", "",
              MODEL, "answers to learn from end without EOS"),
@@ -629,7 +629,7 @@ MUTATIONS = [
     Mutation("policy.py", "-(-(64 if count >= 1000 else 16) // unit) * unit",
              "(64 if count >= 1000 else 16)", f"{TRAIN} -k derived",
              "a derived batch cuts groups"),
-    Mutation("reward_model.py", "settings.keys() - CHANGEABLE, out", "set(), out",
+    Mutation("reward_model.py", "given - CHANGEABLE, out", "set(), out",
              f"{PIPELINE} -k script_reports", "another R_φ overwrites a finished one"),
 ]
 
