@@ -10,7 +10,6 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
 import argparse
-import errno
 import gzip
 import importlib
 import json
@@ -18,11 +17,11 @@ import os
 import re
 import shlex
 import sys
-import typing
 import zlib
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable, Iterator, get_args
 
 
 class InputError(ValueError):
@@ -34,7 +33,7 @@ class ModelError(InputError):
 
 
 def hide_key(text: str) -> str:
-    """The text without the API key. A key of letters only, such as "none", is a usual word."""
+    """The text without the API key. A key of letters only stays: "none" is a usual word."""
     key = os.environ.get("OPENAI_API_KEY", "")
     return text if key.isalpha() or len(key) < 8 else text.replace(key, "…")
 
@@ -80,7 +79,7 @@ class Task:
     rows: Callable[[str, int, int], list[dict]] | None = None
 
     def all_responses(self, row: dict) -> list[dict]:
-        """Its field `response`; the stored responses where that is missing or null."""
+        """The field `response` of a row; its stored responses if that is missing or null."""
         response = row.get("response")
         return self.responses(row) if response is None else [{"response": response}]
 
@@ -104,11 +103,6 @@ def _slf5k_prompt(row: dict) -> str:
     title = f"Title: {row['title']}\n\n" if row.get("title") else ""
     return ("Summarise this Reddit post in one or two sentences, in the third person.\n\n"
             f"{title}Post: {row['post']}")
-
-
-def _slf5k_responses(row: dict) -> list[dict]:
-    response = row.get(SLF5K_RESPONSE)
-    return [{"response": response}] if response else []
 
 
 def _ultrafeedback_responses(row: dict) -> list[dict]:
@@ -151,7 +145,7 @@ _KODCODE_EXAMPLE = {
 TASKS = {
     "slf5k": Task(
         "slf5k", _slf5k_prompt, (("summary_prompt", "post"),),
-        _slf5k_responses,
+        lambda row: [{"response": row[SLF5K_RESPONSE]}] if row.get(SLF5K_RESPONSE) else [],
         "You are an experienced editor who reviews summaries of Reddit posts.",
         "whether the summary keeps what matters in the post, invents nothing, and is clear "
         "and short",
@@ -312,8 +306,8 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
     for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
-        for names in (*needs, *(task.needs if task else ())):
-            names = [names] if isinstance(names, str) else names
+        for needed in (*needs, *(task.needs if task else ())):
+            names = [needed] if isinstance(needed, str) else needed
             if all(row.get(name) in (None, "") for name in names):
                 fields_text = " or ".join(map(repr, names))
                 raise InputError(f"{place}: field {fields_text} is missing or empty")
@@ -432,7 +426,7 @@ class _Parser(argparse.ArgumentParser):
 
 def setting_types(setting) -> tuple[type, ...]:
     """The types of a dataclass field, such as (float, NoneType) for `float | None`."""
-    return typing.get_args(setting.type) or (setting.type,)
+    return get_args(setting.type) or (setting.type,)
 
 
 def check_values(config_class, values: dict, place: str):
@@ -458,32 +452,25 @@ def check_values(config_class, values: dict, place: str):
             raise InputError(f"{place}--{setting.name}: {problem}")
 
 
-def _reader(value_type: type) -> Callable[[str], object]:
-    """Function from the text of a flag to its value. argparse puts its name into errors."""
-    def read(text: str):
-        return None if text.lower() == "none" else value_type(text)
-    read.__name__ = value_type.__name__
-    return read
+def _read_value(value_type: type, text: str):
+    """The value of a flag. `check_values` refuses a text that is not of the type."""
+    if text.lower() == "none":
+        return None
+    try:
+        return value_type(text)
+    except ValueError:
+        return text
 
 
-def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None,
-                find_task=lambda data: None):
-    """Config from argv, by default the command line. preset(task): what --task changes.
+def parse_flags(config_class, description: str, preset=lambda task: {}, argv=None):
+    """Read a config from argv, by default from the command line.
 
-    find_task(data): the task if --task is not given, or None for the default. In --help, the
-    flags of each class are one group; the first sentence of its docstring is the title. The
-    script's own flags come first.
+    preset(task): settings that replace the defaults of the flags when --task is this task.
+    In --help, the flags of each class are one group. The first sentence of its docstring is the
+    title. The script's own flags come first.
     """
-    first_parser = _Parser(add_help=False, allow_abbrev=False)
-    first_parser.add_argument("--task")
-    first_parser.add_argument("--data")
-    first = first_parser.parse_known_args(argv)[0]
-    task = first.task or find_task(first.data) or getattr(config_class, "task", "")
-    settings = preset(task)
-    check_values(config_class, settings, f"--task {task}: its setting ")
-    settings["task"] = task
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
-                     usage="%(prog)s [--flag value ...]",
+                     usage="%(prog)s [--flag value ...]", add_help=False,
                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}                                          # name of a setting → its group
     for part in config_class.__mro__[:-1]:
@@ -492,10 +479,16 @@ def parse_flags(config_class, description: str, preset=lambda task: {}, argv=Non
     for setting in fields(config_class):
         value_type = setting_types(setting)[0]
         options = {"action": "store_true"} if value_type is bool else {
-            "type": _reader(value_type), "metavar": value_type.__name__}
+            "type": partial(_read_value, value_type), "metavar": value_type.__name__}
         groups[setting.name].add_argument(
-            f"--{setting.name}", help=setting.metadata["help"],
-            default=settings.get(setting.name, setting.default), **options)
+            f"--{setting.name}", help=setting.metadata["help"], default=setting.default,
+            **options)
+    task = vars(parser.parse_known_args(argv)[0]).get("task")
+    settings = preset(task)
+    check_values(config_class, settings, f"--task {task}: its setting ")
+    parser.set_defaults(**settings)
+    # --help prints the defaults of the task, so it is added after them.
+    parser.add_argument("-h", "--help", action="help", help="show this text")
     values = vars(parser.parse_args(argv))
     check_values(config_class, values, "")
     return config_class(**values)
@@ -535,11 +528,6 @@ def next_command(script: str, **flags) -> str:
     return f"next: {shlex.join(words)}"
 
 
-REMEDIES = {errno.ENOSPC: "free some space", errno.ENOLCK: "use a disk that has file locks",
-            errno.EROFS: "choose a directory on another disk",
-            errno.EACCES: "choose a file or directory that you may read and write"}
-
-
 def run_script(main: Callable, program: str, *errors: type[Exception]):
     """Run `main` without tracebacks: report InputError, `errors`, and errors of the system.
 
@@ -549,13 +537,12 @@ def run_script(main: Callable, program: str, *errors: type[Exception]):
         main()
     except (InputError, OSError, MemoryError, RuntimeError, *errors) as error:
         message = str(error)
-        is_full = re.search("(?i)out of memory|allocate memory", message)
-        if is_full or isinstance(error, MemoryError):
+        if re.search("(?i)out of memory|allocate memory|^MemoryError", repr(error)):
             message = (f"out of memory ({message}): lower --micro_batch_size (training) or "
                        f"--rollout_batch_size (texts), or set --activation_checkpointing or "
                        f"--shard, and run the same command to continue")
         elif isinstance(error, OSError):
-            message += f"; {REMEDIES.get(error.errno, 'check the path')}"
+            message += "; check the path, your permissions, and the disk's free space and locks"
         elif not isinstance(error, (InputError, *errors)):
             raise
         sys.exit(f"{program}: {' '.join(message.split())}")

@@ -462,7 +462,7 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
 # ── Helpers of the loop: rows, rates, logs
 
 def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
-    """The decayed rates of θ and ψ (Appendix D.2)."""
+    """Set the learning rates of θ and ψ for an iteration (Appendix D.2)."""
     rates = config.learning_rate, config.value_learning_rate
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate * decay(config, iteration)
@@ -506,8 +506,8 @@ def log_iteration(iteration: int, metrics: dict, kl: AdaptiveKL, batch: Rollouts
     metrics = {"iteration": iteration, "kl_coef": kl.beta} | metrics
     if kl.target:
         metrics["kl_target"] = kl.target
-    probes_done = (iteration - 1) * PROBES // config.iterations
-    if config.probe_rows and iteration * PROBES // config.iterations > probes_done:
+    # The remainder is below PROBES once in each tenth of the run.
+    if config.probe_rows and iteration * PROBES % config.iterations < PROBES:
         metrics |= probe(batch, config)
     bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
     sample = sample_row(batch, (iteration - 1) % len(batch.rows))
@@ -559,9 +559,9 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
         metrics = batch_metrics(batch, get_task(config.task)) | counts | stats | timer.seconds
-        log_iteration(iteration + 1, metrics, kl, batch, bar, config, out)
-        kl.update(metrics["kl"], config.batch_size)
         done = iteration + 1
+        log_iteration(done, metrics, kl, batch, bar, config, out)
+        kl.update(metrics["kl"], config.batch_size)
         if done % config.save_every == 0 or done == config.iterations:
             state = {"iteration": done, "kl_coef": kl.beta, "logs": hash_logs(out)}
             checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)

@@ -24,6 +24,7 @@ B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 import math
 import os
 import random
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -54,10 +55,12 @@ class RewardConfig(BaseConfig):
     """Reward model R_φ: rows and training. The defaults suit the toy task (Table 9)."""
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
-    epochs: int | None = flag(3, "passes over the rows (release: 3); None: derived", least=1)
+    epochs: int | None = flag(
+        3, "passes over the rows (release: 3); none: about 200 steps", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
     learning_rate: float | None = flag(
-        3e-3, "peak value (release: 1e-5, KodCode 2e-5); None: derived", most=10)
+        3e-3, "peak value (release: 1e-5, KodCode 2e-5); none: by the size of the model",
+        most=10)
     weight_decay: float = flag(0.0, "decay (release: 3e-7, KodCode .01)", most=10)
     lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
     lora_alpha: float = flag(64, "LoRA α; the update is scaled by α / r (release: 32)")
@@ -109,12 +112,10 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     kept_rows = []
     pairs = []
     for row in rows:
-        good = list(row["good_spans"])
-        poor = list(row["poor_spans"])
-        for quotes in (good, poor):
+        z = Feedback(row["critique"], [*row["good_spans"]], [*row["poor_spans"]])
+        for quotes in (z.good_spans, z.poor_spans):
             for quote in ground(row["response"], Feedback("", quotes, [])).unmatched:
                 quotes.remove(quote)
-        z = Feedback(row["critique"], good, poor)
         assert not ground(row["response"], z).unmatched, "§3.4: z quotes the response"
         x_ids = encode_prompt(tokenizer, reward_prompt(row["prompt"], row["response"]))
         z_ids = encode_answer(tokenizer, z.text())
@@ -483,21 +484,19 @@ def refuse_other_settings(config: RewardConfig):
     out = Path(config.output_dir)
     if result_exists(out / "metrics.json"):
         (saved,) = read_rows(out / "config.json")
-        settings = {name: value for name, value in asdict(config).items() if value is not None}
-        check_settings(settings, saved, settings.keys() - CHANGEABLE, out,
-                       "choose another --output_dir")
-
-
-def find_task(data: str | None) -> str | None:
-    """The task in the first row of a feedback file; None if there is no such file yet."""
-    path = data or RewardConfig.data
-    return next(iter_rows(path)).get("task") if os.path.isfile(path) else None
+        settings = asdict(config)
+        given = {name for name, value in settings.items() if value is not None}
+        check_settings(settings, saved, given - CHANGEABLE, out, "choose another --output_dir")
 
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
-    config = parse_flags(RewardConfig, __doc__, partial(preset, part="reward"),
-                         find_task=find_task)
+    settings = partial(preset, part="reward")
+    config = parse_flags(RewardConfig, __doc__, settings)
+    if os.path.isfile(config.data):
+        task = next(iter_rows(config.data)).get("task") or config.task
+        # If the command line has a --task, it comes later and has priority.
+        config = parse_flags(RewardConfig, __doc__, settings, ["--task", task, *sys.argv[1:]])
     refuse_other_settings(config)
     device = start_ranks(minutes=30.0)
     model, tokenizer = load_base(config, device)

@@ -77,11 +77,9 @@ def check_config(config: Config, out: Path, needs_reward_model: bool):
     task = get_task(config.task)
     check_values(RewardConfig, preset(config.task, "reward"),
                  f"--task {config.task}: its setting ")
-    sizes = {name: getattr(config, name) or 0 for name in ("batch_size", "minibatch_size")}
-    if any(size % WORLD_SIZE for size in sizes.values()):
-        remedy = " ".join(f"--{name} {-(-size // WORLD_SIZE) * WORLD_SIZE}"
-                          for name, size in sizes.items() if size)
-        raise InputError(f"{WORLD_SIZE} ranks share each batch equally: set {remedy}")
+    if any((size or 0) % WORLD_SIZE for size in (config.batch_size, config.minibatch_size)):
+        raise InputError(f"{WORLD_SIZE} ranks share each batch equally: set --batch_size and "
+                         f"--minibatch_size to multiples of {WORLD_SIZE}")
     if (config.batch_size or 0) % config.responses_per_prompt:
         raise InputError(f"--batch_size {config.batch_size} is not a multiple of "
                          f"--responses_per_prompt {config.responses_per_prompt}")
@@ -171,7 +169,10 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 
 @torch.no_grad()
 def base_nats(rollouts: Rollouts, model, tokenizer, config: Config) -> Tensor:
-    """Nats −Σ_t log p(y_t | x, y_<t) of the base and number of tokens, without the EOS → [2]"""
+    """−Σ_t log p(y_t | x, y_<t) under the base, in nats, and the number of tokens: [2].
+
+    The EOS token does not count.
+    """
     eos = torch.tensor([*eos_ids(tokenizer, model)], device=model.device)
     sums = torch.zeros(2, device=model.device)
     for index in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.micro_batch_size):
@@ -183,7 +184,10 @@ def base_nats(rollouts: Rollouts, model, tokenizer, config: Config) -> Tensor:
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
-    """A sampled response to each held-out row, judged by the critic: (means, samples)."""
+    """Sample a response to each held-out row and let the critic judge it.
+
+    Returns (the means of all metrics, the samples).
+    """
     nats = torch.zeros(2, device=model.device)
     generator = torch.Generator().manual_seed(config.seed)
     truths = get_task(config.task).truth
@@ -236,7 +240,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
 
 
 def start_policy(model, config: Config):
-    """The adapter "policy" before the first step, and π_ref's (Alg. 1 l.17)."""
+    """Create the adapter "policy", or load it and π_ref from --adapter (Alg. 1 l.17)."""
     if config.adapter:
         load_lora(model, "reference", config.adapter)
         load_lora(model, "policy", config.adapter)

@@ -51,11 +51,9 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path, kind):
     assert os.stat(path).st_mode == mode
 
 
-@pytest.mark.parametrize("code, remedy", [
-    (errno.ENOSPC, "free some space"), (errno.ENOLCK, "file locks"), (errno.EROFS, "another"),
-    (errno.EACCES, "may read and write"), (errno.EIO, "check the path")])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOLCK, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("write", [append_row, lambda path, row: write_rows(path, [row])])
-def test_an_error_of_the_system_names_the_file(tmp_path, monkeypatch, code, remedy, write):
+def test_an_error_of_the_system_names_the_file(tmp_path, monkeypatch, code, write):
     def fail(_):
         raise OSError(code, os.strerror(code))
 
@@ -63,7 +61,9 @@ def test_an_error_of_the_system_names_the_file(tmp_path, monkeypatch, code, reme
     path = tmp_path / "rows.jsonl"
     with pytest.raises(SystemExit) as error:
         run_script(lambda: write(path, {"a": 1}), "script")
-    assert path.name in str(error.value) and remedy in str(error.value)
+    message = str(error.value)
+    assert os.strerror(code) in message and path.name in message
+    assert "; check the path, your permissions, and the disk's free space" in message
     assert "\n" not in str(error.value)
 
 
