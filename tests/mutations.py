@@ -413,7 +413,7 @@ MUTATIONS = [
              f"{SERVERS} -k parser", "a parser sees a reply before the journal has it"),
     Mutation("ask.py", ' or "is_read" in record)', ")", f"{SERVERS} -k read_again",
              "a refused reply is bought again before it is read again"),
-    Mutation("annotate.py", "                raise                            # a fault", "#",
+    Mutation("annotate.py", "raise                            # a fault", "pass  # a fault",
              f"{SERVERS} -k parser", "a fault of a parser is a reason to buy replies again"),
     Mutation("ask.py", "if digest != question_key(record) and", "if False and",
              ASKING, "a changed journal line is read"),
