@@ -250,7 +250,7 @@ def start_policy(model, config: Config):
                  config.lora_targets.split(","))
 
 
-def annotator_critic(rollouts: Rollouts, model, tokenizer, config: Config):
+def annotator_critic(rollouts: Rollouts, model, tokenizer, config: Config):  # noqa: ARG001
     """The annotator in the place of R_φ (--critic annotator): judgements of this rank's rows.
 
     Rank 0 asks about all rows, because the journal has one writer.

@@ -305,7 +305,7 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path)
-    assert message.endswith("set --batch_size 16 --minibatch_size 16")
+    assert message.endswith("set --batch_size and --minibatch_size to multiples of 8")
 
 
 def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
