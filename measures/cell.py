@@ -22,9 +22,7 @@ import time
 __builtins__ = dict(vars(builtins))           # a copy, because the program may patch builtins
 
 REASON = 4000                                 # maximum length of a result's text in characters
-MEBIBYTE = 1 << 20
 FOLDER_MB = 64                                # size of the program's directory, in memory
-FOLDER_FILES = 4096                           # maximum number of files in it
 SLACK = 2                                     # seconds for the start and the tests' imports
 SOCKET_KB = 416                               # KiB of kernel memory that a Unix socket may hold
 ROOT = "/proc"                                # the new root is mounted on this directory
@@ -72,11 +70,16 @@ def main():
 
 def _call(name: str, *arguments):
     """Call a function of the C library. Raises OSError if it fails."""
-    values = [x.encode() if isinstance(x, str) else x for x in arguments]
-    values = [ctypes.c_long(x) if isinstance(x, int) else x for x in [*values, 0, 0, 0]]
+    values = [ctypes.c_long(x) if isinstance(x, int) else
+              x.encode() if isinstance(x, str) else x for x in (*arguments, 0, 0, 0)]
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*values) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), name)
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace") as file:             # a process may have any name
+        return file.read()
 
 
 def _write(path: str, text: str):
@@ -93,8 +96,7 @@ def _enter_namespaces() -> int:
     _call("prctl", 1, 9)                      # SIGKILL when the caller ends
     user = os.geteuid()
     group = os.getegid()
-    with open("/proc/self/uid_map") as file:
-        is_root = user == 0 and file.read().split()[2] != "1"
+    is_root = user == 0 and _read("/proc/self/uid_map").split()[2] != "1"
     _call("unshare", 0x68020000 if is_root else 0x78020000)
     if is_root:
         # The limit of processes does not apply to root. So the program gets a user id from a
@@ -109,35 +111,32 @@ def _enter_namespaces() -> int:
 def _build_root(user: int, home: str):
     """Mount a read-only root with Python and the system, and one writable directory."""
     home = ROOT + home
-    _call("mount", "none", "/", "", 0x44000, "")           # private: not visible outside
+    _call("mount", "none", "/", "", 0x44000)           # private: not visible outside
     _call("mount", "tmpfs", ROOT, "tmpfs", 0, "size=1m,mode=755")
     for path in [*SHARED, *sys.path]:
         inside = ROOT + path
         if os.path.exists(path) and not os.path.lexists(inside):
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             os.mkdir(inside) if os.path.isdir(path) else _write(inside, "")
-            _call("mount", path, inside, "", 0x5000, "")   # bind, with the mounts below it
+            _call("mount", path, inside, "", 0x5000)   # bind, with the mounts below it
     for path in home, ROOT + "/proc", ROOT + "/dev/shm":
         os.makedirs(path, exist_ok=True)
-    _call("mount", "proc", ROOT + "/proc", "proc", 0xE, "")
+    _call("mount", "proc", ROOT + "/proc", "proc", 0xE)
     read_only = struct.pack("QQQQ", 0x3, 0, 0, 0)          # read-only, without set-user-id
     _call("syscall", 442, -100, ROOT, 0x8000, read_only, len(read_only))      # mount_setattr
-    _call("mount", "tmpfs", home, "tmpfs", 0x6, f"size={FOLDER_MB}m,nr_inodes={FOLDER_FILES},"
+    _call("mount", "tmpfs", home, "tmpfs", 0x6, f"size={FOLDER_MB}m,nr_inodes=4096,"
           f"mode=700,uid={user},gid={user}")
-    _call("mount", home, ROOT + "/dev/shm", "", 0x1000, "")    # multiprocessing's semaphores
+    _call("mount", home, ROOT + "/dev/shm", "", 0x1000)    # multiprocessing's semaphores
     os.chroot(ROOT)                           # the kernel refuses new user namespaces in it
 
 
 def _drop_privileges(user: int):
     """Drop all capabilities, and refuse some system calls and socket families by seccomp."""
-    machine = os.uname().machine
-    if machine not in SYSTEM_CALLS:
-        raise OSError(f"the numbers of the system calls of {machine} are not known")
-    architecture, socket, socketpair, *refused = SYSTEM_CALLS[machine]
+    architecture, socket, socketpair, *refused = SYSTEM_CALLS[os.uname().machine]
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+        os.setgid(user)                       # by root, also the real and the saved id
+        os.setuid(user)
     _call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
     _call("prctl", 38, 1)                     # no new privileges
     _call("prctl", 4, 1)                      # the process owns its entry in /proc again
@@ -156,10 +155,10 @@ def _drop_privileges(user: int):
 
 def _set_limits(memory_mb: int, user: int | None):
     """Set the limits of each process. `_judge` sets the CPU time when the program begins."""
-    limits = {resource.RLIMIT_FSIZE: 16 * MEBIBYTE, resource.RLIMIT_NOFILE: 256,
+    limits = {resource.RLIMIT_FSIZE: 16 << 20, resource.RLIMIT_NOFILE: 256,
               resource.RLIMIT_CORE: 0}
     if sys.platform == "linux":
-        limits[resource.RLIMIT_AS] = memory_mb * MEBIBYTE
+        limits[resource.RLIMIT_AS] = memory_mb << 20
     if user:                                  # else all processes of the caller would count
         limits[resource.RLIMIT_NPROC] = 64    # processes and threads
     for limited, limit in limits.items():
@@ -200,13 +199,11 @@ def _watch(first: int, order: dict, verdict: int):
 def _usage(process: str) -> tuple[int, bool, int]:
     """(CPU time in 1/100 s, whether it is runnable, memory in KiB) of a process in the cell."""
     try:
-        with open(f"{ROOT}/proc/{process}/stat") as file:
-            state, *numbers = file.read().rpartition(")")[2].split()
-        with open(f"{ROOT}/proc/{process}/status") as file:
-            sizes = [line.split()[1] for line in file if line.startswith(("RssA", "RssS"))]
+        state, *numbers = _read(f"{ROOT}/proc/{process}/stat").rpartition(")")[2].split()
+        sizes = [line.split()[1] for line in _read(f"{ROOT}/proc/{process}/status").splitlines()
+                 if line.startswith(("RssA", "RssS"))]
         if process == "1":                    # all processes share one network: count it once
-            with open(f"{ROOT}/proc/1/net/unix") as file:
-                sizes += [SOCKET_KB for _ in file]
+            sizes += [SOCKET_KB] * _read(f"{ROOT}/proc/1/net/unix").count("\n")
     except OSError:                           # the process has just ended
         return 0, False, 0
     return sum(map(int, numbers[10:14])), state == "R", sum(map(int, sizes))
@@ -219,35 +216,50 @@ def _judge(order: dict) -> bytes:
     getpid = os.getpid
     worker = getpid()
     reached = []                              # an item per reached assertion or test function
-    is_loaded = False
-    solution = type(sys)("solution")
+    functions = []
+    status = "not run"                        # until the program begins
+    solution = sys.modules["solution"] = type(sys)("solution")
     program = vars(solution)
-    names = Names({" reached": reached.append, "__name__": "tests"})
-    names.program = program
-    names["__builtins__"] = program["__builtins__"] = vars(builtins)     # not the copy above
-    program["__file__"] = f"{order['home']}/solution.py"
-    _write(program["__file__"], order["code"])
+    path = program["__file__"] = f"{order['home']}/solution.py"
+    _write(path, order["code"])
     sys.path[0] = order["home"]
-    sys.modules |= {"pytest": Pytest("pytest"), "solution": solution}
     del sys.modules["cell"]
-    try:
-        exec(order["imports"], names)
-        functions = _functions(names)
+
+    class Names(dict):
+        """The tests' global names. A name that they lack is looked up in the program."""
+
+        def __missing__(self, name):
+            return program[name]
+
+    def load():
+        """Run the program, then the statements of the tests; returns what the tests define."""
+        nonlocal functions, status
+        functions = _functions()
         seconds = math.ceil(time.process_time() + order["timeout"])   # without the imports
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SLACK + 1))
-        exec(compile(order["code"], program["__file__"], "exec"), program)
-        is_loaded = True
+        status = "error"
+        exec(compile(order["code"], path, "exec"), program)
+        status = "failed"
         exec(order["statements"], names)
-        for name, value in tuple(names.items()):
-            is_from_tests = callable(value) and program.get(name) is not value
-            if is_from_tests and name.lower().startswith("test"):
-                if value() is not None:       # a class, a coroutine or a forgotten assert
-                    raise SystemExit(f"{name} is not a plain function that returns None")
-                reached.append(name)
+        return {name: names[name] for name in order["definitions"]}
+
+    names = Names({" reached": reached.append, "__name__": "tests"})
+    names["__builtins__"] = program["__builtins__"] = vars(builtins)     # not the copy above
+    try:
+        exec(order["imports"], names)
+        if order["runner"] == "pytest":
+            reached = _run_pytest(load)
+        else:
+            for name, value in load().items():
+                if name.lower().startswith("test"):
+                    if value() is not None:   # a generator or a forgotten assert
+                        raise SystemExit(f"{name} is not a function that returns None")
+                    reached.append(name)
         if not reached:
-            raise SystemExit("no test ran: there is no function test*, and no assertion ran")
-        if not all(vars(owner)[name] is value for owner, name, value in functions):
-            raise SystemExit("the program replaced a function that its tests may use")
+            raise SystemExit("no test ran: no function test* passed, and no assertion ran")
+        assert all(owner[name] is value and getattr(value, "__code__", 0) == code
+                   for owner, name, value, code in functions), \
+            "the program replaced a function that its tests may use"
         status = "passed"
         reason = ""
     # Every exception is a verdict, also SystemExit.
@@ -255,33 +267,69 @@ def _judge(order: dict) -> bytes:
         import linecache
         import traceback
         linecache.cache["tests.py"] = 0, None, order["tests"].splitlines(True), ""
-        is_failure = isinstance(error, AssertionError) or type(error).__name__ == "Failed"
-        status = "failed" if is_loaded and is_failure else "error"    # pytest raises Failed
-        error.__traceback__ = error.__traceback__.tb_next             # without this frame
-        reason = "".join(traceback.format_exception(error, limit=1100))
+        trace = sys.exc_info()[2]             # without the frames of this file and of pytest
+        while trace and trace.tb_frame.f_code.co_filename not in ("tests.py", path):
+            trace = trace.tb_next
+        is_failure = trace and type(error).__name__ == "Failed"       # pytest raises Failed
+        if status == "failed" and not (is_failure or isinstance(error, AssertionError)):
+            # An error without a frame of the tests or of the program is about the test file.
+            status = "error" if trace else "not run"
+        reason = "".join(traceback.format_exception(type(error), error, trace, limit=1100))
     if getpid() != worker:
         os._exit(1)                           # a fork of the program must not write a verdict
     return f"{status}\n{reason[-REASON:]}".encode("utf-8", "backslashreplace")
 
 
-class Names(dict):
-    """The tests' global names. A name that they lack is looked up in the program."""
+def _run_pytest(load) -> bool:
+    """Run the tests under pytest; returns whether a test passed, or raises the first error.
 
-    def __missing__(self, name):
-        return self.program[name]
+    load: runs the program when pytest has started, so that it cannot configure pytest. A test
+    may be skipped or fail only if it has such a mark, because the program could skip it.
+    """
+    import pytest
+    from _pytest.debugging import pytestPDB
+    passed = []
+    errors = []
+
+    class Plugin:
+        """Hooks of pytest."""
+
+        def pytest_cmdline_main():
+            _write("tests.py", "")            # empty, because the program could read it
+            tests = type(sys)("tests")
+            vars(tests).update(load())
+            sys.modules["tests"] = tests      # so that pytest does not import it
+
+        def pytest_collection_finish():
+            # The program could import these.
+            del sys.modules["tests"]
+            pytest.mark._config = pytestPDB._config = pytestPDB._pluginmanager = None
+
+        def pytest_keyboard_interrupt(excinfo):
+            errors.append(excinfo.value)
+
+        def pytest_exception_interact(call):
+            errors.append(call.excinfo.value)
+
+        def pytest_runtest_logreport(report):
+            excuses = {"xfail"} if report.when == "call" else {"xfail", "skip", "skipif"}
+            if report.passed:
+                passed.append(report.when)
+            elif report.skipped and excuses.isdisjoint(report.keywords):
+                errors.append(AssertionError(f"{report.nodeid} was skipped"))
+
+    code = pytest.main(
+        "tests.py -x -s -p no:terminal -p no:cacheprovider -p no:legacypath -p no:assertion "
+        "--noconftest -c /dev/null".split(), [Plugin])
+    if errors:
+        raise errors[0]
+    assert code in (0, 5), f"pytest ended with exit status {code}"      # 5: there are no tests
+    return "call" in passed
 
 
-def _functions(names: dict) -> list[tuple]:
-    """(owner, name, function) for builtins, the modules that the tests import, and classes."""
-    owners = [x for x in (builtins, *names.values()) if isinstance(x, (type(sys), type))]
-    owners += [x for owner in owners for x in vars(owner).values() if isinstance(x, type)]
-    return [(owner, name, value) for owner in owners for name, value in vars(owner).items()
-            if callable(value)]
-
-
-class Pytest(type(sys)):
-    """Placeholder that imports pytest on first use. Most tests import it but never use it."""
-
-    def __getattr__(self, name):
-        del sys.modules["pytest"]
-        return getattr(__import__("pytest"), name)
+def _functions() -> list:
+    """(owner's names, name, function, its code) in all imported modules and their classes."""
+    owners = [*filter(None, sys.modules.values())]
+    owners += {x for owner in owners for x in vars(owner).values() if isinstance(x, type)}
+    return [(vars(owner), name, value, getattr(value, "__code__", 0))
+            for owner in owners for name, value in vars(owner).items() if callable(value)]

@@ -3,13 +3,15 @@
     python -m measures.sandbox rows.jsonl      # KodCode: adds `outcome` to rows with `response`
 
     run_python("def f(x):\\n    return x + 1", "assert f(1) == 2")
-    # Result(passed=True, status='passed', stderr='')
+    # Result(passed=True, status='passed', stderr='', runner='plain')
 
 Paper: pass@1 and the test outcomes of §4.4 and Appendix N. It does not say how code is run.
 
 Tests are statements, or functions named test*, which are called in order. The imports of the
 tests run before the program, so that the program cannot patch the imported modules. Values are
-compared by Python's own operators. Each run is isolated (`measures/cell.py`):
+compared by Python's own operators. Tests with fixtures, marks or classes need pytest. They run
+under pytest with `use_pytest` (--pytest). Without it they "could not be run", which says
+nothing about the program. Each run is isolated (`measures/cell.py`):
 
     namespaces   separate processes, users, IPC and network (without loopback)
     files        separate read-only root and one small directory, all in memory
@@ -38,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -51,6 +54,17 @@ FAR = 5                     # wall-clock limit: this multiple of the CPU limit, 
 START = 5                   # … plus this many seconds to start the process
 PARSING = Lock()            # Python 3.11 limits the sum of the tree depths in all threads
 NO_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError    # errors of ast.parse
+# Statements of the tests, as ast.unparse writes them: those that run before the program, those
+# that only pytest can run, and those that cannot be run here.
+FIRST = re.compile(r"(?!.*\bsolution\b)(import|from|.*\bimportorskip)\b")
+NEEDS_PYTEST = re.compile(
+    r"^class (Test|.*(\n( .*)?)*?\n    def test)|^def (setup_module|(setUp|tearDown)Module)"
+    r"|(\A|\n\n)(@(pytest|mark)\..*\n)*def test\w*\(\w+(:[^=,)]*)?[,)]"
+    r"|^def test.*\b(capsys|tmp_path|monkeypatch)\b|^@(fixture|parametrize|skip|xfail)"
+    r"|\b(pytest|mark)\.(fixture|parametrize|usefixtures|skip|xfail|importorskip)", re.M)
+UNSUPPORTED = re.compile(
+    r"async def test|^pytestmark|pytest\.(skip|xfail)\(|^from pytest .*\b(skip|xfail)\b"
+    r"|[sS]kipTest|unittest\.skip|^unittest\.main|expectedFailure|\n .*importorskip", re.M)
 # Messages of programs that run out of memory.
 SHORT = re.compile("MemoryError|SystemError|map segment|bad_alloc|emory alloc|ocate memory")
 CHILD = "import sys; sys.path.insert(0, {!r}); __import__('cell').main()"
@@ -65,33 +79,34 @@ class Result:
     """The result of running a program's tests (§4.4).
 
     status: "passed"; "failed" (an assertion of the tests failed); "error" (another exception,
-    invalid syntax, no test ran, or the program exited before its tests ended); "timeout";
-    "memory"; "killed" (by a signal, or a crash). stderr: the last part of stdout and stderr,
-    followed by the traceback or the reason.
+    invalid syntax, or the program exited before its tests ended); "timeout"; "memory"; "killed"
+    (by a signal, or a crash); "not run" (the tests could not be run, which says nothing about
+    the program). stderr: the last part of stdout and stderr, followed by the traceback or the
+    reason. runner: "plain" or "pytest".
     """
     passed: bool
     status: str
     stderr: str
+    runner: str = "plain"
 
 
 def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 512,
-               unsafe: bool = False) -> Result:
+               unsafe: bool = False, use_pytest: bool = False) -> Result:
     """Run `tests` on `code`, which they can import as the module `solution`.
 
     timeout: limit in seconds, rounded up, of the time in which the processes compute or sleep.
     The tests' imports and the time spent waiting for a busy processor do not count. memory_mb:
-    limit of each process in MiB. The limit of all processes together is 25 % higher. This
-    function is thread-safe. Raises SandboxError if the sandbox is not available and `unsafe`
-    is False.
+    limit of each process in MiB. The limit of all processes together is 25 % higher.
+    use_pytest: run tests that need pytest under pytest. This function is thread-safe. Raises
+    SandboxError if the sandbox is not available and `unsafe` is False.
     """
     try:
         with PARSING:
-            imports, statements = _compile(tests)
+            imports, statements, definitions, runner = _compile(tests, use_pytest)
     except NO_PYTHON as error:
-        return Result(False, "error", f"these tests cannot be run: {error!r}\n")
+        return Result(False, "not run", f"{error!r}\n")
     secret = os.urandom(32).hex().encode()
-    order = {"imports": imports, "statements": statements, "timeout": timeout, "unsafe": unsafe,
-             "code": code, "tests": tests, "memory_mb": memory_mb, "secret": secret}
+    order = dict(locals())                    # the arguments and the compiled tests
     # In unsafe mode, killed children may still be writing, so cleanup errors are ignored.
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe
           else contextlib.nullcontext("/solution")) as directory:
@@ -118,37 +133,45 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
     if status == "memory" or status in ("error", "killed") and SHORT.search(text + reason):
         status = "memory"
         reason += f"the memory limit of a process is {memory_mb} MiB\n"
-    report = (text + reason).replace(f"{order['home']}/", "")
-    return Result(status == "passed", status, report[-REASON:])
+    report = (text + reason).replace(f"{order['home']}/", "")[-REASON:]
+    return Result(status == "passed", status, report, runner)
 
 
-def _compile(tests: str) -> list:
-    """Code objects of the tests: [imports, other statements].
+def _compile(tests: str, use_pytest: bool) -> list:
+    """Prepare the tests; raises one of NO_PYTHON if they cannot be run.
 
-    A call is inserted before each assertion, which records that the assertion was reached.
+    Returns [code object of the imports, that of the other statements, names of functions and
+    classes, runner]. A call is inserted before each assertion, which records that the assertion
+    was reached.
     """
     class Reached(ast.NodeTransformer):
-        def visit(self, node):
-            """Insert a call of " reached", which is no identifier, before each assertion."""
-            call = ast.Call(ast.Name(" reached", ast.Load()), [ast.Constant(1)], [])
-            is_assertion = isinstance(node, ast.Assert)
-            return [ast.Expr(call), node] if is_assertion else self.generic_visit(node)
+        def visit_Assert(self, node):
+            """Insert a call of " reached", which is no identifier."""
+            reached = ast.Name(" reached", ast.Load())
+            return [ast.Expr(ast.Call(reached, [ast.Constant(1)], [])), node]
 
-    imports = ast.Module([], [])
-    statements = ast.Module([], [])
-    for node in Reached().visit(ast.parse(tests, "tests.py")).body:
-        is_import = isinstance(node, (ast.Import, ast.ImportFrom))
-        runs_first = is_import and "solution" not in ast.unparse(node)
-        (imports if runs_first else statements).body.append(node)
-    return [compile(ast.fix_missing_locations(module), "tests.py", "exec")
-            for module in (imports, statements)]
+    tree = ast.parse(tests, "tests.py")
+    text = ast.unparse(tree)
+    runner = "pytest" if NEEDS_PYTEST.search(text) else "plain"
+    if UNSUPPORTED.search(text) or runner == "pytest" and not use_pytest:
+        raise ValueError("these tests need pytest (--pytest), or skip themselves when they run")
+    imports = []
+    statements = []
+    for node in Reached().visit(tree).body:
+        line = ast.unparse(node)
+        if line != "import pytest" or "pytest." in text:      # this import is slow
+            (imports if FIRST.match(line) else statements).append(node)
+    definitions = [node.name for node in statements if hasattr(node, "name")]
+    return [*(compile(ast.fix_missing_locations(ast.Module(body, [])), "tests.py", "exec")
+              for body in (imports, statements)), definitions, runner]
 
 
 def _start(order: dict) -> tuple[bytes, str]:
     """Run a child process; returns (its reply on the socket, the end of its output)."""
     parent, child_end = socket.socketpair()   # a pipe could be reopened through /proc
-    environment = {"HOME": order["home"], "TMPDIR": order["home"], "OMP_NUM_THREADS": "1"}
     child = CHILD.format(os.path.dirname(os.path.abspath(__file__)))
+    environment = {"HOME": order["home"], "TMPDIR": order["home"], "OMP_NUM_THREADS": "1",
+                   "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PY_IGNORE_IMPORTMISMATCH": "1"}
     with tempfile.TemporaryFile() as output, parent:
         with child_end:
             process = subprocess.Popen([sys.executable, "-I", "-u", "-c", child],
@@ -166,8 +189,8 @@ def _start(order: dict) -> tuple[bytes, str]:
         reply = b""
         with contextlib.suppress(BlockingIOError):         # raised if the child wrote no reply
             reply = parent.recv(1 << 20, socket.MSG_DONTWAIT)
-        output.seek(max(0, output.seek(0, os.SEEK_END) - 8 * REASON))
-        text = output.read().decode("utf-8", "replace")
+        output.seek(0)
+        text = output.read()[-8 * REASON:].decode("utf-8", "replace")
     # If the watcher's exit status is not 0, a layer of the sandbox has failed.
     return (reply + late if late or status == 0 or order["unsafe"] else b""), text
 
@@ -177,15 +200,7 @@ def _start(order: dict) -> tuple[bytes, str]:
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^(?:\1| {,3})\2|\Z)",
                    re.MULTILINE | re.DOTALL)
 PASSED = "All tests passed."
-
-
-def parse_python(text: str) -> ast.Module | None:
-    """The syntax tree of a text; None if the text is not valid Python."""
-    try:
-        with PARSING:
-            return ast.parse(text)
-    except NO_PYTHON:
-        return None
+NOT_RUN = "The tests could not be run"
 
 
 def code_blocks(text: str) -> list[str]:
@@ -197,7 +212,8 @@ def code_blocks(text: str) -> list[str]:
     """
     text = text.replace("\r\n", "\n")                 # a line with only "\r" prevents dedent
     fences = list(FENCE.finditer(text))
-    if fences and parse_python(text):
+    with contextlib.suppress(*NO_PYTHON), PARSING:
+        ast.parse(text)
         return []
     python = [fence for fence in fences
               if fence[3].lower().startswith("py") and not fence[4].lstrip().startswith(">>>")]
@@ -213,18 +229,22 @@ def code_of(text: str) -> str:
     return "\n".join(code_blocks(text)) or text
 
 
-def add_outcomes(rows: list[dict], task, unsafe: bool = False) -> list[dict]:
+def add_outcomes(rows: list[dict], task, **options) -> list[dict]:
     """Run the tests of each `response` and add its `outcome` to the row (Appendix N).
 
-    Rows that have an outcome are not run again. Raises InputError if no sandbox is available.
+    Also adds `test_runner`: what ran the tests. options: those of `run_python`. Rows that have
+    an outcome are run again only if their tests could not be run. Raises InputError if no
+    sandbox is available.
     """
     def add(row: dict) -> dict:
-        if not row.get("response") or row.get("outcome"):
+        if not row.get("response") or NOT_RUN not in (row.get("outcome") or NOT_RUN):
             return row
-        result = run_python(code_of(row["response"]), task.tests(row), unsafe=unsafe)
-        return row | {"outcome": PASSED if result.passed else (
-            f"The tests did not pass ({result.status}). The end of their output:\n"
-            f"{result.stderr[-1500:]}")}
+        result = run_python(code_of(row["response"]), task.tests(row), **options)
+        outcome = (NOT_RUN if result.status == "not run"
+                   else f"The tests did not pass ({result.status})")
+        outcome += f". The end of their output:\n{result.stderr[-1500:]}"
+        return row | {"outcome": PASSED if result.passed else outcome,
+                      "test_runner": result.runner}
 
     with ThreadPoolExecutor(2) as pool:
         return list(tqdm(pool.map(add, rows), "tests", len(rows)))
@@ -238,6 +258,8 @@ def main():
                         help="task with tests: kodcode, or module:NAME")
     parser.add_argument("--unsafe_sandbox", action="store_true",
                         help="run the code even if no sandbox is available")
+    parser.add_argument("--pytest", action="store_true",
+                        help="run tests that need it under pytest")
     args = parser.parse_args()
     task = get_task(args.task)
     if task.tests is None:
@@ -246,11 +268,10 @@ def main():
     rows = read_rows(args.rows, task=task)
     if not any("response" in row for row in rows):
         raise InputError(f"{args.rows}: no row has a response; add the field 'response'")
-    results = add_outcomes(rows, task, args.unsafe_sandbox)
+    results = add_outcomes(rows, task, unsafe=args.unsafe_sandbox, use_pytest=args.pytest)
     write_rows(args.rows, results)
-    outcomes = [result["outcome"] for row, result in zip(rows, results) if result is not row]
-    passed = outcomes.count(PASSED)
-    print(f"{args.rows}: ran {len(outcomes)} responses, of which {passed} passed their tests\n"
+    counts = Counter(str(row.get("outcome")).partition(".")[0] for row in results)
+    print(f"{args.rows}: outcomes of the responses: {dict(counts)}\n"
           f"next: python annotate.py --task {args.task} --data {args.rows}")
 
 

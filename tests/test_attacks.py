@@ -242,7 +242,9 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
     "    except OSError: pass",
     "import os\nfor fd in range(3, 30):\n    try: os.dup2(2, fd)\n    except OSError: pass",
     "import os; os.closerange(3, 99)", "def check(*_): pass\nassertion = close = check",
-    "def f(): globals()['close'] = lambda *_: True"])
+    "def f(): globals()['close'] = lambda *_: True",
+    "import pytest, contextlib; pytest.raises = lambda *_: contextlib.nullcontext()",
+    "import unittest\nunittest.TestCase.assertEqual.__code__ = (lambda *_: None).__code__"])
 def test_a_wrong_answer_passes_in_no_disguise(code):
     code += "" if "f()" in code or "f =" in code else "\ndef f(): return 1"
     close = ("import math, unittest\ndef close(a, b): return abs(a - b) < 1e-6\n"
@@ -252,8 +254,91 @@ def test_a_wrong_answer_passes_in_no_disguise(code):
     functions = "def test_f(): assert f() == 2\ndef test_g(): assert 2 in [f()]"
     patched = "import math, unittest\nx = f()\nassert math.isclose(x, 2)"
     equal = "import unittest\nassert f()\nunittest.TestCase().assertEqual(f(), 2)"
-    for tests in (close, functions, patched, equal):
+    raises = "import pytest\nwith pytest.raises(KeyError): assert f()"
+    for tests in (close, functions, patched, equal, raises):
         assert not run_python(code, tests, timeout=1).passed
+
+
+# Tests that need pytest. The file also has marks, which do not excuse the test of f.
+UNDER_PYTEST = """
+import pytest, unittest
+@pytest.fixture
+def two(): return 2
+@pytest.mark.skipif(False, reason="x")
+@pytest.mark.parametrize("x", [2, 2])
+def test_f(x, two): assert f() == x == two
+@pytest.mark.skip
+def test_skipped(): assert False
+def test_passes(): f
+class TestF(unittest.TestCase):
+    def test_g(self): self.assertEqual(f(), 2)
+"""
+FORGED = "class Forged:\n    def pytest_runtest_makereport(item, call): call.excinfo = None\n"
+
+
+@needs_sandbox
+@pytest.mark.parametrize("code", [
+    "def f(): return 1", "import sys; sys.exit(0)", "import sys\ndef f(): sys.exit(0)",
+    "import os; os._exit(0)", "import os\ndef f(): os._exit(0)",
+    "import atexit, os; atexit.register(os._exit, 0)", "def f(): raise KeyboardInterrupt",
+    "import os\ndef f():\n    if os.fork(): os.wait(); return 1\n    return 2",
+    "print('4 passed in 0.01s')", "import pytest\ndef f(): pytest.skip('x')",
+    "import pytest\nclass E(pytest.skip.Exception): pass\n"
+    "def f(): raise E('x', _use_item_location=True)",
+    "import unittest\ndef f(): raise unittest.SkipTest",
+    "import pytest\ndef f(): pytest.xfail()", "import pytest\ndef f(): pytest.exit('x', 0)",
+    "import bdb\ndef f(): raise bdb.BdbQuit",
+    "import pytest\npytest.exit('x', 0)", "import pytest\npytest.skip(allow_module_level=True)",
+    "open('conftest.py', 'w').write('import pytest\\n@pytest.hookimpl(tryfirst=True)\\n'\n"
+    "    'def pytest_pyfunc_call(): return True')",
+    "open('pytest.ini', 'w').write('[pytest]\\naddopts = --collect-only')\n"
+    "import os; os.environ['PYTEST_ADDOPTS'] = '--collect-only'",
+    "import sys, types\nsys.modules['tests'] = types.ModuleType('tests')",
+    "import os; os.remove('tests.py')", "import os; os.chdir('/')",
+    "import importlib; importlib.import_module = lambda *_: None",
+    "import _pytest.runner\n_pytest.runner.check_interactive_exception = lambda *_: False",
+    "import pytest; pytest.Function.runtest = lambda self: None",
+    "import pytest; pytest.TestReport.from_item_and_call = lambda *_: None",
+    "from _pytest.python import pytest_pyfunc_call as call\n"
+    "call.__code__ = (lambda pyfuncitem: 1).__code__",
+    "import unittest\nunittest.TestCase.run.__code__ = (lambda self, result=None: 1).__code__",
+    "import pytest\nf = pytest.fixture(autouse=True)(\n"
+    "    lambda request: setattr(request.node, 'obj', lambda **_: None))",
+    FORGED + "import pytest\ndef f(): pytest.mark._config.pluginmanager.register(Forged)",
+    FORGED + "from _pytest.debugging import pytestPDB as pdb\n"
+    "def f(): (pdb._pluginmanager or pdb._config.pluginmanager).register(Forged)",
+    FORGED + "from _pytest.assertion import util\n"
+    "def f(): util._config.pluginmanager.register(Forged)",
+    "def f():\n    import tests\n    return tests.test_f.__code__.co_consts and 2",
+    "def f(): return 2 if '== x' in open('tests.py').read() else 1"])
+def test_a_wrong_answer_passes_in_no_disguise_under_pytest(code):
+    code += "" if "f()" in code or "f =" in code else "\ndef f(): return 1"
+    result = run_python(code, UNDER_PYTEST, use_pytest=True)
+    assert result.status in ("failed", "error", "killed"), result
+    right = run_python("def f(): return 2", UNDER_PYTEST, use_pytest=True)
+    assert right.passed and right.runner == "pytest", right.stderr
+
+
+@needs_sandbox
+def test_no_module_leads_to_the_objects_of_pytest_or_to_the_tests():
+    """A search of all objects to which modules refer, while a test runs."""
+    code = """
+import gc, sys, types
+def f():
+    seen, kinds, todo = set(), set(), [*sys.modules.values()]
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in seen and not isinstance(thing, types.FrameType):
+            seen.add(id(thing))
+            place = str(getattr(thing, "__qualname__", ""))
+            kinds.add(type(thing).__name__)
+            kinds.add("ours" if "_run_pytest" in place or place == "test_f" else "")
+            todo += gc.get_referents(thing)
+    assert "MarkGenerator" in kinds and len(seen) > 10_000
+    return kinds & {"Config", "Session", "PytestPluginManager", "Function", "ours"}"""
+    tests = "def test_f(capsys, tmp_path, monkeypatch, caplog): assert f() == set()"
+    result = run_python(code, tests, use_pytest=True)
+    assert result.passed, result.stderr
 
 
 @needs_sandbox
@@ -324,7 +409,7 @@ CHILD = "import sys, time; sys.path.insert(0, {{!r}}); import cell; {}; cell.mai
 
 @needs_sandbox
 @pytest.mark.parametrize("change, reason", [
-    ("cell.os.uname = lambda: type('', (), {{'machine': 'i686'}})", "system calls of i686"),
+    ("cell.os.uname = lambda: type('', (), {{'machine': 'i686'}})", "KeyError: 'i686'"),
     ("cell.os.pidfd_open = lambda _: 1 / 0", ""), ("cell.SYSTEM_CALLS = 0", ""),
     ("call = cell._call; cell._call = lambda name, *rest: "
      "call('setns' if name == 'capset' else name, *rest)", ""),

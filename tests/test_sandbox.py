@@ -26,7 +26,6 @@ run_python = partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
 RAISES = "import pytest\ndef test_f():\n    with pytest.raises({}): int({!r})"
-MISSING = "missing 1 required positional argument"
 
 
 def status(code, tests="assert True", **limits):
@@ -42,12 +41,13 @@ def status(code, tests="assert True", **limits):
     (INCREMENT, "from solution import f\nimport solution\nassert solution.f is f and f(1) == 2",
      "passed", ""),
     (INCREMENT, "def check(g):\n    assert g(1) == 2\ncheck(f)", "passed", ""),
-    (INCREMENT, "def check(g):\n    assert g(1) == 2", "error", "no test ran"),
-    (INCREMENT, "for x in []: assert f(x)", "error", "no test ran"),
-    (INCREMENT, "f(1)", "error", "no test ran"), (INCREMENT, "", "error", "no test ran"),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2", "not run", "no test ran"),
+    (INCREMENT, "for x in []: assert f(x)", "not run", "no test ran"),
+    (INCREMENT, "f(1)", "not run", "no test ran"), (INCREMENT, "", "not run", "no test ran"),
     (INCREMENT, "assert f('1')", "error", "TypeError"),
     (INCREMENT, "assert g(1)", "error", "NameError"),
-    (INCREMENT, "assert f(1", "error", "SyntaxError"),
+    (INCREMENT, "assert f(1", "not run", "SyntaxError"),
+    (INCREMENT, "import no_such_module\nassert f(1) == 2", "not run", "ModuleNotFoundError"),
     (INCREMENT, "assert f(1) == 2\nraise SystemExit(0)", "error", "SystemExit"),
     (INCREMENT, "def test_f(): assert f(1) == 2", "passed", ""),
     (INCREMENT, "def test_f(): assert f(1) == 2\ndef test_g(): assert f(1) == 3", "failed", ""),
@@ -64,24 +64,24 @@ def status(code, tests="assert True", **limits):
      "def help(): return 2\ndef test_f(): assert f() == 1 and help() == 2", "passed", ""),
     ("def f(): return math.pi", "import math\nassert f() > 3", "error", "NameError"),
     ("import math; math.floor = lambda _: 2", "from math import floor\nassert floor(1.5) == 1",
-     "passed", ""),
+     "failed", "replaced a function"),
     # Any text is code and any bytes are output.
     ("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2", "passed", ""),
-    ("x = 1", "assert '\ud800'", "error", ""),
+    ("x = 1", "assert '\ud800'", "not run", ""),
     ("import os; os.write(1, b'a\\xff\\xc3z'); os.write(2, 'é'.encode())", "assert True",
      "passed", "a\ufffd\ufffdzé"),
-    # Tests may use pytest, but not all of it.
+    # A plain runner can call some functions of pytest and of unittest.mock.
     ("", RAISES.format("ValueError, match='invalid'", "x"), "passed", ""),
     ("", RAISES.format("KeyError", "x"), "error", "ValueError"),
     ("", RAISES.format("ValueError", "1"), "failed", "DID NOT RAISE"),
     ("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)", "passed", ""),
-    ("", "import pytest\n@pytest.fixture\ndef x(): return 1\ndef test_f(x): assert x", "error",
-     MISSING),
-    ("", "import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x): assert x", "error",
-     MISSING),
-    ("", "class TestF:\n    def test_f(self): assert True", "error", "TestF"),
-    ("", "async def test_f(): assert False", "error", "test_f"),
-    ("", "def test_f():\n    yield\n    assert False", "error", "test_f"),
+    ("", "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd):\n"
+     "    import os\n    os.getcwd()\n    getcwd.assert_called_once()", "passed", ""),
+    ("", "import functools\n@functools.cache\ndef test_f(x): assert x", "not run", "missing 1"),
+    ("", "def test_f(): return 1 == 2", "not run", "test_f is not"),
+    ("", "def test_f():\n    yield\n    assert False", "not run", "test_f is not"),
+    # An exception cannot hide where it was raised.
+    ("class E(Exception): __traceback__ = None\ndef f(): raise E", "assert f()", "error", "E"),
     # Code does not pass by an early exit or by closing files.
     ("quit()", "assert True", "error", ""),
     ("raise KeyboardInterrupt", "assert True", "error", "KeyboardInterrupt"),
@@ -135,6 +135,114 @@ def test_verdicts_on_solutions_with_another_operator_are_those_of_plain_python(s
     assert sum(not passes for passes, _ in verdicts) >= (100 if SLOW else 20)
 
 
+# ── Test files that need pytest
+
+WRONG = INCREMENT.replace("+ 1", "- 1")
+WITH_PYTEST = "import pytest\nfrom solution import f\n"
+
+
+# Tests, and their verdicts on INCREMENT and on WRONG under pytest.
+@pytest.mark.parametrize("tests, right, wrong", [
+    ("@pytest.mark.parametrize('x, y', [(1, 2), pytest.param(2, 3, id='two')])\n"
+     "@pytest.mark.parametrize('z', [0])\ndef test_f(x, y, z): assert f(x) == y",
+     "passed", "failed"),
+    ("one = pytest.mark.parametrize('x', [1])\n@one\ndef test_f(x): assert f(x) == 2",
+     "passed", "failed"),
+    ("@pytest.fixture(params=[1, 2], scope='module')\ndef x(request): yield request.param\n"
+     "def test_f(x): assert f(x) == x + 1", "passed", "failed"),
+    ("calls = []\n@pytest.fixture(autouse=True)\ndef call(): calls.append(f(1))\n"
+     "def test_f(): assert calls == [2]", "passed", "failed"),
+    ("@pytest.fixture\ndef two():\n    assert f(1) == 2\n    return 2\n"
+     "def test_f(two): assert two == 2", "passed", "failed"),
+    ("@pytest.fixture\ndef x():\n    yield 1\n    assert f(1) == 2\ndef test_f(x): assert x",
+     "passed", "failed"),
+    ("from pytest import fixture, mark\n@fixture\ndef x(): return 1\n@mark.slow\n"
+     "def test_f(x: int): assert f(x) == 2", "passed", "failed"),
+    ("@pytest.fixture\ndef touched(): calls.append(1)\ncalls = []\n"
+     "@pytest.mark.usefixtures('touched')\ndef test_f(): assert calls and f(1) == 2",
+     "passed", "failed"),
+    ("def test_f(tmp_path, monkeypatch, capfd, caplog):\n    (tmp_path / 'x').write_text('1')\n"
+     "    monkeypatch.setenv('X', '1')\n    print(f(int((tmp_path / 'x').read_text())))\n"
+     "    assert capfd.readouterr().out == '2\\n'", "passed", "failed"),
+    ("from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd, capsys):\n"
+     "    print(f(1))\n    assert capsys.readouterr().out == '2\\n'", "passed", "failed"),
+    ("class TestF:\n    one = 1\n    class TestInner:\n"
+     "        def setup_method(self): self.x = TestF.one\n"
+     "        def test_f(self): assert f(self.x) == 2", "passed", "failed"),
+    ("def setup_module(): global x; x = 1\ndef test_f(): assert f(x) == 2", "passed", "failed"),
+    ("import unittest\nclass Check(unittest.TestCase):\n    def setUp(self): self.x = 1\n"
+     "    def test_f(self):\n        with self.subTest(): self.assertEqual(f(self.x), 2)\n"
+     "        with self.assertRaises(TypeError): f('')\n"
+     "if __name__ == '__main__':\n    unittest.main()", "passed", "failed"),
+    ("import sys\n@pytest.mark.skipif(sys.platform > '', reason='x')\ndef test_x(): assert 0\n"
+     "@pytest.mark.skipif(sys.platform == '', reason='x')\ndef test_f(): assert f(1) == 2",
+     "passed", "failed"),
+    ("@pytest.mark.xfail\ndef test_x(): assert f(1) == 3\ndef test_f(): assert f(1) == 2",
+     "passed", "failed"),
+    ("@pytest.mark.xfail(strict=True)\ndef test_x(): assert f(1) != 2\ndef test_f(): f(1)",
+     "passed", "failed"),
+    ("@pytest.mark.xfail(False, reason='x')\ndef test_f(): assert f(1) == 2",
+     "passed", "failed"),
+    ("@pytest.mark.xfail(run=False)\ndef test_x(): assert 0\ndef test_f(): assert f(1) == 2",
+     "passed", "failed"),
+    ("json = pytest.importorskip('json')\ndef test_f(): assert json.dumps(f(1)) == '2'",
+     "passed", "failed"),
+    ("from solution import *\n@pytest.mark.skip\ndef test_x(): assert 0\n"
+     "def test_f(): assert f(1) == 2 and undefined(1)", "error", "failed")])
+def test_files_that_need_pytest_run_under_pytest_if_that_is_allowed(tests, right, wrong):
+    for code, expected in ((INCREMENT, right), (WRONG, wrong)):
+        result = run_python(code, WITH_PYTEST + tests, use_pytest=True)
+        assert (result.status, result.passed) == (expected, expected == "passed"), result.stderr
+        assert not {"cell.py", "runner.py"} & {*re.findall(r"\w+\.py", result.stderr)}
+    assert status(INCREMENT, WITH_PYTEST + tests) == "not run"
+
+
+@pytest.mark.parametrize("tests", [
+    "def test_f(mocker): assert f(1) == 2",
+    "@pytest.mark.parametrize('y', [1])\ndef test_f(x): assert f(x) == 2",
+    "@pytest.mark.parametrize('x', [1])\ndef test_f(x): yield",
+    "@pytest.fixture\nasync def x(): return 1\ndef test_f(x): assert f(x) == 2",
+    "@pytest.mark.asyncio\nasync def test_f(): assert f(1) == 2",
+    "import unittest\nclass TestF(unittest.IsolatedAsyncioTestCase):\n"
+    "    async def test_f(self): assert f(1) == 2",
+    "x = pytest.importorskip('no_such_module')\ndef test_f(): assert f(1) == 2",
+    "def test_f():\n    pytest.importorskip('no_such_module')\n    assert f(1) == 2",
+    "@pytest.mark.skip\ndef test_f(): assert f(1) == 2",
+    "@pytest.mark.xfail\ndef test_f(): assert f(1) == 3",
+    "def test_f():\n    pytest.skip('x')\n    assert f(1) == 2",
+    "import unittest\nclass TestF(unittest.TestCase):\n    @unittest.skip('x')\n"
+    "    def test_f(self): assert f(1) == 2",
+    "import unittest\nclass TestF(unittest.TestCase):\n"
+    "    def test_f(self): assert f(1) == 2\nunittest.main()",
+    "pytestmark = pytest.mark.skip\ndef test_f(): assert f(1) == 2"])
+def test_files_that_even_pytest_cannot_run_say_so(tests):
+    for options in ({}, {"use_pytest": True}):
+        assert status(INCREMENT, WITH_PYTEST + tests, **options) == "not run"
+
+
+def test_public_test_files_pass_or_could_not_be_run(shared):
+    for row in read_rows(shared / "data" / "public_cases" / "test_files.jsonl"):
+        assert status(row["program"], row["tests"]) == "not run"
+        is_async = row["case"] == "pytest_asyncio"
+        result = run_python(row["program"], row["tests"], use_pytest=True)
+        assert result.status == ("not run" if is_async else row["right"])
+        wrong = re.sub(r"(return|print)\b.*", "return None", row["program"])
+        assert run_python(wrong, row["tests"], use_pytest=True).status != "passed"
+
+
+def test_files_that_need_no_pytest_run_without_it(monkeypatch):
+    monkeypatch.setattr(sandbox, "CHILD", "import sys; sys.modules['pytest'] = None\n"
+                        + sandbox.CHILD)
+    unused = WITH_PYTEST + "def test_f(): assert f(1) == 2"
+    for tests, runner, verdict in ((unused, "plain", "passed"),
+                                   (RAISES.format("ValueError", "x"), "plain", "not run"),
+                                   (WITH_PYTEST + "class TestF:\n    def test_f(self): pass",
+                                    "pytest", "not run")):
+        result = run_python(INCREMENT, tests, use_pytest=True)
+        assert (result.status, result.runner) == (verdict, runner)
+        assert result.passed or "ModuleNotFoundError" in result.stderr
+
+
 # ── Limits
 
 def test_a_loop_ends_at_the_timeout_and_its_output_is_kept(monkeypatch):
@@ -171,7 +279,8 @@ def test_the_environment_and_the_input_are_empty_and_home_is_temporary(monkeypat
     output = run_python(code, "assert True").stderr
     environment, directory, path, files, stdin = json.loads(output)
     assert ({"HOME", "TMPDIR"} <= set(environment)
-            <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE"})
+            <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE", "PY_IGNORE_IMPORTMISMATCH",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD"})
     assert directory == os.path.realpath(directory) and "/somewhere" not in path
     assert {"solution.py"} <= set(files) <= {"solution.py", "__pycache__"}
     assert stdin == ""
@@ -220,7 +329,7 @@ def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     task = replace(get_task("kodcode"),
                    responses=lambda row: [{"response": "a"}, {"response": "b"}])
     outcomes = add_outcomes(rows, task, unsafe=True)
-    assert outcomes[0] == rows[0] | {"outcome": "All tests passed."}
+    assert outcomes[0] == rows[0] | {"outcome": "All tests passed.", "test_runner": "plain"}
     head, output = outcomes[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
     assert len(output) == 1500 and output.startswith("yyy")
@@ -228,18 +337,24 @@ def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     assert "(error)" in outcomes[4]["outcome"] and "SyntaxError" in outcomes[4]["outcome"]
 
 
-def test_a_file_of_rows_gets_its_outcomes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sandbox, "run_python",
-                        lambda *arguments, unsafe: unsafe and run_python(*arguments))
+def test_a_file_of_rows_gets_its_outcomes(tmp_path, capsys):
+    """Only the tests that could not be run are run again, with --pytest."""
     path = tmp_path / "rows.jsonl"
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
-                      kodcode("x", outcome="Mine.")])
-    for line in ("ran 2 responses, of which 1 passed", "ran 0 responses"):      # the second run
-        run_main(path, "--unsafe_sandbox", module=sandbox)
+                      kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"},
+                      kodcode(INCREMENT, test="def test_f(capsys): assert f(1) == 2")])
+    before = None
+    for flags, last in (([], "The tests could not be run"), (["--pytest"], "All tests passed")):
+        run_main(path, "--unsafe_sandbox", *flags, module=sandbox)
         output = capsys.readouterr().out
-        assert line in output and f"annotate.py --task kodcode --data {path}" in output
-    outcomes = [row["outcome"][:17] for row in read_rows(path)]
-    assert outcomes == ["All tests passed.", "The tests did not", "Mine."]
+        assert f"'{last}': {1 + len(flags)}" in output and "'Mine': 1" in output
+        assert f"annotate.py --task kodcode --data {path}" in output
+        *rows, row = read_rows(path)
+        assert row["outcome"].startswith(f"{last}.") and before in (None, rows)
+        assert row["test_runner"] == ("pytest" if flags else "plain")
+        before = rows
+    assert [row.get("outcome", "")[:17] for row in rows] == [
+        "All tests passed.", "The tests did not", "Mine.", ""]
 
 
 @pytest.mark.parametrize("row, flags, message", [
