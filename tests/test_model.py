@@ -540,7 +540,7 @@ def test_prompts_that_cannot_be_answered_are_refused(toy_model):
     refused("no tokens", generate, model, [[5], []], 4)
     refused(f"{limit - 2} tokens", generate, model, [[5], [5] * (limit - 2)], 3)
     refused("prompt 1 of", generate, model, [[5], [5] * (limit - 2)], 3)
-    assert len(generate(model, [[5] * (limit - 2)], 2)[0]) == 2
+    assert len(generate(model, [[5] * (limit - 1)], 1)[0]) == 1
     assert generate(model, [], 3) == []
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     refused("linear_attention", generate, model, [[5, 6]], 3)
