@@ -199,7 +199,8 @@ def splits(text: str) -> set[int]:
 @pytest.mark.parametrize("text, quote, spans", [
     ("concatenate the cat", "cat", 1), ("self.size", "size", 1), ("1️⃣First", "First", 1),
     ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0),
-    ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1), ("это слово", "слов", 0), ("서울에서", "서울", 1),
+    ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1), ("это слово", "слов", 0),
+    ("서울에서", "서울", 1),
     ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0),
     # A letter does not match without its accent, nor a syllable by one of its parts.
     ("vi\u00ea\u0323t", "vi\u00eat", 0), ("x a\u0301\u0300 y", "x \u00e1 y", 0),
@@ -495,7 +496,8 @@ def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, mes
 
 def test_a_wrong_place_of_a_quote_is_an_error(monkeypatch):
     """Two repeats of a quote must not share a place."""
-    monkeypatch.setattr(annotate, "_in_form", lambda text, form: (text, range(1, len(text) + 2)))
+    monkeypatch.setattr(annotate, "_in_form",
+                        lambda text, form: (text, range(1, len(text) + 2)))
     with pytest.raises(AssertionError, match="Appendix L"):
         grounded("! a b", ["a"])
     monkeypatch.setattr(annotate, "quote_places", lambda *_: [(0, 3), (0, 3)])
