@@ -379,6 +379,25 @@ def test_offsets_are_those_of_the_bytes(tokenizer, data):
     assert covered == len(text), "no token covers the end of the text"
 
 
+@pytest.mark.parametrize("data", [b"\xe4" * 900, b"\xff" + "中".encode() * 300])
+def test_a_long_run_of_broken_bytes_takes_linear_time(tokenizer, data, monkeypatch):
+    """One token per byte. SentencePiece decodes the whole run to one U+FFFD per byte."""
+    vocabulary = {token_bytes(tokenizer, [i])[0]: i for i in range(3, len(tokenizer))}
+    if "<0x00>" in tokenizer.get_vocab():
+        vocabulary = {bytes([byte]): tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>")
+                      for byte in data}
+    ids = [vocabulary[bytes([byte])] for byte in data]
+    backend, work = tokenizer.backend_tokenizer, []
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", SimpleNamespace(
+        decode=lambda ids, **options: work.append(len(ids)) or backend.decode(ids, **options)))
+    text, offsets = token_offsets(tokenizer, ids)
+    if "<0x00>" in tokenizer.get_vocab():
+        assert (text, offsets) == ("\ufffd" * len(ids), [(i, i + 1) for i in range(len(ids))])
+    else:
+        assert (text, offsets) == offsets_from_bytes([bytes([byte]) for byte in data])
+    assert sum(work) < 300 * len(ids)
+
+
 # ── token_rewards
 
 @st.composite

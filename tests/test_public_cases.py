@@ -1,18 +1,18 @@
 """Inputs after public bug reports, and neighbours of each kind.
 
-Replies: a reply with one possible reading is read, a reply with two is refused, and no damage to
-a reply gives a token a reward that the reply does not contain.
+A reply with one possible reading is read, a reply with two is refused, and no damage to a reply
+gives a token a reward that the reply does not contain.
 """
 
 import json
 import random
 import re
 from collections import Counter
-from contextlib import suppress
 
 import pytest
 from annotate import FeedbackError, ground, parse_feedback
 from helpers import SLOW
+from reward_model import judge
 
 # ── Replies with one reading
 
@@ -21,7 +21,8 @@ TEXT = ('The cat sat on the mat. It said \\frac{1}{2} and re.sub("\\d+", x).\n'
 GOOD, POOR, CRITIQUE = '["sat on the mat"]', '["left early"]', "Clear, but the end is wrong."
 VALUE = {"reasoning": "r", "textual_feedback": CRITIQUE, "good_spans": ["sat on the mat"],
          "poor_spans": ["left early"]}
-DRAFT = {"textual_feedback": "A draft.", "good_spans": ["left early"], "poor_spans": ["The cat"]}
+DRAFT = {"textual_feedback": "A draft.", "good_spans": ["left early"],
+         "poor_spans": ["The cat"]}
 FORM = {"reasoning": "…", "textual_feedback": "…", "good_spans": ["…"], "poor_spans": ["…"]}
 REPLY, INDENTED, ECHO = json.dumps(VALUE), json.dumps(VALUE, indent=2), json.dumps(FORM)
 
@@ -79,8 +80,9 @@ NEIGHBOURS = {
     "names of keys": [
         changed(("good_spans", good), ("poor_spans", poor), ("textual_feedback", critique))
         for good, poor, critique in [
-            ("goodSpans", "poorSpans", "textualFeedback"), ("GoodSpans", "PoorSpans", "Critique"),
-            ("GOOD_SPANS", "POOR_SPANS", "FEEDBACK"), ("good-spans", "poor-spans", "critique"),
+            ("goodSpans", "poorSpans", "textualFeedback"),
+            ("GoodSpans", "PoorSpans", "Critique"), ("GOOD_SPANS", "POOR_SPANS", "FEEDBACK"),
+            ("good-spans", "poor-spans", "critique"),
             ("Good spans:", "Poor spans:", "Textual feedback"),
             ("goodspans", "poorspans", "textualfeedback"),
             ("**good_spans**", "**poor_spans**", "codeFeedback")]],
@@ -91,13 +93,13 @@ NEIGHBOURS = {
         re.sub(r'"(\w+)":', r"\1:", REPLY), re.sub(r'"(\w+)":', r"'\1' :", REPLY)],
     "an echo of the form": [
         *[f"{form}\n{REPLY}" for form in (
-            ECHO, json.dumps(FORM, ensure_ascii=False), repr(FORM), f"Form:\n```json\n{ECHO}\n```",
+            ECHO, json.dumps(FORM, ensure_ascii=False), repr(FORM), f"```json\n{ECHO}\n```",
             ECHO.replace("\\u2026", "..."), ECHO.replace('"]', '", "…"]'))],
         f"{REPLY}\n{ECHO}", f"<think>{ECHO}</think>{ECHO}{REPLY}"],
     "a draft that is thought": [
         thought.replace("DRAFT", json.dumps(DRAFT)) + REPLY for thought in (
             "<think>DRAFT</think>", "<thinking>\nDRAFT\n</thinking>\n", "DRAFT</think>",
-            "<Thinking>No: DRAFT Better:</Thinking>", "<think>DRAFT</think><think>DRAFT</think>",
+            "<Thinking>No: DRAFT So:</Thinking>", "<think>DRAFT</think><think>DRAFT</think>",
             "<thought>DRAFT</thought>", "<scratchpad>\nDRAFT, oops\n</scratchpad>",
             "<think>{'good_spans': ['It said'], or\nDRAFT</think>")],
     "tags in a critique": [
@@ -106,11 +108,12 @@ NEIGHBOURS = {
             "</think> <think>", r"<\/think>")],
     "escapes that JSON lacks": [
         changed((CRITIQUE, text)) for text in (
-            r"It\'s clear.", r"re.sub(\d+)", r"the path C:\Users", r"\alpha + \sum", r"a \u12 b",
-            r"\(x\) and \[y\]", r"50\% of \_it\_", "line\\\nbreak", r"\x41")],
+            r"It\'s clear.", r"re.sub(\d+)", r"the path C:\Users", r"\alpha + \sum",
+            r"a \u12 b", r"\(x\) and \[y\]", r"50\% of \_it\_", "line\\\nbreak", r"\x41")],
     "line breaks and comments in strings": [
         changed(('"r"', f'"{text}"')) for text in (
-            "one\ntwo", "one\r\n\ttwo", "a // b\nc", "# a\n# b", "/* a\n*/", "\tx", "http://x")],
+            "one\ntwo", "one\r\n\ttwo", "a // b\nc", "# a\n# b", "/* a\n*/", "\tx",
+            "http://x", "{'good_spans': [1]}")],
     "no list around a quote": [
         changed((GOOD, '"sat on the mat"')), changed((POOR, "'left early'")),
         changed((GOOD, '"sat on the mat"'), (POOR, '"left early"')),
@@ -119,7 +122,8 @@ NEIGHBOURS = {
     "objects with a quote": [
         changed((POOR, f"[{item}]")) for item in (
             '{"text": "left early"}', '{"quote": "left early"}', "{'span': 'left early',}",
-            '{"text": "left early", "reason": "ok"}', '{"reason": "a cat", "quote": "left early"}',
+            '{"text": "left early", "reason": "ok"}',
+            '{"reason": "The cat", "quote": "left early"}',
             '{"Text": "left early", "Explanation": "The cat.", "comment": null}')],
 }
 # kind → (a quote between the quotation marks of JSON, the passage of TEXT that it means)
@@ -141,7 +145,8 @@ QUOTES = {
         ("`left early`", "left early"), (r" \"left early.\" ", "left early."),
         ("‘left\u00a0early’", "left early"), (r"\"\frac{1}{2}\"", r"\frac{1}{2}")],
     "characters of zero width": [
-        *[(f"left {char}early", "left early") for char in "\u200b\u200c\u200d\u2060\ufeff\u00ad"],
+        *[(f"left {char}early", "left early")
+          for char in "\u200b\u200c\u200d\u2060\ufeff\u00ad"],
         ("le\u200bft early", "left early"), ("\ufeffleft early\u200b", "left early")],
 }
 
@@ -188,13 +193,13 @@ REFUSED = {
         f"[{REPLY[:-1]}, 'poor_spans': []}}]", f'{{"a": {REPLY[:-1]}, "goodspans": []}}}}'],
     "a part of a broken text": [
         f'{{"answer": {REPLY}, oops}}', f'{{"answer": {REPLY}', f"[{REPLY}", f"{REPLY}]",
-        f'{{"draft": [{OTHER}], "good_spans": ["It said', f"{OTHER} No: {{'good_spans': ['It said",
-        f"{OTHER}\n{{critique: 'c', good_spans: ['The cat'", f"{{{REPLY}}}",
-        REPLY[:-9] + REPLY, f'"poor_spans": ["The cat"], {REPLY}', REPLY[: REPLY.index("],")] + REPLY],
+        f'{{"draft": [{OTHER}], "good_spans": ["It said', f"{{{REPLY}}}", REPLY[:-9] + REPLY,
+        f"{OTHER} No: {{'good_spans': ['It said", f'"poor_spans": ["The cat"], {REPLY}',
+        f"{OTHER}\n{{critique: 'c', good_spans: ['The cat'", REPLY.partition("],")[0] + REPLY],
     "broken or cut off": [
         REPLY[:-1], REPLY[:-10], REPLY[1:], changed((",", "")), changed(('"good', 'good "')),
         repr(VALUE | {"textual_feedback": "It is clear."}).replace("It is", "It's"),
-        changed((CRITIQUE, 'The word "clear" is not.')), changed((GOOD, '["sat" "on the mat"]')),
+        changed((CRITIQUE, 'The word "clear" is.')), changed((GOOD, '["sat" "on the mat"]')),
         REPLY.replace("]", ")"), "{" * 30 + REPLY],
     "thought, echoed or copied": [
         f"<think>{REPLY}", f"<thinking>{REPLY}</thinking> So it is.", ECHO, f"[{ECHO}]",
@@ -225,95 +230,87 @@ def test_a_list_that_says_that_it_is_empty_labels_nothing():
 
 # ── Damaged replies
 
-WORDS = [first + last for first in ("ba", "ce", "di", "fo", "gu", "hy", "jy") for last in
-         ("lam", "mek", "nip", "rot", "suv")]
-GLUE = [" ", " ", " ", "\n", "\n\n", " \\frac{1} ", ' "', "' ", ", ", "\\n ", " \t", "“", " é ", "\\\\"]
+WORDS = [first + last for first in ("ba", "ce", "di", "fo", "gu", "hy", "jy")
+         for last in ("lam", "mek", "nip", "rot", "suv")]
+GLUE = [" ", " ", " ", "\n", "\n\n", " \\frac{1} ", ' "', "' ", ", ", "\\n ", " \t", "“", " é ",
+        " e\u0301 ", "\\\\", " 🎉 ", "中", "{", "}", "[", "\x00"]
 KEYS = {"goodspans": 1, "poorspans": -1, "wrongcode": -1, "improvementcode": -1,
         "textualfeedback": 0, "critique": 0, "reasoning": 0}
 
 
-def literal(rng, text: str, mark: str) -> str:
-    """A string in JSON, or in the way of models: raw line breaks and single backslashes."""
-    body = json.dumps(text, ensure_ascii=rng.random() < .3)[1:-1]
-    if mark == "'":
-        body = body.replace('\\"', '"').replace("'", "\\'")
-    if rng.random() < .3:
-        body = body.replace("\\n", rng.choice(["\n", "\\n"]))
-    return mark + body + mark
-
-
 def written(rng, value, mark: str) -> str:
-    """The value in JSON, or in the way of models: see `literal`; comments, trailing commas."""
+    """The value in JSON, or as models write it. mark: the quotation mark of strings."""
     if isinstance(value, str):
-        return literal(rng, value, mark)
+        body = json.dumps(value, ensure_ascii=rng.random() < .3)[1:-1]
+        if mark == "'":
+            body = body.replace('\\"', '"').replace("'", "\\'")
+        return mark + body.replace("\\n", rng.choice(["\n", "\\n", "\\n"])) + mark
     if isinstance(value, list):
         items = [written(rng, item, mark) for item in value]
-        if not items and rng.random() < .5:
-            return rng.choice(["null", "None", '""'])
-        if len(items) == 1 and rng.random() < .2:
-            return items[0]
-        items = [rng.choice([item] * 4 + [f'{{"text": {item}, "reason": "ok"}}']) for item in items]
+        if rng.random() < .2 and len(items) < 2:
+            return items[0] if items else rng.choice(["null", "None", '""'])
+        items = [rng.choice([item] * 4 + [f'{{"text": {item}, "reason": "ok"}}'])
+                 for item in items]
     else:
         style = rng.choice([str, str, str.upper, lambda key: key.replace("_", " "),
                             lambda key: key.title().replace("_", "")])
-        items = [f"{literal(rng, style(key), mark)}: {written(rng, item, mark)}"
+        items = [f"{mark}{style(key)}{mark}: {written(rng, item, mark)}"
                  for key, item in value.items()]
     comma = rng.choice([", "] * 6 + [",\n", " , // see below\n", ", /* so */"])
-    open_bracket, close_bracket = "[]" if isinstance(value, list) else "{}"
     end = rng.choice(["", "", "\n", ","]) if items else ""
-    return open_bracket + comma.join(items) + end + close_bracket
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    return opening + comma.join(items) + end + closing
 
 
 def random_case(rng):
-    """(response, reply, label of each word): the reply has one reading, drafts mislead."""
+    """(response, text before the reply, reply with one reading, label of each word)."""
     words = rng.sample(WORDS, 14)
     response = "".join(word + rng.choice(GLUE) for word in words)
     truth = dict.fromkeys(words, 0)
-    quotes = {1: [], -1: []}
+    quotes = {1: [], -1: [], 0: []}
     place = 0
     while place < 10:                             # the last four words occur in drafts alone
-        length, label = rng.choice((1, 2, 3)), rng.choice((1, -1, 0))
-        chosen = words[place : min(place + length, 10)]
-        place += length + 1
-        if label:
-            start, end = response.index(chosen[0]), response.index(chosen[-1]) + len(chosen[-1])
-            quotes[label].append(response[start:end])
-            truth.update(dict.fromkeys(chosen, label))
+        label = rng.choice((1, -1, 0))
+        chosen = words[place : min(place + rng.choice((1, 2, 3)), 10)]
+        start, end = response.index(chosen[0]), response.index(chosen[-1]) + len(chosen[-1])
+        quotes[label].append(response[start:end])
+        truth.update(dict.fromkeys(chosen, label))
+        place += len(chosen) + 1
     value = {"critique": "It is fine.", "good_spans": quotes[1],
              rng.choice(("poor_spans", "wrong_code")): quotes[-1]}
     reply = written(rng, value, rng.choice(['"', '"', "'"]))
-    draft = written(rng, {"critique": "A draft.", "good_spans": words[10:12],
-                          "poor_spans": words[12:]}, '"')
     reply = rng.choice([
         reply, reply, f"```json\n{reply}\n```", f"[{reply}]", f'{{"answer": {reply}}}',
         f'{{"name": "json", "arguments": {reply}}}', f"It is so: {reply}\nDone.",
         json.dumps({"answer": json.dumps(value)}), json.dumps(json.dumps(value, indent=1))])
+    draft = written(rng, {"critique": "A draft.", "good_spans": words[10:12],
+                          "poor_spans": words[12:]}, '"')
     before = rng.choice(["", "", f"<think>Hm. {draft}</think>\n", f"{ECHO}\n",
                          f"<thinking>{draft[: rng.randrange(len(draft))]}</thinking>"])
     return response, before, reply, truth
 
 
-def read_labels(response: str, reply: str, words) -> dict[str, int]:
-    """The label of each word of the response that a reply gives."""
-    places = ground(response, parse_feedback(reply, response=response)).spans
-    return {word: sum({span.label for span in places if span.start <= response.index(word)
-                       and response.index(word) + len(word) <= span.end}) for word in words}
-
-
 def damaged(rng, text: str) -> str:
-    """The text after one random change. It does not move one passage to another place."""
+    """The text after one random change. No passage moves to another place."""
     i = rng.randrange(len(text) + 1)
     j = min(len(text), i + rng.choice((1, 1, 1, 2, 5, 20, 80)))
-    inserted = rng.choice([*"\"'\\{}[],:/#*` \n\0n", "//", "/*", "*/", "```", "\\\"", "[]", "{}",
-                           "null", '": ', '", "', "</think>", "<think>", "…", "<!--"])
-    return rng.choice([text[:i] + text[j:], text[:i] + inserted + text[i:], text[:i],
-                       text[:i] + inserted + text[j:], text[i:]])
+    data = bytearray(text.encode("utf-8", "surrogatepass")) or bytearray(1)
+    data[rng.randrange(len(data))] = rng.choice(b'"\\{}[],: \x00\xff\x80aZ0')
+    inserted = rng.choice([*"\"'\\{}[],:/#*` \n\x00n\ud83d\u2028", "//", "/*", "*/", "```",
+                           '\\"', "[]", "{}", "null", '": ', '", "', "</think>", "<think>", "…",
+                           "[" * 900, "{" * 500, "9" * 5000, "\\ud83d", "\\u0041"])
+    frame = rng.choice(['{"x": %s}', "[%s]", '"%s"', "{%s", "%s]", "%s</think>"])
+    return rng.choice([
+        text[:i] + text[j:], text[:i] + inserted + text[i:], text[:i], text[i:],
+        text[:i] + inserted + text[j:], data.decode("utf-8", rng.choice(["replace", "ignore"])),
+        frame.replace("%s", text), json.dumps(text), text.replace('"', "'"),
+        text.replace(*rng.choice([("[", "[["), ("_", "\\u005f"), ("s", "\ud800")]), 1)])
 
 
 def supported(reply: str, word: str) -> set[int]:
     """The labels of a word by brute force: those of the nearest keys before it in a reply."""
     labels = {0}
-    for answer in (reply, re.split("(?i)</think>", reply)[-1]):
+    for answer in (reply, reply.rpartition("</think>")[2], re.sub(r"\\(n|u\w{4})", "", reply)):
         letters = re.sub("[^a-z]", "", answer.lower())
         for match in re.finditer(word, letters):
             key = max(KEYS, key=letters[: match.start()].rfind)
@@ -321,11 +318,22 @@ def supported(reply: str, word: str) -> set[int]:
     return labels
 
 
+def read_labels(response: str, reply: str, words) -> dict[str, float] | None:
+    """The label of each word of the response that a reply gives; None if it is refused."""
+    places = [(response.index(word), response.index(word) + len(word)) for word in words]
+    judgement = judge(reply, response, places)
+    if judgement.reason:
+        assert not any(judgement.delta) and "\n" not in judgement.reason[:100]
+        return None
+    assert parse_feedback(reply, response=response).text().encode()     # whole characters only
+    return dict(zip(words, judgement.delta))
+
+
 CASES = 100_000 if SLOW else 4000
 
 
 def test_no_damage_to_a_reply_gives_a_reward_that_it_does_not_contain():
-    """Half of the replies are whole and must be read; the others are damaged once or twice."""
+    """Half of the replies are whole and must be read. The others are damaged, up to twice."""
     total = Counter()
     for seed in range(CASES):
         rng = random.Random(seed)
@@ -335,12 +343,9 @@ def test_no_damage_to_a_reply_gives_a_reward_that_it_does_not_contain():
             continue
         for _ in range(rng.choice((1, 1, 2))):
             reply = damaged(rng, reply)
-        with suppress(FeedbackError):
-            found = read_labels(response, before + reply, truth)
-            for word, label in found.items():
-                assert label in supported(reply, word), (seed, word, before + reply)
-                total["labelled"] += label != 0
-            total["read"] += 1
-            total["as before"] += found == truth
-    assert min(total[name] for name in ("labelled", "read", "as before")) > CASES / 20, total
-    assert total["read"] < CASES / 2.5, total
+        found = read_labels(response, before + reply, truth) or {}
+        for word, label in found.items():
+            assert label in supported(reply, word), (seed, word, label, before + reply)
+        total += Counter(labelled=sum(map(bool, found.values())), read=bool(found),
+                         whole=found == truth, refused=not found)
+    assert min(total[name] for name in ("labelled", "read", "whole", "refused")) > CASES / 20
