@@ -61,6 +61,7 @@ METRICS = "tests/test_metrics.py"
 MODEL = "tests/test_model.py"
 MODES = "tests/test_modes.py"
 PIPELINE = "tests/test_pipeline.py"
+PUBLIC_CASES = "tests/test_public_cases.py"
 REPORT = "tests/test_report.py"
 RESTART = "tests/test_restart.py"
 REWARD = "tests/test_reward_model.py"
@@ -327,11 +328,24 @@ MUTATIONS = [
              ANNOTATE, "space before a word counts as a part of it"),
     Mutation("annotate.py", "not any(_splits(response, edge) for edge in place)",
              "not _splits(response, place[0])", ANNOTATE, "quote may end inside a word"),
-    Mutation("annotate.py", "if not is_echo and value not in copies:", "if not is_echo:",
-             ANNOTATE, "JSON of the response read as feedback"),
     Mutation("annotate.py", "if not is_echo and value not in copies:",
-             "if value not in copies:", "tests/test_public_cases.py",
-             "an echo of the form is a second reply"),
+             "if not is_echo and value:", ANNOTATE, "JSON of the response read as feedback"),
+    Mutation("annotate.py", "if not is_echo and value not in copies:",
+             "if value not in copies:", PUBLIC_CASES, "an echo of the form is a second reply"),
+    Mutation("annotate.py", '[len(candidates) - outside.count("\\0") :]', "[:]",
+             PUBLIC_CASES, "a draft in <think> is a second reply"),
+    Mutation("annotate.py", "(?://|#)[^\\n<]{0,999}", "(?://|#)[^\\n]{0,999}",
+             PUBLIC_CASES, "a comment in a draft hides the end of the draft"),
+    Mutation("annotate.py", "n/?a|no(?:t|ne|thing)?|null", "n/?a",
+             PUBLIC_CASES, "the word None is a quote"),
+    Mutation("annotate.py", "json.dumps(text, ensure_ascii=False)[1:-1]", "text",
+             PUBLIC_CASES, "a control character is not found as its escape"),
+    Mutation("annotate.py", """, (escaped_form, " '\\""))""", ")",
+             PUBLIC_CASES, "a quote with added quotation marks is lost"),
+    Mutation("annotate.py", "is_broken = len(pending) > 50 and", "is_broken = False and",
+             f"{ANNOTATE} -k linear", "broken bytes take quadratic time"),
+    Mutation("annotate.py", "range(-4, 0)", "range(0)",
+             f"{ANNOTATE} -k linear", "a long run is cut inside a character"),
     Mutation("annotate.py", "if value.setdefault(key, item) != item:", "if False:",
              ANNOTATE, "a key with two values is read"),
     Mutation("annotate.py", "critique or read_critique(value, prose)",
