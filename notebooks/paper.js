@@ -1,7 +1,8 @@
 // Recomputes one response while it or its critique is edited: quotes → spans → δ → r → A.
 // `parse`, `ground` and `rewards` follow annotate.py (Algorithm 2), `advantages` follows
 // text2grad.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
-// Not supported: replies with several JSON objects, languages without spaces between words.
+// Not supported: replies with several JSON objects or errors of JSON that annotate.py reads,
+// and languages without spaces between words.
 "use strict";
 
 // Reads {good, poor} from a reply that ends in a JSON object; throws the reason if it cannot.
@@ -15,8 +16,10 @@ function parse(reply) {
     } catch { continue; }
     const critique = value.textual_feedback ?? value.critique ?? reply.slice(0, index);
     if (!String(critique).trim()) throw Error("the reply labels spans but has no critique");
-    const { good_spans: good, poor_spans: poor } = value;
-    if (![good, poor].every((list) => list?.every?.((quote) => typeof quote === "string")))
+    const quotes = (part) => typeof part === "string" ? [part] : part ?? [];
+    const good = quotes(value.good_spans);
+    const poor = quotes(value.poor_spans);
+    if (![good, poor].every((list) => list.every?.((quote) => typeof quote === "string")))
       throw Error("good_spans and poor_spans must be lists of strings");
     return { good, poor };
   }

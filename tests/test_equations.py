@@ -613,7 +613,7 @@ def judged(critique, text=TEXT):
 @pytest.mark.parametrize("critique", [
     "The cat is right.", '{"good_spans": ["cat"], "poor_spans": []}',
     'Right.\n{"good_spans": ["cat"], "poor_spans": [',
-    'Right.\n{"good_spans": "cat", "poor_spans": []}', 'Right.\n{"good_spans": ["cat"]}',
+    'Right.\n{"good_spans": 7, "poor_spans": []}',
     'Right.\n{"good_spans": [1], "poor_spans": []}', ""])
 def test_an_unreadable_critique_rewards_nothing_and_says_why(critique):
     """Invariant 2: zeros for every token, with a reason; "" is R_φ's for an empty response."""

@@ -411,7 +411,7 @@ def one_case(rng, tokenizer) -> dict:
         json.dumps({"textual_feedback": "Good.", "Good spans": quotes[0],
                     "Poor spans": conflicts}),
         f"Fenced:\n```json\n{spans_json}\n```", spans_json, "Cut off. " + spans_json[:-2],
-        'No list. {"good_spans": "a", "poor_spans": []}'])
+        'No list. {"good_spans": 7, "poor_spans": []}'])
     n = len(offsets)
     return {"reply": reply, "text": text, "offsets": offsets,
             "log_ratio": [rng.gauss(0, 0.5) for _ in range(n)],
