@@ -253,13 +253,13 @@ def _judge(order: dict) -> bytes:
             for name, value in load().items():
                 if name.lower().startswith("test"):
                     if value() is not None:   # a generator or a forgotten assert
-                        raise SystemExit(f"{name} is not a function that returns None")
+                        raise SystemExit(f"{name} does not return None")
                     reached.append(name)
         if not reached:
-            raise SystemExit("no test ran: no function test* passed, and no assertion ran")
+            raise SystemExit("no test and no assertion ran")
         assert all(owner[name] is value and getattr(value, "__code__", 0) == code
                    for owner, name, value, code in functions), \
-            "the program replaced a function that its tests may use"
+            "the program replaced a function"
         status = "passed"
         reason = ""
     # Every exception is a verdict, also SystemExit.
@@ -287,43 +287,32 @@ def _run_pytest(load) -> bool:
     may be skipped or fail only if it has such a mark, because the program could skip it.
     """
     import pytest
-    from _pytest.debugging import pytestPDB
     passed = []
     errors = []
 
+    def note(report):
+        """Note the phase of a test that passed, or that a test was skipped without a mark."""
+        excuses = {"xfail"} if report.when == "call" else {"xfail", "skip", "skipif"}
+        if report.passed:
+            passed.append(report.when)
+        elif report.skipped and excuses.isdisjoint(report.keywords):
+            errors.append(AssertionError(f"{report.nodeid} was skipped"))
+
     class Plugin:
-        """Hooks of pytest."""
+        """Hooks that pytest calls. It takes the tests from a class as it does from a module."""
+        pytest_cmdline_main = lambda: sys.modules.update(tests=type("tests", (), load()))
+        pytest_collection_finish = lambda: sys.modules.pop("tests")   # hidden from the program
+        pytest_keyboard_interrupt = lambda excinfo: errors.append(excinfo.value)
+        pytest_exception_interact = lambda call: errors.append(call.excinfo.value)
+        pytest_runtest_logreport = note
 
-        def pytest_cmdline_main():
-            _write("tests.py", "")            # empty, because the program could read it
-            tests = type(sys)("tests")
-            vars(tests).update(load())
-            sys.modules["tests"] = tests      # so that pytest does not import it
-
-        def pytest_collection_finish():
-            # The program could import these.
-            del sys.modules["tests"]
-            pytest.mark._config = pytestPDB._config = pytestPDB._pluginmanager = None
-
-        def pytest_keyboard_interrupt(excinfo):
-            errors.append(excinfo.value)
-
-        def pytest_exception_interact(call):
-            errors.append(call.excinfo.value)
-
-        def pytest_runtest_logreport(report):
-            excuses = {"xfail"} if report.when == "call" else {"xfail", "skip", "skipif"}
-            if report.passed:
-                passed.append(report.when)
-            elif report.skipped and excuses.isdisjoint(report.keywords):
-                errors.append(AssertionError(f"{report.nodeid} was skipped"))
-
+    _write("tests.py", "")                    # empty, because the program could read it
     code = pytest.main(
         "tests.py -x -s -p no:terminal -p no:cacheprovider -p no:legacypath -p no:assertion "
         "--noconftest -c /dev/null".split(), [Plugin])
     if errors:
         raise errors[0]
-    assert code in (0, 5), f"pytest ended with exit status {code}"      # 5: there are no tests
+    assert code in (0, 5), f"pytest ended with exit status {code}"     # 5: there are no tests
     return "call" in passed
 
 

@@ -60,10 +60,10 @@ FIRST = re.compile(r"(?!.*\bsolution\b)(import|from|.*\bimportorskip)\b")
 NEEDS_PYTEST = re.compile(
     r"^class (Test|.*(\n( .*)?)*?\n    def test)|^def (setup_module|(setUp|tearDown)Module)"
     r"|(\A|\n\n)(@(pytest|mark)\..*\n)*def test\w*\(\w+(:[^=,)]*)?[,)]"
-    r"|^def test.*\b(capsys|tmp_path|monkeypatch)\b|^@(fixture|parametrize|skip|xfail)"
+    r"|^def test.*\b(capsys|tmp_path|monkeypatch)\b|^@(fixture|skip)"
     r"|\b(pytest|mark)\.(fixture|parametrize|usefixtures|skip|xfail|importorskip)", re.M)
 UNSUPPORTED = re.compile(
-    r"async def test|^pytestmark|pytest\.(skip|xfail)\(|^from pytest .*\b(skip|xfail)\b"
+    r"async def test|fixture.*\n *async |^pytestmark|pytest\.(skip|xfail)\(|^from pytest .*skip"
     r"|[sS]kipTest|unittest\.skip|^unittest\.main|expectedFailure|\n .*importorskip", re.M)
 # Messages of programs that run out of memory.
 SHORT = re.compile("MemoryError|SystemError|map segment|bad_alloc|emory alloc|ocate memory")
@@ -125,12 +125,10 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
     if end in (b"timeout", b"-24"):           # SIGXCPU
         status = "timeout"
         reason = f"stopped after {timeout:g} s\n"
-    elif end == b"memory":
-        status = "memory"
-    elif not verdict:
+    elif not verdict and end != b"memory":
         status = "killed" if end.startswith(b"-") else "error"
         reason = f"exited before its tests ended, with exit status {end.decode()}\n"
-    if status == "memory" or status in ("error", "killed") and SHORT.search(text + reason):
+    if end == b"memory" or status in ("error", "killed") and SHORT.search(text + reason):
         status = "memory"
         reason += f"the memory limit of a process is {memory_mb} MiB\n"
     report = (text + reason).replace(f"{order['home']}/", "")[-REASON:]
@@ -145,10 +143,9 @@ def _compile(tests: str, use_pytest: bool) -> list:
     was reached.
     """
     class Reached(ast.NodeTransformer):
-        def visit_Assert(self, node):
-            """Insert a call of " reached", which is no identifier."""
-            reached = ast.Name(" reached", ast.Load())
-            return [ast.Expr(ast.Call(reached, [ast.Constant(1)], [])), node]
+        """Inserts a call of " reached", which is no identifier, before each assertion."""
+        visit_Assert = lambda _, node: [ast.Expr(ast.Call(
+            ast.Name(" reached", ast.Load()), [ast.Constant(1)], [])), node]
 
     tree = ast.parse(tests, "tests.py")
     text = ast.unparse(tree)
@@ -159,7 +156,8 @@ def _compile(tests: str, use_pytest: bool) -> list:
     statements = []
     for node in Reached().visit(tree).body:
         line = ast.unparse(node)
-        if line != "import pytest" or "pytest." in text:      # this import is slow
+        # This import is slow. Most tests have it, but few use it outside of pytest.main().
+        if line != "import pytest" or re.search(r"pytest\.(?!main)", text):
             (imports if FIRST.match(line) else statements).append(node)
     definitions = [node.name for node in statements if hasattr(node, "name")]
     return [*(compile(ast.fix_missing_locations(ast.Module(body, [])), "tests.py", "exec")
@@ -240,10 +238,10 @@ def add_outcomes(rows: list[dict], task, **options) -> list[dict]:
         if not row.get("response") or NOT_RUN not in (row.get("outcome") or NOT_RUN):
             return row
         result = run_python(code_of(row["response"]), task.tests(row), **options)
-        outcome = (NOT_RUN if result.status == "not run"
+        verdict = (NOT_RUN if result.status == "not run"
                    else f"The tests did not pass ({result.status})")
-        outcome += f". The end of their output:\n{result.stderr[-1500:]}"
-        return row | {"outcome": PASSED if result.passed else outcome,
+        report = f"{verdict}. The end of their output:\n{result.stderr[-1500:]}"
+        return row | {"outcome": PASSED if result.passed else report,
                       "test_runner": result.runner}
 
     with ThreadPoolExecutor(2) as pool:
@@ -253,11 +251,11 @@ def add_outcomes(rows: list[dict], task, **options) -> list[dict]:
 def main():
     """Run the responses in a file of rows, and add the test outcomes to the file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("rows", help="file of JSON lines with responses and tests")
+    parser.add_argument("rows", help="JSON lines with responses and tests")
     parser.add_argument("--task", default="kodcode",
                         help="task with tests: kodcode, or module:NAME")
     parser.add_argument("--unsafe_sandbox", action="store_true",
-                        help="run the code even if no sandbox is available")
+                        help="run the code even without a sandbox")
     parser.add_argument("--pytest", action="store_true",
                         help="run tests that need it under pytest")
     args = parser.parse_args()

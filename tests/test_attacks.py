@@ -273,7 +273,6 @@ def test_passes(): f
 class TestF(unittest.TestCase):
     def test_g(self): self.assertEqual(f(), 2)
 """
-FORGED = "class Forged:\n    def pytest_runtest_makereport(item, call): call.excinfo = None\n"
 
 
 @needs_sandbox
@@ -304,11 +303,6 @@ FORGED = "class Forged:\n    def pytest_runtest_makereport(item, call): call.exc
     "import unittest\nunittest.TestCase.run.__code__ = (lambda self, result=None: 1).__code__",
     "import pytest\nf = pytest.fixture(autouse=True)(\n"
     "    lambda request: setattr(request.node, 'obj', lambda **_: None))",
-    FORGED + "import pytest\ndef f(): pytest.mark._config.pluginmanager.register(Forged)",
-    FORGED + "from _pytest.debugging import pytestPDB as pdb\n"
-    "def f(): (pdb._pluginmanager or pdb._config.pluginmanager).register(Forged)",
-    FORGED + "from _pytest.assertion import util\n"
-    "def f(): util._config.pluginmanager.register(Forged)",
     "def f():\n    import tests\n    return tests.test_f.__code__.co_consts and 2",
     "def f(): return 2 if '== x' in open('tests.py').read() else 1"])
 def test_a_wrong_answer_passes_in_no_disguise_under_pytest(code):
@@ -317,28 +311,6 @@ def test_a_wrong_answer_passes_in_no_disguise_under_pytest(code):
     assert result.status in ("failed", "error", "killed"), result
     right = run_python("def f(): return 2", UNDER_PYTEST, use_pytest=True)
     assert right.passed and right.runner == "pytest", right.stderr
-
-
-@needs_sandbox
-def test_no_module_leads_to_the_objects_of_pytest_or_to_the_tests():
-    """A search of all objects to which modules refer, while a test runs."""
-    code = """
-import gc, sys, types
-def f():
-    seen, kinds, todo = set(), set(), [*sys.modules.values()]
-    while todo:
-        thing = todo.pop()
-        if id(thing) not in seen and not isinstance(thing, types.FrameType):
-            seen.add(id(thing))
-            place = str(getattr(thing, "__qualname__", ""))
-            kinds.add(type(thing).__name__)
-            kinds.add("ours" if "_run_pytest" in place or place == "test_f" else "")
-            todo += gc.get_referents(thing)
-    assert "MarkGenerator" in kinds and len(seen) > 10_000
-    return kinds & {"Config", "Session", "PytestPluginManager", "Function", "ours"}"""
-    tests = "def test_f(capsys, tmp_path, monkeypatch, caplog): assert f() == set()"
-    result = run_python(code, tests, use_pytest=True)
-    assert result.passed, result.stderr
 
 
 @needs_sandbox
@@ -439,6 +411,8 @@ def honest_programs(shared) -> list[tuple]:
          "add()\nassert count == 1\nadd()\nassert count == 2"),
         ("class A:\n    def __eq__(self, other): return True", "assert A() == 2"),
         ("import numpy\ndef f(): return numpy.ones((3, 3))", "assert f().sum() == 9"),
+        ("import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0)\ntime.sleep(.1)",
+         "assert True"),                               # the name of a process may be no text
         ("import multiprocessing as mp\ndef f(x):\n    with mp.Pool(2) as pool:\n"
          "        return pool.map(abs, x)", "assert f([-1, 2]) == [1, 2]")]
     for line in (ROOT / "tests" / "honest_programs.txt").read_text().splitlines()[1:]:

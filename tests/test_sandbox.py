@@ -41,9 +41,10 @@ def status(code, tests="assert True", **limits):
     (INCREMENT, "from solution import f\nimport solution\nassert solution.f is f and f(1) == 2",
      "passed", ""),
     (INCREMENT, "def check(g):\n    assert g(1) == 2\ncheck(f)", "passed", ""),
-    (INCREMENT, "def check(g):\n    assert g(1) == 2", "not run", "no test ran"),
-    (INCREMENT, "for x in []: assert f(x)", "not run", "no test ran"),
-    (INCREMENT, "f(1)", "not run", "no test ran"), (INCREMENT, "", "not run", "no test ran"),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2", "not run", "no test and no"),
+    (INCREMENT, "for x in []: assert f(x)", "not run", "no test and no"),
+    (INCREMENT, "f(1)", "not run", "no test and no assertion"),
+    (INCREMENT, "", "not run", "no test and no assertion"),
     (INCREMENT, "assert f('1')", "error", "TypeError"),
     (INCREMENT, "assert g(1)", "error", "NameError"),
     (INCREMENT, "assert f(1", "not run", "SyntaxError"),
@@ -78,8 +79,8 @@ def status(code, tests="assert True", **limits):
     ("", "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd):\n"
      "    import os\n    os.getcwd()\n    getcwd.assert_called_once()", "passed", ""),
     ("", "import functools\n@functools.cache\ndef test_f(x): assert x", "not run", "missing 1"),
-    ("", "def test_f(): return 1 == 2", "not run", "test_f is not"),
-    ("", "def test_f():\n    yield\n    assert False", "not run", "test_f is not"),
+    ("", "def test_f(): return 1 == 2", "not run", "does not return None"),
+    ("", "def test_f():\n    yield\n    assert False", "not run", "does not return None"),
     # An exception cannot hide where it was raised.
     ("class E(Exception): __traceback__ = None\ndef f(): raise E", "assert f()", "error", "E"),
     # Code does not pass by an early exit or by closing files.
@@ -198,7 +199,7 @@ def test_files_that_need_pytest_run_under_pytest_if_that_is_allowed(tests, right
 
 
 @pytest.mark.parametrize("tests", [
-    "def test_f(mocker): assert f(1) == 2",
+    "def test_f(mocker): assert f(1) == 2", "def test_f(anyio_backend): assert f(1) == 2",
     "@pytest.mark.parametrize('y', [1])\ndef test_f(x): assert f(x) == 2",
     "@pytest.mark.parametrize('x', [1])\ndef test_f(x): yield",
     "@pytest.fixture\nasync def x(): return 1\ndef test_f(x): assert f(x) == 2",
@@ -233,7 +234,8 @@ def test_public_test_files_pass_or_could_not_be_run(shared):
 def test_files_that_need_no_pytest_run_without_it(monkeypatch):
     monkeypatch.setattr(sandbox, "CHILD", "import sys; sys.modules['pytest'] = None\n"
                         + sandbox.CHILD)
-    unused = WITH_PYTEST + "def test_f(): assert f(1) == 2"
+    unused = WITH_PYTEST + ("def test_f(): assert f(1) == 2\n"
+                            "if __name__ == '__main__': pytest.main([__file__])")
     for tests, runner, verdict in ((unused, "plain", "passed"),
                                    (RAISES.format("ValueError", "x"), "plain", "not run"),
                                    (WITH_PYTEST + "class TestF:\n    def test_f(self): pass",
