@@ -6,16 +6,20 @@ Independent side: what the file system holds afterwards, and the one line that t
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import runtime
 from annotate import AnnotateConfig, annotate
 from data import InputError, append_row, examples, get_task, read_rows, run_script, write_rows
 from helpers import PHASE_3, ROOT, error_message, read_jsonl, run_main
+from model import fingerprint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -168,3 +172,30 @@ def test_changed_lines_of_a_log_are_left_out(unbroken, reward, tmp_path, capsys,
     assert (out / name).read_text() == ""
     for other in {"metrics.jsonl", "samples.jsonl"} - {name}:
         assert (out / other).read_bytes() == (unbroken / other).read_bytes()
+
+
+# ── What a run says of itself
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc")
+def test_peak_memory_is_what_linux_counts():
+    """About: the other figure also counts the process that started this one."""
+    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
+    assert runtime.peak_memory() == pytest.approx(int(kilobytes) * 1024 / 1e9, rel=0.5)
+
+
+def test_each_lap_has_its_own_seconds(monkeypatch):
+    times = iter([10.0, 13.0, 14.0])
+    monkeypatch.setattr("runtime.time.time", lambda: next(times))
+    timer = runtime.Timer()
+    timer.lap("rollout")
+    timer.lap("update")
+    assert timer.seconds == {"seconds_rollout": 3.0, "seconds_update": 1.0}
+
+
+def test_bases_that_differ_in_the_head_alone_have_other_fingerprints():
+    config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=16,
+                         num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config)
+    before = fingerprint(model)
+    model.lm_head.weight.data += 1
+    assert fingerprint(model) != before
