@@ -127,7 +127,9 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
     return candidates[0], prose
 
 
-_SPACE = r"(?:\s|(?://|#)[^\n<]{0,999}|/\*[^*<]{0,999}\*/)"      # or a comment without tags
+# White space or a comment. A comment with brackets, a tag or a key may be a part of the JSON.
+_SPACE = (r"""(?:\s|(?://|#)(?:[^][{}<\n"']|["'](?!\s*:)){0,999}(?=\n|\Z)"""
+          r"""|/\*(?:[^][{}<*"']|["'](?!\s*:)){0,999}\*/)""")
 _TOKEN = re.compile(rf"""(?s){_SPACE}*+(?:(["'])((?:[^\\]|\\.)*?)\1|([^\W\d]\w*)(?=\s*:)|"""
                     rf""",(?={_SPACE}*+[]}}])|([\w.+-]+|["'].*|.)|\Z)""")
 _PYTHON = {"None": "null", "True": "true", "False": "false"}

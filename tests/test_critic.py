@@ -9,9 +9,10 @@ from dataclasses import fields
 import pytest
 import torch
 import toy
+from annotate import token_offsets
 from experiments.designs import true_critic
 from helpers import error_message, random_rollouts, read_jsonl, run_main
-from model import add_lora
+from model import add_lora, encode_text
 from policy import sample_rollouts
 from runtime import SETTINGS
 from text2grad import Config, annotator_critic
@@ -27,6 +28,9 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
     config = Config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
     rows = toy.rows("train", 6) * 2                    # each post twice: equal texts, too
     batch = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator())
+    for i, text in enumerate(batch.texts):                     # every fact is repeated
+        ids = encode_text(tokenizer, f"{text} {text}")
+        batch.texts[i], batch.offsets[i] = token_offsets(tokenizer, ids)
     batch.texts[3] = ""
     expected = true_critic(batch, model, tokenizer, config)
     for _ in range(2):                                 # the second time from the journal

@@ -53,7 +53,8 @@ NEIGHBOURS = {
         changed((', "poor', ', /* the bad\nones */ "poor')), REPLY + " // done",
         changed((', "poor', ', # the bad ones\n"poor')), "{ // the answer\n" + REPLY[1:],
         changed((POOR, '["left early" // it did not\n]')), REPLY[:-1] + "/* end */}",
-        changed(('"textual', '/* "good_spans": ["The cat"], */ "textual'))],
+        changed(('"textual', '/* the "bad" and the \'good\' */ "textual')),
+        changed(('"textual', "// it didn't:\n\"textual"))],
     "empty or missing": [
         changed(('"r"', "null")), changed(('"r"', "None")), changed(('"reasoning": "r", ', "")),
         changed(("}", ', "wrong_code": null}')), changed(("}", ', "wrong_code": []}')),
@@ -196,6 +197,10 @@ REFUSED = {
         f'{{"draft": [{OTHER}], "good_spans": ["It said', f"{{{REPLY}}}", REPLY[:-9] + REPLY,
         f"{OTHER} No: {{'good_spans': ['It said", f'"poor_spans": ["The cat"], {REPLY}',
         f"{OTHER}\n{{critique: 'c', good_spans: ['The cat'", REPLY.partition("],")[0] + REPLY],
+    "a comment that holds JSON": [
+        changed((', "good', f', {comment} "good')) for comment in (
+            '/* "good_spans": ["The cat"], */', '// "poor_spans": [],\n', "# 'good_spans': 'It',\n",
+            "// </think>\n", "/* {} */", "// see")],
     "broken or cut off": [
         REPLY[:-1], REPLY[:-10], REPLY[1:], changed((",", "")), changed(('"good', 'good "')),
         repr(VALUE | {"textual_feedback": "It is clear."}).replace("It is", "It's"),
@@ -310,7 +315,8 @@ def damaged(rng, text: str) -> str:
 def supported(reply: str, word: str) -> set[int]:
     """The labels of a word by brute force: those of the nearest keys before it in a reply."""
     labels = {0}
-    for answer in (reply, reply.rpartition("</think>")[2], re.sub(r"\\(n|u\w{4})", "", reply)):
+    for answer in (reply, reply.rpartition("</think>")[2], re.sub(r"\\(n|u\w{4})", "", reply),
+                   reply.replace("\\u0041", "a")):
         letters = re.sub("[^a-z]", "", answer.lower())
         for match in re.finditer(word, letters):
             key = max(KEYS, key=letters[: match.start()].rfind)
