@@ -199,7 +199,8 @@ REFUSED = {
         f"{OTHER}\n{{critique: 'c', good_spans: ['The cat'", REPLY.partition("],")[0] + REPLY],
     "a comment that holds JSON": [
         changed((', "good', f', {comment} "good')) for comment in (
-            '/* "good_spans": ["The cat"], */', '// "poor_spans": [],\n', "# 'good_spans': 'It',\n",
+            '/* "good_spans": ["The cat"], */', '// "poor_spans": [],\n',
+            "# 'good_spans': 'It',\n",
             "// </think>\n", "/* {} */", "// see")],
     "broken or cut off": [
         REPLY[:-1], REPLY[:-10], REPLY[1:], changed((",", "")), changed(('"good', 'good "')),
