@@ -104,7 +104,7 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
     outside = "</think>"                    # the text around candidates, with "\0" for each
     for prose, value in _json_objects(text, keys):
         outside += prose.replace("\0", "")
-        # An echo of the form has a list that begins with a placeholder.
+        # In an echo of the form, a list begins with a placeholder.
         is_echo = re.search(r"\[({'\w+': )?'(…|\.\.\.)'", str(value))
         if not is_echo and value not in copies:
             candidates.append(value)
@@ -130,8 +130,9 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
 # White space or a comment. A comment with brackets, a tag or a key may be a part of the JSON.
 _SPACE = (r"""(?:\s|(?://|#)(?:[^][{}<\n"']|["'](?!\s*:)){0,999}(?=\n|\Z)"""
           r"""|/\*(?:[^][{}<*"']|["'](?!\s*:)){0,999}\*/)""")
-_TOKEN = re.compile(rf"""(?s){_SPACE}*+(?:(["'])((?:[^\\]|\\.)*?)\1|([^\W\d]\w*)(?=\s*:)|"""
-                    rf""",(?={_SPACE}*+[]}}])|([\w.+-]+|["'].*|.)|\Z)""")
+_TOKEN = re.compile(
+    rf"""(?s){_SPACE}*+(?:(["'])((?:(?!\1)[^\\]|\\.)*+)\1|([^\W\d]\w*)(?=\s*:)|"""
+    rf""",(?={_SPACE}*+[]}}])|([\w.+-]+|["'].*|.)|\Z)""")
 _PYTHON = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -173,6 +174,8 @@ def _json_objects(text, keys):
                 strict += f'"{body}"'
             if not 0 < depth < 20:
                 break
+        if depth:
+            strict = ""                                    # the value is cut off
         # Valid escapes are kept, "\\'" loses its backslash, other backslashes are doubled.
         strict = re.sub(r"""(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(?=')|(\\)""", r"\1\2\2",
                         strict)
@@ -326,8 +329,8 @@ def escaped_form(text: str) -> str:
 
     Models write a backslash too few or too many: "\\frac" begins with a form feed in JSON.
     """
-    text = json.dumps(text, ensure_ascii=False)[1:-1]
-    return normal_form(re.sub(r'\\+(?=")|(\\)\\*', r"\1", text))
+    return normal_form(re.sub(r'\\+(?=")|(\\)\\*', r"\1",
+                              json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 # How a quote is searched for, in order: the form, and what is removed from the quote's ends
