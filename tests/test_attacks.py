@@ -259,9 +259,10 @@ def test_a_wrong_answer_passes_in_no_disguise(code):
         assert not run_python(code, tests, timeout=1).passed
 
 
-# Tests that need pytest. The file also has marks, which do not excuse the test of f.
-UNDER_PYTEST = """
-import pytest, unittest
+# Tests that need pytest. Their marks and the tests that pass do not excuse the test of f.
+FUNCTIONS = """
+import pytest
+from solution import f
 @pytest.fixture
 def two(): return 2
 @pytest.mark.skipif(False, reason="x")
@@ -270,8 +271,12 @@ def test_f(x, two): assert f() == x == two
 @pytest.mark.skip
 def test_skipped(): assert False
 def test_passes(): f
+"""
+METHODS = """
+import unittest
 class TestF(unittest.TestCase):
-    def test_g(self): self.assertEqual(f(), 2)
+    def test_f(self): self.assertEqual(f(), 2)
+    def test_passes(self): f
 """
 
 
@@ -300,17 +305,18 @@ class TestF(unittest.TestCase):
     "import pytest; pytest.TestReport.from_item_and_call = lambda *_: None",
     "from _pytest.python import pytest_pyfunc_call as call\n"
     "call.__code__ = (lambda pyfuncitem: 1).__code__",
-    "import unittest\nunittest.TestCase.run.__code__ = (lambda self, result=None: 1).__code__",
+    "import unittest\nunittest.TestCase.run.__code__ = (lambda self, result: None).__code__",
     "import pytest\nf = pytest.fixture(autouse=True)(\n"
     "    lambda request: setattr(request.node, 'obj', lambda **_: None))",
     "def f():\n    import tests\n    return tests.test_f.__code__.co_consts and 2",
     "def f(): return 2 if '== x' in open('tests.py').read() else 1"])
 def test_a_wrong_answer_passes_in_no_disguise_under_pytest(code):
     code += "" if "f()" in code or "f =" in code else "\ndef f(): return 1"
-    result = run_python(code, UNDER_PYTEST, use_pytest=True)
-    assert result.status in ("failed", "error", "killed"), result
-    right = run_python("def f(): return 2", UNDER_PYTEST, use_pytest=True)
-    assert right.passed and right.runner == "pytest", right.stderr
+    for tests in (FUNCTIONS, METHODS):
+        if tests == FUNCTIONS or "unittest" in code:
+            result = run_python(code, tests, use_pytest=True)
+            assert result.status in ("failed", "error", "killed"), result
+            assert run_python("def f(): return 2", tests, use_pytest=True).passed
 
 
 @needs_sandbox
