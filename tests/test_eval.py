@@ -405,8 +405,8 @@ def critic(row, response):
 
 @pytest.fixture()
 def own_rows(tmp_path, monkeypatch) -> list[dict]:
-    """40 rows of an own task with chat prompts, my_task:CHAT in tmp_path; three references."""
-    (tmp_path / "my_task.py").write_text(MY_TASK)
+    """40 rows of an own task with chat prompts, chats:CHAT in tmp_path; three references."""
+    (tmp_path / "chats.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"id": row["id"], "article": row["post"], "outcome": "passed"}
             | ({"reference": row["reference"]} if i < 3 else {})
@@ -421,8 +421,8 @@ def test_an_own_task_with_chat_prompts_is_judged_by_every_critic(own_rows, adapt
     data = tmp_path / "rows.jsonl"
     write_rows(data, [*own_rows[:6], {"id": "long", "article": "word " * 999}])
     with loopback(responder=verdict) as server:
-        result, printed = run(task="my_task:CHAT", data=data, model="toy/base", adapter=adapter,
-                              annotator_function="my_task:critic", max_new_tokens=24,
+        result, printed = run(task="chats:CHAT", data=data, model="toy/base", adapter=adapter,
+                              annotator_function="chats:critic", max_new_tokens=24,
                               judge_model="judge", base_url=server.url)
     assert printed.count("left out 1 of 7 rows") == 1
     _, tokenizer = load_model("toy/base", device="cpu")
@@ -455,8 +455,8 @@ def test_the_printed_command_evaluates_an_own_run_from_any_directory(
         return process.stdout
 
     output = run_script(
-        f"{ROOT}/text2grad.py --task my_task:CHAT --data rows.jsonl --model toy/base "
-        f"--reward_model {reward} --annotator_function my_task:critic --iterations 1 "
+        f"{ROOT}/text2grad.py --task chats:CHAT --data rows.jsonl --model toy/base "
+        f"--reward_model {reward} --annotator_function chats:critic --iterations 1 "
         "--batch_size 8 --minibatch_size 8 --ppo_epochs 1 --probe_rows 0 --eval_rows 4 "
         "--max_new_tokens 32 --max_critique_tokens 96")
     printed = run_script(re.search(r"(?m)^next: python (.*)$", output)[1])
@@ -475,10 +475,10 @@ def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter
     for seed, policy in enumerate(policies):
         shutil.copytree(adapter, policy)
         write_rows(policy.parent / "config.json", [{
-            "task": "my_task:CHAT", "seed": seed, "eval_rows": 1,
+            "task": "chats:CHAT", "seed": seed, "eval_rows": 1,
             "sha256 of --data": digest[:16]}])
     message = error_message("eval.py", *arguments(
-        task="my_task:CHAT", data=data, before=policies[0], adapter=policies[1]))
+        task="chats:CHAT", data=data, before=policies[0], adapter=policies[1]))
     assert "rows.jsonl: no prompt is held out from both adapters" in message
 
 
