@@ -1,0 +1,169 @@
+"""The project's functions with the signatures of notebook 6, and typical mistakes in them.
+
+MISTAKES maps the name of a function to wrong versions of it: hint → function. `checks.check`
+gives the hint if a student's function gives what the wrong version gives.
+"""
+
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from annotate import token_rewards
+from model import LoRALinear
+from policy import MAX_GRAD_NORM, add_gradients, gae, ppo_loss
+from reward_model import z_loss
+from runtime import optimizer_parameters
+from sampling import generate
+
+
+project_forward = LoRALinear.forward         # the notebook replaces the method
+
+
+def our_lora_forward(x, W, A, B, alpha):
+    """`LoRALinear.forward`, with the signature of the notebook."""
+    layer = LoRALinear(nn.Linear(1, 1, bias=False, device="meta"))     # draws no random numbers
+    layer.base_layer.weight = nn.Parameter(W, requires_grad=False)
+    layer.lora_A["student"], layer.lora_B["student"], layer.active = A, B, "student"
+    layer.scaling, layer.dropout = {"student": alpha / len(A)}, {"student": 0.0}
+    return project_forward(layer, x)
+
+
+def our_update(rollouts, index, model, value_head, optimizer, config, policy_loss,
+               max_norm=MAX_GRAD_NORM, sign=1, forgets_old=True, **settings):
+    """One step of `ppo_update`. The other arguments make mistakes."""
+    parameters = optimizer_parameters(optimizer)
+    with patch("policy.ppo_loss", lambda *terms: policy_loss(*terms[:5])):
+        add_gradients(rollouts, index, model, value_head, parameters,
+                      replace(config, micro_batch_size=len(index), **settings))
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    for p in parameters:
+        p.grad *= sign
+    optimizer.step()
+    if forgets_old:
+        optimizer.zero_grad()
+    return norm.item()
+
+
+def undetached_update(*arguments):
+    """An update whose value loss moves the policy."""
+    with patch.object(Tensor, "detach", lambda x: x):
+        return our_update(*arguments)
+
+
+def loose_rewards(text, offsets, spans, strips=True, touches=False, slack=0, merge=sum):
+    """`token_rewards` with mistakes."""
+    delta = []
+    for start, end in offsets:
+        if strips:
+            start = end - len(text[start:end].lstrip())
+        labels = [s.label for s in spans if
+                  (max(start, s.start) < min(end, s.end) if touches else
+                   s.start <= start < end <= s.end - slack)]
+        delta.append(float(merge(labels or [0])))
+    return delta
+
+
+def shifted_z_loss(model, pairs, shift):
+    """`z_loss` with the logits of another position; −1 is right."""
+    loss = 0
+    for x, z in pairs:
+        logp = model(torch.tensor([x + z])).logits[0].log_softmax(-1)
+        loss = loss - sum(logp[min(len(x) + j + shift, len(logp) - 1), token]
+                          for j, token in enumerate(z))
+    return loss
+
+
+def our_generate(model, prompts, uniforms, temperature, eos):
+    """`sampling.generate`, with the signature of the notebook."""
+    return generate(model, prompts, uniforms.shape[1], temperature, eos, uniforms=uniforms)
+
+
+def zero_padded(prompts):
+    """Prompts whose padding is read as tokens."""
+    return [[0] * (max(map(len, prompts)) - len(x)) + x for x in prompts]
+
+
+def unclipped(logp, old, A, mask):
+    """ρ_t A_t of the tokens."""
+    return torch.exp(logp - old) * A * mask
+
+
+OURS = {"token_rewards": token_rewards, "z_loss": z_loss, "lora_forward": our_lora_forward,
+        "generate": our_generate, "gae": gae, "ppo_loss": ppo_loss, "update": our_update}
+MISTAKES = {
+    "token_rewards": {
+        "a token that is only partly in a span gets 0": partial(loose_rewards, touches=True),
+        "the character at `end` is not in the span, so a token may end there":
+            partial(loose_rewards, slack=1),
+        "a token's leading space need not be in the span": partial(loose_rewards, strips=False),
+        "praise and blame of one token give 0, whichever comes last":
+            partial(loose_rewards, merge=lambda labels: labels[-1]),
+    },
+    "z_loss": {
+        "the logits at position i predict the token at i + 1, not at i":
+            partial(shifted_z_loss, shift=0),
+        "only the tokens of z have a loss, not those of x and y":
+            lambda model, pairs: z_loss(model, [(x[:1], x[1:] + z) for x, z in pairs]),
+        "the first token of z has a loss too": lambda model, pairs:
+            z_loss(model, [(x + z[:1], z[1:]) for x, z in pairs if len(z) > 1]),
+        "the loss is a sum over the tokens, not their mean":
+            lambda model, pairs: z_loss(model, pairs) / sum(len(z) for _, z in pairs),
+        "the loss is minus the log-probability": lambda *pairs: -z_loss(*pairs),
+    },
+    "lora_forward": {
+        "the update is scaled by α / r": lambda x, W, A, B, _: x @ W.T + x @ A.T @ B.T,
+        "the scale is α / r, not α": lambda x, W, A, B, a: x @ W.T + a * (x @ A.T @ B.T),
+        "the update is added to the frozen layer's output":
+            lambda x, W, A, B, alpha: x @ A.T @ B.T * alpha / len(A),
+    },
+    "generate": {
+        "an answer includes its EOS": lambda model, prompts, u, temperature, eos:
+            [y[: y.index(eos)] if eos in y else y
+             for y in our_generate(model, prompts, u, temperature, eos)],
+        "an answer ends with its first EOS": lambda model, prompts, u, temperature, _:
+            our_generate(model, prompts, u, temperature, None),
+        "logits are divided by the temperature": lambda model, prompts, u, temperature, eos:
+            our_generate(model, prompts, u, 1.0, eos),
+        "the attention mask is 0 on padding": lambda model, prompts, u, temperature, eos:
+            our_generate(model, zero_padded(prompts), u, temperature, eos),
+    },
+    "gae": {
+        "V after the last token of a response is 0, whatever stands in the padding":
+            lambda r, V, mask, gamma, lam:
+            [x * mask for x in gae(r * mask, V, torch.ones_like(mask), gamma, lam)],
+        "rewards of the padding do not count": lambda r, V, mask, gamma, lam:
+            [x * mask for x in gae(r, V, torch.ones_like(mask), gamma, lam)],
+        "A_{t+1} is discounted by γλ, not by γ":
+            lambda r, V, mask, gamma, lam: gae(r, V, mask, gamma, 1.0),
+        "V_{t+1} is discounted by γ in the TD error":
+            lambda r, V, mask, gamma, lam: gae(r, V, mask, 1.0, gamma * lam),
+        "the TD error of t begins with r_t, not r_{t+1}": lambda r, V, mask, *factors:
+            gae(torch.cat([r[:, 1:], 0 * r[:, :1]], 1) * mask, V, mask, *factors),
+    },
+    "ppo_loss": {
+        "the loss is minus the objective": lambda *terms: -ppo_loss(*terms),
+        "average over tokens, without padding": lambda logp, old, A, mask, clip:
+            ppo_loss(logp, old, A, mask, clip, mask.numel()),
+        "the minimum of both terms is missing": lambda logp, old, A, mask, clip:
+            -unclipped(logp, old, A, mask).sum() / mask.sum(),
+        "take the minimum with the term that is not clipped": lambda logp, old, A, mask, clip:
+            -(torch.exp(logp - old).clamp(1 - clip, 1 + clip) * A * mask).sum() / mask.sum(),
+        "the ratio is π_θ over π_θold": lambda logp, old, A, mask, clip:
+            ppo_loss(2 * old - logp, old, A, mask, clip),
+    },
+    "update": {
+        "call optimizer.zero_grad(), or the next step adds this gradient":
+            partial(our_update, forgets_old=False),
+        "the value loss must not move θ: give value_head the detached hidden states":
+            undetached_update,
+        "the value loss has the weight c": partial(our_update, value_coef=1.0),
+        "the entropy is subtracted from the loss": partial(our_update, entropy_coef=-0.3),
+        "the entropy is missing in the loss": partial(our_update, entropy_coef=0.0),
+        "the gradient is clipped to the norm 1": partial(our_update, max_norm=1e9),
+        "the step goes up the loss": partial(our_update, sign=-1),
+        "log π is taken at the temperature": partial(our_update, temperature=1.0),
+    },
+}
