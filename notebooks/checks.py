@@ -3,9 +3,8 @@
     check("gae", gae)                # prints "right", or raises `Wrong`: what is wrong
     chosen = complete(gae, update)   # the functions by name; the project's instead of blanks
 
-Each try_… function draws inputs, calls a function, and returns a dict of what came out: the
-result, and gradients or weights. If a wrong version in mistakes.py gives the same, the message
-ends with its hint.
+Each try_… function draws inputs, calls a function, and returns a dict of results and gradients.
+If one wrong version in mistakes.py gives the same, or first differs alike, its hint is given.
 """
 
 import math
@@ -42,17 +41,20 @@ def check(name: str, function):
         try:
             found = run(function, seed)
         except Exception as error:
-            lines = [line - function.__code__.co_firstlineno + 1
-                     for frame, line in traceback.walk_tb(error.__traceback__)
-                     if frame.f_code is function.__code__]
-            place = f" in line {lines[0]} of your function" if lines else ""
-            message = str(error).partition("\n")[0]
-            raise Wrong(f"{type(error).__name__}{place}: {message}") from error
-        problem = difference(found, run(OURS[name], seed), "")
+            code = function.__code__
+            places = [f" in line {line - code.co_firstlineno + 1} of your function"
+                      for frame, line in traceback.walk_tb(error.__traceback__)
+                      if frame.f_code is code]
+            message = "".join(places[:1]) + ": " + str(error).partition("\n")[0]
+            raise Wrong(type(error).__name__ + message) from error
+        expected = run(OURS[name], seed)
+        problem = difference(found, expected, "")
         if problem:
-            hints = (f". Hint: {hint}" for hint, wrong in MISTAKES[name].items()
-                     if not difference(found, run(wrong, seed), ""))
-            raise Wrong(problem + next(hints, ""))
+            outcomes = {hint: run(wrong, seed) for hint, wrong in MISTAKES[name].items()}
+            hints = ([hint for hint, x in outcomes.items() if not difference(found, x, "")]
+                     or [hint for hint, x in outcomes.items()
+                         if difference(x, expected, "") == problem])
+            raise Wrong(problem + (f". Hint: {hints[0]}" if len(hints) == 1 else ""))
     print("right")
 
 
@@ -76,7 +78,7 @@ def is_blank(function) -> bool:
 def difference(found, expected, name: str) -> str | None:
     """The first difference between two results, in words; None if they agree."""
     if isinstance(expected, dict):
-        pairs = [(key, found[key], expected[key]) for key in expected]
+        pairs = [(key, found[key], value) for key, value in expected.items()]
     elif isinstance(expected, (list, tuple)):
         if not isinstance(found, (list, tuple)):
             return f"{name} should be a {type(expected).__name__}, but it is {describe(found)}"
@@ -154,8 +156,8 @@ def try_token_rewards(function, seed):
         spans = [Span(*sorted(rng.sample(range(ends[-1] + 1), 2)), rng.choice([-1, 1]))
                  for _ in range(rng.randrange(4))]
         offsets = [*zip(ends, ends[1:]), (ends[-1], ends[-1])]
-        key = f"with the tokens {tokens} and {spans or 'no spans'}, the result"
-        outcome[key] = function("".join(tokens), offsets, spans)
+        outcome[f"with the tokens {tokens} and {spans or 'no spans'}, the result"] = function(
+            "".join(tokens), offsets, spans)
     return outcome
 
 
@@ -183,14 +185,13 @@ def try_generate(function, seed):
     with toy_model().model.embed_tokens.register_forward_pre_hook(
             lambda module, arguments: columns.append(arguments[0].shape[1])):
         result = function(toy_model(), prompts, uniforms, 0.7, eos)
-    again = max(0, sum(columns) - 8 - 9)         # 8 for the prompts, and 9 of 10 new ones
-    return {"the result": result, "the number of columns that the model reads again": again}
+    return {"the result": result,           # columns: 8 of the prompts and 9 of 10 new ones
+            "the number of columns that the model reads again": max(0, sum(columns) - 8 - 9)}
 
 
 def try_gae(function, seed):
     """Random rewards and values, also on the padding."""
-    result = function(noise(seed, 4, 7), noise(seed + 9, 4, 7), MASK, 0.9, 0.8)
-    return {"the result": result}
+    return {"the result": function(noise(seed, 4, 7), noise(seed + 9, 4, 7), MASK, 0.9, 0.8)}
 
 
 def try_ppo_loss(function, seed):
@@ -208,11 +209,10 @@ def try_update(function, seed):
     config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.2)
     batch = Rollouts([{}] * 5, [], [], [], *pad_batch(random_ids(seed, 3, 6, 1, 4, 2),
                                                       random_ids(seed + 9, 5, 1, 7, 3, 6)))
-    psi[0].data = noise(seed, 1, 128) / 10
     add_scores(batch, model, head, config)
     batch.advantages, batch.returns = (noise(seed + i, 5, 7) * batch.mask for i in (1, 2))
-    for i, p in enumerate(theta):
-        p.data += noise(seed + i, *p.shape) / 50                 # ρ is not 1
+    for i, p in enumerate(theta + psi):
+        p.data += noise(seed + i, *p.shape) / 30                 # ρ is not 1
     optimizer = torch.optim.SGD([{"params": theta}, {"params": psi}], 0.1)
     outcome = {}
     for index, step in (([4, 0, 2], "one step"), ([1, 3], "two steps")):

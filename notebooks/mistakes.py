@@ -53,7 +53,8 @@ def undetached_update(*arguments):
         return our_update(*arguments)
 
 
-def loose_rewards(text, offsets, spans, strips=True, touches=False, slack=0, merge=sum):
+def loose_rewards(text, offsets, spans, strips=True, touches=False, slack=0,
+                  merge=lambda labels: sum({*labels})):
     """`token_rewards` with mistakes."""
     delta = []
     for start, end in offsets:
@@ -111,6 +112,8 @@ MISTAKES = {
             z_loss(model, [(x + z[:1], z[1:]) for x, z in pairs if len(z) > 1]),
         "the loss is a sum over the tokens, not their mean":
             lambda model, pairs: z_loss(model, pairs) / sum(len(z) for _, z in pairs),
+        "the loss of a pair is a sum over its tokens, not their mean":
+            lambda model, pairs: sum(z_loss(model, [pair]) / len(pair[1]) for pair in pairs),
         "the loss is minus the log-probability": lambda *pairs: -z_loss(*pairs),
     },
     "lora_forward": {
@@ -145,6 +148,8 @@ MISTAKES = {
     },
     "ppo_loss": {
         "the loss is minus the objective": lambda *terms: -ppo_loss(*terms),
+        "take the minimum of both terms, not the maximum": lambda logp, old, A, mask, clip:
+            ppo_loss(logp, old, -A, mask, clip) * -1,
         "average over tokens, without padding": lambda logp, old, A, mask, clip:
             ppo_loss(logp, old, A, mask, clip, mask.numel()),
         "the minimum of both terms is missing": lambda logp, old, A, mask, clip:
