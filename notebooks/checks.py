@@ -24,6 +24,8 @@ from notebooks.mistakes import MISTAKES, OURS
 from policy import PolicyConfig, Rollouts, add_scores, ppo_loss
 from sampling import generate, pad_batch
 
+MASK = (torch.arange(7) < torch.tensor([[7], [1], [4], [6]])).float()     # 4 rows, [B, T]
+
 
 class Wrong(AssertionError):
     """A function is wrong. A notebook shows only the message, without a traceback."""
@@ -122,9 +124,6 @@ def describe(value) -> str:
 
 
 # ── Hidden inputs, and what a function gives for them
-
-MASK = (torch.arange(7) < torch.tensor([[7], [1], [4], [6]])).float()     # 4 rows, [B, T]
-
 
 def noise(seed: int, *shape) -> Tensor:
     """Normal random numbers."""
