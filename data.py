@@ -11,6 +11,7 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 
 import argparse
 import gzip
+import hashlib
 import importlib
 import json
 import os
@@ -38,13 +39,17 @@ def hide_key(text: str) -> str:
     return text if key.isalpha() or len(key) < 8 else text.replace(key, "…")
 
 
+def printable(text: str) -> str:
+    """The text with spaces for the characters that a terminal obeys (ESC, CR, …)."""
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text)
+
+
 def public(text: str) -> str:
-    """The text as it may be shown: without the API key, and without users, passwords and
-    queries in URLs. Characters that a terminal obeys (ESC, CR, …) become spaces."""
+    """The printable text without the API key, and without users, passwords and queries in
+    URLs."""
     # The limits bound the time for texts of any length.
     text = re.sub(r"(\w{1,20}://|\b\w{1,20}:)\S{,300}@", r"\1…@", hide_key(text))
-    text = re.sub(r"(://[^\s?#]{,200}+)[?#]\S+", r"\1?…", text)
-    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", text)
+    return printable(re.sub(r"(://[^\s?#]{,200}+)[?#]\S+", r"\1?…", text))
 
 
 # ── Tasks: how a row becomes a prompt
@@ -402,6 +407,15 @@ def whole_rows(path: Path) -> list[dict]:
     return rows
 
 
+def checksum(*paths: Path, state=None) -> str:
+    """The sha256 of files and of a JSON value."""
+    digest = hashlib.sha256(json.dumps(state).encode())
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def chunks(rows, size: int) -> list:
     """Consecutive parts of at most `size` rows."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -545,6 +559,6 @@ def run_script(main: Callable, program: str, *errors: type[Exception]):
             message += "; check the path, your permissions, and the disk's free space and locks"
         elif not isinstance(error, (InputError, *errors)):
             raise
-        sys.exit(f"{program}: {' '.join(message.split())}")
+        sys.exit(f"{program}: {public(' '.join(message.split()))}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: interrupted; run the same command again to resume")

@@ -21,7 +21,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean
 
-from data import InputError, next_command, public, run_script, whole_rows
+from data import (InputError, checksum, next_command, printable, public, run_script,
+                  whole_rows)
 
 # ── The terminal
 
@@ -52,7 +53,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = ""
     for sign, run in groupby(zip(delta, tokens), lambda pair: (pair[0] > 0) - (pair[0] < 0)):
-        piece = "".join(token for _, token in run)
+        piece = printable("".join(token for _, token in run))
         word = piece.lstrip()
         mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
         text += piece.removesuffix(word) + mark.format(word)
@@ -381,6 +382,13 @@ def health(out: Path) -> list[tuple[str, str]]:
             state = "healthy" if low <= mean <= high else "unhealthy"
             advice = f"; {remedy}" if state == "unhealthy" else ""
             checks.append((state, f"{name} is {state}: {words.format(mean)}{advice}"))
+    saved = {}
+    for row in whole_rows(out / "phases.jsonl"):
+        saved |= row.get("sha256", {})
+    checks += [("unhealthy", f"{file} is missing or has changed since its phase ended; restore "
+                             f"it, or repeat the phase")
+               for file, digest in saved.items()
+               if not (out / file).is_file() or checksum(out / file) != digest]
     return sorted(checks, reverse=True)                                     # unhealthy first
 
 

@@ -12,7 +12,6 @@ The paper does not describe any of this.
 """
 
 import fcntl
-import hashlib
 import importlib
 import json
 import math
@@ -33,7 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import InputError, ModelError, append_row, public, read_rows, whole_rows, write_rows
+from data import (InputError, ModelError, append_row, checksum, public, read_rows, whole_rows,
+                  write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
 
@@ -188,15 +188,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except SafetensorError as error:
         raise ModelError(f"{path} is damaged ({error}); restore the file, or remove its "
                          f"directory") from error
-
-
-def checksum(*paths: Path, state=None) -> str:
-    """The sha256 of files and of a JSON value."""
-    digest = hashlib.sha256(json.dumps(state).encode())
-    for path in paths:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 # ── Checkpoints

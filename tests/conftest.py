@@ -22,15 +22,22 @@ from helpers import PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main  
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
-# The slowest test files start first, so that no worker runs minutes longer than the others.
-LONGEST = ("test_notebooks", "test_asking", "test_attacks", "test_sandbox", "test_ranks",
-           "test_restart", "test_pipeline")
+# These files take most of the time, so they start first: no worker then runs minutes longer
+# than the others. `-m "not slow"` leaves them out.
+SLOW = ("test_notebooks", "test_notebook6", "test_asking", "test_attacks", "test_sandbox",
+        "test_ranks", "test_restart", "test_pipeline", "test_smollm2", "test_sharding", "test_sample",
+        "test_eval", "test_files", "test_damage", "test_studies", "test_train",
+        "test_public_cases", "test_benchmarks", "test_toy", "test_critic", "test_baselines",
+        "test_servers")
 
 
 def pytest_collection_modifyitems(items):
     def start_order(item):
         name = Path(item.fspath).stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        if name not in SLOW:
+            return len(SLOW)
+        item.add_marker("slow")
+        return SLOW.index(name)
 
     items.sort(key=start_order)
 

@@ -82,6 +82,14 @@ def test_a_lack_of_memory_is_one_line(error):
         run_script(main, "script")
 
 
+def test_a_message_holds_no_password_and_nothing_that_a_terminal_obeys():
+    def main():
+        raise InputError("https://me:secret@host/v1 says \033[2J")
+
+    with pytest.raises(SystemExit, match="script: https://…@host/v1 says  \\[2J$"):
+        run_script(main, "script")
+
+
 def test_another_runtime_error_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="a fault"):
         run_script(lambda: (_ for _ in ()).throw(RuntimeError("a fault")), "script")

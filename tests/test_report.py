@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 import report
-from data import InputError, public
+from data import InputError, checksum, public
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from report import (NOTES, batch_metrics, card, colour_tokens, curves, health, heatmap,
                     html_table, run_report, sample_row, split_text, svg_line, table, ticks)
@@ -37,6 +37,7 @@ def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch): 
     assert colour_tokens(tokens, delta, True) == coloured
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
+    assert colour_tokens(["\033[2J", "\x9b"], [1, 0]) == " [+[2J+] "  # no ESC
     assert "\033" not in colour_tokens(tokens, delta)
     monkeypatch.delenv("NO_COLOR")
     assert colour_tokens(tokens, delta) == coloured
@@ -358,6 +359,16 @@ def test_a_goal_that_falls_by_a_tenth_is_unhealthy(run, before, after, state):
     states = {text.split(" is ")[0]: found for found, text in health(run)}
     assert states["mean δ per token"] == state and states["repeated facts"] == "healthy"
     assert "response tokens" not in states
+
+
+def test_a_file_that_has_changed_is_named(run):
+    write(run, {"phases.jsonl": [{"phase": "policy", "seconds": 1.0, "sha256": {
+        name: checksum(run / name) for name in ("result.json", "samples.jsonl")}}]})
+    assert "unhealthy" not in dict(health(run))
+    write(run, {"result.json": [{"before": {"a": .5}, "after": {"a": .7}}]})
+    (run / "samples.jsonl").unlink()
+    changed = [text.split()[0] for state, text in health(run) if state == "unhealthy"]
+    assert sorted(changed) == ["result.json", "samples.jsonl"]
 
 
 def test_a_run_stopped_by_unreadable_critiques_is_told_from_a_healthy_one(run):
