@@ -35,6 +35,7 @@ import sys
 import traceback
 import unicodedata
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import islice
@@ -672,6 +673,9 @@ def check_annotator(config: AnnotateConfig):
     check_asking(*config.prices, config.base_url, is_free)
 
 
+NO_RESPONSE = "(none)"                    # in a dry run, for a row without a response
+
+
 def annotation_questions(config: AnnotateConfig) -> list[Question]:
     """The request for each response of --data, in order. Empty responses are left out.
 
@@ -680,8 +684,11 @@ def annotation_questions(config: AnnotateConfig) -> list[Question]:
     task = get_task(config.task)
     questions = []
     empty = []                                   # ids of the empty responses
-    stored = examples(task, iter_rows(config.data, task=task))
-    for example in tqdm(islice(stored, config.limit), "read", delay=2):
+    rows = iter_rows(config.data, task=task)
+    if config.dry_run:
+        rows = [row if task.all_responses(row) else row | {"response": NO_RESPONSE}
+                for row in rows]
+    for example in tqdm(islice(examples(task, rows), config.limit), "read", delay=2):
         place = f"{config.data}, row {example['id']}"
         if not example["response"].strip():
             if not (config.skip_empty or config.skip_failed):
@@ -753,6 +760,40 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
         yield question, records[question.key], feedback.get(question.key)
 
 
+def describe_feedback(rows: list[dict]) -> str:
+    """What an annotation is worth: one line of figures, and a warning for each unhealthy one.
+
+    rows: annotated rows, see `feedback_row`.
+    """
+    responses = [row["response"] for row in rows]
+    spans = [(row["response"][span["start"] : span["end"]], span["label"])
+             for row in rows for span in row["spans"]]
+    good = [text for text, label in spans if label > 0]
+    poor = [text for text, label in spans if label < 0]
+    quotes = sum(len(row["good_spans"] + row["poor_spans"]) for row in rows)
+    ambiguous = [row["response"] for row in rows for _ in range(row["ambiguous"])]
+    unmatched = [quote for row in rows for quote in row["unmatched"]]
+    no_span = [row["response"] for row in rows if not row["spans"]]
+    size = len("".join(responses))
+    text = f"feedback: {quotes} quotes"
+    warnings = ""
+    for name, texts, share, limit, remedy in (
+            ("of the quotes not in the response", unmatched, len(unmatched) / max(1, quotes),
+             0.05, "quotes must be exact"),
+            ("of the quotes ambiguous", ambiguous, len(ambiguous) / max(1, quotes), 0.05,
+             "quotes must be longer, so that only one place fits"),
+            ("of the text good", good, len("".join(good)) / size, 0.9, "quote less"),
+            ("of the text poor", poor, len("".join(poor)) / size, 0.9, "quote less"),
+            ("of the responses without a span", no_span, len(no_span) / len(rows), 0.5,
+             "quote more, because a token outside of all spans has no reward")):
+        text += f", {share:.0%} {name}"
+        if share > limit:
+            shown = " and ".join(repr(one_line(example)[:60]) for example in texts[:2])
+            warnings += (f"\nwarning: {share:.0%} {name} (healthy: up to {limit:.0%}); "
+                         f"{remedy}; for example {shown}")
+    return text + warnings
+
+
 def annotate(config: AnnotateConfig) -> str:
     """Annotate every response in --data and write --output (Alg. 1 l.5–11); return a summary.
 
@@ -764,13 +805,22 @@ def annotate(config: AnnotateConfig) -> str:
         questions = annotation_questions(config)
         check_output(questions, config)
         todo = missing(questions, journal)
+        if unwritten := sum(q.context["response"] == NO_RESPONSE for q in todo):
+            print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"
+        rows = []                                                                    # l.5
         if config.dry_run:
-            return summary
+            for question in questions:
+                record = journal.records.get(question.key)
+                with suppress(FeedbackError):        # a run would ask this question again
+                    if record and record["reason"] is None:
+                        stored = read_reply(question.context, record["reply"], config.mode)
+                        rows.append(feedback_row(config.task, question.context, *stored,
+                                                 config.annotator))
+            return f"{summary}\n{describe_feedback(rows)}" if rows else summary
         if not config.annotator_function:
             print(summary)
-        rows = []                                                                    # l.5
         failures = []
         for question, record, feedback in ask_annotator(questions, journal, config):  # l.8–10
             if feedback is None:
@@ -785,6 +835,7 @@ def annotate(config: AnnotateConfig) -> str:
                 f"the command again to retry these requests, or run annotate.py "
                 f"--skip_failed to leave them out")
         write_rows(config.output, rows)
+        print(describe_feedback(rows))
         skipped = f", {len(failures)} skipped" if failures else ""
         spent = f"; ${journal.spent:.4f} in all runs" if journal.spent else ""
         return (f"{config.output}: {len(rows)} responses with feedback{skipped}, {len(todo)} "

@@ -405,7 +405,8 @@ class Server:
                 answer = await self.client.chat.completions.with_raw_response.create(
                     **self._body(question))
         except TimeoutError:                             # the server may have billed it
-            return Reply("", f"no answer in {self.timeout:g} s", status=408)
+            return Reply("", f"no answer in {self.timeout:g} s; lower --concurrency, or raise "
+                             f"--timeout of annotate.py", status=408)
         except openai.APIConnectionError as error:       # billed, unless it was never sent
             is_unsent = type(error.__cause__).__name__ == "ConnectError"
             return Reply("", one_line(f"{error} {error.__cause__!r}"),
@@ -476,7 +477,7 @@ def read_answer(answer, prompt_size: int, max_tokens: int) -> Reply:
         return Reply(public(text), reason, usage, 404)
     reason = None
     if re.search("(?i)length|max|limit", finish_reason):
-        reason = f"cut off after {max_tokens} tokens"
+        reason = f"cut off after {max_tokens} tokens; raise `max_tokens` of the task or mode"
     elif not content:
         parts = [name for name, value in message.items() if value]
         reason = one_line(f"the reply is empty: {finish_reason}; it has only {parts}")

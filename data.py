@@ -20,6 +20,7 @@ import shlex
 import sys
 import zlib
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, get_args
@@ -229,7 +230,8 @@ def fill(config, **values):
 
 def get_task(name: str) -> Task:
     """A task by its name, or by "module:NAME"; "toy" stands for toy:TASK."""
-    return load_object("--task", "toy:TASK" if name == "toy" else name, Task, TASKS)
+    return load_object("--task", "toy:TASK" if name == "toy" else name, Task,
+                       TASKS | {"toy": None})
 
 
 def reward_prompt(prompt: str, response: str) -> str:
@@ -261,6 +263,9 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
 
 
 # ── Rows: JSON lines or a JSON array, plain or gzipped
+
+TABLES = ("; CSV, Parquet and folders of save_to_disk become JSON lines with the package "
+          "datasets: load_dataset or load_from_disk, then .to_json")
 
 def is_prompt(value) -> bool:
     """Whether a value is a prompt: a text, or chat messages with `role` and `content`."""
@@ -307,7 +312,7 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
     path = Path(path)
     number = 0
     if not path.is_file():
-        raise InputError(f"{path}: no such file; check the path")
+        raise InputError(f"{path}: no such file; check the path{TABLES * path.is_dir()}")
     for number, (place, row) in enumerate(_objects(path), 1):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
@@ -329,7 +334,7 @@ def _parse_json(text: bytes, place: str):
         return json.loads(text)                           # it also removes a byte order mark
     except (ValueError, RecursionError) as error:         # not UTF-8, not JSON, or too deep
         raise InputError(f"{place}: not JSON in UTF-8 ({error}); fix it or remove "
-                         f"it") from error
+                         f"it{TABLES}") from error
 
 
 def _objects(path: Path) -> Iterator[tuple[str, object]]:
@@ -434,8 +439,16 @@ def flag(default, text: str, choices=None, least=0, most=10**6):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        """Raise InputError, so that a wrong flag is reported in one line."""
-        raise InputError(f"{message} (--help lists the flags)")
+        """Raise InputError: a wrong flag is reported in one line, with similar flags."""
+        similar = []
+        for word in re.findall(r" --([\w-]+)", message):
+            word = word.replace("-", "_")
+            names = [name[2:] for name in self._option_string_actions]
+            similar += [f"--{name}" for name in names
+                        if word in (*name.split("_"), re.sub("([a-z])[a-z]*_?", r"\1", name))
+                        ] or get_close_matches(f"--{word}", self._option_string_actions)
+        hint = f"; similar: {', '.join(similar[:4])}" if similar else ""
+        raise InputError(f"{message}{hint} (--help lists the flags)")
 
 
 def setting_types(setting) -> tuple[type, ...]:

@@ -50,9 +50,9 @@ from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora
                    response_hidden, save_lora, scaled_rate, use_lora)
 from report import batch_metrics, colour_tokens, sample_row
 from reward_model import Judgement, judge, probe, write_critiques
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, gather_rows, hash_logs,
-                     keep_checkpoint, optimizer_parameters, print_rank0, resume,
-                     write_metrics)
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, forecast_minutes,
+                     gather_rows, hash_logs, keep_checkpoint, optimizer_parameters,
+                     print_rank0, resume, write_metrics)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
 
@@ -540,7 +540,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         cut_logs(out, state)
     bar = tqdm(range(start, config.iterations), "policy", initial=start,
                total=config.iterations, disable=RANK > 0)
-    for iteration in bar:                                                              # l.6
+    for iteration in forecast_minutes(bar, "phase 3"):                                 # l.6
         seed = config.seed * 1_000_003 + iteration
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)

@@ -255,6 +255,7 @@ NOTES = {
     "true_delta": "mean δ_t per token by the annotator; rises together with the critic's",
     "poor_recall": _AGREEMENT, "poor_precision": _AGREEMENT,
     "good_recall": _AGREEMENT, "good_precision": _AGREEMENT,
+    "poor_tokens": "tokens that the annotator marks as poor; poor_recall is a share of them",
     "good": "share of tokens in good spans; rises",
     "poor": "share of tokens in poor spans; falls",
     "entropy": "nats per token; falls slowly; near 0, all rollouts are the same",
@@ -468,8 +469,9 @@ def _pairs(rows: list[dict]) -> str:
 
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
+    ("Curves", curves, "metrics.jsonl"),
     ("Held-out examples", _examples, "before_samples.jsonl", "after_samples.jsonl"),
-    ("Training samples", _samples, "samples.jsonl"), ("Curves", curves, "metrics.jsonl"),
+    ("Training samples", _samples, "samples.jsonl"),
     ("Loss of R_φ", curves, "reward/losses.jsonl"),
     ("Reward model", _pairs, "reward/metrics.json"),
     ("Phases", _pairs, "phases.jsonl"), ("Settings", _pairs, "config.json")]
@@ -535,9 +537,17 @@ def evaluation_command(config, out: Path, **flags) -> str:
 
 
 def compare_runs(directories) -> Path:
-    """Write comparison.html beside the first run: overviews, changed settings and curves."""
+    """Write comparison.html beside the first run: results, overviews, curves and settings."""
     runs = dict(zip(_NAMES, map(Path, directories)))
-    body = "".join(f"<h2>{name}: {escape(str(out))}</h2>{_overview(out)}"
+    after = [result["after"] for out in runs.values()
+             for result in whole_rows(out / "result.json")]
+    body = ""
+    if len(after) == len(runs):
+        names = [name for name in after[0] if all(name in means for means in after)]
+        lines = [[name, *(means[name] for means in after), after[-1][name] - after[0][name]]
+                 for name in names]
+        body = html_table(["after training", *runs, f"{[*runs][-1]} − A"], lines, 3)
+    body += "".join(f"<h2>{name}: {escape(str(out))}</h2>{_overview(out)}"
                    for name, out in runs.items())
     body += curves(*(whole_rows(out / "metrics.jsonl") for out in runs.values()))
     settings = [whole_rows(out / "config.json")[0] for out in runs.values()]

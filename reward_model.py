@@ -45,8 +45,8 @@ from model import (BaseConfig, add_lora, encode_answer, encode_prompt, encode_te
                    gathered, load_base, lora_parameters, response_hidden, save_lora,
                    scaled_rate, use_lora)
 from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
-                     checksum, gather_rows, keep_checkpoint, lock_directory, print_rank0,
-                     result_exists, resume, run_collective, start_ranks)
+                     checksum, forecast_minutes, gather_rows, keep_checkpoint, lock_directory,
+                     print_rank0, result_exists, resume, run_collective, start_ranks)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 
 
@@ -227,7 +227,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     bar = tqdm(range(start, len(batches)), f"fit {name}", len(batches), initial=start,
                disable=RANK > 0)
     with use_lora(model, name):
-        for step in bar:
+        for step in forecast_minutes(bar, f"fit {name}"):
             # Each step and rank draws different dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
             rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(batches))
@@ -329,6 +329,7 @@ def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
     that graded values such as .75 count as well.
     """
     counts = Counter()
+    counts["tokens"] += len(truth)
     for true_delta, predicted_delta in zip(truth, predicted):
         for name, sign in (("good", 1), ("poor", -1)):
             is_marked = true_delta * sign > 0
@@ -364,7 +365,8 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
                             "annotator": row["critique"], "reward_model": z,
                             "unreadable": judgement.reason})
     counts = sum(gather_rows([counts]), Counter())
-    figures = {"unparseable": counts["unparseable"] / max(1, len(rows))}
+    figures = {"unparseable": counts["unparseable"] / max(1, len(rows)),
+               "tokens": counts["tokens"], "poor_tokens": counts["poor marked"]}
     return figures | token_figures(counts), gather_rows(samples)
 
 
@@ -425,7 +427,7 @@ def probe(batch, config) -> dict[str, float | None]:
             counts += count_tokens(judgement.delta, predicted.delta)
             true_delta += judgement.delta
     mean = sum(true_delta) / len(true_delta) if true_delta else None
-    return {"true_delta": mean, **token_figures(counts)}
+    return {"true_delta": mean, "poor_tokens": counts["poor marked"], **token_figures(counts)}
 
 
 def fit(model, tokenizer, config: RewardConfig) -> dict:
@@ -473,10 +475,47 @@ def summary(metrics: dict) -> str:
     if "held_out_loss" not in metrics:
         return "trained, but not evaluated: too few rows to hold any out"
     texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
+    share = metrics["poor_tokens"] / max(1, metrics["tokens"])
     return (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
-            f"{texts['poor_precision']}, recall {texts['poor_recall']}; good tokens "
+            f"{texts['poor_precision']}, recall {texts['poor_recall']} (all tokens marked: "
+            f"{share:.3f}, 1; {metrics['poor_tokens']} of {metrics['tokens']} tokens in "
+            f"{metrics['held_out_rows']} rows are poor); good tokens "
             f"{texts['good_precision']}, {texts['good_recall']}; unparseable "
             f"{metrics['unparseable']:.1%}")
+
+
+FEW_TOKENS = 30                          # fewer poor tokens do not tell what R_φ finds
+LEAST_RECALL = 0.2
+
+
+def check_reward_model(path: Path, is_allowed: bool):
+    """Warn before phase 3 where R_φ is weak; see `summary`. path: its metrics.json, if any.
+
+    R_φ is weak if it finds less than a fifth of the poor tokens, or is not more precise than
+    random marks. Raises InputError if both are true, unless is_allowed.
+    """
+    metrics = read_rows(path)[0] if result_exists(path) else {}
+    if not metrics.get("tokens"):
+        return                                # no held-out rows, or an R_φ of the third version
+    count = metrics["poor_tokens"]
+    if count < FEW_TOKENS:
+        print_rank0(f"warning: {path}: only {count} poor tokens in the held-out rows, too few "
+                    f"to say what R_φ finds; annotate more rows")
+        return
+    share = count / metrics["tokens"]
+    recall = metrics["poor_recall"]
+    precision = metrics["poor_precision"] or 0.0
+    faults = []
+    if recall < LEAST_RECALL:
+        faults.append(f"finds {recall:.0%} of the poor tokens")
+    if precision <= share:
+        faults.append(f"has a precision of {precision:.2f}, and random marks reach {share:.2f}")
+    if faults:
+        problem = (f"R_φ {' and '.join(faults)} ({path}); annotate more rows, raise "
+                   f"--reward_epochs, or use --critic annotator")
+        if len(faults) == 2 and not is_allowed:
+            raise InputError(f"{problem}, or set --allow_weak_reward_model")
+        print_rank0(f"warning: {problem}")
 
 
 def refuse_other_settings(config: RewardConfig):

@@ -17,12 +17,15 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -354,7 +357,7 @@ POLICY = ["result.json", "checkpoint-*"]
 REWARD_MODEL = ["reward/metrics.json", *POLICY]
 SETTINGS = [
     ("task, model, adapter, data, seed, temperature, dtype, eval_rows, annotated_rows, "
-     "max_prompt_tokens, max_new_tokens, max_critique_tokens",
+     "annotated_responses_per_prompt, max_prompt_tokens, max_new_tokens, max_critique_tokens",
      ["responses.jsonl", "feedback.jsonl", *REWARD_MODEL]),
     ("annotator_model, annotator_function, mode", ["feedback.jsonl", "reward/metrics.json"]),
     ("reward_learning_rate, reward_epochs, reward_lora_targets", REWARD_MODEL),
@@ -364,7 +367,7 @@ SETTINGS = [
      "value_target, entropy_coef, lora_r, lora_alpha, lora_targets", POLICY),
     ("output_dir, base_url, price_in, price_out, max_usd, concurrency, micro_batch_size, "
      "rollout_batch_size, activation_checkpointing, shard, rank_timeout, save_every, "
-     "probe_rows, wandb, allow_code_execution", []),
+     "probe_rows, wandb, allow_code_execution, allow_weak_reward_model", []),
 ]
 CHANGEABLE = set(SETTINGS[-1][0].split(", "))
 HASH = "sha256 of --"                     # prefix of a flag whose file has this hash
@@ -406,13 +409,20 @@ def check_settings(settings: dict, saved: dict, bound: set[str], place: Path, re
                          f"{remedy}")
 
 
+def versions() -> dict[str, str]:
+    """The versions of torch and transformers, and the git commit of this project, if any."""
+    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+    return {"torch": torch.__version__, "transformers": version("transformers"),
+            "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
+
+
 def save_settings(config, directory: Path, critic=None):
     """Write config.json. Raises InputError where existing results have other settings.
 
     critic: name of the critic of phase 3.
     """
     path = directory / "config.json"
-    settings = run_settings(config) | {"critic of phase 3": critic}
+    settings = run_settings(config) | {"critic of phase 3": critic} | versions()
     saved = read_rows(path)[0] if path.exists() else {}
     check_settings(settings, saved, bound_settings(directory), directory,
                    f"choose another --output_dir{reward_model_hint(config, directory)}")
@@ -493,6 +503,17 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
 
 
 # ── Metrics of a run
+
+def forecast_minutes(steps: tqdm, name: str):
+    """Yield the steps of a phase; after a tenth of them, print when the last one will end."""
+    start = time.time()
+    count = max(1, len(steps) // 10)
+    for number, step in enumerate(steps, 1):
+        yield step
+        seconds = (time.time() - start) / number * (len(steps) - number)
+        if number == count and seconds > 30:
+            print_rank0(f"{name}: ends in about {seconds / 60:.0f} min")
+
 
 class Timer:
     """Seconds that each part of an iteration takes (Table 13)."""

@@ -39,11 +39,11 @@ from model import (add_lora, drop_long_rows, eos_ids, fingerprint, gathered, loa
 from policy import (PolicyConfig, Rollouts, add_advantages, add_feedback, derive_settings,
                     forward, reward_model_critic, sample_rollouts, train)
 from report import print_result, sample_row, score_response
-from reward_model import (RewardConfig, fit, judge_by_annotator, reward_settings, split_rows,
-                          summary)
-from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, gather_rows, lock_directory,
-                     on_rank0, print_rank0, result_exists, reward_model_hint, run_collective,
-                     run_phase, run_settings, save_settings, start_ranks)
+from reward_model import (RewardConfig, check_reward_model, fit, judge_by_annotator,
+                          reward_settings, split_rows, summary)
+from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, forecast_minutes, gather_rows,
+                     lock_directory, on_rank0, print_rank0, result_exists, reward_model_hint,
+                     run_collective, run_phase, run_settings, save_settings, start_ranks)
 from sampling import head_weight, token_logprobs
 
 
@@ -60,12 +60,15 @@ class Config(PolicyConfig):
     max_prompt_tokens: int | None = flag(
         None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
     annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
+    annotated_responses_per_prompt: int = flag(
+        1, "responses sampled for each annotated row that has none", least=1)
     reward_learning_rate: float | None = flag(
         None, "peak rate of R_φ; none: the task's, or by the size of the model", most=10)
     reward_epochs: int | None = flag(
         None, "epochs of R_φ over its rows; none: the task's, or about 200 steps", least=1)
     reward_lora_targets: str | None = flag(
         None, "layers of R_φ with an adapter; none: the task's")
+    allow_weak_reward_model: bool = flag(False, "phase 3 also with an R_φ that is no use")
     eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
     rank_timeout: float = flag(30.0, "timeout of collective operations in minutes", least=0.01)
 
@@ -153,9 +156,11 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     task = get_task(config.task)
     generator = torch.Generator().manual_seed(config.seed)
     with_response = [row for row in rows if task.all_responses(row)]
-    without_response = [row for row in rows if not task.all_responses(row)]
+    without_response = [row for row in rows if not task.all_responses(row)
+                        for _ in range(config.annotated_responses_per_prompt)]
     parts = chunks(without_response, 256)
-    for part in tqdm(parts, "respond", disable=not without_response or RANK > 0):
+    bar = tqdm(parts, "respond", disable=not without_response or RANK > 0)
+    for part in forecast_minutes(bar, "respond"):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
         with_response += [row | {"response": y} for row, y in zip(part, batch.texts)]    # l.6
@@ -306,6 +311,9 @@ def main(argv=None, critic=None, needs_reward_model=True, advantages=add_advanta
                   out / "reward")                                                    # l.13–14
         if not lora_parameters(model, "reward"):                # trained in an earlier run
             load_lora(model, "reward", out / "reward" / "adapter")
+    if needs_reward_model:
+        adapter = Path(config.reward_model or out / "reward/adapter")
+        check_reward_model(adapter.parent / "metrics.json", config.allow_weak_reward_model)
     run_phase("phase 3, policy", "result.json", out,
               lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
                                          critic, advantages), out)                   # l.16–19

@@ -1,6 +1,6 @@
 """Reward designs: critics that take R_φ's place (§4.3, Table 11, Appendices A, I and N).
 
-    python -m experiments.baselines true            # the annotator itself judges every rollout
+    python -m experiments.baselines importance      # token weights within a span
     python -m experiments.baselines end --seed 1    # setting B of App. A: Σ_t δ_t at the end
 
 A critic maps rollouts to one Judgement for each row of this rank. The rest of Algorithm 4 does
@@ -10,7 +10,8 @@ not change. DESIGNS maps these names to critics:
     graded             mean δ' of four critiques sampled from R_φ at temperature 1
     end                Σ_t δ_t at the last token: the same feedback without token positions
     linear_decay, importance   token weights within a span (Appendix I.1)
-    true, true_end, …  the function of --annotator_function judges the rollouts, not R_φ
+    true, true_end, …  the function of --annotator_function judges the rollouts, not R_φ, as
+                       --critic annotator of text2grad.py does
     score              numbers of --annotator_function, see `score_critic`
     scalar, steps      score of a reward model at the last token, or at the end of each step;
                        PPO and PRM-PPO in baselines.py train these reward models first

@@ -25,20 +25,20 @@ SHARED = ROOT.parent / "shared"
 # These files take most of the time, so they start first: no worker then runs minutes longer
 # than the others. `-m "not slow"` leaves them out.
 SLOW = ("test_notebooks", "test_notebook6", "test_asking", "test_attacks", "test_sandbox",
-        "test_ranks", "test_restart", "test_pipeline", "test_smollm2", "test_sharding", "test_sample",
-        "test_eval", "test_files", "test_damage", "test_studies", "test_train",
+        "test_ranks", "test_restart", "test_pipeline", "test_smollm2", "test_sharding",
+        "test_sample", "test_eval", "test_files", "test_damage", "test_studies", "test_train",
         "test_public_cases", "test_benchmarks", "test_toy", "test_critic", "test_baselines",
-        "test_servers")
+        "test_servers", "test_adapters", "test_gpu", "test_metrics")
 
 
 def pytest_collection_modifyitems(items):
     def start_order(item):
         name = Path(item.fspath).stem
-        if name not in SLOW:
-            return len(SLOW)
-        item.add_marker("slow")
-        return SLOW.index(name)
+        return SLOW.index(name) if name in SLOW else len(SLOW)
 
+    for item in items:
+        if start_order(item) < len(SLOW) or "finished_run" in item.fixturenames:
+            item.add_marker("slow")
     items.sort(key=start_order)
 
 

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import annotate as annotate_script
 import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --timeout
 import pytest
-from annotate import AnnotateConfig, annotate, annotation_questions
+from annotate import (AnnotateConfig, Feedback, annotate, annotation_questions,
+                      describe_feedback, feedback_row, ground)
 from ask import Journal, Question, Server, read_answer
 from data import InputError, read_rows, write_rows
 from helpers import ROOT, SLOW, error_message, run_main
@@ -293,8 +294,8 @@ def test_rows_that_always_fail_do_not_block_later_rows(work):
 def test_a_server_that_never_answers_ends_the_run(work, fault, concurrency):
     """Only the first questions are asked, each twice; "drip" sends a byte every 0.5 s."""
     work.set(faults={fault: 1.0}, hang=20)
-    work.fails("no answer in 0.5 s; check", random_rows(150), concurrency=concurrency,
-               timeout=0.5, retries=1)
+    work.fails("no answer in 0.5 s; lower --concurrency, or raise --timeout", random_rows(150),
+               concurrency=concurrency, timeout=0.5, retries=1)
     assert 2 <= work.calls() <= 2 * concurrency
 
 
@@ -401,13 +402,55 @@ def test_a_dry_run_sends_no_request_and_counts_those_that_are_left(work, monkeyp
     work.run(random_rows(300), limit=50, **PRICES)
     monkeypatch.delenv("OPENAI_API_KEY")
     sizes = [question.size for question in annotation_questions(work.config())[50:]]
-    assert work.run(dry_run=True, **PRICES) == (
+    forecast, feedback = work.run(dry_run=True, **PRICES).split("\n", 1)
+    assert feedback.startswith("feedback: ") and " 0% of the quotes ambiguous" in feedback
+    assert forecast == (
         f"300 responses, 250 requests to send: about {sum(sizes) // 4:,} prompt + 87,500 reply "
         "tokens (4 bytes per token, 350 tokens per reply), "
         f"${usd({'prompt_tokens': sum(sizes) // 4, 'completion_tokens': 87_500}):.4f}")
     rows = [row | {"critique": "c"} for row in work.rows]
     aligned = work.run(rows, dry_run=True, mode="align")
     assert "80 tokens per reply" in aligned and "USD unknown" in aligned and work.calls() == 50
+
+
+def test_a_dry_run_prices_rows_that_have_no_response_yet(work, capsys):
+    rows = [{"prompt": row["prompt"]} for row in random_rows(5)]
+    assert work.run(rows, dry_run=True).startswith("5 responses, 5 requests to send")
+    assert "5 rows have no response; the forecast counts" in capsys.readouterr().out
+    work.fails("no row has a response", rows)
+
+
+def feedback_rows(quotes_of, n=20):
+    """n annotated responses; quotes_of(response) → (good quotes, poor quotes)."""
+    rows = []
+    for i in range(n):
+        example = {"id": str(i), "prompt": "p", "response": f"the cat {i} and the dog sat here"}
+        z = Feedback("c", *quotes_of(example["response"]))
+        rows.append(feedback_row("t", example, z, ground(example["response"], z), "me"))
+    return rows
+
+
+@pytest.mark.parametrize("quotes_of, warned", [
+    (lambda y: (["cat"], ["sat here"]), []),
+    (lambda y: ([], []), ["responses without a span"]),
+    (lambda y: ([y], []), ["text good"]), (lambda y: ([], [y]), ["text poor"]),
+    (lambda y: (["the"], ["sat"]), ["quotes ambiguous"]),
+    (lambda y: (["a bird", "cat"], ["sat"]), ["quotes not in the response"])])
+def test_feedback_of_no_worth_is_warned_of_in_one_line(quotes_of, warned):
+    figures, *warnings = describe_feedback(feedback_rows(quotes_of)).splitlines()
+    assert figures.startswith("feedback: ")
+    assert [re.search(r"of the ([\w ]+) \(healthy", line)[1] for line in warnings] == warned
+    assert all("; for example '" in line for line in warnings)
+
+
+def test_the_figures_of_feedback_are_counted_by_hand():
+    """"cat" is good, "a bird" does not occur, and "the" occurs twice."""
+    rows = feedback_rows(lambda y: (["cat", "a bird"], ["the"]))
+    size = sum(len(row["response"]) for row in rows)
+    line = describe_feedback(rows).splitlines()[0]
+    assert line == ("feedback: 60 quotes, 33% of the quotes not in the response, 33% of the "
+                    f"quotes ambiguous, {60 / size:.0%} of the text good, 0% of the text poor, "
+                    "0% of the responses without a span")
 
 
 # ── --annotator_function: a Python function instead of a server

@@ -428,14 +428,15 @@ def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path, requests):
     config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4,
                     output_dir=str(tmp_path))
     figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
-               "good_recall": 2 / 2, "good_precision": 2 / 3}
+               "good_recall": 2 / 2, "good_precision": 2 / 3, "poor_tokens": 4}
     assert probe(batch, config) == pytest.approx(figures)
     first, empty, unread, last, _ = deltas
     assert sorted(requests) == sorted([first, unread, last])
     assert probe(batch, config) == pytest.approx(figures)
     assert requests[3:] == [unread], "only the unreadable reply is requested again"
     unreadable = rollouts_of({unread: [-1, 1, 0], empty: [0]}, toy.rows("train", 2))
-    assert probe(unreadable, config) == dict.fromkeys(figures), "a figure of nothing is no 0"
+    nothing = dict.fromkeys(figures) | {"poor_tokens": 0}
+    assert probe(unreadable, config) == nothing, "a figure of nothing is no 0"
 
 
 def half_blind(rollouts, model, tokenizer, config):

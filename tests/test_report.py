@@ -224,8 +224,8 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     assert page.all("p")[0][1] == ("model: toy/base · task: toy · critic of phase 3: R_φ · "
                                    "policy: ended 2026-11-23 after 7 s in all")
     assert [text for _, text in page.all("h2")] == [
-        "Before and after", "0 of 8 figures are unhealthy", "Held-out examples",
-        "Training samples", "Curves", "Loss of R_φ", "Reward model", "Phases", "Settings"]
+        "Before and after", "0 of 8 figures are unhealthy", "Curves", "Held-out examples",
+        "Training samples", "Loss of R_φ", "Reward model", "Phases", "Settings"]
     assert len(page.all("figure")) == len(METRICS) + 2
     cells = [text for _, text in page.all("td")]
     assert cells == ["fact accuracy", "0.500", "0.750", "held_out_loss", "0.25",
@@ -399,6 +399,10 @@ def test_several_runs_are_compared_on_one_page(run, tmp_path):
     assert cells[-12:] == ["base_url", "http://…@h/v1?…", "http://…@h/", "critic of phase 3",
                            "R_φ", "None", "model", "toy/base", "None", "seed", "None", "1"]
     assert not (run / "report.html").exists()
+    write(other, {"result.json": [{"before": {}, "after": {"fact accuracy": .25}}]})
+    run_main(run, other, module=report)
+    cells = [text for _, text in Page((tmp_path / "comparison.html").read_text()).all("td")]
+    assert cells[:4] == ["fact accuracy", "0.750", "0.250", "-0.500"]
 
 
 def test_a_long_prompt_says_that_it_is_cut():

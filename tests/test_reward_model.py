@@ -5,6 +5,7 @@ adapter) with explicit values or a closed form.
 """
 
 import math
+import re
 from dataclasses import replace
 from itertools import count
 
@@ -13,8 +14,8 @@ import torch
 from data import InputError, reward_prompt, write_rows
 from helpers import randomise, toy_feedback
 from model import add_lora, load_lora, lora_parameters, use_lora
-from reward_model import (RewardConfig, count_tokens, encode_rows, fit, fit_adapter, split_rows,
-                          token_figures, write_critiques, z_loss)
+from reward_model import (RewardConfig, check_reward_model, count_tokens, encode_rows, fit,
+                          fit_adapter, split_rows, token_figures, write_critiques, z_loss)
 
 CONFIG = RewardConfig(batch_size=4, micro_batch_size=4, epochs=2, lora_r=2, lora_alpha=4,
                       learning_rate=1e-2, lora_targets="q_proj")
@@ -159,7 +160,7 @@ def test_tokens_of_graded_delta_count_by_their_sign():
     """Graded critics give ±.25 to ±1: good 2 marked, 3 predicted, 2 hit; poor 3, 2 and 1. What
     cannot be divided is None and no 0."""
     counts = count_tokens([1, 0.5, -1, -0.25, 0, -0.75], [0.75, 1, 0.25, 0, -0.5, -1])
-    assert counts == {"good marked": 2, "good predicted": 3, "good hit": 2,
+    assert counts == {"tokens": 6, "good marked": 2, "good predicted": 3, "good hit": 2,
                       "poor marked": 3, "poor predicted": 2, "poor hit": 1}
     assert token_figures(counts) == {"good_precision": 2 / 3, "good_recall": 1,
                                      "poor_precision": 1 / 2, "poor_recall": 1 / 3}
@@ -198,3 +199,23 @@ def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model, spy)
     (temperature, ends, used), greedy = calls
     assert (temperature, ends) == (1.0, eos) and torch.equal(used, uniforms[1:])
     assert greedy == (0.0, eos, None)
+
+
+# ── What R_φ is worth, before phase 3
+
+@pytest.mark.parametrize("figures, words, refused", [
+    ({"poor_recall": .7, "poor_precision": .8}, None, False),
+    ({"poor_recall": .07, "poor_precision": .8}, "finds 7% of the poor tokens", False),
+    ({"poor_recall": .9, "poor_precision": .1}, "precision of 0.10, and random .* 0.10", False),
+    ({"poor_recall": 0.0, "poor_precision": None}, "finds 0% .* and has a precision", True),
+    ({"poor_recall": 0.0, "poor_precision": None, "poor_tokens": 29}, "only 29 poor tokens",
+     False), ({"tokens": 0}, None, False)])
+def test_a_weak_reward_model_is_warned_of_or_refused(tmp_path, capsys, figures, words, refused):
+    path = tmp_path / "metrics.json"
+    check_reward_model(path, False)                       # an R_φ without figures
+    write_rows(path, [{"tokens": 1000, "poor_tokens": 100, **figures}])
+    if refused:
+        with pytest.raises(InputError, match=f"{words}.*--allow_weak_reward_model"):
+            check_reward_model(path, False)
+    check_reward_model(path, refused)
+    assert re.search(f"warning: .*{words}" if words else "^$", capsys.readouterr().out)
