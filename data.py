@@ -202,8 +202,9 @@ RELEASE = {  # Table 9, Table 10
 OWN = {
     "policy": dict(
         batch_size=None, minibatch_size=None, learning_rate=None, ppo_epochs=2,
-        lora_targets="q_proj,k_proj,v_proj,o_proj", value_clip=5.0, kl_horizon=None,
-        micro_batch_size=4, max_new_tokens=128, max_critique_tokens=256),
+        lora_targets="q_proj,k_proj,v_proj,o_proj", value_clip=5.0, kl_coef=0.2, kl_target=8.0,
+        kl_horizon=128, temperature=0.7, micro_batch_size=4, max_new_tokens=64,
+        max_critique_tokens=256),
     "reward": dict(
         learning_rate=None, epochs=None, batch_size=4, lora_dropout=0.0, weight_decay=0.0,
         lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",

@@ -198,11 +198,11 @@ def derive_settings(config: PolicyConfig, count: int, model) -> PolicyConfig:
     batch_size = -(-(64 if count >= 1000 else 16) // unit) * unit       # rounded up to a unit
     config = fill(config, batch_size=batch_size)
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
-    rate = scaled_rate(model, 2e-3)
+    rate = scaled_rate(model, 1.3e-3)
     value_rate = 10 * rate if config.learning_rate is None else config.learning_rate
     return fill(
         config, learning_rate=rate, value_learning_rate=value_rate,
-        iterations=min(6000, max(12, passes * count // config.batch_size)),
+        iterations=min(6000, max(16, passes * count // config.batch_size)),
         minibatch_size=max(1, config.batch_size // 2 // WORLD_SIZE) * WORLD_SIZE)
 
 

@@ -238,7 +238,7 @@ def test_a_task_of_the_user_from_end_to_end(tmp_path, monkeypatch, unreadable_r_
              "--data", data, "--model", "toy/base", *TINY, "--output_dir", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
-        0.3, 2e-3, "cosine")
+        0.3, 1.3e-3, "cosine")
     assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
     assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith(
         "Write a headline.")

@@ -267,24 +267,24 @@ DERIVED = "batch_size", "iterations", "minibatch_size", "learning_rate", "value_
 
 
 @pytest.mark.parametrize("settings, rows, millions, ranks, expected", [
-    ({}, 160, 134.5, 1, (16, 12, 8, 3.9e-4, 3.9e-3)),
-    ({}, 20, 0.3, 1, (16, 12, 8, 2e-3, 2e-2)),
-    ({}, 10_000, 8030, 1, (64, 156, 32, 9.99e-5, 9.99e-4)),
-    ({}, 500_000, 8000, 1, (64, 6000, 32, 1e-4, 1e-3)),
-    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 2e-3, 2e-2)),  # 4 epochs
+    ({}, 160, 134.5, 1, (16, 16, 8, 2.54e-4, 2.54e-3)),
+    ({}, 20, 0.3, 1, (16, 16, 8, 1.3e-3, 1.3e-2)),
+    ({}, 10_000, 8030, 1, (64, 156, 32, 6.49e-5, 6.49e-4)),
+    ({}, 500_000, 8000, 1, (64, 6000, 32, 6.5e-5, 6.5e-4)),
+    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 1.3e-3, 1.3e-2)),  # 4 epochs
     (dict(zip(DERIVED, (3, 7, 3, 0.0, 0.25))), 20, 0.3, 1, (3, 7, 3, 0.0, 0.25)),
     # The value head has the same rate, unless the policy's is derived.
-    ({"learning_rate": 0.5}, 100, 1, 1, (16, 12, 8, 0.5, 0.5)),
-    ({"learning_rate": 0.0}, 100, 1, 1, (16, 12, 8, 0.0, 0.0)),
-    ({"value_learning_rate": 0.0}, 100, 1, 1, (16, 12, 8, 2e-3, 0.0)),
+    ({"learning_rate": 0.5}, 100, 1, 1, (16, 16, 8, 0.5, 0.5)),
+    ({"learning_rate": 0.0}, 100, 1, 1, (16, 16, 8, 0.0, 0.0)),
+    ({"value_learning_rate": 0.0}, 100, 1, 1, (16, 16, 8, 1.3e-3, 0.0)),
     # Each rank gets the same number of rollouts, and no group is cut.
-    ({"responses_per_prompt": 3}, 100, 1, 1, (18, 12, 9, 2e-3, 2e-2)),
-    ({}, 100, 1, 3, (18, 12, 9, 2e-3, 2e-2)),
-    ({"responses_per_prompt": 12}, 100, 1, 8, (24, 12, 8, 2e-3, 2e-2)),
-    ({}, 100, 1, 24, (24, 12, 24, 2e-3, 2e-2))])
+    ({"responses_per_prompt": 3}, 100, 1, 1, (18, 16, 9, 1.3e-3, 1.3e-2)),
+    ({}, 100, 1, 3, (18, 16, 9, 1.3e-3, 1.3e-2)),
+    ({"responses_per_prompt": 12}, 100, 1, 8, (24, 16, 8, 1.3e-3, 1.3e-2)),
+    ({}, 100, 1, 24, (24, 16, 24, 1.3e-3, 1.3e-2))])
 def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions, ranks,
                                                              expected, monkeypatch):
-    """questions.md: N / batch_size iterations, at least 12, and a rate of 2 · 10⁻³ / ∛P."""
+    """questions.md: N / batch_size iterations, at least 16, and a rate of 1.3 · 10⁻³ / ∛P."""
     monkeypatch.setattr("policy.WORLD_SIZE", ranks)
     empty = {"task": "my_task:HEADLINES", **dict.fromkeys(DERIVED)}
     config = derive_settings(Config(**empty | settings), rows, model_of(millions))
