@@ -214,6 +214,7 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
 
 WARN_UNREADABLE = 0.2                     # share of critiques; a warning above it
 MOST_UNREADABLE = 0.5                     # phase 3 does not start above it
+ALL_TOKENS = 0.9                          # share of good or of poor tokens; a warning above it
 
 
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
@@ -232,10 +233,11 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         if unreadable > MOST_UNREADABLE:
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
-    if before["tokens in good spans"] + before["tokens in poor spans"] == 0:
-        print_rank0(f"warning: every δ is 0 on the {len(samples)} held-out responses; if R_φ "
-                    f"judges, its quotes do not occur in them; python report.py {out} shows "
-                    f"them")
+    shares = before["tokens in good spans"], before["tokens in poor spans"]
+    if not 0 < max(shares) < ALL_TOKENS:
+        print_rank0(f"warning: δ is nearly the same for every token of the {len(samples)} "
+                    f"held-out responses ({shares[0]:.0%} good, {shares[1]:.0%} poor), so the "
+                    f"policy learns nothing; python report.py {out} shows the critiques")
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:

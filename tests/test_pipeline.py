@@ -76,7 +76,8 @@ def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
 @pytest.mark.parametrize("unreadable, quote, message", [
     (1, "", ""), (2, "", "33% of the critiques cannot be read and give no reward (the first:"),
     (4, "", "67% of the critiques cannot be read"),
-    (0, "xylophone", "every δ is 0 on the 6 held-out responses; if R_φ judges, its quotes do")])
+    (0, "xylophone", "δ is nearly the same for every token of the 6 held-out responses (0% "),
+    (0, "", "δ is nearly the same for every token of the 6 held-out responses (100% good, ")])
 def test_a_critic_without_rewards_is_reported_before_training(
         toy_model, tmp_path, monkeypatch, capsys, unreadable, quote, message):
     """Of six critiques one may be unreadable; two give a warning, and four an error."""

@@ -271,7 +271,7 @@ DERIVED = "batch_size", "iterations", "minibatch_size", "learning_rate", "value_
     ({}, 20, 0.3, 1, (16, 16, 8, 1.3e-3, 1.3e-2)),
     ({}, 10_000, 8030, 1, (64, 156, 32, 6.49e-5, 6.49e-4)),
     ({}, 500_000, 8000, 1, (64, 6000, 32, 6.5e-5, 6.5e-4)),
-    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 1.3e-3, 1.3e-2)),  # 4 epochs
+    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 1.3e-3, 1.3e-2)), # 4 epochs
     (dict(zip(DERIVED, (3, 7, 3, 0.0, 0.25))), 20, 0.3, 1, (3, 7, 3, 0.0, 0.25)),
     # The value head has the same rate, unless the policy's is derived.
     ({"learning_rate": 0.5}, 100, 1, 1, (16, 16, 8, 0.5, 0.5)),
