@@ -184,7 +184,8 @@ TASKS = {
 
 
 # Settings of text2grad.py ("policy") and reward_model.py ("reward") that replace the defaults,
-# which suit the toy world. RELEASE: common values of the release (Tables 9 and 10).
+# which suit the toy world. RELEASE: common values of the release's command lines (Tables 9 and
+# 10). Its DeepSpeed file replaces some of them, see PAPER.md.
 RELEASE = {  # Table 9, Table 10
     "policy": dict(
         model="meta-llama/Llama-3.1-8B-Instruct", annotator_function=None, annotated_rows=10000,

@@ -20,12 +20,13 @@ Departures. We correct errors of the paper: its objective, which is maximised, s
 entropy, so our loss is −L_CLIP − β_H H. The sum of GAE ends at T − t, and V is 0 after the last
 token. The paper has two δ_t; here they are `delta` and `td_error`. From the release (the code
 that the authors published, with settings for SLF5K, KodCode and UltraFeedback, named in this
-order): A_t is whitened over the batch, β adapts to a target KL, the target of V is A_t + V_t,
-the value loss is halved and clipped, and one AdamW steps θ and ψ, with one gradient clip. Our
-own: all π are at the sampling temperature. R_φ writes z' greedily. A step whose loss or
-gradient is not finite, or whose mean ρ_t is above 10, is skipped and counted. The KL term is of
-the sampled token alone. The release pays the exact KL_t of the whole distribution, which is the
-same for every y_t and therefore gives no gradient at y_t.
+order): A_t is whitened (there over the responses of one GPU, here over the batch), β adapts to
+a target KL, the target of V is A_t + V_t, the value loss is halved and clipped, one optimizer
+steps θ and ψ (there Adafactor for SLF5K) with one gradient clip (there none for SLF5K), and a
+step whose mean ρ_t is above 10 is skipped. Our own: all π are at the sampling temperature. R_φ
+writes z' greedily. A step whose loss or gradient is not finite is also skipped, and all skipped
+steps are counted. The KL term is of the sampled token alone. The release pays the exact KL_t of
+the whole distribution, which is the same for every y_t and therefore gives no gradient at y_t.
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
 tokens of some rows, H hidden size. Each rank samples, judges and trains on rows
@@ -87,7 +88,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Scale to mean 0 and variance 1 over the mask, as the release does. [B, T] → [B, T]"""
+    """Scale to mean 0 and variance 1 over the mask, as the release does on each GPU.
+
+    [B, T] → [B, T]
+    """
     wide = x.double()                 # float32 would leave rounding error over a tiny spread
     count = mask.sum()
     mean = (wide * mask).sum() / count
@@ -158,7 +162,7 @@ class PolicyConfig(AnnotatorConfig, BaseConfig):
     temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
     max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
     kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(2.0, "target KL per response, nats (release: 6, 1, 3); 0: fixed β")
+    kl_target: float = flag(2.0, "target KL per response, nats (release: 6); 0: fixed β")
     kl_horizon: int | None = flag(
         None, "rollouts in which β adapts (release: 10000); none: a tenth of the run", least=1)
     gamma: float = flag(1.0, "discount γ (release: 1)", most=1)

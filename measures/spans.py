@@ -367,7 +367,8 @@ def _costs(rows: list[dict], places: Callable | None) -> tuple:
                "thousandths of a USD": prices}
     unit = "tokens" if places else "words and punctuation marks"
     return (f"Table 12, Table 14: {unit} of replies "
-            "(paper: 6–8 × with a label per word), and the bill", ["", "rows", "mean", "total"],
+            "(paper: 6–8 × more with a label per word), and the bill",
+            ["", "rows", "mean", "total"],
             [[name, len(values), _mean(values), sum(values) if values else None]
              for name, values in columns.items()])
 

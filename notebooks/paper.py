@@ -37,7 +37,7 @@ Alg. 4 l.21–22 | ρ_t = π_θ(y_t ∣ x, y_<t) / π_θold(y_t ∣ x, y_<t)
 Alg. 4 l.23 | L^CLIP_t = min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t)
 Alg. 4 l.24 | L^VF_t = (V(x, y_<t) − R_t)^2; R_t = Σ_{k≥t} γ^{k−t} r_k or, by default, A_t + V
 Alg. 4 l.25 | L^ENT_t = H(π_θ(· ∣ x, y_<t))
-Alg. 4 l.27 | E_t[L^CLIP_t + β L^ENT_t], maximised; printed −β (errata)""".splitlines())
+Alg. 4 l.27 | E_t[L^CLIP_t + β_H L^ENT_t], maximised; printed −β (errata)""".splitlines())
 # Equations that are implemented by a tagged line of an algorithm.
 SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14"}
 # The number of the study whose figure is shown in a row.

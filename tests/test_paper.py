@@ -181,7 +181,7 @@ def test_prose_against_tables():
     averages = mean((67.7, 61.6, 73.3, 61.6)), mean((64.6, 61.0, 68.5, 55.8))
     assert gain(*averages) == 3.6                             # of all four over PPO
     savings = [round(100 * (1 - 1 / times)) for times in (6, 8)]
-    assert savings == [83, 88]                                # 6–8 × as much; prose: 85–90
+    assert savings == [83, 88]                                # "6–8 × as much"; prose: 85–90
 
 
 def test_presets_are_the_release_s_hyperparameters():
