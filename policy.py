@@ -9,18 +9,18 @@
         r_t = δ'_t − β log(π_θold(y_t) / π_ref(y_t)), A_t by GAE     add_advantages     14–17
         for each epoch and minibatch:                                ppo_update         19–32
             ρ_t = π_θ(y_t) / π_θold(y_t)
-            θ, ψ ← AdamW on −L_CLIP − β_H H + c L_VF                 minibatch_loss     21–30
+            θ, ψ ← AdamW on −L_CLIP − β_H H + c_V L_VF               minibatch_loss     21–30
 
 Start with `train`, at the end of this file; the functions above it are its steps, in order.
 `critic` is the function that criticises the rollouts: R_φ, or another that `train` is given.
 V_ψ is called the value head. β is the KL coefficient, and β_H the weight of the entropy, which
-the paper calls β.
+the paper calls β; c_V is the weight of the value loss (`value_coef`).
 
 Departures. We correct errors of the paper: its objective, which is maximised, subtracts the
 entropy, so our loss is −L_CLIP − β_H H. The sum of GAE ends at T − t, and V is 0 after the last
 token. The paper has two δ_t; here they are `delta` and `td_error`. From the release (the code
 that the authors published, with settings for SLF5K, KodCode and UltraFeedback, named in this
-order): A_t is whitened (there over the responses of one GPU, here over the batch), β adapts to
+order): A_t is whitened (there over the responses of one process, here over all), β adapts to
 a target KL, the target of V is A_t + V_t, the value loss is halved and clipped, one optimizer
 steps θ and ψ (there Adafactor for SLF5K) with one gradient clip (there none for SLF5K), and a
 step whose mean ρ_t is above 10 is skipped. Our own: all π are at the sampling temperature. R_φ
@@ -88,7 +88,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Scale to mean 0 and variance 1 over the mask, as the release does on each GPU.
+    """Scale to mean 0 and variance 1 over the mask, as the release does in each process.
 
     [B, T] → [B, T]
     """
@@ -432,7 +432,7 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
 
 
 def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyConfig, count):
-    """The loss −L_CLIP − β_H H + c L_VF of some rows, and metrics (Alg. 4 l.21–28).
+    """The loss −L_CLIP − β_H H + c_V L_VF of some rows, and metrics (Alg. 4 l.21–28).
 
     Both are sums over the N sampled tokens of these rows, divided by `count`.
     """
