@@ -5,9 +5,9 @@
     python -m experiments.studies --study 1 --tune     # searches its learning rates
 
 A study compares several arms. They are data: studies.toml names each arm with its learning rate
-and with the fields of `Run` that it changes. --tune searches a rate with seeds and held-out
-posts that the results do not use. A study trains each arm with several seeds and writes a page
-with a table and curves. Each seed also trains its own reward models.
+and with the fields of `Run` that it changes. --tune searches a rate with two other seeds; at 20
+tokens, its posts have mostly the same facts as those of the results. A study trains each arm
+with several seeds, each with its own reward models, and writes a page with a table and curves.
 
 The record of a run is one line of records.jsonl, beside the pages. A stopped study can
 therefore resume, and studies share runs. Reward models are kept in --cache. Delete both after
@@ -633,19 +633,35 @@ def sheet(charts: list[str], across: int = 3) -> str:
             f'color="#777">{out}</svg>\n')
 
 
+def describe_posts(run: Run) -> str:
+    """Count the held-out posts of a run, their facts, and what tuning shares with them."""
+    tested, tuning = ({row["post"]: tuple(row["facts"].values())
+                       for row in toy.rows("eval", run.posts, seed, run.length)}
+                      for seed in (0, 1))
+    n_equal = len(tested.keys() & tuning.keys())
+    combinations = {*tested.values()}
+    n_shared = len(combinations & {*tuning.values()})
+    return (f" At {20 * run.length} tokens, the {run.posts} held-out posts have "
+            f"{len(combinations)} combinations of facts. {n_equal} of the posts and "
+            f"{n_shared} of the combinations are also among those of tuning.")
+
+
 def describe_training(study: Study) -> str:
-    """The paragraph about the arms of a study: seeds, learning rates and sizes."""
+    """The paragraph about the arms of a study: seeds, learning rates, sizes and posts."""
     run = next(iter(study.arms.values()))
+    lengths = {run.length: run for run in study.arms.values()}
     return f"""\
 Seeds: 0 to {study.seeds - 1}. A seed determines the training posts, the initial adapter and \
 all samples, and each seed trains its own reward model on responses of the base. Intervals are \
-95 % intervals by Student's t, and differences are paired by seed. Learning rate: tuned for \
-{len(study.tuned)} of {len(study.arms)} arms; another arm uses the rate of a similar one. \
-Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING} and other \
-held-out posts; it tries rates until the best one has a worse one on each side. \
-A run has {run.updates * run.batch} rollouts in batches of {run.batch}, and each batch is used \
-for 4 optimizer steps. Methods that train on fixed rows use as many responses and optimizer \
-steps. β starts at {BETA}. There are {run.posts} held-out posts."""
+95 % intervals over seeds by Student's t, and differences are paired by seed. All seeds answer \
+the same held-out posts, so an interval does not include the choice of posts, and it is not \
+corrected for the number of comparisons. Learning rate: tuned for {len(study.tuned)} of \
+{len(study.arms)} arms; the others use the rate of a similar arm. Tuning takes the rate of \
+{RATES} with the best mean accuracy over the seeds {TUNING}, which share one reward model; it \
+tries rates until the best one has a worse one on each side. A run has \
+{run.updates * run.batch} rollouts in batches of {run.batch}, and each batch is used for 4 \
+optimizer steps. Methods that train on fixed rows use as many responses and optimizer \
+steps. β starts at {BETA}.{"".join(map(describe_posts, lengths.values()))}"""
 
 
 def write_study_page(path: Path, study: Study, arms: list[Arm], trajectories: list[dict]):
