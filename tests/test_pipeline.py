@@ -296,6 +296,8 @@ REFUSED = [
     ("--rank_timeout inf", "--rank_timeout: "),
     (f"--iterations {'9' * 5000}", "--iterations: "), ("--learning_rat 1", "--learning_rat"),
     ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"), ("--shard", "torchrun"),
+    ("--lr 1", "--lr 1; similar: --learning_rate, --lora_r (--help"),
+    ("--Learning-rates 1", "similar: --learning_rate"), ("--xyz", "--xyz (--help"),
     ("--wandb project", "pip install wandb"), ("--max_usd 1", "--max_usd needs --price_in")]
 
 
@@ -334,7 +336,19 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
 
 @pytest.mark.parametrize("script", ["annotate.py", "reward_model.py"])
 def test_an_unknown_task_is_refused_by_every_script(script):
-    assert "poetry" in error_message(script, "--task", "poetry")
+    assert "poetry: no such name; use slf5k, ultrafeedback, kodcode, toy, or module:NAME" in (
+        error_message(script, "--task", "poetry"))
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"PAR1\x15\x04\xff", None])
+def test_a_table_or_a_folder_is_told_how_to_become_json_lines(tmp_path, content):
+    path = tmp_path / "rows"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match="rows.*(no such file|not JSON).*load_from_disk"):
+        read_rows(path)
 
 
 def test_help_names_every_flag_once(capsys):

@@ -23,6 +23,7 @@ from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters, 
 from reward_model import Judgement, RewardConfig, derive_reward_settings
 from policy import (add_gradients, add_scores, batch_rows, derive_settings, sample_rollouts,
                     train)
+from runtime import forecast_minutes
 from text2grad import Config, evaluate, load_rows, train_and_evaluate, write_responses
 
 CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
@@ -306,6 +307,30 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path)
     assert message.endswith("set --batch_size and --minibatch_size to multiples of 8")
+
+
+def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
+    """A row that has a response keeps it, and no two draws of a prompt are the same."""
+    posts = toy.rows("train", 3)
+    rows = [posts[0] | {"response": "stored"}, *posts[1:]]
+    config = replace(CONFIG, temperature=1.5, annotated_responses_per_prompt=3)
+    text = write_responses(*toy_model, rows, config, tmp_path)
+    assert text == "7 responses, 6 of them sampled"
+    written = read_jsonl(tmp_path / "responses.jsonl")
+    assert [row["id"] for row in written] == [post["id"] for post in (
+        posts[0], *[posts[1]] * 3, *[posts[2]] * 3)]
+    assert written[0]["response"] == "stored"
+    assert len({row["response"] for row in written}) == 7
+
+
+def test_a_phase_says_after_a_tenth_when_it_ends(monkeypatch, capsys):
+    """20 steps of 10 s: after two, 18 are left. A phase of 30 s says nothing."""
+    clock = [0.0]
+    monkeypatch.setattr("runtime.time", SimpleNamespace(time=lambda: clock[0]))
+    for steps, line in ((20, "work: ends in about 3 min\n"), (3, "")):
+        for step in forecast_minutes(range(steps), "work"):
+            assert capsys.readouterr().out == (line if step == 2 else "")
+            clock[0] += 10
 
 
 def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
