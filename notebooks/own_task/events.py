@@ -43,11 +43,13 @@ EVENT = Task(
              "that the row does not say",
 )
 
-KNOWN_WORDS = set("""a an and are at be by come costs cost entrance entry euros event fee for
-from held hosted in is it join on of o'clock our place price priced starting starts takes the this
-there to us we will with you invited invite invites hold holding free attend ticket tickets
-announced announce announces announcing happening scheduled starts beginning begins time day
-located where which that""".split())
+KNOWN_WORDS = set("""
+a an and are at be by come costs cost entrance entry euros event fee for from held hosted
+in is it join on of o'clock our place price priced starting starts takes the this there to
+us we will with you invited invite invites hold holding free attend ticket tickets
+announced announce announces announcing happening scheduled starts beginning begins time
+day located where which that
+""".split())
 
 
 def critic(row: dict, response: str) -> dict:
