@@ -505,14 +505,17 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
 # ── Metrics of a run
 
 def forecast_minutes(steps: tqdm, name: str):
-    """Yield the steps of a phase; after a tenth of them, print when the last one will end."""
+    """Yield the steps of a phase; after a tenth of them, print when the last one will end.
+
+    It goes to stderr, as progress bars do.
+    """
     start = time.time()
     count = max(1, len(steps) // 10)
     for number, step in enumerate(steps, 1):
         yield step
         seconds = (time.time() - start) / number * (len(steps) - number)
-        if number == count and seconds > 30:
-            print_rank0(f"{name}: ends in about {seconds / 60:.0f} min")
+        if number == count and seconds > 30 and RANK == 0:
+            tqdm.write(f"{name}: ends in about {seconds / 60:.0f} min", sys.stderr)
 
 
 class Timer:
