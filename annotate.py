@@ -765,7 +765,6 @@ def describe_feedback(rows: list[dict]) -> str:
 
     rows: annotated rows, see `feedback_row`.
     """
-    responses = [row["response"] for row in rows]
     spans = [(row["response"][span["start"] : span["end"]], span["label"])
              for row in rows for span in row["spans"]]
     good = [text for text, label in spans if label > 0]
@@ -774,7 +773,7 @@ def describe_feedback(rows: list[dict]) -> str:
     ambiguous = [row["response"] for row in rows for _ in range(row["ambiguous"])]
     unmatched = [quote for row in rows for quote in row["unmatched"]]
     no_span = [row["response"] for row in rows if not row["spans"]]
-    size = len("".join(responses))
+    size = sum(len(row["response"]) for row in rows)
     text = f"feedback: {quotes} quotes"
     warnings = ""
     for name, texts, share, limit, remedy in (
@@ -788,9 +787,9 @@ def describe_feedback(rows: list[dict]) -> str:
              "quote more, because a token outside of all spans has no reward")):
         text += f", {share:.0%} {name}"
         if share > limit:
-            shown = " and ".join(repr(one_line(example)[:60]) for example in texts[:2])
+            pair = " and ".join(repr(one_line(example)[:60]) for example in texts[:2])
             warnings += (f"\nwarning: {share:.0%} {name} (healthy: up to {limit:.0%}); "
-                         f"{remedy}; for example {shown}")
+                         f"{remedy}; for example {pair}")
     return text + warnings
 
 
@@ -805,7 +804,8 @@ def annotate(config: AnnotateConfig) -> str:
         questions = annotation_questions(config)
         check_output(questions, config)
         todo = missing(questions, journal)
-        if unwritten := sum(q.context["response"] == NO_RESPONSE for q in todo):
+        unwritten = sum(question.context["response"] == NO_RESPONSE for question in todo)
+        if config.dry_run and unwritten:
             print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"

@@ -496,7 +496,7 @@ def check_reward_model(path: Path, is_allowed: bool):
     """
     metrics = read_rows(path)[0] if result_exists(path) else {}
     if not metrics.get("tokens"):
-        return                                # no held-out rows, or an R_φ of the third version
+        return                                # no held-out rows, or an R_φ of an old version
     count = metrics["poor_tokens"]
     if count < FEW_TOKENS:
         print_rank0(f"warning: {path}: only {count} poor tokens in the held-out rows, too few "

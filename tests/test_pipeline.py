@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from loopback import loopback
 from safetensors.torch import load_file
 import reward_model
@@ -101,6 +102,23 @@ def test_a_critic_without_rewards_is_reported_before_training(
         assert f"warning: {message}" in printed[0] if message else "warning" not in printed[0]
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["before"]["truncated responses"] == 1
+
+
+def test_phase_3_does_not_start_with_an_r_phi_that_is_no_use(finished_run, tmp_path):
+    """The figures of --reward_model stand beside its adapter."""
+    shutil.copytree(finished_run / "reward", tmp_path / "reward")
+    write_rows(tmp_path / "reward" / "metrics.json", [{
+        "tokens": 1000, "poor_tokens": 100, "poor_recall": .1, "poor_precision": .1}])
+    message = error_message("text2grad.py", *TINY, "--output_dir", tmp_path / "run",
+                            "--reward_model", tmp_path / "reward" / "adapter")
+    assert "R_φ finds 10% of the poor tokens" in message
+    assert not (tmp_path / "run" / "before_samples.jsonl").exists()
+
+
+def test_the_settings_of_a_run_name_its_versions(finished_run):
+    config, = read_jsonl(finished_run / "config.json")
+    assert config["torch"] == torch.__version__
+    assert config["transformers"] == transformers.__version__ and "commit" in config
 
 
 @pytest.fixture()
