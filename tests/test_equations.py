@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from annotate import Feedback, FeedbackError, parse_feedback
+from annotate import Feedback, FeedbackError, ground, parse_feedback, token_rewards
 from data import reward_prompt
 from helpers import noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
@@ -86,6 +86,39 @@ def flat(parameters):
 
 
 # ── Definition 1
+
+def test_only_setting_b_blames_a_token_that_takes_back_an_earlier_reward():
+    """Two tokens, "a" or "b" each. The critique quotes "a" of the first; a second "a" makes the
+    quote ambiguous. The exact gradient of E Σ_t δ_t comes from all four responses.
+    """
+    theta = torch.tensor([[0.3, -0.2], [0.5, 0.1]], dtype=torch.double, requires_grad=True)
+    logits = theta.log_softmax(-1)                                  # [position, token]
+    responses = torch.cartesian_prod(torch.arange(2), torch.arange(2))             # [4, 2]
+    delta = []
+    for ids in responses.tolist():
+        text = " ".join("ab"[i] for i in ids)
+        grounding = ground(text, Feedback("", ["a"] if text[0] == "a" else [], []))
+        delta.append(token_rewards(text, [(0, 1), (1, 3)], grounding.spans))
+    delta = torch.tensor(delta, dtype=torch.double)
+    assert delta.tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+    logprobs = logits[torch.arange(2), responses]                                  # [4, 2]
+    probability = logprobs.sum(1).exp()
+    exact = torch.autograd.grad((probability * delta.sum(1)).sum(), theta, retain_graph=True)[0]
+    mask = torch.ones_like(delta)
+    zeros = torch.zeros_like(delta)
+    end = zeros.clone()
+    end[:, -1] = delta.sum(1)
+    weights = {"Definition 1": delta, "Algorithm 4": gae(delta, zeros, mask, 1.0, 1.0)[0],
+               "setting B": gae(end, zeros, mask, 1.0, 1.0)[0]}
+    found = {}
+    for name, weight in weights.items():
+        loss = 4 * nl_gradient_loss(logprobs * probability.detach()[:, None], weight, mask)
+        found[name] = -torch.autograd.grad(loss, theta, retain_graph=True)[0]
+    close(found["setting B"], exact)
+    close(found["Definition 1"][0], exact[0])
+    assert exact[1, 0] < -0.1                         # a second "a" loses the reward
+    assert not found["Definition 1"][1].any() and not found["Algorithm 4"][1].any()
+
 
 def test_gradient_of_nl_gradient_loss_is_minus_definition_1(policy):  # Eq. §3.1 Definition 1
     """g_NL = Σ_t δ_t ∇ log π(y_t | x, y_<t) from the model's logits, averaged over rows."""
