@@ -374,11 +374,13 @@ def _count_labels(example: tuple) -> int:
     return sum(map(abs, example[2]))
 
 
-def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: str) -> float:
+def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: str,
+               **changes) -> float:
     """Train the adapter "reward" as a "scalar" or "steps" reward model → held-out accuracy.
 
     One tenth of the examples is held out. The learning rate is a third of R_φ's, and there is
     one more epoch, because the one bit of a pair carries less information than a critique.
+    changes: fields of RewardConfig with other values.
     """
     rows = rows[: config.annotated_rows]
     if reward_type == "steps":
@@ -401,6 +403,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     settings = derive_reward_settings(reward_settings(config, out), len(examples), model)
     settings = replace(settings, learning_rate=settings.learning_rate / 3,
                        epochs=settings.epochs + 1)
+    settings = replace(settings, **changes)
     n_heldout = max(1, len(examples) // 10)
 
     def loss_of(model, part):

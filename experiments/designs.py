@@ -106,6 +106,28 @@ def charge_omissions(text, offsets, judgement) -> list[float]:
     return [*delta, last - judgement.critique.count(" is missing.")]
 
 
+def pay_late(text, offsets, judgement, share: float) -> list[float]:
+    """δ of which a share is paid at the next labelled span, and for the last one at the end."""
+    spans = sorted(judgement.spans, key=lambda span: span.start)
+    places = tokens_inside(text, offsets, spans)
+    delta = [0.0] * len(offsets)
+    for span, here, later in zip(spans, places, [*places[1:], [len(offsets) - 1]]):
+        for t in here:
+            delta[t] += (1 - share) * span.label
+        for t in later:
+            delta[t] += share * span.label
+    return delta
+
+
+def follow_errors(text, offsets, judgement) -> list[float]:
+    """δ of spans that are poor themselves or stand after a poor one."""
+    first_poor = min((span.start for span in judgement.spans if span.label < 0),
+                     default=len(text))
+    spans = [replace(span, label=-1) if span.start > first_poor else span
+             for span in judgement.spans]
+    return token_rewards(text, offsets, spans)
+
+
 def damp_length(text, offsets, judgement, suggested: int) -> list[float]:
     """δ of token n times σ(6 − (n − suggested)): the length term of the release for SLF5K."""
     return [d / (1 + math.exp(n - suggested - 6))
@@ -318,6 +340,9 @@ TRUE = {
     "true": true_critic,
     "score": score_critic,
     "true_end": at_end(true_critic),
+    "true_late": replace_delta(true_critic, pay_late, 1.0),
+    "true_half_late": replace_delta(true_critic, pay_late, 0.5),
+    "true_after_errors": replace_delta(true_critic, follow_errors),
     "true_poor": _POOR,
     "true_omission": replace_delta(true_critic, charge_omissions),
     "true_poor_omission": replace_delta(_POOR, charge_omissions),

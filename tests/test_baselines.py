@@ -330,6 +330,20 @@ def test_damage_depends_on_the_text_alone(toy_model):
     assert first == second != clean
 
 
+def test_late_credit_by_hand():
+    """Three labelled words. The last label is paid at the last token; half late pays half."""
+    text = "a b c ."
+    spans = [Span(4, 5, 1), Span(0, 1, 1), Span(2, 3, -1)]
+    arguments = text, pieces(text), Judgement("", [1.0, -1.0, 1.0, 0.0], spans=spans)
+    assert designs.pay_late(*arguments, 1.0) == [0.0, 1.0, -1.0, 1.0]
+    assert designs.pay_late(*arguments, 0.5) == [0.5, 0.0, 0.0, 0.5]
+    assert designs.pay_late(*arguments, 0.0) == [1.0, -1.0, 1.0, 0.0]
+    assert designs.follow_errors(*arguments) == [1.0, -1.0, -1.0, 0.0]
+    good = Judgement("", [1.0, 0.0, 0.0, 0.0], spans=[Span(0, 1, 1)])
+    assert designs.follow_errors(text, pieces(text), good) == good.delta
+    assert designs.pay_late("a", pieces("a"), Judgement("", [0.0]), 1.0) == [0.0]
+
+
 def test_omissions_by_hand(toy_model):
     """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n. The true
     critique of a response that states one fact of three names the other two."""
