@@ -56,10 +56,10 @@ class RewardConfig(BaseConfig):
     data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
     output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
     epochs: int | None = flag(
-        3, "passes over the rows (release: 3); none: about 200 steps", least=1)
+        2, "passes over the rows (release: 3); none: about 200 steps", least=1)
     batch_size: int = flag(16, "rows per optimizer step", least=1)
     learning_rate: float | None = flag(
-        3e-3, "peak value (release: 1e-5, KodCode 2e-5); none: by the size of the model",
+        5e-3, "peak value (release: 1e-5, KodCode 2e-5); none: by the size of the model",
         most=10)
     weight_decay: float = flag(0.0, "decay (release: 3e-7, KodCode .01)", most=10)
     lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
