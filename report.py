@@ -349,27 +349,52 @@ RANGES = {
     "skipped_steps": (0, 0, "{:.2g} per iteration (range: 0)", _STEPS),
     "repeated facts": (0, 0.03, "{:.2f} per response (range: up to 0.03)",
                        "set repeats_are_poor in the task"),
-    "kl / kl_target": (0.5, 1.5, "{:.2g} at the end (range: 0.5 to 1.5)",
+    "explained_variance": (0, 1, "{:.2g} of the returns' variance (range: 0 to 1)", _STEPS),
+    "highest kl / kl_target": (-math.inf, 5, "{:.2g} (range: up to 5)",
+                               "lower --learning_rate or raise --kl_coef"),
+    "kl / kl_target": (0.5, 3, "{:.2g} at the end (range: 0.5 to 3)",
                        "lower --learning_rate or --kl_horizon, or if it is too small, "
                        "raise --iterations"),
 }
+# These are judged in the fifth of the run in which they are highest, because a policy that has
+# collapsed may look calm at the end, where the steps are short.
+_WORST = {"clip_fraction", "policy_kl", "highest kl / kl_target"}
 _GAIN = (-0.1, math.inf, "{:+.0%} by training (range: −10% or more)",
          "check kl and entropy, and lower --learning_rate or raise --kl_coef")
+
+
+def _highest_fifth(numbers: list[float]) -> list[float]:
+    """The numbers of the fifth of a run with the highest mean. NaN counts as the highest."""
+    length = max(1, len(numbers) // 5)
+    fifths = [numbers[i : i + length] for i in range(len(numbers) - length + 1)]
+
+    def height(fifth):
+        return math.inf if any(map(math.isnan, fifth)) else fmean(fifth)
+
+    return max(fifths, key=height, default=[])
 
 
 def health(out: Path) -> list[tuple[str, str]]:
     """("healthy" or "unhealthy", sentence) of each figure of a run that has a healthy range.
 
-    A metric is its mean over the last fifth of the iterations. Before the first iteration, the
-    critiques of the held-out responses count. KL and the gain are judged when a run has ended.
+    A metric is its mean over the last fifth of the iterations, see also _WORST. Before the first
+    iteration, the critiques of the held-out responses count. The KL at the end and the gain are
+    judged when a run has ended.
     """
     rows = whole_rows(out / "metrics.jsonl")
-    rows = rows[4 * len(rows) // 5 :] or [
+    late_rows = rows[4 * len(rows) // 5 :] or [
         {"unparseable": bool(sample["unreadable"])}
         for sample in whole_rows(out / "before_samples.jsonl")]
-    values = {name: [row[name] for row in rows if name in row] for name in RANGES}
+    for row in rows:
+        if "kl_target" in row:
+            row["highest kl / kl_target"] = row["kl"] / row["kl_target"]
+    values = {name: _highest_fifth([row[name] for row in rows if name in row])
+              for name in _WORST}
+    for name in RANGES.keys() - _WORST:
+        values[name] = [row[name] for row in late_rows if name in row]
+    rows = late_rows
     for result in whole_rows(out / "result.json"):           # no row before the run has ended
-        values["kl / kl_target"] = [row["kl"] / row["kl_target"] for row in rows
+        values["kl / kl_target"] = [row["highest kl / kl_target"] for row in rows
                                     if "kl_target" in row]
         goals = {"mean δ per token"}.union(*rows) - RANGES.keys()   # δ, and the task's metrics
         for name in goals & result["before"].keys():

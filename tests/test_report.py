@@ -192,7 +192,7 @@ def write(run, files: dict):
 
 HEALTHY = {"fact accuracy": .5, "unparseable": .04, "unmatched": 0.0, "ambiguous": .05,
            "clip_fraction": .2, "policy_kl": 0.0, "skipped_steps": 0, "kl": 3.0,
-           "kl_target": 2.0}
+           "kl_target": 2.0, "explained_variance": .3}
 
 
 @pytest.fixture()
@@ -224,7 +224,7 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     assert page.all("p")[0][1] == ("model: toy/base · task: toy · critic of phase 3: R_φ · "
                                    "policy: ended 2026-11-23 after 7 s in all")
     assert [text for _, text in page.all("h2")] == [
-        "Before and after", "0 of 8 figures are unhealthy", "Curves", "Held-out examples",
+        "Before and after", "0 of 10 figures are unhealthy", "Curves", "Held-out examples",
         "Training samples", "Loss of R_φ", "Reward model", "Phases", "Settings"]
     assert len(page.all("figure")) == len(METRICS) + 2
     cells = [text for _, text in page.all("td")]
@@ -327,21 +327,41 @@ def test_a_damaged_line_is_named_and_skipped(run, capsys):
 @pytest.mark.parametrize("name, value, words", [
     ("unparseable", 1.0, "100% of critiques unreadable (range: up to 5%); raise --reward_l"),
     ("unmatched", .06, "6% of quotes"), ("ambiguous", .06, "6% of quotes"),
-    ("clip_fraction", .21, "21% of tokens"), ("policy_kl", math.nan, "nan nats"),
     ("skipped_steps", 1, "1 per iteration"), ("repeated facts", .04, "0.04 per response"),
-    ("kl", 3.5, "1.8 at the end (range: 0.5 to 1.5)"), ("kl", .5, "0.25 at the end")])
+    ("explained_variance", -.01, "-0.01 of the returns"),
+    ("kl", 6.5, "3.2 at the end (range: 0.5 to 3)"), ("kl", .5, "0.25 at the end")])
 def test_a_late_metric_outside_its_range_comes_first_in_words_and_colour(run, name, value,
                                                                          words):
     """The last fifth of the iterations counts: two of eight, and not the first six."""
     assert "unhealthy" not in dict(health(run))
     write(run, {"metrics.jsonl": [
-        {"iteration": i, **HEALTHY, name: 77.0 if i < 7 else value} for i in range(1, 9)]})
+        {"iteration": i, **HEALTHY, name: value if i > 6 else 9.0} for i in range(1, 9)]})
     page = Page(run_report(run).read_text())
     lines = [(attributes["class"], text) for attributes, text in page.all("p")[1:]]
-    n = 8 + (name not in HEALTHY)
+    n = 10 + (name not in HEALTHY)
     assert [state for state, _ in lines] == ["unhealthy"] + ["healthy"] * (n - 1)
     assert lines[0][1].startswith(name) and f" is unhealthy: {words}" in lines[0][1]
     assert f"1 of {n} figures are unhealthy" in [text for _, text in page.all("h2")]
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("clip_fraction", .21, "21% of tokens"), ("policy_kl", .06, "0.06 nats"),
+    ("policy_kl", math.nan, "nan nats"), ("kl", 10.5, "5.2 (range: up to 5)")])
+@pytest.mark.parametrize("place", [0, 4, 7])
+def test_the_worst_fifth_of_a_collapse_counts_and_not_one_iteration(run, name, value, words,
+                                                                     place):
+    """A fifth of ten iterations is two. A single high value beside a low one is no collapse."""
+    rows = [{"iteration": i, **HEALTHY, "kl": 2.0, name: 1e-3 if name != "kl" else 2.0}
+            for i in range(10)]
+    rows[place][name] = 1.5 * value if value == value else 0.0
+    write(run, {"metrics.jsonl": rows})
+    assert "unhealthy" not in dict(health(run))
+    for row in rows[place // 2 * 2 : place // 2 * 2 + 2]:
+        row[name] = value
+    write(run, {"metrics.jsonl": rows})
+    (line,) = [text for state, text in health(run) if state == "unhealthy"
+               and "at the end" not in text]
+    assert name in line and words in line
 
 
 @pytest.mark.parametrize("before, after, state", [
