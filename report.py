@@ -377,7 +377,7 @@ def _highest_fifth(numbers: list[float]) -> list[float]:
 def health(out: Path) -> list[tuple[str, str]]:
     """("healthy" or "unhealthy", sentence) of each figure of a run that has a healthy range.
 
-    A metric is its mean over the last fifth of the iterations, see also _WORST. Before the first
+    A metric is its mean over the last fifth of the iterations, but see _WORST. Before the first
     iteration, the critiques of the held-out responses count. The KL at the end and the gain are
     judged when a run has ended.
     """
