@@ -101,6 +101,15 @@ function advantages(delta, logRatio, values, { gamma, lam, beta }) {
   return { r, A, white: A.map((a) => (a - mean) / Math.sqrt(variance + 1e-8)) };
 }
 
+// r and A of token t with all their numbers, so that a reader can check them by hand.
+function workedOut(t, { delta, logRatio, values, r, A }, { gamma, lam, beta }) {
+  const n = (x = 0) => x < 0 ? `(−${(-x).toFixed(3)})` : x.toFixed(3);
+  return [
+    `r = δ − β · log-ratio = ${n(delta[t])} − ${n(beta)} · ${n(logRatio[t])} = ${n(r[t])}`,
+    `A = r + γ V(next) − V + γ λ A(next) = ${n(r[t])} + ${n(gamma)} · ${n(values[t + 1])} − ` +
+    `${n(values[t])} + ${n(gamma)} · ${n(lam)} · ${n(A[t + 1])} = ${n(A[t])}`];
+}
+
 // An edited response in words, marks and an end. Offsets count characters, as in Python.
 function split(text) {
   const tokens = [...text.match(/\s*[\p{L}\p{N}\p{M}]+|\s*\S|\s+/gu) ?? [], ""], offsets = [];
@@ -111,8 +120,8 @@ function split(text) {
   return { text, tokens, offsets };
 }
 
-const EXPORTS = { parse, ground, rewards, advantages, split };
-if (typeof module !== "undefined") module.exports = EXPORTS;
+if (typeof module !== "undefined")
+  module.exports = { parse, ground, rewards, advantages, workedOut, split };
 
 // ── The page: paper.py defines PAGE = {text, tokens, offsets}
 
@@ -141,7 +150,8 @@ function update() {
   const { spans, unmatched, ambiguous } = ground(text, quotes);
   const { delta, conflicts, half } = rewards(text, offsets, spans);
   const logRatio = delta.map((_, t) => ((7 * t) % 9 - 4) / 10);
-  const { r, A, white } = advantages(delta, logRatio, delta.map(() => set.value), set);
+  const values = delta.map(() => set.value);
+  const { r, A, white } = advantages(delta, logRatio, values, set);
   const limit = delta.some(Boolean) ? 2 : Infinity;    // no colour if nothing is rewarded
   const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
     "tokens half inside": half.map((t) => tokens[t]),
@@ -154,9 +164,12 @@ function update() {
   for (const [id, row, scale] of [["delta", delta, .5], ["raw", A, 1], ["white", white, 1]])
     byId(id).replaceChildren(
       ...tokens.map((y, t) => coloured("span", y, row[t], limit * scale)));
+  const first = Math.max(0, delta.findIndex(Boolean));
+  const equations = workedOut(first, { delta, logRatio, values, r, A }, set);
+  byId("worked").textContent = [`Token ${first}, ‹${tokens[first]}›:`, ...equations].join("\n");
   byId("numbers").replaceChildren(...tokens.map((token, t) => {
     const line = document.createElement("tr");
-    line.append(coloured("td", token.trim(), 0, 1));
+    line.append(coloured("td", `${t} ${token.trim() || "▯"}`, 0, 1));
     for (const row of [delta, logRatio, r, A, white])
       line.append(coloured("td", row[t].toFixed(3), row[t],
         row === logRatio ? Infinity : limit));

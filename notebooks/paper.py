@@ -25,21 +25,81 @@ from report import LEGEND, page, split_text, write_page  # noqa: E402
 
 PLACES = r"(?m)^\| ((?:Eq|Alg)\. .*) \|$"          # rows of the map in PAPER.md
 LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
-# Formulas for the rows whose text in PAPER.md is too short for this page.
-WORDS = dict(line.split(" | ") for line in """\
-Eq. §3.1 Definition 1 | ∇_NL(c → y) = Σ_t δ_t ∇_θ log π_θ(y_t ∣ x, y_<t)
-Eq. §3.4 L_R | p_φ(z ∣ x, y) = Π_j p_φ(z_j ∣ z_<j, x, y); L_R(φ) = −E log p_φ(z ∣ x, y)
-Eq. §3.5 GAE | A_t = Σ_l (γλ)^l δ^TD_{t+l}; δ^TD_t = r_t + γ V(x, y_{<t+1}) − V(x, y_<t)
-Eq. §3.5 PPO | E_t min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t); its entropy is Alg. 4 l.25, 27
-Alg. 4 l.14 | r_t = δ′_t + r_t^KL, with r_t^KL = −β (log π_θold(y_t) − log π_ref(y_t))
-Alg. 4 l.15–16 | from T to 1: A_t by GAE; with λ = 1 it is Σ_{k≥t} γ^{k−t} r_k − V(x, y_<t)
-Alg. 4 l.21–22 | ρ_t = π_θ(y_t ∣ x, y_<t) / π_θold(y_t ∣ x, y_<t)
-Alg. 4 l.23 | L^CLIP_t = min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t)
-Alg. 4 l.24 | L^VF_t = (V(x, y_<t) − R_t)^2; R_t = Σ_{k≥t} γ^{k−t} r_k or, by default, A_t + V
-Alg. 4 l.25 | L^ENT_t = H(π_θ(· ∣ x, y_<t))
-Alg. 4 l.27 | E_t[L^CLIP_t + β_H L^ENT_t], maximised; printed −β (errata)""".splitlines())
-# Equations that are implemented by a tagged line of an algorithm.
-SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14"}
+# place | formulas as the paper prints them | how this repository reads or changes them, if it
+# does. "; " separates formulas, {a}/{b} is a fraction, and ‹ › enclose a slip (PAPER.md).
+WORDS = """\
+Eq. §3.1 Definition 1 | ∇_NL(c → y) = ∑_{t=1}^T δ_t ∇_θ log π_θ(y_t ∣ x, y_<t)
+Eq. §3.3 δ | δ_t = +1 if t ∈ s_k and 𝒜(y)[s_k] = positive;
+  −1 if t ∈ s_k and 𝒜(y)[s_k] = negative; 0 otherwise | δ_t = 0 if both
+Eq. §3.4 L_R | p_φ(z ∣ x, y) = ∏_{t=1}^{|z|} p_φ(z_t ∣ z_<t, x, y);
+  ℒ_R(φ) = −𝔼_{(x,y,z)∈𝒟_R}[log p_φ(z ∣ x, y)]
+  | ℒ_R(φ) = −𝔼_{(x,y,z)∈𝒟_R, t}[log p_φ(z_t ∣ z_<t, x, y)]
+Eq. §3.5 GAE | A_t = ∑_{l=0}^{‹T−t−1›} (γλ)^l δ_{t+l}^TD;
+  δ_t^TD = r_t^{total,A} + γ V_ψ(x, y_{<t+1}) − V_ψ(x, y_<t)
+  | A_t = ∑_{l=0}^{T−t} (γλ)^l δ_{t+l}^TD; V_ψ(x, y_{<T+1}) = 0
+Eq. §3.5 total reward | r_t^{total,A} = δ_t + r_t^KL
+Eq. §3.5 r_t^KL | r_t^KL ‹undefined› | r_t^KL = −β (log π_{θ_old}(y_t) − log π_ref(y_t))
+Eq. §3.5 g_NL | g_NL = ∑_{t=1}^T δ_t · ∇_θ log π_θ(y_t ∣ x, y_<t)
+Eq. §3.5 PPO | L^PPO(θ) = 𝔼_t[min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t)];
+  ‹−› β ℋ(π_θ(· ∣ x, y_<t)); ρ_t = π_θ(y_t ∣ x, y_<t) / π_{θ_old}(y_t ∣ x, y_<t)
+  | maximise 𝔼_t[min(ρ_t A_t, clip(ρ_t, 1 − ε, 1 + ε) A_t)]; + β_H 𝔼_t ℋ(π_θ(· ∣ x, y_<t))
+Eq. §3.6 A^A | A_t^A = ∑_{k=t}^T (γλ)^{k−t} ‹δ_k›
+  | A_t^A = ∑_{k=t}^T (γλ)^{k−t} δ_k^TD; δ_k^TD = δ_k if β = 0 and V_ψ = 0
+Eq. §3.6 A^B | A_t^B = (γλ)^{T−t} ∑_{‹k=t›}^T δ_k
+  | A_t^B = (γλ)^{T−t} ∑_{k=1}^T δ_k if β = 0 and V_ψ = 0
+Eq. §3.6 ΔA^A − ΔA^B | ΔA_t^A − ΔA_t^B = ∑_{k=t}^{T−1} ‹(γλ)^{k−t}› Δδ_k
+  | ΔA_t^A − ΔA_t^B = ∑_{k=t}^{T−1} [(γλ)^{k−t} − (γλ)^{T−t}] Δδ_k; − (γλ)^{T−t} ∑_{k<t} Δδ_k
+Eq. Appendix A ΔA | ΔA_t^A = ∑_{k=t}^T (γλ)^{k−t} Δr_k; ΔA_t^B = (γλ)^{T−t} ∑_{‹k=t›}^T Δr_k;
+  ΔA_t^A > ΔA_t^B if ‹any Δr_k > 0, k < T›
+  | ΔA_1^A > ΔA_1^B if all Δr_k ≥ 0 and any Δr_k > 0, k < T
+Eq. Appendix A α | α(k, T) = {(γλ)^{k−t}}/{(γλ)^{T−t}} = (γλ)^{−(T−k)}; 0.95^{−20} ≈ 2.8
+Eq. Appendix I.1 decay | r_i = 1.0 − (i − 1) · {0.9}/{‹n − 1›} | r_1 = 1 if n = 1
+Alg. 1 l.5 | 𝒟_R ← ∅
+Alg. 1 l.7–8 | (c_i, 𝒜(y_i), δ_i) ←; GenerateDualFeedback(x_i, y_i)
+Alg. 1 l.9 | z_i ← [c_i;𝒜(y_i)]
+Alg. 1 l.14 | R_φ ← TrainRewardModel(𝒟_R)
+Alg. 1 l.18 | π_θ ←; OptimizePolicyWithNLGradient(π_θ, R_φ, V_ψ)
+Alg. 2 l.5–9 | c, 𝒜(y); s_k ⊂ y; ℓ_k ∈ \\{positive, ‹neutral›, negative\\}
+  | ℓ_k ∈ \\{positive, negative\\}
+Alg. 2 l.10–11 | ‹c›, 𝒜(y) | 𝒜(y)
+Alg. 2 l.13 | R_LLM(x, y) = (c, 𝒜(y)); 𝒜(y) : s_k ↦ ℓ_k
+Alg. 2 l.16–17 | ℓ_k = 𝒜(y)[s_k]
+Alg. 2 l.18–25 | δ_t ← +1 if ℓ_k = positive and y_t ∈ s_k;
+  δ_t ← −1 if ℓ_k = negative and y_t ∈ s_k | δ_t = 0 if both
+Alg. 3 l.5–6 | p_φ(z ∣ x, y) = ∏_{j=1}^{|z|} p_φ(z_j ∣ z_<j, x, y);
+  ℒ_R(φ) = −𝔼_{(x,y,z)∈𝒟_R}[log p_φ(z ∣ x, y)]
+  | ℒ_R(φ) = −𝔼_{(x,y,z)∈𝒟_R, j}[log p_φ(z_j ∣ z_<j, x, y)]
+Alg. 4 l.5 | π_θ ← π_{θ_init}; V_ψ ← V_{ψ_init}
+Alg. 4 l.7 | π_{θ_old} ← π_θ
+Alg. 4 l.8 | ℬ ← ∅
+Alg. 4 l.11 | y = (y_1, …, y_T) ∼ π_{θ_old}(· ∣ x)
+Alg. 4 l.12 | z^′ = [c^′;𝒜^′(y)] ∼ R_φ(z^′ ∣ x, y) | z_j^′ = argmax_z p_φ(z ∣ z_{<j}^′, x, y)
+Alg. 4 l.13 | δ^′ = (δ_1^′, …, δ_T^′); lines ‹11–20› of Algorithm 2
+  | lines 15–27 of Algorithm 2
+Alg. 4 l.14 | r_t^{total,A} ← δ_t^′ + ‹r_t^KL›
+  | r_t^KL = −β (log π_{θ_old}(y_t) − log π_ref(y_t))
+Alg. 4 l.15–16 | A_t = ∑_{k=t}^T γ^{k−t} r_k^{total,A} − V_ψ(x, y_<t);
+  or A_t = ∑_{l=0}^{‹T−t−1›} (γλ)^l (r_{t+l}^{total,A};
+  + γ V_ψ(x, y_{<t+l+1}) − V_ψ(x, y_{<t+l}))
+  | A_t = ∑_{l=0}^{T−t} (γλ)^l δ_{t+l}^TD; V_ψ(x, y_{<T+1}) = 0
+Alg. 4 l.21–22 | ρ_t(θ) = {π_θ(y_t ∣ x, y_<t)}/{π_{θ_old}(y_t ∣ x, y_<t)}
+Alg. 4 l.23 | L_t^CLIP(θ) = min(ρ_t(θ) A_t, clip(ρ_t(θ), 1 − ε, 1 + ε) A_t)
+Alg. 4 l.24 | L_t^VF(ψ) = (V_ψ(x, y_<t) − (∑_{k=t}^T γ^{k−t} r_k^{total,A}))^2
+  | L_t^VF(ψ) = {1}/{2} max((V_t − R_t)^2, (clip(V_t) − R_t)^2); R_t = A_t + V_t^old
+Alg. 4 l.25 | L_t^ENT(θ) = ℋ(π_θ(· ∣ x, y_<t))
+Alg. 4 l.27 | L^PPO(θ) = 𝔼_{ℬ,t}[L_t^CLIP(θ) ‹−› β L_t^ENT(θ)]
+  | maximise 𝔼_{ℬ,t}[L_t^CLIP(θ) + β_H L_t^ENT(θ)]
+Alg. 4 l.28 | L^VF(ψ) = 𝔼_{ℬ,t}[L_t^VF(ψ)]
+Alg. 4 l.29–30 | θ ← optimizer step(θ, ∇_θ L^PPO(θ)); ψ ← optimizer step(ψ, ∇_ψ L^VF(ψ))"""
+WORDS = {place: formulas for place, *formulas in
+         (line.split(" | ") for line in re.sub(r"\n +", " ", WORDS).split("\n"))}
+# Tokens of a formula → tags of MathML. All other tokens are numbers, names or operators.
+TAGS = {"_": "msub", "^": "msup", "{": "mrow", "‹": 'mrow class="slip"',
+        " ": 'mspace width=".25em"', "⁻": 'mo form="prefix"',
+        **dict.fromkeys([*"()[]|", "\\{", "\\}"], 'mo stretchy="false"')}
+# Equations whose lines of code have the tag of another place.
+SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14",
+        "Eq. §3.6 ΔA^A − ΔA^B": "Eq. §3.6 A^A"}
 # The number of the study whose figure is shown in a row.
 STUDIES = {"Eq. §3.3 δ": 2, "Eq. §3.6 A^A": 8, "Eq. §3.6 A^B": 9, "Alg. 1 l.18": 1,
            "Alg. 2 l.5–9": 3, "Alg. 2 l.10–11": 6, "Alg. 2 l.18–25": 4, "Alg. 4 l.12": 7}
@@ -49,26 +109,37 @@ HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #888
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
 a { color: inherit; } label { display: block; } .scroll > svg { min-width: 66rem; }
 textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
-.small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }</style>
-<p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right.</p>
+.small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }
+math { font-family: "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", math; }
+.formula { overflow-x: auto; padding: .2rem 0; } .formula math { math-style: normal;
+  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.1rem; }
+#worked { white-space: pre-line; } small { opacity: .75; }
+.slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
+  padding: 0 .15em; }</style>
+<p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right. “printed”:
+the formula as the paper has it, with <span class="slip">slips</span> marked. “here”: what this
+repository does instead, for the reasons in PAPER.md.</p>
 <nav><p class="small"><a href="#touch">One response, token by token</a>"""
 TOUCH = """<section id="touch"><h2>One response, token by token</h2><p>The quotes of the
-critique give each token of the response its reward δ, and GAE turns the rewards into the
-advantages A that PPO trains with; edit the response, the critique or a slider to see both
-change. (The page has no tokenizer: an edited response is split into words.)</p>{legend}
+critique give each token of the response its reward δ. The KL penalty turns δ into r, and GAE
+turns r into the advantages A that PPO trains with. Edit the response, the critique or a slider
+to see them change. The page has no tokenizer, so an edited response is split into words. It has
+no model either: V is the same for all tokens, and the log-ratio
+log π<sub>θold</sub> − log π<sub>ref</sub> of token t = 0, 1, … is the made-up number
+((7 t mod 9) − 4) / 10.</p>{legend}
 <div class="columns"><div><p class="small">Post: {post}</p>
 <label>Response <textarea id="response" rows="3">{text}</textarea></label>
 <label>Critique <textarea id="critique" rows="7">{reply}</textarea></label>
 <p class="small" id="result"></p>
 <label>γ <input type="range" id="gamma" max="1" step=".01" value="1"> <output></output></label>
 <label>λ <input type="range" id="lam" max="1" step=".01" value=".95"> <output></output></label>
-<label>β <input type="range" id="beta" max="1" step=".01" value=".2"> <output></output></label>
+<label>β of the KL penalty
+<input type="range" id="beta" max="1" step=".01" value=".2"> <output></output></label>
 <label>V <input type="range" id="value" max="1" step=".01" value="0"> <output></output></label>
-</div><div><h3>δ</h3><div id="delta"></div><h3>A, deepest from ±2</h3><div id="raw"></div>
-<h3>A, whitened</h3>
-<div id="white"></div></div></div><details><summary>All numbers, with a made-up
-log π − log π_ref and one V for all tokens</summary><div class="scroll"><table>
-<thead><tr><th>y<th>δ<th>log π − log π_ref<th>r<th>A<th>A, whitened<tbody id="numbers">
+<p class="small" id="worked"></p></div><div><h3>δ</h3><div id="delta"></div>
+<h3>A, deepest from ±2</h3><div id="raw"></div><h3>A, whitened</h3>
+<div id="white"></div></div></div><details><summary>All numbers</summary><div class="scroll">
+<table><thead><tr><th>t, y<th>δ<th>log-ratio<th>r<th>A<th>A, whitened<tbody id="numbers">
 </table></div></details></section><script>const PAGE = {data};\n{script}</script>"""
 
 
@@ -97,12 +168,13 @@ def excerpt(place: str, name: str) -> str:
     module, name = name.split(".")
     path = [*ROOT.glob(f"{module}.py"), *ROOT.glob(f"*/{module}.py")][0]
     text, marked, html = path.read_text("utf-8"), set(), ""
-    piece = re.search(rf"(?ms)^(def |class )?{name}\b.*?(?=\n+[^\s}})\]]|\n*\Z)", text)
+    start = rf"(?:(?:def|class) {name}\b|{name} = )"
+    piece = re.search(rf"(?ms)^{start}.*?(?=\n+[^\s}})\]]|\n*\Z)", text)
     first, lines = text.count("\n", 0, piece.start()), piece[0].splitlines()
     for i, line in enumerate(lines, 1):
         code, _, comment = line.partition("#")
         place_tags = tags("", SAME.get(place, place))
-        if place_tags & tags(piece[0], "#" + comment) or place in comment:
+        if place_tags & tags(piece[0], "#" + comment) or SAME.get(place, place) in comment:
             marked |= {*extent(ast.parse(piece[0]), i, not code.strip())}
     near = {i for m in marked for i in range(m - 2, m + 3)} or range(40)
     for i, line in enumerate(lines, 1):
@@ -119,12 +191,52 @@ def anchor(text: str) -> str:
     return re.sub(r"\W+", "-", text).lower()
 
 
+def math(text: str) -> str:
+    """A formula as MathML; WORDS has such formulas. A minus with no space after it is tight."""
+    braced = re.sub(r"([_^])(<?[^\W_]+|′)", r"\1{\2}", text)              # y_<t → y_{<t}
+    tight = re.sub(r"−(?=[\w(])", "⁻", braced)
+    tokens = re.findall(r"[A-Za-z]+|\d+(?:[.–]\d+)?|(?<=[\w})›\]]) (?=[\w‹∇])|\\?\S", tight)
+    plain = escape(text.replace("\\", ""))
+    return f'<math alttext="{plain}">{elements(tokens)}</math>'
+
+
+def elements(tokens: list[str]) -> str:
+    """The MathML of the tokens before the next closing } or ›, which are removed."""
+    nodes = []                                                              # [tag, content]
+    while tokens and (token := tokens.pop(0)) not in "}›":
+        tag = TAGS.get(token, "mn" if token[0].isdigit() else "mi" if token.isalpha() else "mo")
+        if token in "_^/" and tokens[:1] == ["{"]:    # a script or the second part of {a}/{b}
+            base_tag, content = nodes.pop()
+            if (base_tag, token) == ("msub", "^"):
+                tag = "msubsup"
+            else:
+                tag = "mfrac" if token == "/" else tag
+                content = element(base_tag, content)
+            tokens.pop(0)
+            nodes.append([tag, content + element("mrow", elements(tokens))])
+        elif token in "{‹":
+            nodes.append([tag, elements(tokens)])
+        else:
+            nodes.append([tag, escape(token.strip("\\ ").replace("⁻", "−"))])
+    return "".join(element(*node) for node in nodes)
+
+
+def element(tag: str, content: str) -> str:
+    """An element of MathML. The scripts of ∑ and ∏ stand below and above the sign."""
+    if content.startswith(("<mo>∑", "<mo>∏")):
+        tag = tag.replace("sub", "under").replace("sup", "over")
+    return f"<{tag}>{content}</{tag.split()[0]}>"
+
+
 def row(place: str, description: str, code: str, tests: str) -> str:
     """A row of the page: the paper's side has the anchor #slug, the code's #slug-code."""
-    slug, words = anchor(place), escape(WORDS.get(place, description))
-    for mark, tag in (("_", "sub"), (r"\^", "sup")):                   # as in y_<t, γ^{k−t}
-        pattern = rf"{mark}(?:{{(.+?)}}|((?:&lt;)?[^\W_]+))"
-        words = re.sub(pattern, rf"<{tag}>\1\2</{tag}>", words)
+    slug, left = anchor(place), ""
+    for label, cell in zip(("printed", "here"), WORDS.get(place, [])):
+        formulas = " ".join(map(math, cell.split("; ")))
+        left += f'<p class="formula"><small>{label}</small> {formulas}</p>'
+    if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
+        words = (math(w) if re.search("[_^]", w) else escape(w) for w in description.split())
+        left += f"<p>{' '.join(words)}</p>"
     right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
                     for name in re.findall(r"`(\w+\.\w+)`", code))
     right += '<p class="small">Fails without it: '
@@ -133,8 +245,8 @@ def row(place: str, description: str, code: str, tests: str) -> str:
         svg = next(ROOT.glob(f"notebooks/studies/{STUDIES[place]}_*.svg"))
         right += (f"<details><summary>Figure: study {svg.stem.replace('_', ' ')}</summary>"
                   f'<div class="scroll">{svg.read_text("utf-8")}</div></details>')
-    return (f'<div class="row" id="{slug}"><div><a href="#{slug}-code">{place}</a><br>{words}'
-            f'</div><div id="{slug}-code">{right}</div></div>')
+    return (f'<div class="row" id="{slug}"><div><a href="#{slug}-code">{place}</a>{left}</div>'
+            f'<div id="{slug}-code">{right}</div></div>')
 
 
 def touch() -> str:

@@ -12,17 +12,18 @@ import re
 import shutil
 import subprocess
 import unicodedata
+import xml.etree.ElementTree as ET
 from collections import Counter
 from functools import cache
 from itertools import accumulate
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
 import toy
-from notebooks.paper import build, tags
+from notebooks.paper import anchor, build, math, tags
 from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
 from helpers import ROOT
@@ -71,13 +72,17 @@ def pieces(path: Path) -> dict[str, tuple[str, str]]:
     return pieces_by_name
 
 
+def section_of(place: str) -> str:
+    """The section of an equation: "Eq. Appendix A α" → "Appendix A"."""
+    return re.match(r"Eq\. (Appendix \S+|\S+)", place)[1]
+
+
 def names_place(place: str, doc: str, source: str) -> bool:
     """Whether a piece of code names the place of a row of the map."""
     if place.startswith("Alg."):
         return tags("", place) <= tags(doc, source)
     if place.startswith("Eq."):
-        section = "Appendix A" if "Appendix" in place else place.split()[1]
-        return section in source.replace("App. A", "Appendix A")
+        return section_of(place) in source.replace("App. A", "Appendix A")
     kind, number = place.split()
     listed = re.findall(rf"{kind}s? ((?:\d+(?:, | and )?)+)", source)
     return any(number in re.findall(r"\d+", text) for text in listed)
@@ -131,13 +136,14 @@ def test_the_code_names_no_line_that_the_map_lacks():
 
 
 def test_the_map_is_whole():
-    """The map has all acting lines, equations of §3.1–§3.6 and Appendix A, tables, figures."""
+    """The map has all acting lines, equations of §3 and Appendices A and I, tables, figures."""
     known = [row[0] for row in mapped()]
     assert len(known) == len(set(known)), "PAPER.md has a row twice"
     lines = {tag for place in known for tag in tags("", place)}
     assert {(n, i) for n, acting in ACTING.items() for i in acting} <= lines
-    places = {place.split()[1] for place in known if place.startswith("Eq.")}
-    assert places == {"§3.1", "§3.3", "§3.4", "§3.5", "§3.6", "Appendix"}
+    sections = Counter(section_of(place) for place in known if place.startswith("Eq."))
+    assert sections == {"§3.1": 1, "§3.3": 1, "§3.4": 1, "§3.5": 5, "§3.6": 3, "Appendix A": 2,
+                        "Appendix I.1": 1}
     numbered = {f"Table {n}" for n in range(1, 20)} | {f"Figure {n}" for n in range(1, 7)}
     assert numbered <= set(known)
 
@@ -273,6 +279,21 @@ def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():
     assert printed < a < full_sum
 
 
+def test_the_difference_of_the_two_settings_at_every_token():
+    """§3.6 lacks (γλ)^(T−t) in its weights, and what GAE adds for the rewards before t."""
+    change, weight, T = [0.0, 1.0, -1.0, 0.5, 0.0, 1.0, -0.5], 0.9, 7
+    ends = [0.0] * (T - 1) + [sum(change)]
+    zeros, ones = torch.zeros(1, T), torch.ones(1, T)
+    a, b = (gae(torch.tensor([row]), zeros, ones, 1.0, weight)[0][0] for row in (change, ends))
+    for t in range(T):
+        last = weight ** (T - 1 - t)
+        weights = [weight ** (k - t) - last if k >= t else -last for k in range(T - 1)]
+        ours = sum(w * x for w, x in zip(weights, change))
+        printed = sum(weight ** (k - t) * change[k] for k in range(t, T - 1))
+        assert (a - b)[t].item() == pytest.approx(ours, abs=1e-6)
+        assert t == T - 1 or abs(printed - ours) > 0.1
+
+
 # ── paper.html
 
 PAPER = "https://arxiv.org/abs/2505.22338"
@@ -318,9 +339,83 @@ def test_the_page_loads_nothing_and_is_small():
     assert not re.search(r"\b(?:src|srcset|action)=[\"']", text)
     assert "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'" in text
     assert len(text.encode()) < 1e6 and not re.search(r"/(home|root|work|tmp|Users)/", text)
-    for name in ("paper.py", "paper.js"):
+    for name, most in (("paper.py", 285), ("paper.js", 185)):
         lines = (ROOT / "notebooks" / name).read_text("utf-8").splitlines()
-        assert len(lines) <= 175 and max(map(len, lines)) <= 96
+        assert len(lines) <= most and max(map(len, lines)) <= 96
+
+
+CHILDREN = {"msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3,
+            "mfrac": 2}
+LEAVES = {"mi", "mn", "mo", "mspace"}
+
+
+def test_every_formula_is_mathml_with_the_text_of_its_source():
+    """Well-formed, scripts and fractions of the right number of parts, no character lost."""
+    formulas = re.findall(r"<math.*?</math>", page())
+    assert len(formulas) > 100
+    for html in formulas:
+        tree = ET.fromstring(html)
+        source = re.sub(r"[\s_^‹›]|(?<=})/(?={)", "", tree.get("alttext"))
+        plain = "".join(tree.itertext())
+        # The brackets of scripts and fractions are not shown, those of a set are.
+        if "∈{" not in source:
+            source = re.sub("[{}]", "", source)
+        assert plain == source, html
+        for node in tree.iter():
+            assert len(node) == CHILDREN.get(node.tag, len(node)), html
+            assert node.tag in {*CHILDREN, *LEAVES, "math", "mrow"}
+            assert not len(node) if node.tag in LEAVES else not (node.text or "").strip()
+            assert not (node.tail or "").strip()
+
+
+@pytest.mark.parametrize("text, xml", [
+    ("y_<t", "<msub><mi>y</mi><mrow><mo>&lt;</mo><mi>t</mi></mrow></msub>"),
+    ("∑_{k=t}^T", "<munderover><mo>∑</mo><mrow><mi>k</mi><mo>=</mo><mi>t</mi></mrow>"
+                  "<mrow><mi>T</mi></mrow></munderover>"),
+    ("π_{θ_old}", "<msub><mi>π</mi><mrow><msub><mi>θ</mi><mrow><mi>old</mi></mrow></msub>"
+                  "</mrow></msub>"),
+    ("{1}/{n}", "<mfrac><mrow><mn>1</mn></mrow><mrow><mi>n</mi></mrow></mfrac>"),
+    ("‹−› β", '<mrow class="slip"><mo>−</mo></mrow><mspace width=".25em"></mspace><mi>β</mi>'),
+    ("a/b", "<mi>a</mi><mo>/</mo><mi>b</mi>")])
+def test_a_formula_by_hand(text, xml):
+    assert math(text) == f'<math alttext="{escape(text)}">{xml}</math>'
+
+
+def forms(slug: str) -> dict[str, str]:
+    """"printed" and "here" → the formulas of a row, as text."""
+    found = re.findall(r'<p class="formula"><small>(\w+)</small> (.*?)</p>', page_rows()[slug])
+    return {label: "; ".join(re.findall('alttext="(.*?)"', html)) for label, html in found}
+
+
+def test_a_row_with_an_erratum_shows_both_forms_and_marks_the_slip():
+    """Errata name lines of algorithms, or sections: then one equation of it has both forms."""
+    slips = {place for place, *_ in mapped() if place.startswith(("Eq.", "Alg."))
+             for both in [forms(anchor(place))] if len(both) == 2 and "‹" in both["printed"]}
+    _, *errata = paper("Errata of the paper")
+    lines = {tag for place, *_ in errata for tag in tags("", place)}
+    assert {place for place, *_ in mapped() if tags("", place) & lines} <= slips
+    text = "; ".join(place for place, *_ in errata).replace("App.", "Appendix")
+    for section in ("§3.5", "§3.6", "Appendix A", "Appendix I.1"):
+        assert section in text and section in {section_of(p) for p in slips if p[0] == "E"}
+    for slug in page_rows():
+        assert "‹" not in forms(slug).get("here", ""), slug
+
+
+@pytest.mark.parametrize("slug, printed, here", [
+    ("alg-4-l-27", "L_t^CLIP(θ) ‹−› β L_t^ENT(θ)", "L_t^CLIP(θ) + β_H L_t^ENT(θ)"),
+    ("eq-3-5-ppo", "‹−› β ℋ(", "+ β_H 𝔼_t ℋ("),
+    ("eq-3-5-gae", "∑_{l=0}^{‹T−t−1›}", "∑_{l=0}^{T−t}"),
+    ("alg-4-l-15-16", "∑_{l=0}^{‹T−t−1›}", "∑_{l=0}^{T−t}"),
+    ("eq-3-5-r_t-kl", "r_t^KL ‹undefined›", "−β (log π_{θ_old}(y_t) − log π_ref(y_t))"),
+    ("alg-4-l-14", "δ_t^′ + ‹r_t^KL›", "−β (log π_{θ_old}(y_t) − log π_ref(y_t))"),
+    ("eq-3-6-a-b", "∑_{‹k=t›}^T δ_k", "∑_{k=1}^T δ_k"),
+    ("eq-3-6-δa-a-δa-b", "‹(γλ)^{k−t}› Δδ_k", "[(γλ)^{k−t} − (γλ)^{T−t}] Δδ_k"),
+    ("eq-appendix-i-1-decay", "1.0 − (i − 1) · {0.9}/{‹n − 1›}", "r_1 = 1 if n = 1"),
+    ("alg-4-l-13", "lines ‹11–20› of Algorithm 2", "lines 15–27")])
+def test_the_slips_of_the_paper_by_hand(slug, printed, here):
+    """The left forms are in arXiv 2505.22338; the marked part is what is wrong or missing."""
+    both = forms(slug)
+    assert printed in both["printed"] and here in both["here"]
 
 
 @pytest.mark.parametrize("slug, code", [
@@ -335,6 +430,14 @@ def test_the_page_loads_nothing_and_is_small():
 def test_the_line_that_is_tagged_is_marked(slug, code):
     marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
     assert code in marked and marked.count("\n") < 10
+
+
+def test_every_excerpt_begins_where_its_code_is_defined():
+    for place, *_, code, _ in mapped():
+        blocks = re.findall(r"(?s)<pre>(.*?)</pre>", page_rows().get(anchor(place), ""))
+        for block, (_, source) in zip(blocks, named(code).values()):
+            first_line = unescape(re.sub("<.*?>", "", block)).splitlines()[0]
+            assert first_line[5:] == source.splitlines()[0], place
 
 
 def test_every_line_with_a_tag_of_its_own_is_marked():
@@ -353,7 +456,10 @@ const answer = ({ reply, text, offsets, log_ratio, values, set }) => {
   try { quotes = page.parse(reply); } catch (error) { reason = error.message; }
   const grounding = page.ground(text, quotes), words = page.split(text);
   const found = page.rewards(text, offsets, grounding.spans);
-  return { ...found, ...page.advantages(found.delta, log_ratio, values, set), reason,
+  const result = page.advantages(found.delta, log_ratio, values, set);
+  const all = { delta: found.delta, logRatio: log_ratio, values, ...result };
+  return { ...found, ...result, reason, 
+    worked: [0, values.length - 1].map((t) => page.workedOut(t, all, set)),
     words: words.tokens, ends: words.offsets.map((place) => place[1]),
     spans: grounding.spans.map((s) => [...text.slice(0, s.start)].length),
     unmatched: grounding.unmatched.length, ambiguous: grounding.ambiguous.length };
@@ -448,6 +554,12 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
         for name, row in (("r", r), ("A", A), ("white", whiten(A, ones))):
             close = torch.tensor([ours[name]], dtype=torch.float64)
             torch.testing.assert_close(close, row, atol=1e-5, rtol=0)
+        for t, equations in zip((0, -1), ours["worked"], strict=True):
+            for equation, row in zip(equations, (r, A), strict=True):
+                *_, numbers, result = equation.replace("−", "-").replace("·", "*").split(" = ")
+                shown = float(result.strip("()"))
+                assert shown == pytest.approx(row[0, t].item(), abs=6e-4)
+                assert eval(numbers) == pytest.approx(shown, abs=0.02), equation
         names = "unmatched", "ambiguous", "in both", "half inside"
         counts_seen.update(dict(zip(names, counts)))
         counts_seen.update({"unreadable": bool(judgement.reason),
@@ -491,6 +603,11 @@ def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path)
     assert [value for _, value, _ in shown] == judgement.delta
     assert "".join(text for text, _, _ in shown) == data["text"] + "▯"
     assert any(depth for _, _, depth in shown_tokens(html, "white"))
+    first = next(t for t, value in enumerate(judgement.delta) if value)
+    assert "the made-up number\n((7 t mod 9) − 4) / 10" in html
+    reward = judgement.delta[first] - 0.2 * ((7 * first) % 9 - 4) / 10
+    worked = re.search(r'(?s)id="worked">(.*?)</p>', html)[1].replace("−", "-")
+    assert f"Token {first}," in worked and f"= ({reward:.3f})" in worked
     summary = re.search(r'id="result">(.*?)<', html)[1]
     assert summary.startswith(f"{len(judgement.spans)} spans") and judgement.ambiguous == 1
     assert "ambiguous" in summary and "half inside" in summary and "unmatched" not in summary
