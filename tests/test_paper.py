@@ -426,7 +426,8 @@ def test_the_slips_of_the_paper_by_hand(slug, printed, here):
     ("alg-4-l-23", "gain = torch.minimum("),                                        # above
     ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
     ("alg-4-l-19", "for _ in range(config.ppo_epochs):"),                 # the head of a block
-    ("eq-3-6-a-b", "[sum(judgement.delta)]")])
+    ("eq-3-6-a-b", "[sum(judgement.delta)]"),
+    ("eq-3-6-δa-a-δa-b", "def advantages_of(")])                  # has the tag of the row A^A
 def test_the_line_that_is_tagged_is_marked(slug, code):
     marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
     assert code in marked and marked.count("\n") < 10
