@@ -194,8 +194,8 @@ RELEASE = {  # Table 9, Table 10
         kl_coef=0.05, kl_target=3.0, kl_horizon=10_000, micro_batch_size=1,
         rollout_batch_size=64, eval_rows=64, probe_rows=0),
     "reward": dict(
-        model="meta-llama/Llama-3.1-8B-Instruct", learning_rate=1e-5, weight_decay=3e-7,
-        lora_r=16, lora_alpha=32, lora_dropout=0.1, lora_targets="q_proj,v_proj", batch_size=8,
+        model="meta-llama/Llama-3.1-8B-Instruct", epochs=3, learning_rate=1e-5,
+        weight_decay=3e-7, lora_r=16, lora_alpha=32, lora_dropout=0.1, lora_targets="q_proj,v_proj", batch_size=8,
         micro_batch_size=1, max_tokens=1250, max_critique_tokens=768),
 }
 # OWN: what a task of your own has instead, because those values suit only an 8B model and
