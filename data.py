@@ -196,7 +196,8 @@ RELEASE = {  # Table 9, Table 10
     "reward": dict(
         model="meta-llama/Llama-3.1-8B-Instruct", epochs=3, learning_rate=1e-5,
         weight_decay=3e-7, lora_r=16, lora_alpha=32, lora_dropout=0.1,
-        lora_targets="q_proj,v_proj", batch_size=8, micro_batch_size=1, max_tokens=1250, max_critique_tokens=768),
+        lora_targets="q_proj,v_proj", batch_size=8, micro_batch_size=1, max_tokens=1250,
+        max_critique_tokens=768),
 }
 # OWN: what a task of your own has instead, because those values suit only an 8B model and
 # thousands of rows. A None is chosen later, from the number of rows and the size of the model.
