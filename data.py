@@ -424,6 +424,18 @@ def checksum(*paths: Path, state=None) -> str:
     return digest.hexdigest()
 
 
+def changed_files(run: Path, result=None) -> list[str]:
+    """The files that a phase wrote, and that are missing or have changed since it ended.
+
+    result: the result of the phase; None: of all phases in phases.jsonl.
+    """
+    phases = {row.get("result"): row.get("sha256", {})       # a repeated phase comes later
+              for row in whole_rows(run / "phases.jsonl")}
+    return [file for name, hashes in phases.items() if result in (None, name)
+            for file, digest in hashes.items()
+            if not (run / file).is_file() or checksum(run / file) != digest]
+
+
 def chunks(rows, size: int) -> list:
     """Consecutive parts of at most `size` rows."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]

@@ -52,7 +52,7 @@ from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora
 from report import batch_metrics, colour_tokens, sample_row
 from reward_model import Judgement, judge, probe, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, forecast_minutes,
-                     gather_rows, hash_logs, keep_checkpoint, optimizer_parameters,
+                     gather_rows, hash_files, keep_checkpoint, optimizer_parameters,
                      print_rank0, resume, write_metrics)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 
@@ -567,7 +567,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         log_iteration(done, metrics, kl, batch, bar, config, out)
         kl.update(metrics["kl"], config.batch_size)
         if done % config.save_every == 0 or done == config.iterations:
-            state = {"iteration": done, "kl_coef": kl.beta, "logs": hash_logs(out)}
+            state = {"iteration": done, "kl_coef": kl.beta, "logs": hash_files(out)}
             checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33

@@ -21,7 +21,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean
 
-from data import (InputError, checksum, next_command, printable, public, run_script,
+from data import (InputError, changed_files, next_command, printable, public, run_script,
                   whole_rows)
 
 # ── The terminal
@@ -408,13 +408,8 @@ def health(out: Path) -> list[tuple[str, str]]:
             state = "healthy" if low <= mean <= high else "unhealthy"
             advice = f"; {remedy}" if state == "unhealthy" else ""
             checks.append((state, f"{name} is {state}: {words.format(mean)}{advice}"))
-    saved = {}
-    for row in whole_rows(out / "phases.jsonl"):
-        saved |= row.get("sha256", {})
     checks += [("unhealthy", f"{file} is missing or has changed since its phase ended; restore "
-                             f"it, or repeat the phase")
-               for file, digest in saved.items()
-               if not (out / file).is_file() or checksum(out / file) != digest]
+                             f"it, or repeat the phase") for file in changed_files(out)]
     return sorted(checks, reverse=True)                                     # unhealthy first
 
 

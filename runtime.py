@@ -35,8 +35,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import (InputError, ModelError, append_row, checksum, public, read_rows, whole_rows,
-                  write_rows)
+from data import (InputError, ModelError, append_row, changed_files, checksum, public,
+                  read_rows, whole_rows, write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
 
@@ -282,18 +282,6 @@ def optimizer_tensors(optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_optimizer(optimizer, tensors: dict[str, Tensor]):
-    """Restore parameters and moments, of any shape, from `optimizer_tensors`."""
-    parameters = optimizer_parameters(optimizer)
-    for key, tensor in tensors.items():
-        i, name = key.split(".")
-        parameter = parameters[int(i)]
-        if name == "parameter":
-            parameter.data.copy_(tensor)
-        else:
-            optimizer.state[parameter][name] = tensor.to(parameter.device)
-
-
 def resume(run: Path, optimizer, made_of: str | None = None) -> tuple[Path | None, dict]:
     """Restore parameters and moments from the newest checkpoint; return its path and state.
 
@@ -302,7 +290,14 @@ def resume(run: Path, optimizer, made_of: str | None = None) -> tuple[Path | Non
     path, tensors, state = newest_checkpoint(run)
     if path is None or state.get("made_of") != made_of:
         return None, {}
-    restore_optimizer(optimizer, tensors)
+    parameters = optimizer_parameters(optimizer)
+    for key, tensor in tensors.items():                      # of `optimizer_tensors`
+        i, name = key.split(".")
+        parameter = parameters[int(i)]
+        if name == "parameter":
+            parameter.data.copy_(tensor)
+        else:
+            optimizer.state[parameter][name] = tensor.to(parameter.device)
     print_rank0(f"resumed after iteration {state['iteration']} from {path}")
     return path, state
 
@@ -310,9 +305,10 @@ def resume(run: Path, optimizer, made_of: str | None = None) -> tuple[Path | Non
 LOGS = "metrics.jsonl", "samples.jsonl"
 
 
-def hash_logs(run: Path) -> dict[str, str]:
-    """The sha256 of both logs of phase 3, for the state of a checkpoint."""
-    return {name: checksum(run / name) for name in LOGS if (run / name).exists()}
+def hash_files(directory: Path, patterns=LOGS) -> dict[str, str]:
+    """{file: sha256} of the files with these names, by default the logs of phase 3."""
+    return {str(path.relative_to(directory)): checksum(path)
+            for pattern in patterns for path in sorted(directory.glob(pattern))}
 
 
 def cut_logs(run: Path, state: dict):
@@ -456,22 +452,6 @@ FILES_WRITTEN = {
 }
 
 
-def hash_files(directory: Path, result: str) -> dict[str, str]:
-    """{file: sha256} of the files that a phase has written."""
-    return {str(path.relative_to(directory)): checksum(path)
-            for pattern in FILES_WRITTEN[result] for path in sorted(directory.glob(pattern))}
-
-
-def changed_files(directory: Path, result: str) -> list[str]:
-    """The files of a finished phase that are missing or have changed since it ended."""
-    saved = {}
-    for row in whole_rows(directory / "phases.jsonl"):
-        if row.get("result") == result:
-            saved = row.get("sha256", {})
-    hashes = hash_files(directory, result)
-    return [file for file, digest in saved.items() if hashes.get(file) != digest]
-
-
 def run_phase(name: str, result: str, directory: Path, function, checkpoint_directory=None):
     """Run a phase, unless its result exists and its files are unchanged.
 
@@ -497,7 +477,8 @@ def run_phase(name: str, result: str, directory: Path, function, checkpoint_dire
     if RANK == 0:
         row = {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
                "seconds": time.time() - start, "GB": peak_memory(), "summary": summary,
-               "result": result, "sha256": hash_files(directory, result)}
+               "result": result,
+               "sha256": hash_files(directory, FILES_WRITTEN[result])}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s, {row['GB']:.1f} GB)")
 
