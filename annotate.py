@@ -35,7 +35,6 @@ import sys
 import traceback
 import unicodedata
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import islice
@@ -552,8 +551,9 @@ def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, 
 
 def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
     """Feedback that quotes the text of each span."""
-    quotes = {label: [response[span.start : span.end] for span in spans if span.label == label]
-              for label in (+1, -1)}
+    quotes = {+1: [], -1: []}
+    for span in spans:
+        quotes[span.label].append(response[span.start : span.end])
     return Feedback(critique, quotes[+1], quotes[-1])
 
 
@@ -740,7 +740,7 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
     """Ask all questions; yield (question, record, feedback) for each.
 
     record: the last reply in the journal. feedback: (Feedback, Grounding), or None if the reply
-    is unusable.
+    is unusable. A dry run only reads the replies of earlier runs.
     """
     feedback = {}                                # key of a question → (Feedback, Grounding)
 
@@ -755,9 +755,15 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
             return str(error.__cause__)
         return None
 
-    records = ask(questions, journal, load_annotator(config), review, config.concurrency)
+    if config.dry_run:
+        for question in questions:
+            record = journal.records.get(question.key)
+            if record and record["reason"] is None:
+                review(question, record["reply"])
+    else:
+        ask(questions, journal, load_annotator(config), review, config.concurrency)
     for question in questions:
-        yield question, records[question.key], feedback.get(question.key)
+        yield question, journal.records.get(question.key), feedback.get(question.key)
 
 
 def describe_feedback(rows: list[dict]) -> str:
@@ -765,14 +771,22 @@ def describe_feedback(rows: list[dict]) -> str:
 
     rows: annotated rows, see `feedback_row`.
     """
-    spans = [(row["response"][span["start"] : span["end"]], span["label"])
-             for row in rows for span in row["spans"]]
-    good = [text for text, label in spans if label > 0]
-    poor = [text for text, label in spans if label < 0]
-    quotes = sum(len(row["good_spans"] + row["poor_spans"]) for row in rows)
-    ambiguous = [row["response"] for row in rows for _ in range(row["ambiguous"])]
-    unmatched = [quote for row in rows for quote in row["unmatched"]]
-    no_span = [row["response"] for row in rows if not row["spans"]]
+    quotes = 0
+    unmatched = []
+    ambiguous = []                                # a response for each ambiguous quote
+    no_span = []                                  # the responses without a span
+    good = []                                     # the texts of the spans
+    poor = []
+    for row in rows:
+        response = row["response"]
+        spans = quoted(response, "", [Span(**span) for span in row["spans"]])
+        good += spans.good_spans
+        poor += spans.poor_spans
+        quotes += len(row["good_spans"] + row["poor_spans"])
+        unmatched += row["unmatched"]
+        ambiguous += [response] * row["ambiguous"]
+        if not row["spans"]:
+            no_span.append(response)
     size = sum(len(row["response"]) for row in rows)
     text = f"feedback: {quotes} quotes"
     warnings = ""
@@ -809,25 +823,18 @@ def annotate(config: AnnotateConfig) -> str:
             print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"
-        rows = []                                                                    # l.5
-        if config.dry_run:
-            for question in questions:
-                record = journal.records.get(question.key)
-                with suppress(FeedbackError):        # a run would ask this question again
-                    if record and record["reason"] is None:
-                        stored = read_reply(question.context, record["reply"], config.mode)
-                        rows.append(feedback_row(config.task, question.context, *stored,
-                                                 config.annotator))
-            return f"{summary}\n{describe_feedback(rows)}" if rows else summary
-        if not config.annotator_function:
+        if not (config.annotator_function or config.dry_run):
             print(summary)
+        rows = []                                                                    # l.5
         failures = []
         for question, record, feedback in ask_annotator(questions, journal, config):  # l.8–10
-            if feedback is None:
+            if feedback:
+                row = feedback_row(config.task, question.context, *feedback, config.annotator)
+                rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
+            elif not config.dry_run:
                 failures.append(f"{question.id}: {record['reason'][:150]}")
-                continue
-            row = feedback_row(config.task, question.context, *feedback, config.annotator)
-            rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
+        if config.dry_run:
+            return f"{summary}\n{describe_feedback(rows)}" if rows else summary
         if failures and not (config.skip_failed and rows):
             raise InputError(
                 f"{len(failures)} responses have no feedback, so {config.output} is not "
