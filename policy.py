@@ -149,7 +149,7 @@ class AdaptiveKL:
 class PolicyConfig(AnnotatorConfig, BaseConfig):
     """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
     iterations: int | None = flag(
-        25, "iterations of Algorithm 4; none: passes over the rows", least=1)
+        18, "iterations of Algorithm 4; none: passes over the rows", least=1)
     learning_rate: float | None = flag(
         1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7); none: by the size of the model",
         most=10)
