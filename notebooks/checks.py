@@ -4,7 +4,8 @@
     chosen = complete(gae, update)   # the functions by name; the project's instead of blanks
 
 Each try_… function draws inputs, calls a function, and returns a dict of results and gradients.
-If one wrong version in mistakes.py gives the same, or first differs alike, its hint is given.
+If one wrong version in mistakes.py gives the same, its hint is given ("Hint"); otherwise, if
+one has the same first difference, "Perhaps" and its hint.
 """
 
 import math
@@ -53,10 +54,11 @@ def check(name: str, function):
         problem = difference(found, expected, "")
         if problem:
             outcomes = {hint: run(wrong, seed) for hint, wrong in MISTAKES[name].items()}
-            hints = ([hint for hint, x in outcomes.items() if not difference(found, x, "")]
-                     or [hint for hint, x in outcomes.items()
+            hints = ([f". Hint: {hint}" for hint, x in outcomes.items()
+                      if not difference(found, x, "")]
+                     or [f". Perhaps: {hint}" for hint, x in outcomes.items()
                          if difference(x, expected, "") == problem])
-            raise Wrong(problem + (f". Hint: {hints[0]}" if len(hints) == 1 else ""))
+            raise Wrong(problem + (hints[0] if len(hints) == 1 else ""))
     print("right")
 
 
@@ -84,8 +86,6 @@ def difference(found, expected, name: str) -> str | None:
     elif isinstance(expected, (list, tuple)):
         if not isinstance(found, (list, tuple)):
             return f"{name} should be a {type(expected).__name__}, but it is {describe(found)}"
-        if len(found) != len(expected):
-            return f"{name} has the wrong length: expected {len(expected)}, found {len(found)}"
         pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(found, expected))]
     elif isinstance(expected, Tensor):
         return tensor_difference(found, expected, name)
@@ -94,7 +94,10 @@ def difference(found, expected, name: str) -> str | None:
     else:
         is_close = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5)
         return None if is_close else unequal(found, expected, name)
-    return next(filter(None, (difference(a, b, part) for part, a, b in pairs)), None)
+    problem = next(filter(None, (difference(a, b, part) for part, a, b in pairs)), None)
+    if not problem and len(found) != len(expected):
+        return f"{name} has the wrong length: expected {len(expected)}, found {len(found)}"
+    return problem
 
 
 def tensor_difference(found, expected: Tensor, name: str) -> str | None:
@@ -146,17 +149,17 @@ def toy_model():
 
 
 def try_token_rewards(function, seed):
-    """Texts with spans that overlap and end inside words, and EOS, which has no text."""
+    """Texts with whitespace, spans that overlap and end inside words, and EOS without text."""
     rng = random.Random(seed)
     outcome = {}
     for _ in range(40):
-        tokens = rng.choices([" a", " the", "cat", " dog", "s", "."], k=7)
+        tokens = rng.choices([" a", " the", "cat", " dog", "s", ".\n", " ", "\n"], k=7)
         ends = [len("".join(tokens[:t])) for t in range(8)]
         spans = [Span(*sorted(rng.sample(range(ends[-1] + 1), 2)), rng.choice([-1, 1]))
                  for _ in range(rng.randrange(4))]
         offsets = [*zip(ends, ends[1:]), (ends[-1], ends[-1])]
-        outcome[f"with the tokens {tokens} and {spans or 'no spans'}, the result"] = function(
-            "".join(tokens), offsets, spans)
+        outcome[f"with the tokens {[*tokens, '']} (the last is EOS), offsets {offsets} and "
+            f"{spans or 'no spans'}, the result"] = function("".join(tokens), offsets, spans)
     return outcome
 
 
@@ -172,20 +175,25 @@ def try_z_loss(function, seed):
 def try_lora_forward(function, seed):
     """Random matrices, and the gradients of x, A and B."""
     x, A, B = (nn.Parameter(noise(seed, *shape)) for shape in ((2, 3, 5), (2, 5), (4, 2)))
-    result = function(x, noise(seed + 9, 4, 5), A, B, 6.0)
+    result = function(x, noise(seed + 9, 4, 5), A, B, 5.0)
     return {"the result": result} | gradients(result, {"x": x, "A": A, "B": B})
 
 
 def try_generate(function, seed):
-    """Prompts of several lengths; EOS is a token that occurs."""
+    """Prompts of several lengths; EOS is a token that occurs; some u_t is above all sums."""
     prompts, uniforms = random_ids(seed, 6, 3, 8, 8), noise(seed, 4, 10).sigmoid()
+    uniforms[2:, -1] = 1.5
     eos = generate(toy_model(), prompts, 10, 0.7, uniforms=uniforms)[0][3]
-    columns = []
-    with toy_model().model.embed_tokens.register_forward_pre_hook(
-            lambda module, arguments: columns.append(arguments[0].shape[1])):
+    positions = []                                  # of the columns in each call, [B, n]
+    with toy_model().model.register_forward_pre_hook(
+            lambda *arguments: positions.append(arguments[-1]["position_ids"].clone()),
+            with_kwargs=True):
         result = function(toy_model(), prompts, uniforms, 0.7, eos)
-    return {"the result": result,           # columns: 8 of the prompts and 9 of 10 new ones
-            "the number of columns that the model reads again": max(0, sum(columns) - 8 - 9)}
+    return {"the result": result,
+            "the number of columns read beyond those needed (8 of all prompts together, then "
+            "one per new token but the last)": max(0, sum(p.shape[1] for p in positions) - 17),
+            "the positions of the prompts' last tokens":
+                next((p[:, -1].tolist() for p in positions), [])}
 
 
 def try_gae(function, seed):
@@ -204,21 +212,22 @@ def try_ppo_loss(function, seed):
 def try_update(function, seed):
     """Two steps of SGD: the norms of their gradients, and the weights after each step."""
     model, head = deepcopy(toy_model()), ValueHead(128)
-    theta, psi = lora_parameters(model, "policy"), [*head.parameters()]
+    theta = {f"θ, {name}": p for name, p in model.named_parameters() if p.requires_grad}
+    psi = {f"ψ, {name}": p for name, p in head.named_parameters()}
     config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.2)
     batch = Rollouts([{}] * 5, [], [], [], *pad_batch(random_ids(seed, 3, 6, 1, 4, 2),
                                                       random_ids(seed + 9, 5, 1, 7, 3, 6)))
     add_scores(batch, model, head, config)
     batch.advantages, batch.returns = (noise(seed + i, 5, 7) * batch.mask for i in (1, 2))
-    for i, p in enumerate(theta + psi):
+    for i, p in enumerate([*theta.values(), *psi.values()]):
         p.data += noise(seed + i, *p.shape) / 30                 # ρ is not 1
-    optimizer = torch.optim.SGD([{"params": theta}, {"params": psi}], 0.1)
+    optimizer = torch.optim.SGD([{"params": x.values()} for x in (theta, psi)], 0.1)
     outcome = {}
     for index, step in (([4, 0, 2], "one step"), ([1, 3], "two steps")):
-        result = function(batch, index, model, head, optimizer, config, ppo_loss)
+        result = function(batch, index, model, head, optimizer, config,
+                          lambda *terms: 2 * ppo_loss(*terms))
         outcome |= {f"after {step}, the result": result} | {
-            f"after {step}, {name}": torch.cat([p.detach().flatten() for p in weights])
-            for name, weights in (("θ", theta), ("ψ", psi))}
+            f"after {step}, {name}": p.detach().clone() for name, p in (theta | psi).items()}
     return outcome
 
 

@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
-from annotate import token_rewards
+import annotate
+from annotate import Span, token_rewards, tokens_inside
 from model import LoRALinear
 from policy import MAX_GRAD_NORM, add_gradients, gae, ppo_loss
 from reward_model import z_loss
@@ -32,7 +34,7 @@ def our_lora_forward(x, W, A, B, alpha):
 
 
 def our_update(rollouts, index, model, value_head, optimizer, config, policy_loss,
-               max_norm=MAX_GRAD_NORM, sign=1, forgets_old=True, **settings):
+               max_norm=MAX_GRAD_NORM, sign=1, **settings):
     """One step of `ppo_update`. The other arguments make mistakes."""
     parameters = optimizer_parameters(optimizer)
     with patch("policy.ppo_loss", lambda *terms: policy_loss(*terms[:5])):
@@ -42,39 +44,24 @@ def our_update(rollouts, index, model, value_head, optimizer, config, policy_los
     for p in parameters:
         p.grad *= sign
     optimizer.step()
-    if forgets_old:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     return norm.item()
 
 
-def undetached_update(*arguments):
-    """An update whose value loss moves the policy."""
-    with patch.object(Tensor, "detach", lambda x: x):
-        return our_update(*arguments)
+def patched(function, owner, name, replacement):
+    """The function, which runs while `owner.name` is replaced."""
+    def wrong(*inputs):
+        with patch.object(owner, name, replacement):
+            return function(*inputs)
+    return wrong
 
 
-def loose_rewards(text, offsets, spans, strips=True, touches=False, slack=0,
-                  merge=lambda labels: sum({*labels})):
-    """`token_rewards` with mistakes."""
-    delta = []
-    for start, end in offsets:
-        if strips:
-            start = end - len(text[start:end].lstrip())
-        labels = [s.label for s in spans if
-                  (max(start, s.start) < min(end, s.end) if touches else
-                   s.start <= start < end <= s.end - slack)]
-        delta.append(float(merge(labels or [0])))
-    return delta
-
-
-def shifted_z_loss(model, pairs, shift):
-    """`z_loss` with the logits of another position; −1 is right."""
-    loss = 0
-    for x, z in pairs:
-        logp = model(torch.tensor([x + z])).logits[0].log_softmax(-1)
-        loss = loss - sum(logp[min(len(x) + j + shift, len(logp) - 1), token]
-                          for j, token in enumerate(z))
-    return loss
+def touched(text, offsets, spans):
+    """The tokens that a span touches: neither wholly to its left nor wholly to its right."""
+    def inside(*place):
+        return {*tokens_inside(text, offsets, [Span(*place, 1)])[0]}
+    return [inside(0, len(text)) - inside(0, span.start) - inside(span.end, len(text))
+            for span in spans]
 
 
 def our_generate(model, prompts, uniforms, temperature, eos):
@@ -82,34 +69,37 @@ def our_generate(model, prompts, uniforms, temperature, eos):
     return generate(model, prompts, uniforms.shape[1], temperature, eos, uniforms=uniforms)
 
 
-def zero_padded(prompts):
-    """Prompts whose padding is read as tokens."""
-    return [[0] * (max(map(len, prompts)) - len(x)) + x for x in prompts]
-
-
-def unclipped(logp, old, A, mask):
-    """ρ_t A_t of the tokens."""
-    return torch.exp(logp - old) * A * mask
-
-
 OURS = {"token_rewards": token_rewards, "z_loss": z_loss, "lora_forward": our_lora_forward,
         "generate": our_generate, "gae": gae, "ppo_loss": ppo_loss, "update": our_update}
 MISTAKES = {
     "token_rewards": {
-        "a token that is only partly in a span gets 0": partial(loose_rewards, touches=True),
+        "a token that is only partly in a span gets 0":
+            patched(token_rewards, annotate, "tokens_inside", touched),
         "the character at `end` is not in the span, so a token may end there":
-            partial(loose_rewards, slack=1),
-        "a token's leading space need not be in the span": partial(loose_rewards, strips=False),
+            lambda text, offsets, spans: token_rewards(
+                text, offsets, [replace(span, end=span.end - 1) for span in spans]),
+        "whitespace around a token's characters need not be in the span":
+            lambda text, *places: token_rewards("x" * len(text), *places),
+        "a token of only whitespace is in a span that covers it whole":
+            lambda text, offsets, spans: token_rewards(
+                text, [(a, b if text[a:b].strip() else a) for a, b in offsets], spans),
         "praise and blame of one token give 0, whichever comes last":
-            partial(loose_rewards, merge=lambda labels: labels[-1]),
+            lambda text, offsets, spans: [next(filter(None, labels), 0) for labels in zip(*(
+                token_rewards(text, offsets, part) for part in ([], *zip(spans[::-1]))))],
     },
     "z_loss": {
         "the logits at position i predict the token at i + 1, not at i":
-            partial(shifted_z_loss, shift=0),
+            lambda model, pairs: sum(cross_entropy(
+                model(torch.tensor([x + z])).logits[0, len(x) :], torch.tensor(z),
+                reduction="sum") for x, z in pairs),
         "only the tokens of z have a loss, not those of x and y":
             lambda model, pairs: z_loss(model, [(x[:1], x[1:] + z) for x, z in pairs]),
         "the first token of z has a loss too": lambda model, pairs:
             z_loss(model, [(x + z[:1], z[1:]) for x, z in pairs if len(z) > 1]),
+        "the last token of z has a loss too": lambda model, pairs:
+            z_loss(model, [(x, z[:-1]) for x, z in pairs if len(z) > 1]),
+        "the loss is a sum over the pairs, not their mean":
+            lambda model, pairs: z_loss(model, pairs) / len(pairs),
         "the loss is a sum over the tokens, not their mean":
             lambda model, pairs: z_loss(model, pairs) / sum(len(z) for _, z in pairs),
         "the loss of a pair is a sum over its tokens, not their mean":
@@ -131,7 +121,11 @@ MISTAKES = {
         "logits are divided by the temperature": lambda model, prompts, u, temperature, eos:
             our_generate(model, prompts, u, 1.0, eos),
         "the attention mask is 0 on padding": lambda model, prompts, u, temperature, eos:
-            our_generate(model, zero_padded(prompts), u, temperature, eos),
+            our_generate(model, [[0] * (8 - len(x)) + x for x in prompts], u, temperature, eos),
+        "if no sum is above u_t, take the id V − 1":
+            patched(our_generate, Tensor, "clamp", lambda x, **_: x),
+        "if u_t is above all sums, the id is V − 1, not 0":
+            patched(our_generate, Tensor, "clamp", lambda x, **_: x % 960),           # V = 960
     },
     "gae": {
         "V after the last token of a response is 0, whatever stands in the padding":
@@ -141,6 +135,13 @@ MISTAKES = {
             [x * mask for x in gae(r, V, torch.ones_like(mask), gamma, lam)],
         "A_{t+1} is discounted by γλ, not by γ":
             lambda r, V, mask, gamma, lam: gae(r, V, mask, gamma, 1.0),
+        "A_{t+1} is discounted by γλ, not by λ":
+            lambda r, V, mask, gamma, lam: gae(r, V, mask, gamma, lam / gamma),
+        "the TD error of token T counts": lambda r, V, *others:
+            gae(torch.cat([r[:, :-1], V[:, -1:]], 1), V, *others),            # δ_T = r − V = 0
+        "the loop begins with token T": lambda r, V, mask, *factors:
+            [A := pad(gae(r[:, :-1], V[:, :-1], mask[:, :-1], *factors)[0], [0, 1]),
+             A + V * mask],
         "V_{t+1} is discounted by γ in the TD error":
             lambda r, V, mask, gamma, lam: gae(r, V, mask, 1.0, gamma * lam),
         "the TD error of t begins with r_t, not r_{t+1}": lambda r, V, mask, *factors:
@@ -152,8 +153,13 @@ MISTAKES = {
             ppo_loss(logp, old, -A, mask, clip) * -1,
         "average over tokens, without padding": lambda logp, old, A, mask, clip:
             ppo_loss(logp, old, A, mask, clip, mask.numel()),
-        "the minimum of both terms is missing": lambda logp, old, A, mask, clip:
-            -unclipped(logp, old, A, mask).sum() / mask.sum(),
+        "padding does not count: use the mask": lambda logp, old, A, mask, clip:
+            ppo_loss(logp, old, A, torch.ones_like(mask), clip),
+        "take one mean over all tokens, not one per row": lambda *terms:
+            torch.stack([ppo_loss(*row, terms[-1]) for row in zip(*terms[:-1])]).mean(),
+        "the ratio is exp of a difference of logarithms":
+            patched(ppo_loss, torch, "exp", lambda x: x),
+        "the minimum of both terms is missing": lambda *terms: ppo_loss(*terms[:-1], 1e9),
         "take the minimum with the term that is not clipped": lambda logp, old, A, mask, clip:
             -(torch.exp(logp - old).clamp(1 - clip, 1 + clip) * A * mask).sum() / mask.sum(),
         "the ratio is π_θ over π_θold": lambda logp, old, A, mask, clip:
@@ -161,9 +167,14 @@ MISTAKES = {
     },
     "update": {
         "call optimizer.zero_grad(), or the next step adds this gradient":
-            partial(our_update, forgets_old=False),
+            patched(our_update, torch.optim.Optimizer, "zero_grad", lambda optimizer: None),
         "the value loss must not move θ: give value_head the detached hidden states":
-            undetached_update,
+            patched(our_update, Tensor, "detach", lambda x: x),
+        "call the argument policy_loss, not the function ppo_loss":
+            lambda *inputs: our_update(*inputs[:-1], ppo_loss),
+        "call optimizer.step()": partial(our_update, sign=0),
+        "clip the gradient after loss.backward(), not before":
+            lambda *inputs: 0 * our_update(*inputs, max_norm=1e9),
         "the value loss has the weight c": partial(our_update, value_coef=1.0),
         "the entropy is subtracted from the loss": partial(our_update, entropy_coef=-0.3),
         "the entropy is missing in the loss": partial(our_update, entropy_coef=0.0),
