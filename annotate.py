@@ -253,14 +253,12 @@ def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) ->
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
         for quote, repeats in Counter(quotes).items():
             places = quote_places(response, quote)
-            if len(places) > repeats:
-                if label < 0 or not repeats_are_poor:
-                    ambiguous += 1
-                    continue
-                spans += [Span(*place, -1) for place in places[repeats:]]
-                places = places[:repeats]
             assert places == sorted(set(places)), "§3.3: the k-th repeat, the k-th occurrence"
-            spans += [Span(*place, label) for place in places]
+            if len(places) > repeats and not (repeats_are_poor and label > 0):
+                ambiguous += 1
+                continue
+            spans += [Span(*place, label) for place in places[:repeats]]
+            spans += [Span(*place, -1) for place in places[repeats:]]
             unmatched += [quote] * (repeats - len(places))
     spans.sort(key=lambda span: (span.start, span.end))
     return Grounding(spans, unmatched, ambiguous)
@@ -772,6 +770,7 @@ def describe_feedback(rows: list[dict]) -> str:
     rows: annotated rows, see `feedback_row`.
     """
     quotes = 0
+    size = 0                                      # characters of all responses
     unmatched = []
     ambiguous = []                                # a response for each ambiguous quote
     no_span = []                                  # the responses without a span
@@ -779,6 +778,7 @@ def describe_feedback(rows: list[dict]) -> str:
     poor = []
     for row in rows:
         response = row["response"]
+        size += len(response)
         spans = quoted(response, "", [Span(**span) for span in row["spans"]])
         good += spans.good_spans
         poor += spans.poor_spans
@@ -787,7 +787,6 @@ def describe_feedback(rows: list[dict]) -> str:
         ambiguous += [response] * row["ambiguous"]
         if not row["spans"]:
             no_span.append(response)
-    size = sum(len(row["response"]) for row in rows)
     text = f"feedback: {quotes} quotes"
     warnings = ""
     for name, texts, share, limit, remedy in (

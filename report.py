@@ -369,7 +369,8 @@ def _highest_fifth(numbers: list[float]) -> list[float]:
     fifths = [numbers[i : i + length] for i in range(len(numbers) - length + 1)]
 
     def height(fifth):
-        return math.inf if any(map(math.isnan, fifth)) else fmean(fifth)
+        mean = fmean(fifth)
+        return math.isnan(mean), mean
 
     return max(fifths, key=height, default=[])
 
@@ -382,21 +383,24 @@ def health(out: Path) -> list[tuple[str, str]]:
     judged when a run has ended.
     """
     rows = whole_rows(out / "metrics.jsonl")
-    late_rows = rows[4 * len(rows) // 5 :] or [
-        {"unparseable": bool(sample["unreadable"])}
-        for sample in whole_rows(out / "before_samples.jsonl")]
+    results = whole_rows(out / "result.json")                # empty before the run has ended
     for row in rows:
         if "kl_target" in row:
             row["highest kl / kl_target"] = row["kl"] / row["kl_target"]
-    values = {name: _highest_fifth([row[name] for row in rows if name in row])
-              for name in _WORST}
-    for name in RANGES.keys() - _WORST:
-        values[name] = [row[name] for row in late_rows if name in row]
-    rows = late_rows
-    for result in whole_rows(out / "result.json"):           # no row before the run has ended
-        values["kl / kl_target"] = [row["highest kl / kl_target"] for row in rows
-                                    if "kl_target" in row]
-        goals = {"mean δ per token"}.union(*rows) - RANGES.keys()   # δ, and the task's metrics
+            if results:
+                row["kl / kl_target"] = row["highest kl / kl_target"]
+    late_rows = rows[4 * len(rows) // 5 :] or [
+        {"unparseable": bool(sample["unreadable"])}
+        for sample in whole_rows(out / "before_samples.jsonl")]
+    values = {}
+    for name in RANGES:
+        judged_rows = rows if name in _WORST else late_rows
+        values[name] = [row[name] for row in judged_rows if name in row]
+    for name in _WORST:
+        values[name] = _highest_fifth(values[name])
+    for result in results:
+        # δ, and the task's own metrics
+        goals = {"mean δ per token"}.union(*late_rows) - RANGES.keys()
         for name in goals & result["before"].keys():
             before = result["before"][name]
             values[name] = [(result["after"][name] - before) / (abs(before) or 1)]

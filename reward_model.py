@@ -133,15 +133,14 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row:
     held_out: number of held-out prompts. It is reduced to a tenth of all prompts, but not below
     `least`. prompt_of(row): the prompt of a row.
     """
-    prompts = [str(prompt_of(row)) for row in rows]
-    order = sorted(set(prompts))
-    random.Random(seed).shuffle(order)
-    count = max(least, min(held_out, len(order) // 10))
-    held_out_prompts = set(order[:count])
+    prompts = sorted({str(prompt_of(row)) for row in rows})
+    random.Random(seed).shuffle(prompts)
+    count = max(least, min(held_out, len(prompts) // 10))
+    held_out_prompts = set(prompts[:count])
     training = []
     evaluation = []
-    for row, prompt in zip(rows, prompts):
-        part = evaluation if prompt in held_out_prompts else training
+    for row in rows:
+        part = evaluation if str(prompt_of(row)) in held_out_prompts else training
         part.append(row)
     return training, evaluation
 

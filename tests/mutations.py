@@ -307,8 +307,8 @@ MUTATIONS = [
              TRAIN, "the EOS counts in the perplexity"),
 
     # ── annotate.py
-    Mutation("annotate.py", "            if len(places) > repeats:",
-             "            places = places[:repeats]\n            if False:",
+    Mutation("annotate.py", "            if len(places) > repeats and",
+             "            places = places[:repeats]\n            if False and",
              ANNOTATE, "ambiguous quotes get the first place"),
     Mutation("annotate.py", "spans += [Span(*place, -1) for",
              "spans += [Span(*place, 1) for",
