@@ -14,7 +14,6 @@ Paper: §3.3 and Appendix B define the prompts. They do not say how requests are
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from data import InputError, hide_key, public
+from data import InputError, hide_key, lock, public
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,7 @@ class Journal:
     def __enter__(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a+b")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{self.path}: another process is writing to this file; wait for "
-                             f"it to end, or choose another output") from error
+        lock(self.file, self.path)
         self._replay()
         return self
 

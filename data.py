@@ -10,6 +10,7 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
 import argparse
+import fcntl
 import gzip
 import hashlib
 import importlib
@@ -422,6 +423,18 @@ def checksum(*paths: Path, state=None) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def lock(file, place: Path):
+    """Lock an open file until it is closed, so that `place` has one writer.
+
+    Raises InputError where another process has the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{place}: another process is writing to it; wait for it to end, or "
+                         f"choose another output") from error
 
 
 def changed_files(run: Path, result=None) -> list[str]:

@@ -11,7 +11,6 @@ it. Each phase of Algorithm 1 runs once per run directory.
 The paper does not describe any of this.
 """
 
-import fcntl
 import importlib
 import json
 import math
@@ -35,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import (InputError, ModelError, append_row, changed_files, checksum, public,
+from data import (InputError, ModelError, append_row, changed_files, checksum, lock, public,
                   read_rows, whole_rows, write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
@@ -335,12 +334,8 @@ def lock_directory(directory: Path):
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / ".lock", "a")
-    try:
-        if RANK == 0:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(f"{directory}: another process is writing to it; wait for it, or "
-                         f"choose another directory") from error
+    if RANK == 0:
+        lock(file, directory)
     return file
 
 
