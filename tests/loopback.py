@@ -6,16 +6,14 @@
 
 It serves chat completions and needs only the standard library. Whether a call fails depends on
 the prompt and the number of earlier requests with it, so a run meets the same faults in any
-order of arrival. GET /stats returns the counts and the bill. `tokens` counts
-the billed tokens, so that tests can recompute every bill. A reply is billed when it is
-generated, even if the server reports a false usage or the reply never arrives.
+order of arrival. GET /stats returns the counts and the bill. A reply is billed when it is
+generated, even if it never arrives.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import select
@@ -36,11 +34,8 @@ MIX = {"429": 0.10, "500": 0.05, "timeout": 0.03, "garbage": 0.02, "truncated": 
 
 # Other faults: "garbage" and "truncated" replies; "drip", a byte every 0.5 s; "timeout", no
 # reply; "reset" and "late", a reply that is billed and does not arrive.
-ERRORS = {                          # fault → (HTTP status, message); they are not billed
-    "400": (400, "Bad request."),
-    "429": (429, "Rate limit reached for requests."),
-    "500": (500, "The server had an error."),
-}
+ERRORS = {                          # fault with this HTTP status → message; they are not billed
+    "400": "Bad request.", "429": "Rate limit reached.", "500": "The server had an error."}
 
 
 @dataclass
@@ -50,7 +45,7 @@ class Settings:
     faults: dict = field(default_factory=dict)      # fault → share of calls
     plan: list = field(default_factory=list)        # faults of the first calls; "ok" for none
     hang: float = 600.0                 # seconds before "timeout" closes the connection
-    counting: str = "quarters"          # how `tokens` counts: "quarters" or "pieces"
+    counting: str = "quarters"          # a key of TOKEN
     responder: object = None            # function (request body) → reply text
 
 
@@ -59,17 +54,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-_PIECES = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]{1,3}|_|\s+")
-
-
-def tokens(text: str, counting: str = "quarters") -> int:
-    """Count tokens of four characters ("quarters"), or short words and numbers ("pieces")."""
-    return math.ceil(len(text) / 4) if counting == "quarters" else len(_PIECES.findall(text))
-
-
-def prompt_tokens(messages: list[dict], counting: str = "quarters") -> int:
-    """Tokens of all messages, plus three per message and three for the start of the reply."""
-    return 3 + sum(3 + tokens(message.get("content") or "", counting) for message in messages)
+# How tokens are counted: four characters each, or short words and numbers.
+TOKEN = {"quarters": re.compile("(?s).{1,4}"),
+         "pieces": re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]{1,3}|_|\s+")}
 
 
 def critique(body: dict) -> str:
@@ -81,7 +68,7 @@ def critique(body: dict) -> str:
     words = [word for word in response.split() if response.count(word) == 1][:3]
     value = {"textual_feedback": f"{len(words)} words are worth a remark.",
              "good_spans": words[:2], "poor_spans": words[2:]}
-    if "reasoning" in str(body["messages"][0].get("content")):
+    if "reasoning" in body["messages"][0]["content"]:
         value = {"reasoning": "I read the response part by part.", **value}
     return f"Here is what I found.\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```"
 
@@ -109,8 +96,6 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.RLock()               # one request at a time changes the counts
         self.calls = 0                              # chat completions requested
         self.billed = Counter(prompt_tokens=0, completion_tokens=0)
-        self.statuses = Counter()                   # HTTP statuses of delivered answers
-        self.faults = Counter()
         self.prompt_counts = Counter()              # digest of the prompt → requests
         self.recent = deque(maxlen=5)               # bodies of the latest requests
 
@@ -120,8 +105,7 @@ class Server(ThreadingHTTPServer):
     def stats(self) -> dict:
         """The counts and the bill."""
         with self.lock:
-            return {"calls": self.calls, "statuses": dict(self.statuses),
-                    "faults": dict(self.faults), "asked": dict(self.prompt_counts),
+            return {"calls": self.calls, "asked": dict(self.prompt_counts),
                     "recent": list(self.recent), **self.billed}
 
     def chat(self, body: dict) -> tuple[str, Answer]:
@@ -132,7 +116,6 @@ class Server(ThreadingHTTPServer):
             prompt = digest(body["messages"][-1]["content"])
             self.prompt_counts[prompt] += 1
             fault = self._next_fault(prompt)
-            self.faults.update([fault] if fault else [])
             answer = self._answer(fault, body)
             self.billed.update(answer.usage)
             return fault, answer
@@ -151,32 +134,29 @@ class Server(ThreadingHTTPServer):
     def _answer(self, fault: str, body: dict) -> Answer:
         """The answer with this fault, or the good answer for "" and for late answers."""
         if fault in ERRORS:
-            status, message = ERRORS[fault]
-            return Answer(status, {"error": {"message": message, "code": None}})
+            return Answer(int(fault), {"error": {"message": ERRORS[fault], "code": None}})
         if fault == "timeout":
             return Answer(None)
         text = (self.settings.responder or critique)(body)
         if fault == "garbage":
             text = "I am sorry, I would rather talk about the weather {today}."
         is_cut = fault == "truncated"
-        answer = self._completion(body, text[: len(text) * 2 // 3] if is_cut else text, is_cut)
+        answer = self._completion(body, text[: -len(text) // 3] if is_cut else text, is_cut)
         return Answer(None, usage=answer.usage) if fault == "reset" else answer
 
     def _completion(self, body: dict, text: str, is_cut: bool) -> Answer:
-        counting = self.settings.counting
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
-        if tokens(text, counting) > max_tokens:
+        split = TOKEN[self.settings.counting].findall
+        max_tokens = body["max_tokens"]
+        if len(split(text)) > max_tokens:
             is_cut = True
-            text = (text[: max_tokens * 4] if counting == "quarters"
-                    else "".join(_PIECES.findall(text)[:max_tokens]))
-        usage = {"prompt_tokens": prompt_tokens(body["messages"], counting),
-                 "completion_tokens": tokens(text, counting)}
-        return Answer(200, {
-            "id": f"chatcmpl-{self.calls}", "object": "chat.completion",
-            "created": int(time.time()), "model": body.get("model"),
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": text},
-                         "finish_reason": "length" if is_cut else "stop"}],
-            "usage": {**usage, "total_tokens": sum(usage.values())}}, usage)
+            text = "".join(split(text)[:max_tokens])
+        # A message has three more tokens, and so has the start of the reply.
+        usage = {"prompt_tokens": 3 + sum(3 + len(split(message["content"]))
+                                          for message in body["messages"]),
+                 "completion_tokens": len(split(text))}
+        choice = {"message": {"role": "assistant", "content": text},
+                  "finish_reason": "length" if is_cut else "stop"}
+        return Answer(200, {"choices": [choice], "usage": usage}, usage)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -202,23 +182,22 @@ class Handler(BaseHTTPRequestHandler):
             os.close(self.connection.detach())
         if answer.status is None or is_gone:
             self.close_connection = True
-            return None
-        self._send(answer, drip=0.5 if fault == "drip" else 0)
-        with self.server.lock:
-            self.server.statuses[str(answer.status)] += 1
-        return None
+            return
+        self._send(answer, fault == "drip")
 
-    def _send(self, answer: Answer, drip: float = 0):
-        """Send an answer. drip: seconds between two bytes of its body."""
+    def _send(self, answer: Answer, is_dripping: bool = False):
+        """Send an answer, at once or with a pause of 0.5 s after each byte of its body."""
         body = json.dumps(answer.body).encode()
         self.send_response(answer.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        for byte in body if drip else ():
+        if not is_dripping:
+            self.wfile.write(body)
+            return
+        for byte in body:
             self.wfile.write(bytes([byte]))
-            time.sleep(drip)
-        self.wfile.write(b"" if drip else body)
+            time.sleep(0.5)
 
     def log_message(self, *_):
         """Print nothing."""
