@@ -68,20 +68,23 @@ def logits_of(model):
 
 # ── Adapters
 
+PLAIN = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
 def peft_adapter(base, folder, **options):
     """Save an adapter of PEFT with these options and random weights; return PEFT's logits."""
-    model = get_peft_model(new_model(base), LoraConfig(**{
-        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM", **options}))
+    model = get_peft_model(new_model(base), LoraConfig(**PLAIN | options))
     randomise((p for name, p in model.named_parameters()
                if p.requires_grad or "lora_" in name), 0.2)
     model.save_pretrained(folder)
     return logits_of(model.eval())
 
 
-def edit_config(folder, **options):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+def edit_config(folder, removed="", file="adapter_config.json", **options):
+    """Change the options in a file of a directory, and remove one."""
+    config = json.loads((folder / file).read_text())
+    config.pop(removed, None)
+    (folder / file).write_text(json.dumps(config | options))
 
 
 def our_logits(base, folder):
@@ -155,12 +158,12 @@ def test_each_option_of_peft_is_computed_or_refused_by_name(llama, tmp_path, nam
         folder = tmp_path / str(number)
         try:
             theirs = peft_adapter(llama, folder, **options)
-            if name == "peft_type":
-                edit_config(folder, peft_type=value)
         except Exception:
             theirs = peft_adapter(llama, folder)
-            is_json = isinstance(value, (str, list, dict, bool, type(None)))
-            edit_config(folder, **{name: value if is_json else dataclasses.asdict(value)})
+            edit_config(folder, **{name: dataclasses.asdict(value)
+                                   if dataclasses.is_dataclass(value) else value})
+        if name == "peft_type":
+            edit_config(folder, peft_type=value)
         if is_equal:
             ours = our_logits(llama, folder)
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0, msg=f"{options}")
@@ -180,18 +183,14 @@ def test_an_option_of_a_later_peft_is_refused_unless_it_is_off(llama, tmp_path, 
 def test_a_config_without_a_type_is_refused(llama, tmp_path):
     """MLX writes such files."""
     peft_adapter(llama, tmp_path)
-    path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
-    del config["peft_type"]
-    path.write_text(json.dumps(config))
+    edit_config(tmp_path, removed="peft_type")
     assert "sets peft_type to None" in refused_adapter(llama, tmp_path)
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_2", "olora"])
 def test_an_adapter_that_peft_converted_to_plain_lora_is_read(llama, tmp_path, value):
     """PEFT subtracts the initial adapter, so that the converted one fits the unchanged base."""
-    model = get_peft_model(new_model(llama), LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=value))
+    model = get_peft_model(new_model(llama), LoraConfig(**PLAIN, init_lora_weights=value))
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(tmp_path / "initial")
     model.peft_config["default"].init_lora_weights = value
@@ -205,7 +204,8 @@ def test_an_adapter_that_peft_converted_to_plain_lora_is_read(llama, tmp_path, v
     assert f"init_lora_weights to '{value}'" in refused_adapter(llama, tmp_path / "raw")
 
 
-LAYER = "base_model.model.model.layers.1.self_attn.q_proj."
+MODEL = "base_model.model."
+LAYER = MODEL + "model.layers.1.self_attn.q_proj."
 
 
 @pytest.mark.parametrize("change", [
@@ -213,14 +213,12 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj."
     {LAYER + "lora_A.weight": (5, 32)}, {LAYER + "lora_B.weight": (32, 4, 4)},
     {LAYER + "lora_B.bias": (32,)}, {LAYER + "lora_magnitude_vector": (32,)},
     {LAYER + "lora_A.other.weight": (4, 32)}, {LAYER + "base_layer.weight": (32, 32)},
-    {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": (4, 32),
-     "base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight": (32, 4)},
-    {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 960)},
-    {"base_model.model.model.embed_tokens.weight": (960, 32)},
-    {"base_model.model.lm_head.weight": (960, 32)},
-    {"base_model.model.lm_head.lora_A.weight": (4, 32),
-     "base_model.model.lm_head.lora_B.weight": (960, 4)},
-    {"base_model.model.model.norm.weight": (32,)}], ids=lambda change: next(iter(change))[17:])
+    {LAYER.replace("1", "3") + "lora_A.weight": (4, 32),
+     LAYER.replace("1", "3") + "lora_B.weight": (32, 4)},
+    {MODEL + "model.embed_tokens.lora_embedding_A": (4, 960)},
+    {MODEL + "model.embed_tokens.weight": (960, 32)}, {MODEL + "lm_head.weight": (960, 32)},
+    {MODEL + "lm_head.lora_A.weight": (4, 32), MODEL + "lm_head.lora_B.weight": (960, 4)},
+    {MODEL + "model.norm.weight": (32,)}], ids=lambda change: next(iter(change))[17:])
 def test_a_tensor_that_is_not_half_of_a_fitting_pair_is_refused_by_name(llama, tmp_path,
                                                                         change):
     peft_adapter(llama, tmp_path)
@@ -231,7 +229,7 @@ def test_a_tensor_that_is_not_half_of_a_fitting_pair_is_refused_by_name(llama, t
         if shape:
             tensors[name] = torch.ones(shape)
     save_file(tensors, path, {"format": "pt"})
-    place = next(iter(change)).removeprefix("base_model.model.").partition(".lora_")[0]
+    place = next(iter(change)).removeprefix(MODEL).partition(".lora_")[0]
     assert f"{place} has {{" in refused_adapter(llama, tmp_path)
 
 
@@ -285,13 +283,15 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.mark.parametrize("template, lost", [
-    (loop(""), "system"), ("Hello!", "system"), (loop("{{ m.content[:9] }}"), "user"),
-    (loop("{{ m.content | upper }}"), "system"), (loop("{{ m.content | e }}"), "user"),
-    (loop("{{ m.text }}"), "system"), (loop("{{ m.content | replace(' ', '') }}"), "system"),
-    ("{{ messages[-1].content }}", "system"), ("{{ messages[0].content }}", "user"),
-    (loop("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), "system"),
-    (loop("{{ m.content }}"), None), (loop("{{ m.content | trim }}<|end|>"), None),
-    (loop("{{ m.content.split('</think>')[-1] }}"), None), (None, None)])
+    *[(template, "system") for template in (
+        loop(""), loop("{{ m.content | upper }}"), loop("{{ m.content | replace(' ', '') }}"),
+        "{{ messages[-1].content }}",
+        loop("{% if m.role == 'user' %}{{ m.content }}{% endif %}"))],
+    *[(template, "user") for template in (
+        loop("{{ m.content[:9] }}"), loop("{{ m.content | e }}"), "{{ messages[0].content }}")],
+    *[(template, None) for template in (
+        loop("{{ m.content }}"), loop("{{ m.content | trim }}<|end|>"),
+        loop("{{ m.content.split('</think>')[-1] }}"), None)]])
 def test_a_template_must_keep_the_texts_of_the_prompt(toy_model, template, lost):
     """The thoughts of earlier answers and white space around a text may be left out."""
     tokenizer = toy_model[1]
@@ -317,8 +317,7 @@ def test_code_of_a_model_directory_never_runs_and_no_question_is_asked(
         tmp_path, monkeypatch, file, entry):
     """The directory is refused, or loads with the code of transformers."""
     folder = save_base(tmp_path / "base")
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    edit_config(folder, file=file, **entry)
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     questions = []
     monkeypatch.setattr("builtins.input", lambda *text: questions.append(text) or "y")
@@ -331,25 +330,24 @@ def test_code_of_a_model_directory_never_runs_and_no_question_is_asked(
 
 # ── RoPE whose frequencies depend on the length
 
-SHORT = [1.0, 1.1, 1.2, 1.3]
-LONGROPE = {"short_factor": SHORT, "long_factor": [4 * x for x in SHORT]}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 4.4, 4.8, 5.2]}
+LONGROPE = {"rope_type": "longrope", **FACTORS}
 ORIGINAL = {"original_max_position_embeddings": 40}
 PHI3 = dict(architecture=Phi3ForCausalLM, config=Phi3Config)
 
 
 @pytest.mark.parametrize("limit, options", [
-    (40, PHI3 | ORIGINAL | {"rope_scaling": {"type": "longrope", **LONGROPE}}),
-    (40, PHI3 | ORIGINAL | {"rope_parameters": {"rope_type": "longrope", **LONGROPE}}),
-    (40, {"rope_scaling": {"rope_type": "longrope", **LONGROPE, **ORIGINAL}}),
-    (40, {"rope_parameters": {"rope_type": "longrope", **LONGROPE, **ORIGINAL, "factor": 4.0}}),
+    (40, PHI3 | ORIGINAL | {"rope_scaling": {"type": "longrope", **FACTORS}}),
+    (40, PHI3 | ORIGINAL | {"rope_parameters": LONGROPE}),
+    (40, {"rope_scaling": LONGROPE | ORIGINAL}),
+    (40, {"rope_parameters": LONGROPE | ORIGINAL | {"factor": 4.0}}),
     (40, dict(architecture=Gemma3ForCausalLM, config=Gemma3TextConfig, head_dim=8,
               query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"] * 2,
               num_hidden_layers=4, sliding_window=24, rope_parameters={
                   "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                  "full_attention": {"rope_type": "longrope", **LONGROPE, **ORIGINAL,
-                                     "rope_theta": 1e4}})),
+                  "full_attention": LONGROPE | ORIGINAL | {"rope_theta": 1e4}})),
     (64, PHI3 | {"max_position_embeddings": 64, "original_max_position_embeddings": 4096,
-                 "rope_scaling": {"type": "longrope", **LONGROPE}}),
+                 "rope_scaling": {"type": "longrope", **FACTORS}}),
     (48, {"max_position_embeddings": 48, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
     (40, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}}),
     (128, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}),
