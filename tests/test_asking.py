@@ -20,7 +20,7 @@ import openai.resources.chat  # noqa: F401  loading it takes 1 s of the first --
 import pytest
 from annotate import (AnnotateConfig, Feedback, annotate, annotation_questions,
                       describe_feedback, feedback_row, ground)
-from ask import Server, read_answer
+from ask import Journal, Question, Server, read_answer
 from data import InputError, read_rows, write_rows
 from helpers import ROOT, SLOW, error_message, run_main
 from loopback import critique
@@ -236,6 +236,17 @@ def test_a_changed_or_cut_off_line_costs_only_its_row(work, capsys, line, patter
         assert (work.calls(), work.output.read_bytes()) == (4 + requests, final)
     message = f"f.jsonl.journal, line {line}: skipping corrupt line"
     assert (message in capsys.readouterr().err) == bool(requests)
+
+
+def test_a_request_starts_a_new_line_after_one_without_a_newline(tmp_path):
+    """Neither request was answered, so the next run books the largest cost of both."""
+    path = tmp_path / "f.jsonl.journal"
+    for key in "first", "second":
+        with Journal(path, 1e6, 1e6) as journal:
+            journal.begin(Question(key, "", []), {"prompt_tokens": 3, "completion_tokens": 2})
+        path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    with Journal(path, 1e6, 1e6) as journal:
+        assert journal.spent == 10
 
 
 def test_a_question_is_asked_once(work):
