@@ -122,12 +122,12 @@ ATTACKS = {
     "blind the watcher": ("memory", BLIND),
     "semaphores": ("error", LIBC + f"for _ in range(300):\n"
                    f"    assert call({SEMGET}, 0, 32000, 0o600) >= 0, 'refused'"),
-    "message queue": ("error", LIBC + f"assert call({MSGGET}, 0, 0o600) >= 0, 'refused'"),
-    "secret memory": ("error", LIBC + f"assert call({MEMFD_SECRET}, 0) >= 0, 'refused'"),
-    "io_uring": ("error", LIBC + f"assert call({IO_URING}, 8, bytes(200)) >= 0, 'refused'"),
-    "virtual machine sockets": ("error", "import socket\nsocket.socket(socket.AF_VSOCK)"),
-    "kernel cryptography": ("error", "import socket\nsocket.socket(socket.AF_ALG)"),
-    "netlink": ("error", "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
+    **{name: ("error", LIBC + f"assert call({call}) >= 0, 'refused'") for name, call in {
+        "message queue": f"{MSGGET}, 0, 0o600", "secret memory": f"{MEMFD_SECRET}, 0",
+        "io_uring": f"{IO_URING}, 8, bytes(200)"}.items()},
+    **{name: ("error", f"from socket import *\nsocket({family})") for name, family in {
+        "virtual machine sockets": "AF_VSOCK", "kernel cryptography": "AF_ALG",
+        "netlink": "AF_NETLINK, SOCK_RAW"}.items()},
     "memory of sockets": (
         "memory", "import os, socket, time\nfor _ in range(30):\n    if os.fork() == 0:\n"
         "        pairs = [socket.socketpair() for _ in range(100)]\n"
@@ -165,15 +165,14 @@ def attack(order: dict, start: float, user: int | None, folder: Path) -> tuple:
     """
     copy_sandbox(folder / "code")
     (folder / "code" / "tqdm.py").write_text("tqdm = list")      # /usr/bin/python3 may lack it
-    python = next((path for path in (sys.executable, "/usr/bin/python3")
-                   if can_start(path, user)), None)
-    if python is None:
+    pythons = [path for path in (sys.executable, "/usr/bin/python3") if can_start(path, user)]
+    if not pythons:
         pytest.skip("no Python >= 3.11 that a user without privileges can start")
     (folder / "temporary").mkdir()
     (folder / "temporary").chmod(0o777)
     identity = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     process = subprocess.run(
-        [python, "-B", "-c", CALL, str(folder / "code")], cwd="/", text=True, timeout=120,
+        [pythons[0], "-B", "-c", CALL, str(folder / "code")], cwd="/", text=True, timeout=120,
         env={"OPENAI_API_KEY": KEY, "TMPDIR": str(folder / "temporary")},
         input=json.dumps([start, order]), capture_output=True, **identity)
     assert process.returncode == 0, process.stderr
@@ -216,19 +215,16 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
 
 @needs_sandbox
 @pytest.mark.parametrize("code", [
-    "import os; os._exit(0)", "raise SystemExit(0)", "def f(): raise SystemExit(0)",
-    "import os\ndef f(): os._exit(0)", "import os\nif os.fork(): os.wait()",
-    "import os\nif not os.fork(): f = lambda: 2",
+    "import os; os._exit(0)", "def f(): raise SystemExit(0)",
+    "import os\nif os.fork(): os.wait()", "import os\nif not os.fork(): f = lambda: 2",
     "import os\nprocess = os.getpid()\nos.getpid = lambda: process\n"
     "if not os.fork(): f = lambda: 2",
     "import atexit, os; atexit.register(os._exit, 0)",
     "import os, signal; os.kill(-1, signal.SIGKILL)", "import ctypes; ctypes.string_at(0)",
     "import os, signal\nsignal.signal(signal.SIGALRM, lambda *_: os._exit(0))\n"
     "signal.setitimer(signal.ITIMER_REAL, .001)\ndef f():\n    while True: pass",
-    "import builtins; builtins.abs = lambda x: 0",
-    "import builtins; builtins.all = lambda x: 1",
-    "import builtins; builtins.exec = lambda *_: None",
-    "import builtins; builtins.isinstance = lambda *_: False",
+    *[f"import builtins; builtins.{name} = lambda *_: 0" for name in (
+        "abs", "exec", "isinstance")], "import builtins; builtins.all = lambda x: 1",
     "__builtins__['abs'] = lambda x: 0; __builtins__['AssertionError'] = Warning",
     "import math; math.isclose = math.fabs = lambda *_, **__: 0.0",
     "def f():\n    import math\n    math.isclose = lambda *_: True\n    return 1",
@@ -238,24 +234,23 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
     "import __main__, sys\nfor module in (*sys.modules.values(),):\n"
     "    vars(module).update(_judge=lambda *_: b'passed\\n')",
     "import marshal, os; marshal.loads = marshal.load = os.waitstatus_to_exitcode = abs",
-    "import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'passed\\n\\0000')\n"
-    "    except OSError: pass",
-    "import os\nfor fd in range(3, 30):\n    try: os.dup2(2, fd)\n    except OSError: pass",
+    *[f"import os\nfor fd in range(3, 30):\n    try: os.{call}\n    except OSError: pass"
+      for call in ("write(fd, b'passed\\n\\0000')", "dup2(2, fd)")],
     "import os; os.closerange(3, 99)", "def check(*_): pass\nassertion = close = check",
     "def f(): globals()['close'] = lambda *_: True",
     "import pytest, contextlib; pytest.raises = lambda *_: contextlib.nullcontext()",
     "import unittest\nunittest.TestCase.assertEqual.__code__ = (lambda *_: None).__code__"])
 def test_a_wrong_answer_passes_in_no_disguise(code):
     code += "" if "f()" in code or "f =" in code else "\ndef f(): return 1"
-    close = ("import math, unittest\ndef close(a, b): return abs(a - b) < 1e-6\n"
-             "def check(candidate):\n    x = candidate()\n    assert close(x, 2)\n"
-             "    assert math.isclose(x, 2) and math.fabs(x - 2) < 1\n"
-             "    unittest.TestCase().assertEqual(x, 2)\n    assert all([x == 2])\ncheck(f)")
-    functions = "def test_f(): assert f() == 2\ndef test_g(): assert 2 in [f()]"
-    patched = "import math, unittest\nx = f()\nassert math.isclose(x, 2)"
-    equal = "import unittest\nassert f()\nunittest.TestCase().assertEqual(f(), 2)"
-    raises = "import pytest\nwith pytest.raises(KeyError): assert f()"
-    for tests in (close, functions, patched, equal, raises):
+    for tests in (
+            "import math, unittest\ndef close(a, b): return abs(a - b) < 1e-6\n"
+            "def check(candidate):\n    x = candidate()\n    assert close(x, 2)\n"
+            "    assert math.isclose(x, 2) and math.fabs(x - 2) < 1\n"
+            "    unittest.TestCase().assertEqual(x, 2)\n    assert all([x == 2])\ncheck(f)",
+            "def test_f(): assert f() == 2\ndef test_g(): assert 2 in [f()]",
+            "import math, unittest\nx = f()\nassert math.isclose(x, 2)",
+            "import unittest\nassert f()\nunittest.TestCase().assertEqual(f(), 2)",
+            "import pytest\nwith pytest.raises(KeyError): assert f()"):
         assert not run_python(code, tests, timeout=1).passed
 
 
@@ -345,13 +340,12 @@ def f():
 @needs_sandbox
 def test_memory_and_number_of_processes_are_limited():
     """Importing torch maps more memory than the limit of a process."""
-    result = run_python("import torch", "assert True")
-    assert (result.status == "memory"
-            and "the memory limit of a process is 512 MiB" in result.stderr)
-    code = ("import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
-            "        x = b'x' * (100 << 20)\n        time.sleep(60)\ntime.sleep(60)")
-    result = run_python(code, "assert True", timeout=30, memory_mb=300)
-    assert result.status == "memory" and "300 MiB" in result.stderr
+    children = ("import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
+                "        x = b'x' * (100 << 20)\n        time.sleep(60)\ntime.sleep(60)")
+    for code, limit in (("import torch", 512), (children, 300)):
+        result = run_python(code, "assert True", timeout=30, memory_mb=limit)
+        assert result.status == "memory"
+        assert f"the memory limit of a process is {limit} MiB" in result.stderr
     many = ("import threading, time\nfor _ in range(200):\n"
             "    threading.Thread(target=time.sleep, args=(60,)).start()")
     assert "can't start new thread" in run_python(many, "assert True", memory_mb=4000).stderr
@@ -447,8 +441,8 @@ SPIN = ("import time\ndef f():\n    end = time.process_time() + {}\n"
 
 @pytest.mark.parametrize("code, timeout, expected", [
     # The time is CPU time: it does not count the start of Python or a short sleep.
-    ("import time; time.sleep(1.3)", 0.3, "passed"),
-    (SPIN.format(0.2) + "f()", 0.3, "passed"), (SPIN.format(9) + "f()", 0.3, "timeout"),
+    ("import time; time.sleep(1.3)", 0.3, "passed"), (SPIN.format(0.2) + "f()", 0.3, "passed"),
+    (SPIN.format(9) + "f()", 0.3, "timeout"),
     # Four computing processes share the limit; a sleeping process has a limit, too.
     *[pytest.param(*case, marks=needs_sandbox) for case in (
         ("import os\nos.fork(), os.fork()\n" + SPIN.format(1.5) + "f()\nos.wait()", 1,
