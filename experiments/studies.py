@@ -5,9 +5,9 @@
     python -m experiments.studies --study 1 --tune     # searches its learning rates
 
 A study compares several arms. They are data: studies.toml names each arm with its learning rate
-and with the fields of `Run` that it changes. --tune searches a rate with two other seeds; at 20
-tokens, its posts have mostly the same facts as those of the results. A study trains each arm
-with several seeds, each with its own reward models, and writes a page with a table and curves.
+and with the fields of `Run` that it changes. --tune searches a rate with two other seeds, on
+posts of the training split that no run trains on. A study trains each arm with several seeds,
+each with its own reward models, and writes a page with a table and curves.
 
 The record of a run is one line of records.jsonl, beside the pages. A stopped study can
 therefore resume, and studies share runs. Reward models are kept in --cache. Delete both after
@@ -35,6 +35,7 @@ from functools import partial
 from itertools import count, permutations
 from operator import attrgetter
 from pathlib import Path
+from shutil import rmtree
 from statistics import fmean as mean
 from tempfile import TemporaryDirectory
 
@@ -63,6 +64,8 @@ POSTS = 3000                            # training posts of the policy
 BETA = 0.2                              # initial β, as in the paper for SLF5K
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)     # learning rates
 TUNING = (100, 101)                     # seeds of the tuning runs
+CHANCE = 0.6                            # a scored reward model below this is drawn again
+DRAWS = 5                               # at most so often
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,14 @@ class Study:
     question: str
     cannot: str                     # what the study cannot show
     arms: dict[str, Run]
+    shown: Sequence[str] = ()       # arms of the small table at the top of the page
     tuned: Sequence[str] = ()       # arms with a rate that `tune` has found
     trajectories: Sequence[Run] = ()          # runs of `follow_trajectories` on the base
     compared: Sequence[str] = ("length",)     # fields of Run that an arm shares with its first
     seeds: int = 5
 
 
-def read_study(title, question, cannot, arms, trajectories=(), **fields) -> Study:
+def read_study(title, question, cannot, arms, trajectories=(), shown=(), **fields) -> Study:
     """A study from its table in studies.toml, which explains the names."""
     runs = {}
     tuned = []
@@ -113,7 +117,8 @@ def read_study(title, question, cannot, arms, trajectories=(), **fields) -> Stud
         runs[name] = Run(**values)
     measurements = [Run("look", length=length, posts=256)
                     for length in trajectories]
-    return Study(title, question, cannot, runs, tuned, measurements, **fields)
+    shown = shown or [*runs][:8]
+    return Study(title, question, cannot, runs, shown, tuned, measurements, **fields)
 
 
 DATA = tomllib.loads(Path(__file__).with_name("studies.toml").read_text(encoding="utf-8"))
@@ -132,19 +137,23 @@ def key(fields: dict) -> str:
 
 
 def read_records(file: Path) -> dict[str, dict]:
-    """The records in a file: key of the run → record."""
-    return {key(record["run"]): record for record in whole_rows(file)}
+    """The records in a file: key of the run → record. A record without its rate: InputError."""
+    records = whole_rows(file)
+    for number, record in enumerate(records, 1):
+        if "rate" not in record.get("run", {}):
+            raise InputError(f"{file}, line {number}: the record does not name its learning "
+                             f"rate; remove the line, and its run is repeated")
+    return {key(record["run"]): record for record in records}
 
 
 def judge_of(run: Run) -> Run | None:
-    """The run that trains the reward model of this run, or None. Tuning shares one."""
+    """The run that trains the reward model of this run, or None."""
     if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
         return None
     reward_type = run.method if run.method in SCORED else "critique"
     rows = run.rows // 2 if run.method == "two_rounds" else run.rows
-    seed = TUNING[0] if run.seed in TUNING else run.seed
     return Run(f"fit {reward_type}", annotator=run.annotator, judge=run.judge, rows=rows,
-               length=run.length, seed=seed, posts=run.posts)
+               length=run.length, seed=run.seed, posts=run.posts)
 
 
 def settle(file: Path, cache: Path, pool, runs) -> list[dict]:
@@ -171,7 +180,7 @@ def work(run: Run, file: Path, cache: Path):
     """Execute a run in one thread, without output, and append its record to the file."""
     torch.set_num_threads(1)
     start = time.process_time()
-    functions = {"fit": fit_judge, "look": follow_trajectories}
+    functions = {"fit": fit_judge, "try": fit_judge, "look": follow_trajectories}
     function = functions.get(run.method.split()[0], train_policy)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         record = function(run, cache)
@@ -192,22 +201,37 @@ def config_of(run: Run, out: Path) -> Config:
     return replace(config, **dict(run.settings))
 
 
+def judge_settings(config: Config, out: Path):
+    """R_φ's settings in all records: three passes at .003, more than the default."""
+    return replace(reward_settings(config, out), epochs=3, learning_rate=3e-3)
+
+
 def fit_judge(run: Run, cache: Path) -> dict:
     """Train a reward model, save it in CACHE/KEY/reward/adapter, and evaluate it → record.
 
     R_φ is evaluated on responses of the base, with `probe_reward_model`. The others are
-    evaluated by their accuracy on held-out examples ("right").
+    evaluated by their accuracy on held-out examples ("right"). One at chance is trained again
+    with other rows and another start; "draws" counts this. Raises InputError after DRAWS. The
+    method "try …" trains once, to tune the settings.
     """
     out = cache / key(vars(run))
-    out.mkdir(parents=True, exist_ok=True)
-    config = config_of(run, out)
-    model, tokenizer = load_model(toy.BASE, device="cpu")
-    rows = toy.rows("train", run.rows, 1000 + run.seed, run.length)
-    reward_type = run.method.removeprefix("fit ")
-    if reward_type in SCORED:
-        return {"right": fit_scores(model, tokenizer, rows, config, out, reward_type)}
+    verb, reward_type = run.method.split()
+    for draw in range(1 if verb == "try" else DRAWS):
+        rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        config = config_of(replace(run, seed=run.seed + 10_000 * draw), out)
+        model, tokenizer = load_model(toy.BASE, device="cpu")
+        rows = toy.rows("train", run.rows, 1000 + config.seed, run.length)
+        if reward_type not in SCORED:
+            break
+        right = fit_scores(model, tokenizer, rows, config, out, reward_type, **dict(run.judge))
+        if right >= CHANCE or verb == "try":
+            return {"right": right, "draws": draw + 1}
+    else:
+        raise InputError(f"{DRAWS} reward models have an accuracy below {CHANCE}, the last "
+                         f"{right:.3f}: more annotated rows or other settings are needed")
     annotate_rows(model, tokenizer, rows, config, out)
-    judge_config = replace(reward_settings(config, out), **dict(run.judge))
+    judge_config = replace(judge_settings(config, out), **dict(run.judge))
     fit(model, tokenizer, judge_config)
     rollouts = sample_answers(model, tokenizer, run, config, None)
     return probe_reward_model(rollouts, model, tokenizer, config, reward_model_critic)
@@ -246,6 +270,7 @@ def train_policy(run: Run, cache: Path) -> dict:
         load_lora(model, "reward", cache / judge_key / "reward" / "adapter")
         figures = read_records(cache / MODELS)[judge_key]
         record["before"] = figures.get("poor_recall", figures.get("right"))
+        record["draws"] = figures.get("draws", 1)
     if run.method == "two_rounds":
         critic = renewed(run, read_rows(cache / judge_key / "feedback.jsonl"))
     with TemporaryDirectory() as directory:
@@ -260,6 +285,8 @@ def train_policy(run: Run, cache: Path) -> dict:
         metrics = whole_rows(out / "metrics.jsonl")
     record["curve"] = [row["fact accuracy"] for row in metrics]
     record["kl"] = metrics[-1].get("kl") if metrics else None
+    record["explained"] = [row["explained_variance"] for row in metrics
+                           if "explained_variance" in row]
     for name, adapter, temperature in (
             ("start", None, 1.0),
             ("greedy", "policy", 0.0),
@@ -276,6 +303,25 @@ def train_policy(run: Run, cache: Path) -> dict:
     return record
 
 
+def held_out_posts(run: Run) -> list[dict]:
+    """The posts on which a run is evaluated.
+
+    They are posts of the split "eval". For a seed of TUNING, they are posts of the split
+    "train" that no run of this seed trains on. Raises InputError if tuning and results share a
+    post.
+    """
+    posts = toy.rows("eval", run.posts, 0, run.length)
+    if run.seed not in TUNING:
+        return posts
+    trained = {row["post"] for seed in (run.seed, 1000 + run.seed, 2000 + run.seed)
+               for row in toy.rows("train", POSTS, seed, run.length)}
+    tuning = [row for row in toy.rows("train", 4 * run.posts, 3000, run.length)
+              if row["post"] not in trained][: run.posts]
+    if {row["post"] for row in posts} & {row["post"] for row in tuning}:
+        raise InputError("a post of the results is also a post of tuning: choose other splits")
+    return tuning
+
+
 def omitted_facts(row: dict, text: str) -> float:
     """Share of the slots for which a summary states no fact at all, right or wrong."""
     stated = {slot for _, slot, _ in toy.said_facts(text)}
@@ -284,8 +330,7 @@ def omitted_facts(row: dict, text: str) -> float:
 
 def sample_answers(model, tokenizer, run: Run, config: Config, adapter):
     """Sample responses to held-out posts. For reflection, return the rewritten responses."""
-    posts_seed = 1 if run.seed in TUNING else 0
-    posts = toy.rows("eval", run.posts, posts_seed, run.length)
+    posts = held_out_posts(run)
     generator = torch.Generator().manual_seed(run.seed)
     rollouts = sample_rollouts(model, tokenizer, posts, config, adapter, generator)
     if adapter and run.method == "reflection":
@@ -311,7 +356,7 @@ def renewed(run: Run, feedback: list[dict]):
             rows = [row | {"response": text} for row, text in zip(posts, batch.texts)]
             new_feedback = annotate_rows(model, tokenizer, rows, config, out)
             write_rows(out / "feedback.jsonl", feedback + new_feedback)
-            fit(model, tokenizer, reward_settings(config, out))
+            fit(model, tokenizer, judge_settings(config, out))
         return reward_model_critic(rollouts, model, tokenizer, config)
     return renewed_critique
 
@@ -472,6 +517,28 @@ def plus_minus(values: list[float], digits=3, sign="") -> str | None:
     return f"{centre:{sign}.{digits}f} ± {half:.{digits}f}"
 
 
+def p_value(differences) -> float:
+    """Two-sided p of a paired t test of five differences against 0 (4 degrees of freedom)."""
+    mean_difference = np.mean(differences)
+    error = np.std(differences, ddof=1) / math.sqrt(5)
+    if error == 0:
+        return float(mean_difference == 0)
+    t = abs(mean_difference) / error
+    share = t * t / (4 + t * t)
+    # The distribution function of Student's t in closed form.
+    return 1 - 1.5 * math.sqrt(share) * (1 - share / 3)
+
+
+def holm(p_values: dict[str, float]) -> set[str]:
+    """The comparisons that are significant at 5 % after Holm's correction."""
+    significant = set()
+    for i, name in enumerate(sorted(p_values, key=p_values.get)):
+        if p_values[name] > 0.05 / (len(p_values) - i):
+            break
+        significant.add(name)
+    return significant
+
+
 def smooth(curve: list[float]):
     """Moving average of each point and its two neighbours. The end points do not change."""
     means = np.convolve(curve, [1 / 3] * 3, "valid")
@@ -520,15 +587,40 @@ def with_first(arms: list[Arm], compared) -> list[tuple[Arm, Arm]]:
     return [(arm, firsts.setdefault(fields_of(arm.run), arm)) for arm in arms]
 
 
+def difference_of(arm: Arm, first: Arm):
+    """The accuracy of an arm minus that of the first arm, paired by seed."""
+    return np.subtract(arm.values("accuracy"), first.values("accuracy"))
+
+
+def small_table(study: Study, arms: list[Arm]) -> str:
+    """The Markdown table at the top of a page: at most eight arms. Bold: see `holm`."""
+    pairs = with_first(arms, study.compared)
+    differences = {arm.name: difference_of(arm, first)
+                   for arm, first in pairs if arm is not first}
+    certain = holm({name: p_value(values) for name, values in differences.items()
+                    if len(values) == 5})
+    lines = ["| | rate | accuracy | minus first arm | KL |", "|---|---|---|---|---|"]
+    for arm in arms:
+        if arm.name in study.shown:
+            difference = plus_minus(differences.get(arm.name, []), sign="+") or "–"
+            if arm.name in certain:
+                difference = f"**{difference}**"
+            kl = plus_minus(arm.values("kl"), 1) or "–"
+            lines.append(f"| {arm.name} | {arm.run.rate:g} | "
+                         f"{plus_minus(arm.values('accuracy'))} | {difference} | {kl} |")
+    note = (f"Bold: significant at 5 % after Holm's correction ({len(certain)} of the "
+            f"{len(differences)} comparisons of this study).")
+    return "\n".join([*lines, "", note, ""])
+
+
 ARM_HEADER = ("", "rate", "start", "accuracy", "greedy", "minus first arm", "rollouts to 90 %",
               "KL", "omitted", "base recall", "recall", "precision", "seconds")
 
 
 def arm_table(arms: list[Arm], compared) -> str:
-    """Table and legend; each row compares an arm with the first one, see `with_first`."""
+    """The full table; each row compares an arm with the first one, see `with_first`."""
     rows = []
     for arm, first in with_first(arms, compared):
-        differences = np.subtract(arm.values("accuracy"), first.values("accuracy"))
         start = mean(first.values("start"))
         end = mean(mean(curve[-3:]) for curve in first.values("curve"))
         rows.append([
@@ -537,7 +629,7 @@ def arm_table(arms: list[Arm], compared) -> str:
             plus_minus(arm.values("start")),
             plus_minus(arm.values("accuracy")),
             plus_minus(arm.values("greedy")),
-            plus_minus(differences, sign="+"),
+            plus_minus(difference_of(arm, first), sign="+"),
             arm.rollouts_to(start + 0.9 * (end - start)),
             plus_minus(arm.values("kl"), 1),
             plus_minus(arm.values("omitted")),
@@ -550,16 +642,67 @@ def arm_table(arms: list[Arm], compared) -> str:
 {table([*ARM_HEADER], rows)}
 ```
 
+The first arm of a row is the first one with the same {' and '.join(compared)}. \
+[What the columns mean](README.md#the-tables)
+"""
+
+
+INDEX = f"""# Studies in the toy world
+
+Each page answers one question with the code of this repository, in a world in which the truth \
+is known. A page begins with what was found. Its full table, its method and what it cannot \
+show stand below.
+
+{{pages}}
+
+## The tables
+
 Rate: learning rate. Start: fact accuracy of the base on held-out posts at temperature 1. \
 Accuracy: the same of the trained policy; greedy: with greedy decoding. Minus first arm: \
-accuracy minus that of the first arm with the same {' and '.join(compared)}. \
-Rollouts to 90 %: rollouts until an arm reaches 90 % of the first arm's gain, which is \
-measured from the start to the mean of the last three points of its curve. KL: in nats per \
-response, in the last batch. Omitted: share of facts that the final policy does not state at \
-all. Recall and precision: of R_φ's poor tokens against the careful annotator's, on responses \
-of the final policy. Base recall: the same on responses of the base; for PPO and PRM-PPO, the \
-share of held-out labels that the reward model gets right.
+accuracy minus that of the first arm of its kind. Rollouts to 90 %: rollouts until an arm \
+reaches 90 % of the first arm's gain, which is measured from the start to the mean of the last \
+three points of its curve. KL: in nats per response, in the last batch. Omitted: share of \
+facts that the final policy does not state at all. Recall and precision: of R_φ's poor tokens \
+against the careful annotator's, on responses of the final policy. Base recall: the same on \
+responses of the base; for scalar and step rewards, the share of held-out labels that the \
+reward model gets right.
+
+## The runs
+
+A seed determines the training posts, the initial adapter and all samples. Each seed trains \
+its own reward model on responses of the base. Intervals are 95 % intervals over seeds by \
+Student's t, and differences are paired by seed. All seeds answer the same held-out posts, so \
+an interval does not include the choice of posts. Only the small table at the top of a page is \
+corrected for the number of comparisons.
+
+Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, on posts \
+of the training split that no run trains on; the held-out posts have other combinations. It \
+tries rates until the best one has a worse one on each side. This was done again for the \
+scalar rewards of study 1, and for Definition 1, PPO, λ = 1 and reward-to-go with the true \
+critic at 20 tokens. The other rates were tuned earlier, on 300 posts of the split "eval", and \
+both seeds shared R_φ. At 20 tokens, 31 of these posts are test posts, and they have 128 of the \
+170 combinations of facts of the test posts. A reward model with scalar or step rewards that \
+gets less than {CHANCE} of the held-out labels right is trained again with other rows.
+
+Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows use as \
+many responses and optimizer steps. β starts at {BETA}.
 """
+
+
+def write_index(out: Path):
+    """Write README.md: the pages in `out`, each with its first finding, and the legends."""
+    lines = []
+    for path in sorted(out.glob("*_*.md"), key=lambda path: int(path.stem.split("_")[0])):
+        page = path.read_text()
+        title = page.partition("\n")[0].removeprefix("# ")
+        finding = section(page, "## What was found", "![").strip().partition("\n")[0]
+        lines.append(f"- [{title}]({path.name}) {finding}")
+    (out / "README.md").write_text(INDEX.format(pages="\n".join(lines)))
+
+
+def section(page: str, start: str, end: str) -> str:
+    """The text between two marks of a page; empty if the first mark is missing."""
+    return page.partition(start)[2].partition(end)[0]
 
 
 def arm_figure(arms: list[Arm], compared) -> list[str]:  # Figure 5; Figure 6
@@ -634,16 +777,10 @@ def sheet(charts: list[str], across: int = 3) -> str:
 
 
 def describe_posts(run: Run) -> str:
-    """Count the held-out posts of a run, their facts, and what tuning shares with them."""
-    tested, tuning = ({row["post"]: tuple(row["facts"].values())
-                       for row in toy.rows("eval", run.posts, seed, run.length)}
-                      for seed in (0, 1))
-    n_equal = len(tested.keys() & tuning.keys())
-    combinations = {*tested.values()}
-    n_shared = len(combinations & {*tuning.values()})
+    """Count the held-out posts of a run and their combinations of facts."""
+    combinations = {tuple(row["facts"].values()) for row in held_out_posts(run)}
     return (f" At {20 * run.length} tokens, the {run.posts} held-out posts have "
-            f"{len(combinations)} combinations of facts. {n_equal} of the posts and "
-            f"{n_shared} of the combinations are also among those of tuning.")
+            f"{len(combinations)} combinations of facts.")
 
 
 def describe_training(study: Study) -> str:
@@ -651,29 +788,25 @@ def describe_training(study: Study) -> str:
     run = next(iter(study.arms.values()))
     lengths = {run.length: run for run in study.arms.values()}
     return f"""\
-Seeds: 0 to {study.seeds - 1}. A seed determines the training posts, the initial adapter and \
-all samples, and each seed trains its own reward model on responses of the base. Intervals are \
-95 % intervals over seeds by Student's t, and differences are paired by seed. All seeds answer \
-the same held-out posts, so an interval does not include the choice of posts, and it is not \
-corrected for the number of comparisons. Learning rate: tuned for {len(study.tuned)} of \
-{len(study.arms)} arms; the others use the rate of a similar arm. Tuning takes the rate of \
-{RATES} with the best mean accuracy over the seeds {TUNING}, which share one reward model; it \
-tries rates until the best one has a worse one on each side. A run has \
-{run.updates * run.batch} rollouts in batches of {run.batch}, and each batch is used for 4 \
-optimizer steps. Methods that train on fixed rows use as many responses and optimizer \
-steps. β starts at {BETA}.{"".join(map(describe_posts, lengths.values()))}"""
+Seeds: 0 to {study.seeds - 1}. Learning rate: tuned for {len(study.tuned)} of \
+{len(study.arms)} arms; the others use the rate of a similar arm. A run has \
+{run.updates * run.batch} rollouts in batches of {run.batch}. [Intervals, tuning and \
+seeds](README.md#the-runs).{"".join(map(describe_posts, lengths.values()))}"""
 
 
 def write_study_page(path: Path, study: Study, arms: list[Arm], trajectories: list[dict]):
-    """Write the page of a study. The section "What was found" of an old page is kept."""
+    """Write the page of a study. An old page keeps what people wrote: findings and details."""
     old = path.read_text() if path.exists() else ""
-    findings = "".join(old.partition("## What was found")[1:]).partition("## Table and figure")
+    findings = section(old, "## What was found", "![").strip()
+    written = section(old, "## Details", "## Full table").strip()
     number = path.stem.split("_")[0]
     records = sum((arm.records for arm in arms), trajectories)
     seconds = sum(record["seconds"] for record in records)
+    summary = ""
     tables = ""
     details = ""
     if arms:
+        summary = small_table(study, arms)
         tables = arm_table(arms, study.compared)
         details = describe_training(study)
     if trajectories:
@@ -684,9 +817,18 @@ def write_study_page(path: Path, study: Study, arms: list[Arm], trajectories: li
 
 {study.question}
 
-{findings[0]}## Table and figure
+## What was found
+
+{findings}
 
 ![{study.title}]({path.stem}.svg)
+
+{summary}
+## Details
+
+{written}
+
+## Full table
 {tables}
 ## How
 
@@ -711,6 +853,19 @@ class StudyConfig:
     output_dir: str = flag("runs/studies", "directory of the pages, figures and records")
     cache: str = flag("runs/studies", "directory of the reward models of past runs")
     workers: int = flag(2, "number of parallel runs; each uses one core", least=1)
+
+
+def tune_judge(run: Run, get_records) -> tuple:
+    """The rate and passes of a scalar reward model with the best mean held-out accuracy."""
+    passes = (4, 10) if run.rows > 1000 else (12, 40)
+    judges = [(("learning_rate", rate), ("epochs", epochs))
+              for rate in RATES[2:5] for epochs in passes]
+    fits = [judge_of(replace(run, judge=judge, seed=seed))
+            for judge in judges for seed in TUNING]
+    tries = [replace(fit, method=fit.method.replace("fit", "try")) for fit in fits]
+    rights = [mean(record["right"] for record in part)
+              for part in chunks(get_records(tries), len(TUNING))]
+    return judges[rights.index(max(rights))]
 
 
 def tune(run: Run, get_records) -> float:
@@ -766,7 +921,12 @@ def main():
             study = STUDIES[number]
             if not config.tune:
                 print(do_study(number, study, out, get_records))
+                write_index(out)
                 continue
+            scored = {run.rows: run for run in study.arms.values() if run.method == "scalar"}
+            for rows, run in scored.items():
+                best = dict(tune_judge(run, get_records))
+                print(f"reward model, {rows} rows: {dict(run.judge)}, best {best}")
             for name in study.tuned:
                 rate = tune(study.arms[name], get_records)
                 print(f"{name}: rate {study.arms[name].rate:g}, best {rate:g}")

@@ -703,7 +703,7 @@ MUTATIONS = [
              STUDIES, "intervals over seeds too narrow"),
     Mutation("experiments/studies.py", "max(sorted(accuracies), key=accuracies.get)",
              "max(accuracies)", f"{STUDIES} -k rate", "tuning takes the largest rate"),
-    Mutation("experiments/studies.toml", '"PPO" = {tuned_rate = 3e-4',
+    Mutation("experiments/studies.toml", '"PPO" = {tuned_rate = 3e-3',
              '"PPO" = {tuned_rate = 1e-3',
              f"{STUDIES} -k rate", "a rate that tuning did not find"),
     Mutation("experiments/designs.py", 'last - judgement.critique.count(" is missing.")',
