@@ -682,7 +682,8 @@ scalar rewards of study 1, and for Definition 1, PPO, λ = 1 and reward-to-go wi
 critic at 20 tokens. The other rates were tuned earlier, on 300 posts of the split "eval", and \
 both seeds shared R_φ. At 20 tokens, 31 of these posts are test posts, and 128 of the \
 170 combinations of facts of the test posts occur in them. A reward model with scalar or step \
-rewards that gets less than {CHANCE} of the held-out labels right is trained again with other rows.
+rewards that gets less than {CHANCE} of the held-out labels right is trained again with other \
+rows.
 
 Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows use as \
 many responses and optimizer steps. β starts at {BETA}.
