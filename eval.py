@@ -430,8 +430,10 @@ def mt_bench(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
     answers = judges.mt_bench_answers(questions, side.write)
     judge_questions = judges.mt_bench_questions(questions, answers, side.config)
-    scores = judges.mt_bench_scores(request_verdicts(side, judge_questions))
-    return [q | {"response": answers[q["question_id"]]} for q in questions], columns(scores)
+    verdicts = request_verdicts(side, judge_questions)
+    ratings = columns(judges.mt_bench_scores(verdicts))
+    answered_rows = [q | {"response": answers[q["question_id"]]} for q in questions]
+    return answered_rows, {name + why_unjudged(verdicts): ratings[name] for name in ratings}
 
 
 def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
@@ -447,8 +449,7 @@ def alpaca_eval(side: Side) -> tuple[list[dict], dict[str, list]]:  # Table 4
     command = judges.write_alpaca(Path(config.output_dir, f"{side.name}_outputs.json"), rows,
                                   texts, side.source or config.model)
     side.print(f"for the length-controlled win rate, run: {command}")
-    wins = ask_wins(side, rows, texts, column(rows, "response"))
-    return answered_rows, {"win rate": column(wins, "win")}
+    return answered_rows, ask_wins(side, rows, texts, column(rows, "response"))
 
 
 # ── The judge (Figure 3, Appendix E)
@@ -473,14 +474,21 @@ def request_verdicts(side: Side, questions: list) -> list[dict]:
 
 
 def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[str],
-             field: str = "response") -> list[dict]:  # Figure 3
-    """Whether this side's text or the other text wins in each row; prints the counts."""
+             field: str = "response") -> dict[str, list]:  # Figure 3
+    """{"win rate": [whether this side's text wins, for each row]}; prints the counts."""
     questions = judges.pairwise_questions(rows, texts, other_texts, side.config, field)
-    wins = judges.pairwise_scores(request_verdicts(side, questions))
+    verdicts = request_verdicts(side, questions)
+    wins = judges.pairwise_scores(verdicts)
     if wins:
         sums = judges.win_tie_loss(wins)
         side.print(f"Figure 3, by the judge\n{report.table([*sums], [[*sums.values()]])}")
-    return wins
+    return {f"win rate{why_unjudged(verdicts)}": column(wins, "win")}
+
+
+def why_unjudged(verdicts: list[dict]) -> str:
+    """For the table, the first reason where no question has a verdict; otherwise ""."""
+    reasons = [verdict["reason"] for verdict in verdicts]
+    return f", {reasons[0]}" if reasons and all(reasons) else ""
 
 
 # ── The table
@@ -574,8 +582,7 @@ def main():
     if len(sides) == 2 and config.judge_model and is_paired:
         field = "reply" if config.task == "reward_model" else "response"
         old, new = (column(rows[side.name], field) for side in sides)
-        wins = ask_wins(sides[1], rows["after"], new, old, field)      # Figure 3, Table 1
-        counts["after"]["win rate"] = column(wins, "win")
+        counts["after"] |= ask_wins(sides[1], rows["after"], new, old, field)  # Fig. 3, Tab. 1
     for side in sides:
         write_rows(out / f"{side.name}.jsonl", rows[side.name])
         write_rows(out / f"{side.name}_counts.json", [counts[side.name]])

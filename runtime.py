@@ -491,7 +491,7 @@ def forecast_minutes(steps: tqdm, name: str):
         yield step
         seconds = (time.time() - start) / number * (len(steps) - number)
         if number == count and seconds > 30 and RANK == 0:
-            tqdm.write(f"{name}: ends in about {seconds / 60:.0f} min", sys.stderr)
+            tqdm.write(f"{name}: ends in about {seconds / 60:.1f} min", sys.stderr)
 
 
 class Timer:

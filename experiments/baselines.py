@@ -1,6 +1,6 @@
 """Baselines of Text2Grad (§4.3, Tables 2 and 3, Appendix N), with LoRA on the same base model.
 
-    python -m experiments.baselines dpo                  # on the toy world; sft, ilf, sdpo, …
+    python -m experiments.baselines dpo                  # on the toy world; sft, ilf, …
     python -m experiments.baselines sft --task slf5k --data rows.jsonl --model MODEL
     python -m experiments.baselines end                  # a reward design: see designs.py
     python -m experiments.baselines score --annotator_function toy:fact_accuracy
@@ -15,8 +15,6 @@
     grpo, rloo    Algorithm 4 with PPO's scalar reward and the advantages of groups
     score         Algorithm 4 with your own numbers: --annotator_function (row, response)
                   returns a reward for the response, or a list with one for each token
-    sdpo          self-distillation (arXiv 2601.20802): the teacher is the policy with the
-                  critique in its prompt, the student is the policy without it
 
 The names in advantages.py, such as reward_to_go, run Text2Grad with other advantages.
 The flags after the name are those of text2grad.py. SFT needs one of the fields data.REFERENCES
@@ -27,18 +25,16 @@ chosen one has the larger sum of labels.
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
 follow instructions outside its training data. In the toy world, the function `mend` therefore
-computes refinements from the critique alone, without the post. For reflection and SDPO, an
-adapter is trained on these refinements so that it can rewrite. With another base, the base is
-prompted to rewrite its response.
+computes refinements from the critique alone, without the post. For reflection, an adapter is
+trained on these refinements so that it can rewrite. With another base, the base is prompted to
+rewrite its response.
 
-B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size,
-V vocabulary size.
+B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import re
 import sys
 from collections import defaultdict
@@ -49,22 +45,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import text2grad
 from annotate import Span, annotate, annotation_settings, token_offsets
-from data import (REFERENCES, InputError, Task, append_row, chunks, get_task, parse_flags,
-                  preset, prompt_text, read_rows, run_script, write_rows)
+from data import (REFERENCES, InputError, Task, chunks, get_task, parse_flags, preset,
+                  prompt_text, read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
-from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores,
-                                 true_critic)
+from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
-from policy import (MAX_GRAD_NORM, Rollouts, add_advantages, batch_rows, derive_settings,
-                    forward, reward_model_critic, sample_rollouts, set_learning_rates, train)
+from policy import Rollouts, add_advantages, derive_settings, sample_rollouts, train
 from report import evaluation_command
-from reward_model import (Judgement, RewardConfig, derive_reward_settings, fit_adapter,
-                          reward_settings, write_critiques)
+from reward_model import (RewardConfig, derive_reward_settings, fit_adapter, reward_settings,
+                          write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
 from text2grad import Config, check_config, load_rows, start_policy, write_responses
@@ -94,16 +87,6 @@ def step_loss(scores: Tensor, labels: Tensor) -> Tensor:
     token of an incorrect step, 0 elsewhere. Returns one loss per step.
     """
     return -F.logsigmoid((labels * scores)[labels != 0])
-
-
-def sdpo_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Σ_t KL(π_θ(·|x, y_<t) ‖ π_θ(·|x, y, c, y_<t)); no gradient flows into the teacher.
-
-    Hübotter et al. 2026, arXiv 2601.20802. Logits, [N, V] each → scalar, in nats.
-    """
-    p = student.log_softmax(-1)
-    q = teacher.detach().log_softmax(-1)
-    return (p.exp() * (p - q)).sum()
 
 
 def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
@@ -341,20 +324,15 @@ def ilf(model, tokenizer, rows, config: Config, out: Path):
     fit_policy(model, tokenizer, texts, config, out)
 
 
-def learn_to_rewrite(model, tokenizer, rows, config: Config, out: Path, name: str):
-    """In the toy world, fit the adapter `name` with the loss −E log π'(y⁺ | x, y, c).
+def reflection(model, tokenizer, rows, config: Config, out: Path):
+    """SFT of the policy, and in the toy world of an adapter "rewriter" on y⁺ given x, y and c.
 
-    Other tasks need no training, because their models can follow the instruction to rewrite.
+    In other tasks the base follows the instruction to rewrite, see `reflect`.
     """
+    sft(model, tokenizer, rows, config, out)
     if config.task == "toy":
         texts = refinements(model, tokenizer, rows, config, out, with_critique=True)
-        fit_policy(model, tokenizer, texts, config, out, name)
-
-
-def reflection(model, tokenizer, rows, config: Config, out: Path):
-    """SFT of the policy. In the toy world, also train the adapter "rewriter" for `reflect`."""
-    sft(model, tokenizer, rows, config, out)
-    learn_to_rewrite(model, tokenizer, rows, config, out, "rewriter")
+        fit_policy(model, tokenizer, texts, config, out, "rewriter")
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
@@ -427,64 +405,6 @@ def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar",
     train(model, tokenizer, rows, config, out, SCORED[reward_type], advantages)
 
 
-def sdpo(model, tokenizer, rows, config: Config, out: Path):
-    """Self-distillation from feedback (Hübotter et al. 2026) on rollouts of the policy.
-
-    R_φ writes the critiques if its adapter is loaded (--reward_model). Otherwise the function
-    of --annotator_function writes them. Minibatches are not split into micro-batches. In the
-    toy world the policy is first trained to rewrite.
-    """
-    learn_to_rewrite(model, tokenizer, rows, config, out, "policy")
-    critic = reward_model_critic if lora_parameters(model, "reward") else true_critic
-    parameters = lora_parameters(model, "policy")
-    truths = get_task(config.task).truth
-    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
-    for iteration in tqdm(range(config.iterations), "sdpo"):
-        seed = config.seed * 1_000_003 + iteration
-        generator = torch.Generator().manual_seed(seed)
-        rng = random.Random(seed)
-        drawn_rows = batch_rows(rows, config, iteration)
-        n = len(drawn_rows)
-        batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
-        judgements = critic(batch, model, tokenizer, config)
-        teacher_batch = show(batch, judgements, tokenizer)
-        set_learning_rates(optimizer, config, iteration)
-        for _ in range(config.ppo_epochs):
-            order = rng.sample(range(n), n)
-            for minibatch in chunks(order, config.minibatch_size):
-                distil(model, batch, teacher_batch, minibatch, config.temperature)
-                torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-                optimizer.step()
-                optimizer.zero_grad()
-        means = {name: sum(map(truth, drawn_rows, batch.texts)) / n
-                 for name, truth in truths.items()}
-        append_row(out / "metrics.jsonl", {"iteration": iteration + 1, **means})
-
-
-def show(batch: Rollouts, judgements: list[Judgement], tokenizer) -> Rollouts:
-    """Rollouts for the teacher: the same responses; the prompts show y and its critique."""
-    critiques = [judgement.critique for judgement in judgements]
-    prompts = map(rewrite_prompt, batch.prompts, batch.texts, critiques)
-    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    prompt_ids, prompt_mask, *_ = pad_batch(ids, [], batch.mask.device)
-    return replace(batch, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-
-
-def distil(model, student_batch: Rollouts, teacher_batch: Rollouts, index: list[int],
-           temperature: float):
-    """Backpropagate the mean of `sdpo_loss` over the tokens of the rows in an index.
-
-    Student and teacher both use the adapter "policy".
-    """
-    with torch.no_grad():
-        teacher, _ = forward(model, teacher_batch, index, "policy")                    # [N, H]
-    student, _ = forward(model, student_batch, index, "policy")
-    head = head_weight(model).T
-    student_logits = student @ head / temperature                                      # [N, V]
-    teacher_logits = teacher @ head / temperature
-    (sdpo_loss(student_logits, teacher_logits) / len(student)).backward()
-
-
 METHODS = {
     "sft": sft,
     "ilf": ilf,
@@ -492,7 +412,6 @@ METHODS = {
     "dpo": dpo,
     "ppo": ppo,
     "prm_ppo": partial(ppo, reward_type="steps"),
-    "sdpo": sdpo,
     "grpo": partial(ppo, advantages=ADVANTAGES["grpo"]),
     "rloo": partial(ppo, advantages=ADVANTAGES["rloo"])}
 

@@ -148,7 +148,7 @@ def read_records(file: Path) -> dict[str, dict]:
 
 def judge_of(run: Run) -> Run | None:
     """The run that trains the reward model of this run, or None."""
-    if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection", "sdpo"):
+    if run.method not in (*LEARNT, *SCORED, "two_rounds", "reflection"):
         return None
     reward_type = run.method if run.method in SCORED else "critique"
     rows = run.rows // 2 if run.method == "two_rounds" else run.rows

@@ -683,8 +683,6 @@ MUTATIONS = [
              TOY, "a fact that is contradicted counts"),
     Mutation("experiments/baselines.py", "(policy_rejected - ref_rejected)", "policy_rejected",
              BASELINES, "DPO without the reference of the rejected"),
-    Mutation("experiments/baselines.py", "teacher.detach().log_softmax", "teacher.log_softmax",
-             BASELINES, "SDPO moves the teacher"),
     Mutation("experiments/designs.py", "[sum(judgement.delta)]",
              "judgement.delta[-1:]", BASELINES, "reward at the end is the last δ only"),
     Mutation("experiments/designs.py", " or not scores.isfinite().all()", "",

@@ -22,9 +22,9 @@ import toy
 from annotate import Span, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
 from experiments import baselines, designs
-from experiments.baselines import (bradley_terry_loss, distil, dpo_loss, labelled_losses,
+from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
-                                   preferences, recorded_pair, sdpo_loss, show)
+                                   preferences, recorded_pair)
 from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged,
                                  mark_ends, marks, replace_delta, span_weights, step_spans,
                                  token_scores, true_critic, weigh)
@@ -99,13 +99,6 @@ def test_bradley_terry_is_cross_entropy_between_two_classes():
     close(loss, want, rtol=1e-9, atol=1e-9)
     close(*(torch.autograd.grad(x.sum(), scores)[0] for x in (loss, want)))
     assert bradley_terry_loss(torch.tensor(-1e4), torch.tensor(1e4)).item() == 2e4
-
-
-def test_sdpo_loss_is_the_reverse_kl_and_moves_the_student_alone():
-    student, teacher = (noise(i, 6, 9).requires_grad_() for i in (1, 2))
-    loss, p, q = sdpo_loss(student, teacher), student.log_softmax(-1), teacher.log_softmax(-1)
-    close(loss, F.kl_div(q, p, log_target=True, reduction="sum"))
-    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
 
 
 PAIRS = [([5, 6, 7, 8], [9, 10, 1], [20, 1]), ([11], [12, 13, 14, 15, 1], [30, 31, 1]),
@@ -569,31 +562,6 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
 
 
-def test_sdpo_shows_the_teacher_critique_and_response(toy_model):
-    """The gradient is that of Σ_t KL(student ‖ fixed teacher) per token, computed with torch's
-    KL from the logits of each unpadded row."""
-    model, tokenizer = toy_model
-    parameters = add_lora(model, "policy", 4, 8)
-    randomise(parameters)
-    batch, rows = faulty_rollouts(tokenizer, 2), [0, 1, 2, 3]
-    shown = show(batch, [Judgement(f"No {i}.\n{{}}", []) for i in rows], tokenizer)
-    distil(model, batch, shown, rows, 0.5)
-    total, count = 0, 0
-    for i in rows:
-        y, logprobs = ids_of(batch, i), []
-        shown_prompt = (f"{batch.prompts[i]}\n\nResponse: {batch.texts[i]}\n\nCritique: No {i}."
-                        "\n\nWrite the response anew, mended as the critique asks.")
-        for prompt in (batch.prompts[i], shown_prompt):
-            with use_lora(model, "policy"):
-                logits = logits_of(model, encode_prompt(tokenizer, prompt), y)[:-1]
-            logprobs.append((logits / 0.5).log_softmax(-1))
-        p, q = logprobs
-        total += F.kl_div(q.detach(), p, log_target=True, reduction="sum")
-        count += len(y)
-    for p, want in zip(parameters, torch.autograd.grad(total / count, parameters)):
-        close(p.grad, want, rtol=1e-3, atol=1e-5)
-
-
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
     """They print the command that evaluates them. A function that returned numbers is no
     annotator of the evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
@@ -623,8 +591,6 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     text = sample["response"]
     steps = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
     assert [int(delta != 0) for delta in sample["delta"]] == steps and any(steps)
-    run("sdpo")
-    assert 0 < read("sdpo", "metrics.jsonl")["fact accuracy"] < 1
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")

@@ -315,7 +315,8 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         server.settings.responder = lambda body: "I like both of them a lot."
         result, printed = run(**flags | {"judge_model": "another"})
     assert "20 of 20 questions have no verdict; the first is 0: no verdict" in printed
-    assert figure(result, "win rate")["rows"] == 0 and "after" not in figure(result, "win rate")
+    line = figure(result, "win rate, no verdict in [[ ]] in the reply")
+    assert line["rows"] == 0 and "after" not in line and line["measure"] in printed
 
 
 def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, run, tmp_path):
@@ -332,6 +333,12 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
         turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
         assert line["after"][0] == pytest.approx(np.mean(turns))
         assert [len(texts) for texts in column(tmp_path / "mt" / "after.jsonl")] == 4 * [2]
+        server.settings.responder = lambda body: "[[11]]"
+        result, _ = run(tmp_path / "mute", task="mt_bench", data=tmp_path / "questions.jsonl",
+                        **stories_flags, **judge)
+        line = figure(result, "rating, turn 2, 11 is no rating from 1 to 10")
+        assert (line["rows"], line["unit"]) == (0, "1–10 ↑")
+        server.settings.responder = verdict
         flags = {"task": "alpaca_eval", "data": data, "limit": 6, **judge}
         result, printed = run(**flags, **stories_flags)
         assert figure(result, "win rate")["rows"] == 6

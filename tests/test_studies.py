@@ -76,7 +76,7 @@ def test_rollouts_to_a_goal_by_hand(curves, goal, text):
 def test_runs_have_the_reward_models_that_they_name():
     assert judge_of(Run("true")) is None and judge_of(Run("dpo")) is None
     assert judge_of(Run("scalar", rows=9)) == Run("fit scalar", rows=9)
-    assert judge_of(Run("sdpo", seed=4, rate=1.0)) == judge_of(Run("graded", seed=4))
+    assert judge_of(Run("reflection", seed=4, rate=1.0)) == judge_of(Run("graded", seed=4))
     assert judge_of(Run(seed=4)) != judge_of(Run()) != judge_of(Run(length=2))
     assert judge_of(Run(seed=100)) != judge_of(Run(seed=101))            # each trains its own
     assert judge_of(Run("two_rounds")).rows == Run().rows // 2

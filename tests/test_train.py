@@ -327,7 +327,7 @@ def test_a_phase_says_after_a_tenth_when_it_ends(monkeypatch, capsys):
     """20 steps of 10 s: after two, 18 are left. A phase of 30 s says nothing."""
     clock = [0.0]
     monkeypatch.setattr("runtime.time", SimpleNamespace(time=lambda: clock[0]))
-    for steps, line in ((20, "work: ends in about 3 min\n"), (3, "")):
+    for steps, line in ((20, "work: ends in about 3.0 min\n"), (3, "")):
         for step in forecast_minutes(range(steps), "work"):
             assert capsys.readouterr() == ("", line if step == 2 else "")
             clock[0] += 10
