@@ -675,15 +675,12 @@ Student's t, and differences are paired by seed. All seeds answer the same held-
 an interval does not include the choice of posts. Only the small table at the top of a page is \
 corrected for the number of comparisons.
 
-Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, on posts \
-of the training split that no run trains on; the held-out posts have other combinations. It \
-tries rates until the best one has a worse one on each side. This was done again for the \
-scalar rewards of study 1, and for Definition 1, PPO, λ = 1 and reward-to-go with the true \
-critic at 20 tokens. The other rates were tuned earlier, on 300 posts of the split "eval", and \
-both seeds shared R_φ. At 20 tokens, 31 of these posts are test posts, and 128 of the \
-170 combinations of facts of the test posts occur in them. A reward model with scalar or step \
-rewards that gets less than {CHANCE} of the held-out labels right is trained again with other \
-rows.
+Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, each with \
+its own reward model, on posts of the training split that no run trains on; the held-out posts \
+have other combinations. It tries rates until the best one has a worse one on each side. The \
+rates of 40 and 80 tokens were tuned on 300 other posts of the split "eval"; none of them has \
+the combination of facts of a held-out post. A reward model with scalar or step rewards that \
+gets less than {CHANCE} of the held-out labels right is trained again with other rows.
 
 Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows use as \
 many responses and optimizer steps. β starts at {BETA}.
@@ -790,7 +787,7 @@ def describe_training(study: Study) -> str:
     lengths = {run.length: run for run in study.arms.values()}
     return f"""\
 Seeds: 0 to {study.seeds - 1}. Learning rate: tuned for {len(study.tuned)} of \
-{len(study.arms)} arms; the others use the rate of a similar arm. A run has \
+{len(study.arms)} arms; the others use the rate of a similar arm or a lower one. A run has \
 {run.updates * run.batch} rollouts in batches of {run.batch}. [Intervals, tuning and \
 seeds](README.md#the-runs).{"".join(map(describe_posts, lengths.values()))}"""
 
