@@ -14,7 +14,6 @@ Paper: §3.3 and Appendix B define the prompts. They do not say how requests are
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from data import InputError, hide_key, lock, public
+from data import InputError, checksum, hide_key, lock, public
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Question:
 
 def question_key(*parts) -> str:
     """The hash of a request's parts, which identifies it in the journal of every run."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return checksum(state=parts)[:32]
 
 
 MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
@@ -499,16 +498,19 @@ def read_usage(counts, prompt_size: int) -> dict | None:
     return {"prompt_tokens": int(prompt) or prompt_size, "completion_tokens": int(completion)}
 
 
-def check_asking(price_in, price_out, max_usd, base_url=None, is_free=False):
-    """Raise InputError for wrong settings, before any request. is_free: no server is used."""
-    if max_usd is not None and None in (price_in, price_out):
+def check_asking(config, is_free):
+    """Raise InputError for wrong settings, before any request. is_free: no server is used.
+
+    config: an annotate.ServerConfig.
+    """
+    if config.max_usd is not None and None in config.prices:
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
     if is_free:
         return
     if not re.fullmatch("[!-~]+", os.environ.get("OPENAI_API_KEY", "")):
         raise InputError("OPENAI_API_KEY is missing or contains characters that a key cannot "
                          "have; export a key (any word works for a local server without keys)")
-    url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://"
+    url = config.base_url or os.environ.get("OPENAI_BASE_URL") or "https://"
     if not re.match("https?://", url):
         raise InputError(f"--base_url {public(url)}: the URL must begin with http:// or "
                          f"https://, for example http://localhost:8000/v1")

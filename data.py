@@ -307,17 +307,17 @@ def check_fields(row: dict, place: str):
                              f"{json.dumps(value)[:40]}")
 
 
-def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
-    """The rows of a file, one at a time, with valid fields that fit the task.
+def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
+    """The rows of a file, with valid fields that fit the task.
 
     needs: see `Task.needs`; a field that is None or "" is missing. Raises InputError with file,
     line and field.
     """
     path = Path(path)
-    number = 0
+    rows = []
     if not path.is_file():
         raise InputError(f"{path}: no such file; check the path{TABLES * path.is_dir()}")
-    for number, (place, row) in enumerate(_objects(path), 1):
+    for place, row in _objects(path):
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found a {type(row).__name__}")
         for needed in (*needs, *(task.needs if task else ())):
@@ -328,9 +328,10 @@ def iter_rows(path, needs=(), task: Task | None = None) -> Iterator[dict]:
         check_fields(row, place)
         if task:
             task.check(row, place)
-        yield row
-    if number == 0:
+        rows.append(row)
+    if not rows:
         raise InputError(f"{path}: the file has no rows; restore it or remove it")
+    return rows
 
 
 def _parse_json(text: bytes, place: str):
@@ -343,29 +344,21 @@ def _parse_json(text: bytes, place: str):
 
 def _objects(path: Path) -> Iterator[tuple[str, object]]:
     """(place in the file, JSON value) of every line, or of every item of an array."""
-    with open(path, "rb") as raw:
-        open_file = gzip.open if raw.read(2) == b"\x1f\x8b" else open
+    data = path.read_bytes()
     try:
-        with open_file(path, "rb") as file:
-            # A byte order mark may come first.
-            is_array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.read(64))
-            file.seek(0)
-            if is_array:
-                for number, row in enumerate(_parse_json(file.read(), str(path)), 1):
-                    yield f"{path}, row {number}", row
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    yield place, _parse_json(line, place)
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: the gzip file is corrupt ({error}); download it "
                          f"again") from error
-
-
-def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
-    """All rows of a file as a list; see `iter_rows`."""
-    return list(iter_rows(path, needs, task))
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[", data):          # a byte order mark may come first
+        for number, row in enumerate(_parse_json(data, str(path)), 1):
+            yield f"{path}, row {number}", row
+        return
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield place, _parse_json(line, place)
 
 
 def write_rows(path, rows: Iterable[dict]):

@@ -49,7 +49,8 @@ import report
 from annotate import AnnotateConfig, annotation_question, load_annotator
 from ask import question_key
 from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task,
-                  parse_flags, read_rows, reward_prompt, run_script, whole_rows, write_rows)
+                  parse_flags, preset, read_rows, reward_prompt, run_script, whole_rows,
+                  write_rows)
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
@@ -59,7 +60,6 @@ from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_m
                    load_model, use_lora)
 from runtime import WORLD_SIZE, check_settings, checksum, lock_directory
 from sampling import context_length, generate
-from data import preset
 from text2grad import Config, load_rows
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "temperature": 1.0},
@@ -103,9 +103,6 @@ class EvalConfig(judges.JudgeConfig):
     def adapters(self) -> list[str]:
         """Adapter directories in --before and --adapter; files of answers are left out."""
         return [path for path in (self.before, self.adapter) if os.path.isdir(path or "")]
-
-    GROUPS = {"judge_model": "the judge", "task": "start here", "seed": "generation",
-              "encoder": "options of single benchmarks"}
 
 
 # ── The sides of the table: the same base with different adapters

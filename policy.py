@@ -54,7 +54,8 @@ from reward_model import Judgement, judge, probe, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, forecast_minutes,
                      gather_rows, hash_files, keep_checkpoint, optimizer_parameters,
                      print_rank0, resume, write_metrics)
-from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
+from sampling import (generate, head_weight, pad_batch, round_up, token_entropy,
+                      token_logprobs)
 
 
 # ── The equations
@@ -199,8 +200,7 @@ class PolicyConfig(AnnotatorConfig, BaseConfig):
 def derive_settings(config: PolicyConfig, count: int, model) -> PolicyConfig:
     """Choose the settings that are None from the number of rows and the size of the model."""
     unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
-    batch_size = -(-(64 if count >= 1000 else 16) // unit) * unit       # rounded up to a unit
-    config = fill(config, batch_size=batch_size)
+    config = fill(config, batch_size=round_up(64 if count >= 1000 else 16, unit))
     passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
     rate = scaled_rate(model, 1.3e-3)
     value_rate = 10 * rate if config.learning_rate is None else config.learning_rate

@@ -38,7 +38,7 @@ from annotate import (Feedback, FeedbackError, Span, annotation_question, annota
                       ask_annotator, conflicting_tokens, ground, half_inside_tokens,
                       parse_feedback, token_offsets, token_rewards)
 from ask import Journal
-from data import (InputError, Task, chunks, examples, fill, flag, get_task, iter_rows,
+from data import (InputError, Task, chunks, examples, fill, flag, get_task,
                   next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
                   write_rows)
 from model import (BaseConfig, add_lora, encode_answer, encode_prompt, encode_text, eos_ids,
@@ -327,8 +327,7 @@ def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
     truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
     that graded values such as .75 count as well.
     """
-    counts = Counter()
-    counts["tokens"] += len(truth)
+    counts = Counter(tokens=len(truth))
     for true_delta, predicted_delta in zip(truth, predicted):
         for name, sign in (("good", 1), ("poor", -1)):
             is_marked = true_delta * sign > 0
@@ -532,7 +531,7 @@ def main():
     settings = partial(preset, part="reward")
     config = parse_flags(RewardConfig, __doc__, settings)
     if os.path.isfile(config.data):
-        task = next(iter_rows(config.data)).get("task") or config.task
+        task = read_rows(config.data)[0].get("task") or config.task
         # If the command line has a --task, it comes later and has priority.
         config = parse_flags(RewardConfig, __doc__, settings, ["--task", task, *sys.argv[1:]])
     refuse_other_settings(config)

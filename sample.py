@@ -64,8 +64,7 @@ def print_answers(model, tokenizer, prompt, config):
             ids, = generate(model, [encode_prompt(tokenizer, prompt)], config.max_new_tokens, 0,
                             eos_ids(tokenizer, model))
         text, offsets = token_offsets(tokenizer, ids)
-        pieces = re.findall(PIECE, printable(text))
-        columns.append([f"{piece:38}" for piece in pieces])
+        columns.append([f"{piece:38}" for piece in re.findall(PIECE, printable(text))])
         if config.reward_model:
             z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
             judgement = judge(z, text, offsets)

@@ -520,11 +520,11 @@ def annotate_worker(options: dict) -> dict:
     import asyncio
     import openai
     from annotate import AnnotateConfig, annotate, annotation_messages
-    from data import InputError, examples, get_task, iter_rows
+    from data import InputError, examples, get_task, read_rows
 
     async def bare():
         task = get_task("slf5k")
-        waiting = examples(task, iter_rows(options["data"]))
+        waiting = examples(task, read_rows(options["data"]))
 
         async def loop():
             for example in waiting:

@@ -23,8 +23,6 @@ prompt. The penalty of the KL is part of the reward, as in RLOO; GRPO has it in 
 B responses, T tokens, K responses of a group.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

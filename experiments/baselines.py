@@ -32,8 +32,6 @@ rewrite its response.
 B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -24,8 +24,6 @@ The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the 
 head for the tokens "+" and "-". B rows, T response tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -7,8 +7,6 @@ A `Mode` of annotate.py holds the instruction, the form of the reply, and a func
 the reply. Both modes produce spans, so the later phases do not change.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

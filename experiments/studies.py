@@ -675,12 +675,12 @@ Student's t, and differences are paired by seed. All seeds answer the same held-
 an interval does not include the choice of posts. Only the small table at the top of a page is \
 corrected for the number of comparisons.
 
-Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, each with \
-its own reward model, on posts of the training split that no run trains on; the held-out posts \
-have other combinations. It tries rates until the best one has a worse one on each side. The \
-rates of 40 and 80 tokens were tuned on 300 other posts of the split "eval"; none of them has \
-the combination of facts of a held-out post. A reward model with scalar or step rewards that \
-gets less than {CHANCE} of the held-out labels right is trained again with other rows.
+Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, each \
+with its own reward model, on posts of the training split that no run trains on; the held-out \
+posts have other combinations. It tries rates until the best one has a worse one on each side. \
+The rates of 40 and 80 tokens were tuned on 300 other posts of the split "eval"; none of them \
+has the combination of facts of a held-out post. A reward model with scalar or step rewards \
+that gets less than {CHANCE} of the held-out labels right is trained again with other rows.
 
 Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows use as \
 many responses and optimizer steps. β starts at {BETA}.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from data import InputError, iter_rows
+from data import InputError, read_rows
 from measures.metrics import answer_logprobs, pass_at_k
 from measures.sandbox import NO_PYTHON, code_blocks, run_python
 from model import encode_text
@@ -62,7 +62,7 @@ def read_problems(path) -> list[Problem]:
     have + tests.
     """
     problems = []
-    for number, row in enumerate(iter_rows(path, [("task_id",)]), 1):
+    for number, row in enumerate(read_rows(path, [("task_id",)]), 1):
         try:
             problems.append(_mbpp(row) if "code" in row else _humaneval(row))
             if (problems[0].inputs is None) != (problems[-1].inputs is None):
@@ -330,7 +330,7 @@ def read_arc(path) -> list[dict]:
     another format.
     """
     rows = []
-    for number, row in enumerate(iter_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
+    for number, row in enumerate(read_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
         try:
             question = row["question"]["stem"]
             choices = row["question"]["choices"]

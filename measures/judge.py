@@ -25,9 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-import annotate
-from annotate import fenced
-from ask import Journal, Question, Server, ask, check_asking, missing, question_key
+from annotate import ServerConfig, fenced
+from ask import Journal, Question, Server, ask, check_asking, forecast, missing, question_key
 from data import InputError, chunks, flag, read_rows
 
 
@@ -35,28 +34,14 @@ TEMPERATURE = 0.0                                            # sampling temperat
 
 
 @dataclass
-class JudgeConfig:
+class JudgeConfig(ServerConfig):
     """A judge on an OpenAI-compatible server, with its prices and the budget."""
     judge_model: str | None = flag(None, "model name of the judge (paper: gpt-4o); None asks "
                                          "no judge")
-    base_url: str | None = flag(None, "URL of an OpenAI-compatible server; None uses "
-                                      "OPENAI_BASE_URL")
     judge_prompts: str | None = flag(None, "FastChat's judge_prompts.jsonl; None uses the "
                                            "prompts in measures/judge.py")
     judge_tokens: int = flag(2048, "maximum length of a judge's reply in tokens", least=1)
-    concurrency: int = flag(8, "number of simultaneous requests", least=1)
-    price_in: float | None = flag(None, "USD per million prompt tokens; None is unknown",
-                                  least=0)
-    price_out: float | None = flag(None, "USD per million reply tokens; None is unknown",
-                                   least=0)
-    max_usd: float | None = flag(None, "budget for the judge in USD, over all runs; None is no "
-                                       "limit", least=0)
     dry_run: bool = flag(False, "write the answers and print the judge's cost; send no request")
-
-    @property
-    def prices(self) -> tuple:
-        """(price_in, price_out, max_usd), the arguments of a Journal."""
-        return self.price_in, self.price_out, self.max_usd
 
     @cached_property
     def prompts(self) -> dict[str, dict]:
@@ -73,7 +58,7 @@ class JudgeConfig:
 def check_judge(config: JudgeConfig):
     """Raise InputError if the settings would make the requests fail; sends no request."""
     is_free = config.judge_model is None or config.dry_run
-    check_asking(*config.prices, config.base_url, is_free)
+    check_asking(config, is_free)
     config.prompts                                   # reads and checks the file of prompts
 
 
@@ -158,7 +143,7 @@ def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
     """A line with the number of questions, and the cost of those not in the journal yet."""
     with Journal(path, *config.prices) as journal:
         todo = missing(questions, journal)
-        return f"{len(questions)} questions, {annotate.forecast(todo, journal, 250)}"
+        return f"{len(questions)} questions, {forecast(todo, journal, 250)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict]:

@@ -17,8 +17,6 @@ the corpus, and the metric is a function of the sums. For example, a mean is Σ 
 perplexity is exp(Σ nats / Σ tokens). Resampling the rows then gives each metric an interval.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

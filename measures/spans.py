@@ -18,8 +18,6 @@ a prediction without a pair. People agree with a predicted span (Table 16) if th
 label to more than half of its characters.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -37,6 +35,7 @@ from transformers import AutoTokenizer
 from annotate import (Feedback, FeedbackError, Span, feedback_row, ground, parse_feedback,
                       token_offsets, token_rewards)
 from data import InputError, read_rows, run_script
+from model import encode_text
 from report import (LEGEND, card, heatmap, page, score_response, table, text_block,
                     write_page)
 from reward_model import Judgement, count_tokens, judge
@@ -81,9 +80,7 @@ def words(text: str) -> list[tuple[int, int]]:
 
 def response_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
     """Offsets of the tokens, or of the words if decoding the tokens does not give the text."""
-    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True,
-                           verbose=False)
-    decoded, offsets = token_offsets(tokenizer, ids)
+    decoded, offsets = token_offsets(tokenizer, encode_text(tokenizer, text))
     return offsets if decoded == text else words(text)
 
 

@@ -485,16 +485,14 @@ def test_failures_of_a_critic_are_recorded_and_its_exceptions_end_the_run(critic
     assert len(critic.output_rows()) == 40
 
 
-def test_an_empty_response_is_named_and_can_be_left_out(critic, capsys):
+def test_an_empty_response_is_named_and_left_out(critic, capsys):
     rows = random_rows(3)
     rows[1]["response"] = " "
-    critic.fails("row row-1: the response is empty; .* --skip_empty", rows)
-    for flag in ("skip_empty", "skip_failed"):
-        critic.run(**{flag: True})
-        assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
-        assert "left out 1 empty responses (the first: row row-1)" in capsys.readouterr().err
+    critic.run(rows)
+    assert [row["id"] for row in read_rows(critic.output)] == ["row-0", "row-2"]
+    assert "left out 1 empty responses (the first: row row-1)" in capsys.readouterr().err
     critic.fails("every response is empty; .* choose another --model$",
-                 [row | {"response": ""} for row in rows], skip_empty=True)
+                 [row | {"response": ""} for row in rows])
     critic.fails("no row has a response", [{"prompt": row["prompt"]} for row in rows])
 
 

@@ -378,7 +378,7 @@ def test_help_names_every_flag_once(capsys):
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
     titles = re.findall(r"(?m)^(\w[\w ]*):", output)
     assert titles == ["usage", "Algorithm 1", "options", "Run", "Policy", "Annotator",
-                      "Base model"]
+                      "Server", "Base model"]
     run = output.partition("\nRun:")[2].partition("\n\n")[0]
     assert "--data" in run and "--output_dir" in run and "--annotator_function" in run
 

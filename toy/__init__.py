@@ -11,8 +11,6 @@ Simplification: every fact is a phrase from a short list, so the annotator finds
 exactly. It replies in text, as an LLM would, and `annotate` parses the reply.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -393,12 +391,9 @@ PROSE = replace(
     policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",
             "annotator_function": "toy:critique_prose",
             "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
-            "learning_rate": 3e-4, "lora_targets": "q_proj,k_proj,v_proj,o_proj",
-            "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8, "ppo_epochs": 2,
-            "kl_coef": 0.2, "kl_target": 4.0, "kl_horizon": 32, "value_clip": 5.0,
-            "max_new_tokens": 48, "value_learning_rate": 3e-3, "entropy_coef": 0.01,
+            "learning_rate": 3e-4, "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8,
+            "kl_target": 4.0, "kl_horizon": 32, "max_new_tokens": 48,
+            "value_learning_rate": 3e-3, "entropy_coef": 0.01,
             "max_critique_tokens": 160, "probe_rows": 16},
     reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 1e-3,
-            "lora_dropout": 0.0, "weight_decay": 0.0, "epochs": 2, "micro_batch_size": 4,
-            "lora_targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-            "max_tokens": 400, "max_critique_tokens": 160, "held_out": 80})
+            "epochs": 2, "max_tokens": 400, "max_critique_tokens": 160, "held_out": 80})

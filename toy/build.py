@@ -11,8 +11,6 @@ Llama-3.1-8B-Instruct already knows. R_φ still has to learn to write a whole cr
 choose spans by its judgement, because the training data has neither.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
