@@ -6,8 +6,8 @@
 
 A study compares several arms. They are data: studies.toml names each arm with its learning rate
 and with the fields of `Run` that it changes. --tune searches a rate with two other seeds, on
-posts of the training split that no run trains on. A study trains each arm with several seeds,
-each with its own reward models, and writes a page with a table and curves.
+posts of the training split that this run does not train on. A study trains each arm with
+several seeds, each with its own reward models, and writes a page with a table and curves.
 
 The record of a run is one line of records.jsonl, beside the pages. A stopped study can
 therefore resume, and studies share runs. Reward models are kept in --cache. Delete both after
@@ -672,18 +672,19 @@ reward model gets right.
 A seed determines the training posts, the initial adapter and all samples. Each seed trains \
 its own reward model on responses of the base. Intervals are 95 % intervals over seeds by \
 Student's t, and differences are paired by seed. All seeds answer the same held-out posts, so \
-an interval does not include the choice of posts. Only the small table at the top of a page is \
-corrected for the number of comparisons.
+an interval does not include the choice of posts. Intervals are not corrected for the number \
+of comparisons; bold differences survive Holm's correction.
 
 Tuning takes the rate of {RATES} with the best mean accuracy over the seeds {TUNING}, each \
-with its own reward model, on posts of the training split that no run trains on; the held-out \
-posts have other combinations. It tries rates until the best one has a worse one on each side. \
-The rates of 40 and 80 tokens were tuned on 300 other posts of the split "eval"; none of them \
-has the combination of facts of a held-out post. A reward model with scalar or step rewards \
-that gets less than {CHANCE} of the held-out labels right is trained again with other rows.
+with its own reward model, on posts of the training split that the tuning run itself does not \
+train on; the held-out posts have other combinations. It tries rates until the best one has a \
+worse one on each side. The rates of 40 and 80 tokens were tuned on 300 other posts of the \
+split "eval"; none of them has the combination of facts of a held-out post. A reward model \
+with scalar or step rewards that gets less than {CHANCE} of the held-out labels right is \
+trained again with other rows.
 
-Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows use as \
-many responses and optimizer steps. β starts at {BETA}.
+Each batch of rollouts is used for 4 optimizer steps. Methods that train on fixed rows make \
+at least one pass over them, and otherwise about as many steps (64). β starts at {BETA}.
 """
 
 
