@@ -17,8 +17,6 @@ a change of code. Runs are executed in parallel processes with one thread each. 
 Paper: §4.3, Tables 1, 2 and 11, Figures 3, 5 and 6, Appendices A, I and N. B rows, T tokens.
 """
 
-import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -45,8 +43,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import toy
-from data import (InputError, append_row, chunks, flag, parse_flags, read_rows, run_script,
-                  whole_rows, write_rows)
+from data import (InputError, append_row, checksum, chunks, flag, parse_flags, read_rows,
+                  run_script, whole_rows, write_rows)
 from experiments.advantages import ADVANTAGES, position_mean
 from experiments.baselines import METHODS, annotate_rows, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DESIGNS, LEARNT, SCORED, true_critic
@@ -132,8 +130,7 @@ MODELS = "reward_models.jsonl"          # records of the reward models, in --cac
 
 def key(fields: dict) -> str:
     """A short name for a run: a hash of its fields."""
-    text = json.dumps(fields)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return checksum(state=fields)[:16]
 
 
 def read_records(file: Path) -> dict[str, dict]:
