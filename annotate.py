@@ -34,18 +34,18 @@ import sys
 import traceback
 import unicodedata
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
-from pathlib import Path
 from typing import Callable
 
 from tqdm import tqdm
 
 from ask import (Journal, LocalFunction, Question, Server, ask, check_asking, forecast, missing,
                  one_line, question_key)
-from data import (InputError, Task, checksum, examples, flag, get_task, load_object,
-                  next_command, parse_flags, read_rows, run_script, write_rows)
+from data import (InputError, Task, checksum, examples, get_task, load_object, next_command,
+                  read_rows, run_script, write_rows)
+from settings import AnnotateConfig, AnnotatorConfig, parse_flags
 
 Interval = tuple[int, int]                 # characters [start, end) of a text
 
@@ -564,56 +564,7 @@ def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Ground
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
 
-@dataclass
-class ServerConfig:
-    """Server: its address, prices and budget, for the annotator and the judge."""
-    base_url: str | None = flag(None, "OpenAI-compatible server; None: OPENAI_BASE_URL")
-    price_in: float | None = flag(None, "USD per million prompt tokens; None: unknown")
-    price_out: float | None = flag(None, "USD per million reply tokens; None: unknown")
-    max_usd: float | None = flag(None, "budget in USD over all runs; None: no limit")
-    concurrency: int = flag(8, "number of parallel requests", least=1)
-
-    @property
-    def prices(self) -> tuple:
-        """(price_in, price_out, max_usd): the last three arguments of `Journal`."""
-        return self.price_in, self.price_out, self.max_usd
-
-
-@dataclass
-class AnnotatorConfig(ServerConfig):
-    """Annotator: its name and its mode."""
-    annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
-    annotator_function: str | None = flag(None, "module:function(row, response); None: server")
-    mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
-
-
-@dataclass
-class AnnotateConfig(AnnotatorConfig):
-    """Annotation: rows and requests."""
-    task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
-    data: str | None = flag(None, "JSON lines file of rows with responses")
-    output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
-    limit: int | None = flag(None, "responses to annotate; None: all", least=1)
-    retries: int = flag(6, "maximum number of retries per request")
-    timeout: float = flag(120.0, "timeout per request in seconds", least=0.01)
-    dry_run: bool = flag(False, "only print a forecast of tokens and cost")
-    skip_failed: bool = flag(False, "leave out failed responses")
-
-    @property
-    def annotator(self) -> str:
-        """The name of the annotator, a field of each row and a part of the journal's keys."""
-        mode = "" if self.mode == "cot" else f" ({self.mode})"
-        return self.annotator_function or self.annotator_model + mode
-
-
-def annotation_settings(config, run: Path) -> AnnotateConfig:
-    """Settings of phase 1 in a run directory: responses.jsonl → feedback.jsonl."""
-    shared = {f.name: getattr(config, f.name) for f in fields(AnnotatorConfig)}
-    return AnnotateConfig(task=config.task, data=str(run / "responses.jsonl"),
-                          output=str(run / "feedback.jsonl"), **shared)
-
-
-def load_annotator(config: AnnotateConfig) -> Server | LocalFunction:
+def load_annotator(config: AnnotatorConfig) -> Server | LocalFunction:
     """The server of --annotator_model, or the function of --annotator_function."""
     task = get_task(config.task)
     mode = get_mode(config.mode)
@@ -660,71 +611,69 @@ def annotator_reply(function: Callable, example: dict, config) -> str:
     return reply
 
 
-def check_annotator(config: AnnotateConfig):
-    """Raise InputError if the settings of phase 1 are invalid, before any request is sent."""
+def check_annotator(config: AnnotatorConfig, is_free=False):
+    """Raise InputError if the annotator's settings are invalid, before any request is sent.
+
+    is_free: no request will be sent.
+    """
     load_annotator(config)
-    if not config.data:
-        raise InputError("--data is missing; name a JSON lines file of rows with responses")
-    if os.path.realpath(config.data) == os.path.realpath(config.output):
-        raise InputError(f"--data and --output are one file, {config.data}; choose another "
-                         f"--output")
-    if os.path.isdir(config.output):
-        raise InputError(f"--output {config.output} is a directory; name a file in it")
-    is_free = config.annotator_function or config.dry_run
-    check_asking(config, is_free)
+    check_asking(config, is_free or config.annotator_function)
 
 
 NO_RESPONSE = "(none)"                    # in a dry run, for a row without a response
 
 
-def annotation_questions(config: AnnotateConfig) -> list[Question]:
-    """The request for each response of --data, in order. Empty responses are left out.
+def annotation_questions(config: AnnotatorConfig, data, limit=None, dry_run=False):
+    """The request for each response in the file `data`, in order: a list of Question.
 
-    Raises InputError if no request is left.
+    Empty responses are left out. Raises InputError if no request is left.
     """
     task = get_task(config.task)
     questions = []
     empty = []                                   # ids of the empty responses
-    rows = read_rows(config.data, task=task)
-    if config.dry_run:
+    rows = read_rows(data, task=task)
+    if dry_run:
         rows = [row if task.all_responses(row) else row | {"response": NO_RESPONSE}
                 for row in rows]
-    for example in tqdm(islice(examples(task, rows), config.limit), "read", delay=2):
-        place = f"{config.data}, row {example['id']}"
+    for example in tqdm(islice(examples(task, rows), limit), "read", delay=2):
+        place = f"{data}, row {example['id']}"
         if not example["response"].strip():
             empty.append(example["id"])
             continue
-        needs_outcome = task.tests and not (config.annotator_function or config.dry_run)
+        needs_outcome = task.tests and not (config.annotator_function or dry_run)
         if needs_outcome and "outcome" not in example:
             raise InputError(f"{place}: the field 'outcome' with the results of the tests is "
-                             f"missing; first run python -m measures.sandbox {config.data} "
+                             f"missing; first run python -m measures.sandbox {data} "
                              f"--task {config.task}")
         questions.append(annotation_question(example, config))
     if not questions:
-        raise InputError(f"{config.data}: " + (
+        raise InputError(f"{data}: " + (
             "every response is empty; if text2grad.py sampled them, choose another --model"
             if empty else "no row has a response; add a field 'response', or let text2grad.py "
             "sample the responses"))
     if empty:
-        print(f"{config.data}: left out {len(empty)} empty responses (the first: row "
-              f"{empty[0]})", file=sys.stderr)
+        print(f"{data}: left out {len(empty)} empty responses (the first: row {empty[0]})",
+              file=sys.stderr)
     return questions
 
 
-def check_output(questions: list[Question], config: AnnotateConfig):
-    """Raise InputError where --output has feedback for responses that are not in --data."""
-    if not os.path.exists(config.output) or os.path.getsize(config.output) == 0:
+def check_output(questions: list[Question], data, output):
+    """Raise InputError where `output` is no file of its own, or is of other responses."""
+    if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
+        raise InputError(f"--output {output} is a directory, or the same as --data; name "
+                         f"another file")
+    if not os.path.exists(output) or os.path.getsize(output) == 0:
         return
     responses = {(question.id, question.context["response"]) for question in questions}
-    others = [row.get("id") for row in read_rows(config.output)
+    others = [row.get("id") for row in read_rows(output)
               if (row.get("id"), row.get("response")) not in responses]
     if others:
-        raise InputError(f"{config.output} has feedback for {len(others)} responses that are "
-                         f"not in {config.data} (the first: row {others[0]}); name another "
-                         f"--output, or remove the file")
+        raise InputError(f"{output} has feedback for {len(others)} responses that are not in "
+                         f"{data} (the first: row {others[0]}); name another --output, or "
+                         f"remove the file")
 
 
-def annotation_question(example: dict, config: AnnotateConfig) -> Question:
+def annotation_question(example: dict, config: AnnotatorConfig) -> Question:
     """The request for the annotation of one response. Its context is the example."""
     task = get_task(config.task)
     messages = annotation_messages(task, example, config.mode)
@@ -734,7 +683,8 @@ def annotation_question(example: dict, config: AnnotateConfig) -> Question:
     return Question(question_key(*parts), example["id"], messages, example)
 
 
-def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateConfig):
+def ask_annotator(questions: list[Question], journal: Journal, config: AnnotatorConfig,
+                  dry_run=False):
     """Ask all questions; yield (question, record, feedback) for each.
 
     record: the last reply in the journal. feedback: (Feedback, Grounding), or None if the reply
@@ -753,7 +703,7 @@ def ask_annotator(questions: list[Question], journal: Journal, config: AnnotateC
             return str(error.__cause__)
         return None
 
-    if config.dry_run:
+    if dry_run:
         for question in questions:
             record = journal.records.get(question.key)
             if record and record["reason"] is None:
@@ -806,52 +756,56 @@ def describe_feedback(rows: list[dict]) -> str:
     return text + warnings
 
 
-def annotate(config: AnnotateConfig) -> str:
-    """Annotate every response in --data and write --output (Alg. 1 l.5–11); return a summary.
+def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -> str:
+    """Annotate the responses in the file `data` and write `output` (Alg. 1 l.5–11) → summary.
 
-    A second run only sends requests that have no usable reply in the journal. Raises InputError
+    limit: number of responses; None: all. dry_run: only forecast the cost. A second run only
+    sends requests that have no usable reply in the journal, OUTPUT.journal. Raises InputError
     if a response could not be annotated, unless --skip_failed is set.
     """
-    check_annotator(config)
-    with Journal(f"{config.output}.journal", *config.prices) as journal:
-        questions = annotation_questions(config)
-        check_output(questions, config)
+    check_annotator(config, dry_run)
+    with Journal(f"{output}.journal", *config.prices) as journal:
+        questions = annotation_questions(config, data, limit, dry_run)
+        check_output(questions, data, output)
         todo = missing(questions, journal)
         unwritten = sum(question.context["response"] == NO_RESPONSE for question in todo)
-        if config.dry_run and unwritten:
+        if dry_run and unwritten:
             print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
         usual_tokens = get_mode(config.mode).usual_tokens
         summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"
-        if not (config.annotator_function or config.dry_run):
+        if not (config.annotator_function or dry_run):
             print(summary)
         rows = []                                                                    # l.5
         failures = []
-        for question, record, feedback in ask_annotator(questions, journal, config):  # l.8–10
+        replies = ask_annotator(questions, journal, config, dry_run)
+        for question, record, feedback in replies:                                   # l.8–10
             if feedback:
                 row = feedback_row(config.task, question.context, *feedback, config.annotator)
                 rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
-            elif not config.dry_run:
+            elif not dry_run:
                 failures.append(f"{question.id}: {record['reason'][:150]}")
-        if config.dry_run:
+        if dry_run:
             return f"{summary}\n{describe_feedback(rows)}" if rows else summary
         if failures and not (config.skip_failed and rows):
             raise InputError(
-                f"{len(failures)} responses have no feedback, so {config.output} is not "
-                f"written ({'; '.join(failures[:3])}). All replies are in {journal.path}. Run "
-                f"the command again to retry these requests, or run annotate.py "
-                f"--skip_failed to leave them out")
-        write_rows(config.output, rows)
+                f"{len(failures)} responses have no feedback, so {output} is not written "
+                f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Run the "
+                f"command again to retry these requests, or set --skip_failed to leave them "
+                f"out")
+        write_rows(output, rows)
         print(describe_feedback(rows))
         skipped = f", {len(failures)} skipped" if failures else ""
         spent = f"; ${journal.spent:.4f} in all runs" if journal.spent else ""
-        return (f"{config.output}: {len(rows)} responses with feedback{skipped}, {len(todo)} "
+        return (f"{output}: {len(rows)} responses with feedback{skipped}, {len(todo)} "
                 f"annotated in this run{spent}")
 
 
 def main():
     """Annotate the responses in a file, with settings from the command line."""
     config = parse_flags(AnnotateConfig, __doc__)
-    print(annotate(config))
+    if not config.data:
+        raise InputError("--data is missing; name a JSON lines file of rows with responses")
+    print(annotate(config, config.data, config.output, config.limit, config.dry_run))
     if not config.dry_run:
         print(next_command("reward_model.py", task=config.task, data=config.output,
                            model="MODEL"))

@@ -17,213 +17,130 @@ cancel most of a small update, such as that of PPO.
 
 import json
 import os
-import re
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import date
-from functools import cache, partial
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import DTYPES, InputError, ModelError, flag, get_task, reward_prompt
-from runtime import (WORLD_SIZE, atomic_directory, checksum, find_device, find_files,
-                     print_rank0, read_json, read_tensors)
-from sampling import context_length, head_weight
+from data import InputError, write_rows
+from runtime import WORLD_SIZE, find_device, load_tensors, print_rank0, save_tensors
+from sampling import head_weight
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
-DATE = date(2024, 7, 26)
+DATE = "26 Jul 2024"
 # The chat template of a model that has none (toy/base, most base models).
 PLAIN_TEMPLATE = ("{{ bos_token }}{% for turn in messages %}{{ turn.content }}"
                   "{{ '\\n\\nAnswer:\\n' if turn.role == 'user' else '\\n\\n' }}{% endfor %}")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
-HASH_FILE = "sha256.json"
 # On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# With these options of PEFT, an adapter computes W x + (alpha / r) B A x with the base's own W.
-# The free ones may have any value: the tensors in the file say which layers are adapted, and a
-# `*_config` has an effect only together with its value of init_lora_weights.
-FREE_OPTIONS = """
+# The only options of PEFT that an adapter may set, and their values if not all are plain LoRA:
+# with them it computes W x + (alpha / r) B A x with the base's own W.
+OPTIONS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
     lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
-    megatron_core qalora_group_size eva_config corda_config lora_ga_config loftq_config
-    ensure_weight_tying""".split()
-# Neutral values. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change W, so they are not among them.
-NEUTRAL_VALUES = {"peft_type": ["LORA"], "bias": ["none"],
-                  "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal", "mica"]}
-OFF = [None, False, [], {}]                       # neutral values of all other options
+    megatron_core qalora_group_size""".split()
+VALUES = {"peft_type": ["LORA"], "bias": ["none"],
+          "init_lora_weights": [True, False, "gaussian"]}
+OFF = [None, False, [], {}]                                  # values of all other options
+PREFIX = "base_model.model."                                 # of the tensors in PEFT's files
 
 
 # ── Loading and prompts
 
-@dataclass
-class BaseConfig:
-    """Base model: flags of text2grad.py and reward_model.py."""
-    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
-    model: str = flag("toy/base", "base model: path or hub id (paper: Llama-3.1-8B-Instruct)")
-    seed: int = flag(0, "random seed", most=10**9)
-    max_critique_tokens: int = flag(96, "tokens of a critique (release: 500, 768)", least=1)
-    dtype: str | None = flag(
-        None, "data type of the base; None: bfloat16 on CUDA, float32 on a CPU", DTYPES)
-    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
-    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
-
-
 def find_model(path) -> str:
     """The path of a base. One that is shipped with the code is found from any directory."""
-    shipped = os.path.join(os.path.dirname(__file__), path)
-    return shipped if os.path.isdir(shipped) and not os.path.isdir(path) else str(path)
+    shipped = Path(__file__).parent / path
+    return str(shipped if shipped.is_dir() and not os.path.isdir(path) else path)
 
 
-def load_model(path, dtype=None, device=None, to_shard=False):  # Table 5
-    """Load a frozen causal LM and its tokenizer from a directory (`find_model`) or hub id.
+def load_model(path, dtype=None, device=None, is_sharded=False,
+               checkpoint_activations=False):  # Table 5
+    """Load a frozen causal LM and its tokenizer from a directory or hub id.
 
     Only safetensors files are read, because pickle files can run code, and Python files in the
     directory are not run. dtype: a torch dtype or its name. None means float32 on a CPU, where
-    bfloat16 is slow, and bfloat16 on a GPU.
-    to_shard: keep the weights in memory-mapped files until `shard` moves them to `device`. Chat
-    templates insert DATE instead of today's date.
-    Raises ModelError if the model cannot be loaded, if weights are missing or not finite, if
-    the tokenizer has an id without embedding, if the logits are not exactly `hidden @
-    weight.T`, or if the GPU does not support bfloat16.
+    bfloat16 is slow, and bfloat16 on a GPU. is_sharded: see `shard`. checkpoint_activations:
+    in training mode, the backward pass computes the activations of each block again. Run it
+    inside `use_lora`, too.
+    Raises InputError if the model cannot be loaded, if weights are missing, if the tokenizer
+    has an id without embedding, or if the logits are not exactly `hidden @ weight.T`, for
+    example because they are not finite.
     """
+    if is_sharded and WORLD_SIZE == 1:
+        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    needs_bfloat16 = device.type == "cuda" and str(dtype).endswith("bfloat16")
-    if needs_bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; use --dtype "
-                         f"float32, or float16 to save memory")
     try:
-        return _read_model(find_model(path), dtype, device, to_shard)
-    except ModelError:
-        raise
+        # Callers check the length of each row, so the tokenizer needs no limit.
+        tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False,
+                                                  model_max_length=1 << 30)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
+            trust_remote_code=False)
     except Exception as error:      # reading a damaged directory can raise any exception
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
-                         f"give --model a hub id or a directory in Hugging Face format"
-                         ) from error
-
-
-def load_base(config, device):
-    """`load_model` with the settings of a BaseConfig → (model, tokenizer)."""
-    if config.shard and WORLD_SIZE == 1:
-        raise ModelError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
-    model, tokenizer = load_model(config.model, config.dtype, device, to_shard=config.shard)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    if config.shard:
-        shard(model, device)
-    return model, tokenizer
-
-
-def _read_model(path, dtype, device, to_shard):
-    if os.path.exists(os.path.join(path, ADAPTER_FILES[0])):
-        raise ModelError(f"{path} is an adapter; give its base as --model, and the adapter as "
-                         f"--adapter or --reward_model")
-    # Callers check the length of each row, so the tokenizer needs no limit.
-    tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=1 << 30,
-                                              trust_remote_code=False)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True, output_loading_info=True,
-        trust_remote_code=False)
+        raise InputError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
+                         f"give --model a hub id or a directory in Hugging Face format, and an "
+                         f"adapter as --adapter or --reward_model") from error
     missing = report["missing_keys"]
     if missing:
-        raise ModelError(f"{path}: {len(missing)} weights are missing, the first is "
+        raise InputError(f"{path}: {len(missing)} weights are missing, the first is "
                          f"{min(missing)}; restore the files of the model")
     largest_id = max(tokenizer.get_vocab().values())               # with added tokens
     if largest_id >= model.config.vocab_size:
-        raise ModelError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
+        raise InputError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
                          f"{model.config.vocab_size}; use the model's own tokenizer, or resize "
                          f"its embeddings")
-    if isinstance(tokenizer.chat_template, str):
-        # A resumed run, R_φ and eval.py must see the same prompt x on any day.
-        tokenizer.chat_template = re.sub(
-            r"""strftime_now\((["'])(.*?)\1\)""",
-            lambda match: repr(DATE.strftime(match[2])), tokenizer.chat_template)
     model.requires_grad_(False).eval()
-    if not to_shard:
-        model.to(device)
-        _check_finite(model.named_parameters(), path)
-    _check_plain_head(model, path)
-    return model, tokenizer
-
-
-def _check_finite(named_tensors, source):
-    """Raise ModelError if one of the (name, tensor) pairs has a NaN or infinite number."""
-    for name, x in named_tensors:
-        local = x.to_local() if isinstance(x, DTensor) else x
-        if not local.sum(dtype=torch.float32).isfinite():              # needs no copy of x
-            raise ModelError(f"{source}: {name} has a NaN or infinite value; restore it "
-                             f"or train it again")
-
-
-@torch.no_grad()
-def _check_plain_head(model, path):
-    """Raise ModelError if the model caps or scales its logits, or adds a bias to them.
-
-    Sampling and scoring compute only `hidden @ weight.T`. The check skips the decoder
-    blocks, so that a model that will be sharded does not read all its weights yet.
-    """
-    blocks = getattr(model.base_model, "layers", None)
-    if blocks:
-        model.base_model.layers = nn.ModuleList()
-    # The ids start at 1, because the embedding of id 0 may be all zeros (padding).
-    ids = torch.arange(1, 9, device=model.device)[None]
-    expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
-    logits = model(ids).logits
-    if blocks:
-        model.base_model.layers = blocks
+    if checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard(model, device) if is_sharded else model.to(device)
+    # Sampling and scoring compute only hidden @ weight.T. With FSDP, this pass finds the root
+    # module. The ids start at 1, because the embedding of id 0 may be all zeros (padding).
+    ids = torch.arange(1, 9, device=device)[None]
+    with torch.no_grad():
+        expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
+        logits = model(ids).logits
     if not torch.allclose(expected, logits, rtol=1e-2, atol=1e-2):
-        raise ModelError(f"{path}: this architecture changes its logits after the head (with a "
-                         f"bias, a scale or a soft cap); use Llama, Mistral or Qwen")
+        raise InputError(f"{path}: the logits are not finite, or this architecture changes "
+                         f"them after the head (with a bias, a scale or a soft cap); use Llama, "
+                         f"Mistral or Qwen")
+    return model, tokenizer
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
     """Encode a user turn, or chat messages, as a prompt that the model continues to answer.
 
-    Raises ModelError if the chat template refuses the turns, or leaves out the text of one.
+    A special token that is typed in a turn stays text, because it gets a space of width zero.
+    Raises InputError if the chat template refuses the turns, or leaves out the text of one.
     """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            plain = f"{token.content[0]}\u200b{token.content[1:]}"
+            turns = [turn | {"content": turn["content"].replace(token.content, plain)}
+                     for turn in turns]
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
-    render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False,
-                     add_generation_prompt=True)                             # it contains BOS
     try:
-        text = render(turns)
+        text = tokenizer.apply_chat_template(                                # it contains BOS
+            turns, chat_template=template, tokenize=False, add_generation_prompt=True,
+            date_string=DATE)
         for turn in turns:             # of earlier answers, a template may drop the thoughts
             if turn["role"] != "assistant" and turn["content"].strip() not in text:
                 raise ValueError(f"it leaves out a {turn['role']} turn")
     except Exception as error:
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise ModelError(f"the chat template of {tokenizer.name_or_path} refuses the turns "
-                         f"{roles}: {error}; change it, or `policy_prompt` of the task"
-                         ) from error
-    tokens = special_tokens(tokenizer)
-    if not any(token in turn["content"] for turn in turns for token in tokens):
-        return tokenizer(text, add_special_tokens=False).input_ids
-    # Special tokens of the template keep their meaning, and those that were typed are text.
-    marks = [f"[text {i} of {len(turns)}]" for i in range(len(turns))]
-    text = render([turn | {"content": mark} for turn, mark in zip(turns, marks)])
-    ids = []
-    for turn, mark in zip(turns, marks):
-        before, _, text = text.partition(mark)
-        ids += tokenizer(before, add_special_tokens=False).input_ids
-        ids += encode_text(tokenizer, turn["content"])
-    return ids + tokenizer(text, add_special_tokens=False).input_ids
-
-
-@cache
-def special_tokens(tokenizer) -> list[str]:
-    """The texts of a tokenizer's special tokens, such as "<|im_end|>"."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the turns: "
+                         f"{error}; change it, or `policy_prompt` of the task") from error
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
@@ -236,15 +153,6 @@ def encode_answer(tokenizer, text: str) -> list[int]:
     return encode_text(tokenizer, text) + [eos_ids(tokenizer)[0]]
 
 
-def scaled_rate(model, rate: float) -> float:
-    """A learning rate for a model of this size: `rate` / (millions of parameters)^(1/3).
-
-    `rate` suits a model of up to a million parameters.
-    """
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return rate / max(1.0, frozen / 1e6) ** (1 / 3)
-
-
 def eos_ids(tokenizer, model=None) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
     ids = [tokenizer.eos_token_id]
@@ -253,32 +161,9 @@ def eos_ids(tokenizer, model=None) -> list[int]:
         ids += config_ids if isinstance(config_ids, list) else [config_ids]
     ids = [token for token in dict.fromkeys(ids) if token is not None]
     if not ids:
-        raise ModelError("the tokenizer has no EOS token, so answers would never end; set "
+        raise InputError("the tokenizer has no EOS token, so answers would never end; set "
                          "eos_token in tokenizer_config.json")
     return ids
-
-
-def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
-    """Keep rows whose prompt, response and critique fit the context; print how many do not."""
-    context = context_length(model)
-    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
-    room = context - instruction - config.max_new_tokens - config.max_critique_tokens
-    limit = min(room, config.max_prompt_tokens or room)
-    prompt = get_task(config.task).policy_prompt
-    lengths = [len(encode_prompt(tokenizer, prompt(row))) for row in rows]
-    fitting_rows = [row for row, length in zip(rows, lengths) if length <= limit]
-    source = config.data or config.task
-    if not fitting_rows:
-        raise InputError(
-            f"{source}: the shortest prompt has {min(lengths)} tokens, and the longest that "
-            f"fits has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction "
-            f"takes {instruction}; lower --max_new_tokens ({config.max_new_tokens}) or "
-            f"--max_critique_tokens ({config.max_critique_tokens}), or raise "
-            f"--max_prompt_tokens if it is set")
-    if len(fitting_rows) < len(rows):
-        print_rank0(f"{source}: left out {len(rows) - len(fitting_rows)} of {len(rows)} rows, "
-                    f"whose prompts have more than {limit} tokens")
-    return fitting_rows
 
 
 # ── LoRA (Hu et al. 2021): W x + (alpha / r) B A x
@@ -345,24 +230,17 @@ def _wrap(model, path):
     return layer
 
 
-def _check_name(model, name: str, should_exist: bool):
-    if bool(_lora_layers(model, name)) != should_exist:
-        problem = "not loaded; call load_lora first" if should_exist else "already loaded"
-        raise ModelError(f"the adapter {name!r} is {problem}")
-
-
-def target_layers(model, target_modules, flag_name="--lora_targets") -> list[str]:
+def target_layers(model, target_modules) -> list[str]:
     """Paths of all linear layers with a target name, such as "q_proj", at the end.
 
-    flag_name: the flag with the names, for the error. Raises ModelError if no linear layer of
-    the model has that name.
+    Raises InputError if no linear layer of the model has that name.
     """
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
-    choices = ", ".join(sorted(set(names.values()))) or "none: it has no torch.nn.Linear"
     unknown = set(target_modules) - set(names.values())
     if unknown:
-        raise ModelError(f"{flag_name}: {type(model).__name__} has no linear layer named "
-                         f"{', '.join(sorted(unknown))}; choose from its layers ({choices})")
+        raise InputError(f"{type(model).__name__} has no linear layer named "
+                         f"{', '.join(sorted(unknown))}; choose the targets of an adapter from "
+                         f"{', '.join(sorted(set(names.values())))}")
     return [path for path, name in names.items() if name in target_modules]
 
 
@@ -370,9 +248,9 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
              target_modules=("q_proj", "v_proj")) -> list[nn.Parameter]:
     """Add an adapter to the layers in `target_modules`; return the adapter's parameters.
 
-    Raises ModelError if the adapter's name is in use or if a target does not exist.
+    Raises InputError if a target does not exist.
     """
-    _check_name(model, name, should_exist=False)
+    assert not _lora_layers(model, name), f"the adapter {name!r} exists"
     for path in target_layers(model, target_modules):
         _wrap(model, path).add(name, r, alpha, dropout)
     return lora_parameters(model, name)
@@ -386,8 +264,7 @@ def use_lora(model, name: str | None, merge: bool = False):
     is then faster, because each layer needs one matrix product instead of three. The merged
     weights take as much memory as the base weights of these layers.
     """
-    if name is not None:
-        _check_name(model, name, should_exist=True)
+    assert name is None or _lora_layers(model, name), f"add or load the adapter {name!r} first"
     layers = _lora_layers(model).values()
     previous = [layer.active for layer in layers]
     for layer in layers:
@@ -425,100 +302,70 @@ def lora_parameters(model, name: str) -> list[nn.Parameter]:
     return parameters
 
 
-def fingerprint(model) -> str:
-    """A hash of the base's shape and a sample of its weights; equal in float32 and bfloat16."""
-    embeddings = model.get_input_embeddings().weight
-    if isinstance(embeddings, DTensor):
-        # `shard` has stored the hash, so that one rank can save an adapter on its own.
-        return model.fingerprint_before_sharding
-    samples = [weight[:: max(1, len(weight) // 64), :64].bfloat16().tolist()
-               for weight in (embeddings, head_weight(model))]
-    shape = [*embeddings.shape, model.config.num_hidden_layers]
-    return checksum(state=[shape, samples])[:16]
-
-
 def save_lora(model, name: str, directory):
-    """Save an adapter in PEFT's format; an error leaves no incomplete directory.
+    """Save an adapter in PEFT's format. Both files hold the options.
 
     The path of the base is absolute, so that PEFT finds it from any working directory.
     """
-    _check_name(model, name, should_exist=True)
     layers = _lora_layers(model, name)
     tensors = {}
     for path, layer in layers.items():
-        tensors[f"base_model.model.{path}.lora_A.weight"] = layer.lora_A[name]
-        tensors[f"base_model.model.{path}.lora_B.weight"] = layer.lora_B[name]
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A[name]
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B[name]
     r = len(layer.lora_A[name])
     base = model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
               "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
-    with atomic_directory(directory) as temporary:
-        (temporary / ADAPTER_FILES[0]).write_text(json.dumps(config, indent=2) + "\n")
-        path = temporary / ADAPTER_FILES[1]
-        save_file(tensors, path, {"format": "pt", "base_fingerprint": fingerprint(model)})
-        (temporary / HASH_FILE).write_bytes(_adapter_hash(config, path))
-
-
-def _adapter_hash(config, path):
-    state = [config.get(option)
-             for option in ("r", "lora_alpha", "lora_dropout", "target_modules")]
-    return json.dumps({"sha256": checksum(path, state=state)}).encode()
+    config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
+    save_tensors(path, tensors, config)
+    write_rows(config_path, [config])
 
 
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
-    The tensors in the file, not the option `target_modules`, say which layers are adapted.
-    Raises ModelError if a file is missing or damaged, if the adapter is not plain LoRA (but
-    DoRA, rsLoRA, PiSSA, …), if A or B of a layer is missing or does not fit, if there are other
-    tensors, or if the adapter was trained on another base. The model then stays unchanged.
+    The tensors in the file, not the option `target_modules`, say which layers are adapted. An
+    adapter of another base is a warning. Raises InputError if a file is missing or damaged, if
+    the adapter is not plain LoRA (but DoRA, rsLoRA, PiSSA, …), if A or B of a layer is missing
+    or does not fit, or if there are other tensors. The model then stays unchanged.
     """
-    _check_name(model, name, should_exist=False)
-    config_path, path = find_files(directory, *ADAPTER_FILES)
-    config = read_json(config_path)
-    for option, value in {"peft_type": None, **config}.items():
-        if option not in FREE_OPTIONS and value not in NEUTRAL_VALUES.get(option, OFF):
-            raise ModelError(f"{directory}: the adapter sets {option} to {value!r:.60}, which "
-                             f"is not known to be plain LoRA; convert it, or train it without")
-    hash_path = config_path.with_name(HASH_FILE)                    # PEFT does not write it
-    if hash_path.exists() and hash_path.read_bytes() != _adapter_hash(config, path):
-        raise ModelError(f"{directory} is damaged: {HASH_FILE} does not fit the other files; "
-                         f"restore the adapter")
+    assert not _lora_layers(model, name), f"the adapter {name!r} exists"
+    config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
     try:
-        r = int(config["r"])
-        alpha = float(config["lora_alpha"])
-        dropout = float(config.get("lora_dropout", 0))
-    except (LookupError, TypeError, ValueError) as error:
-        raise ModelError(f"{config_path}: r, lora_alpha or lora_dropout is missing or not a "
-                         f"number ({error}); save the adapter again") from error
-    tensors, metadata = read_tensors(path)
-    _check_finite(tensors.items(), path)
-    model_hash = fingerprint(model)
-    if metadata.get("base_fingerprint", model_hash) != model_hash:
-        raise ModelError(f"{directory}: this adapter was trained on another base "
-                         f"({config.get('base_model_name_or_path')}), not on "
-                         f"{model.config._name_or_path}; choose its base with --model")
-    pairs = {}                                        # path of a layer → {"A": A, "B": B}
-    for key, tensor in tensors.items():
-        path, _, side = key.removeprefix("base_model.model.").partition(".lora_")
-        pairs.setdefault(path, {})[side.removesuffix(".weight")] = tensor
-    expected = {path: {"A": (r, layer.in_features), "B": (layer.out_features, r)}
-                for path, layer in _linear_layers(model).items()}
-    if not pairs:
-        raise ModelError(f"{path} has no tensors; save it again")
-    for path, pair in pairs.items():
-        shapes = {side: tuple(tensor.shape) for side, tensor in pair.items()}
-        if shapes != expected.get(path):
-            raise ModelError(f"{directory}: the adapter does not fit the base or its r: {path} "
-                             f"has {shapes}, expected {expected.get(path, 'no tensor')}; "
-                             f"choose another adapter or --model")
-    for path, pair in pairs.items():
+        config = json.loads(config_path.read_text("utf-8"))
+        r = config["r"]
+        alpha = config["lora_alpha"]
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{config_path} is missing or damaged ({error!r})") from error
+    tensors, saved_config = load_tensors(path)
+    if saved_config not in ({}, config):
+        raise InputError(f"{directory} is damaged: the options in its two files differ")
+    for option, value in {"peft_type": None, **config}.items():
+        if value not in VALUES.get(option, [value] if option in OPTIONS else OFF):
+            raise InputError(f"{directory}: the adapter is not plain LoRA, because it sets "
+                             f"{option} to {value!r:.60}; convert it, or train it without")
+    paths = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in tensors}
+    layers = _linear_layers(model)
+    shapes = {}                                      # expected tensor → its shape
+    for path in paths & layers.keys():
+        shapes[f"{PREFIX}{path}.lora_A.weight"] = (r, layers[path].in_features)
+        shapes[f"{PREFIX}{path}.lora_B.weight"] = (layers[path].out_features, r)
+    for key in sorted(shapes.keys() | tensors.keys()) or ["A"]:
+        shape = tuple(tensors[key].shape) if key in tensors else None
+        if shape is None or shape != shapes.get(key):
+            raise InputError(f"{directory} does not fit --model: {key} has the shape {shape}, "
+                             f"expected {shapes.get(key)}")
+    base = str(config.get("base_model_name_or_path"))
+    if os.path.basename(base) != os.path.basename(model.config._name_or_path):
+        print_rank0(f"warning: {directory} was trained on {base}, and this base is "
+                    f"{model.config._name_or_path}")
+    for path in sorted(paths):
         layer = _wrap(model, path)
-        layer.add(name, r, alpha, dropout)
-        layer.lora_A[name].data.copy_(pair["A"])
-        layer.lora_B[name].data.copy_(pair["B"])
+        layer.add(name, r, alpha, config.get("lora_dropout", 0.0))
+        layer.lora_A[name].data.copy_(tensors[f"{PREFIX}{path}.lora_A.weight"])
+        layer.lora_B[name].data.copy_(tensors[f"{PREFIX}{path}.lora_B.weight"])
     return lora_parameters(model, name)
 
 
@@ -562,71 +409,27 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     return hidden.take_along_dim(before.clamp(max=longest - 1)[..., None], dim=1)
 
 
-# ── Less memory: activation checkpointing and sharding (FSDP2)
-
-def decoder_blocks(model) -> nn.ModuleList:
-    """The decoder layers in order. Llama, Mistral, Qwen and Phi store them in `layers`."""
-    if not hasattr(model.base_model, "layers"):
-        raise ModelError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "
-                         f"run without --shard and --activation_checkpointing")
-    return model.base_model.layers
-
-
-def checkpoint_activations(model):
-    """Store only the input of each block; the backward pass computes its activations again.
-
-    `gradient_checkpointing_enable` of transformers works only in training mode. The second
-    forward pass must use the same adapter as the first, even if the `use_lora` block has ended.
-    """
-    for block in decoder_blocks(model):
-        block.forward = partial(_run_checkpointed, block, block.forward)
-
-
-def _run_checkpointed(block, forward, *args, **kwargs):
-    """Run `forward` now, and again in the backward pass with the same active adapter."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    adapter = next((layer.active for layer in _lora_layers(block).values()
-                    if layer.active in layer.lora_A), None)
-    return checkpoint(forward, *args, use_reentrant=False,
-                      context_fn=lambda: (nullcontext(), use_lora(block, adapter)), **kwargs)
-
+# ── Sharding (FSDP2)
 
 def shard(model, device):
-    """Shard the frozen base over all ranks with FSDP2 and return the model, now on `device`.
+    """Shard the frozen blocks over all ranks with FSDP2, and move the rest to `device`.
 
-    A model from `load_model(…, to_shard=True)` is read one FSDP unit at a time, so that a
-    device never holds more than its shard and two units. For sampling, `gathered` puts all
-    weights on each device.
-
-    The FSDP units are the embeddings, each block, the head, and the remaining parts of the
-    base. Adapters are not sharded, whether they are loaded before or after this call: they are
-    float32, and all parameters of an FSDP unit must have one dtype. Each rank holds all
-    adapters, so any single rank can save them. The caller sums their gradients over the ranks.
+    The weights are read from memory-mapped files one block at a time, so that a device holds
+    its shard, two blocks, and the embeddings, head and norm, which stay whole. For sampling,
+    `gathered` puts all weights on each device. Adapters are not sharded, whether they are
+    loaded before or after this call. Each rank holds all adapters, so any single rank can save
+    them. The caller sums their gradients over the ranks.
     """
-    device = torch.device(device)
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    model.fingerprint_before_sharding = fingerprint(model)
-    adapters = {x for name, x in model.named_parameters() if ".lora_" in name}
-    embeddings = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    is_tied = model.config.tie_word_embeddings
-    units = [embeddings, *decoder_blocks(model), model.base_model]
-    if not is_tied:
-        units.append(head)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
-    if is_tied:
-        head.weight = embeddings.weight              # tie them again: the weight is now sharded
-    for parameter in adapters:
-        parameter.data = parameter.data.to(device)
-    _check_finite(model.named_parameters(), model.config._name_or_path)
-    with torch.no_grad():         # the first forward pass lets FSDP find its root modules
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-        hidden = model.base_model(ids, use_cache=False).last_hidden_state
-        if not is_tied:
-            head(hidden)
-    return model
+    if not hasattr(model.base_model, "layers"):
+        raise InputError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "
+                         f"run without --shard")
+    whole = {x for name, x in model.named_parameters()
+             if ".lora_" in name or ".layers." not in name}
+    for x in (*whole, *model.buffers()):
+        x.data = x.data.to(device)
+    mesh = dist.init_device_mesh(torch.device(device).type, (WORLD_SIZE,))
+    for unit in (*model.base_model.layers, model.base_model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
 
 
 @contextmanager

@@ -35,27 +35,25 @@ seed, the iteration and the position in the batch. On a CPU, an interrupted run 
 ends with bit-identical weights. A GPU does not guarantee this.
 """
 
+import importlib
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
-from annotate import AnnotatorConfig, token_offsets
-from data import TASKS, InputError, chunks, fill, flag, get_task, prompt_text
-from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
-                   response_hidden, save_lora, scaled_rate, use_lora)
+from annotate import token_offsets
+from data import InputError, append_row, chunks, get_task, prompt_text
+from model import (ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
+                   response_hidden, save_lora, use_lora)
 from report import batch_metrics, colour_tokens, sample_row
-from reward_model import Judgement, judge, probe, write_critiques
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, forecast_minutes,
-                     gather_rows, hash_files, keep_checkpoint, optimizer_parameters,
-                     print_rank0, resume, write_metrics)
-from sampling import (generate, head_weight, pad_batch, round_up, token_entropy,
-                      token_logprobs)
+from reward_model import Judgement, judge, write_critiques
+from runtime import (RANK, WORLD_SIZE, Timer, all_sum, checkpointed, gather_rows,
+                     optimizer_parameters, print_rank0, save_tensors, token_groups)
+from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
+from settings import PolicyConfig
 
 
 # ── The equations
@@ -126,88 +124,17 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
 
 
-@dataclass
-class AdaptiveKL:
-    """KL coefficient β, adapted to a target KL per response (Ziegler et al. 2019, §2.2).
+def adapt_beta(beta: float, kl: float, n: int, target: float, horizon: int) -> float:
+    """β after a batch of n rollouts, adapted to a target KL (Ziegler et al. 2019, §2.2).
 
-    β changes by at most 20 % per update, even if a batch is larger than the horizon.
+    kl: mean KL per response of the batch in nats. target: in nats; 0 keeps β. horizon: number
+    of rollouts over which β adapts. β changes by at most 20 %, even if n is larger.
     """
-    beta: float
-    target: float                         # nats per response; 0: β is fixed
-    horizon: int                          # number of rollouts over which β adapts
-
-    def update(self, kl: float, n: int):
-        """kl: mean KL per response of the last batch, in nats; n: number of its rollouts."""
-        if self.target and math.isfinite(kl):
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.beta *= 1 + error * min(1, n / self.horizon)
-        assert self.beta >= 0, "Alg. 4 l.14: the KL term is a penalty"
-
-
-# ── Settings
-
-@dataclass
-class PolicyConfig(AnnotatorConfig, BaseConfig):
-    """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
-    iterations: int | None = flag(
-        18, "iterations of Algorithm 4; none: passes over the rows", least=1)
-    learning_rate: float | None = flag(
-        1e-3, "peak rate, AdamW (release: 1e-6, KodCode 5e-7); none: by the size of the model",
-        most=10)
-    adapter: str | None = flag(
-        None, "SFT adapter: initial policy and reference; none: the bare base")
-    batch_size: int | None = flag(
-        64, "rollouts per iteration, all ranks (release: 12, 64); none: by the number of rows",
-        least=1)
-    responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
-    temperature: float = flag(1.0, "sampling temperature of π (release: .6)", least=0.01)
-    max_new_tokens: int = flag(32, "tokens of a response (release: 89, 256, 512)", least=1)
-    kl_coef: float = flag(0.5, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(2.0, "target KL per response, nats (release: 6); 0: fixed β")
-    kl_horizon: int | None = flag(
-        None, "rollouts in which β adapts (release: 10000); none: a tenth of the run", least=1)
-    gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
-    lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
-    ppo_epochs: int = flag(4, "passes over each batch (release: 4)", least=1)
-    minibatch_size: int | None = flag(
-        64, "rollouts per optimizer step, all ranks; none: half a batch", least=1)
-    schedule: str = flag("linear", "learning rate decay (release: both)", ("linear", "cosine"))
-    clip: float = flag(0.2, "PPO clip range ε (release: .2)")
-    value_learning_rate: float | None = flag(
-        7e-3, "peak rate of the value head; none: learning_rate (release), or ten times a rate "
-        "chosen by the size of the model", most=10)
-    value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
-    value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
-    value_target: str = flag(
-        "gae", "target of V: gae is A + V, return is Alg. 4 l.24", ("gae", "return"))
-    entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus (release: 0)")
-    lora_r: int = flag(16, "rank of the policy's adapter (release: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(32, "LoRA alpha; the update is scaled by alpha / r (release: 32)")
-    lora_targets: str = flag("q_proj,v_proj", "layers with an adapter, comma-separated")
-    micro_batch_size: int = flag(64, "rollouts per forward pass", least=1)
-    rollout_batch_size: int = flag(256, "texts that a rank decodes together", least=1)
-    save_every: int = flag(20, "iterations between checkpoints", least=1)
-    probe_rows: int = flag(64, "rollouts also scored by the annotator, ten times per run")
-    allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
-    wandb: str | None = flag(None, "Weights & Biases project for the metrics; none: no upload")
-
-    @property
-    def reference(self) -> str | None:
-        """The adapter of π_ref: the frozen SFT adapter, or None for the bare base."""
-        return "reference" if self.adapter else None
-
-
-def derive_settings(config: PolicyConfig, count: int, model) -> PolicyConfig:
-    """Choose the settings that are None from the number of rows and the size of the model."""
-    unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
-    config = fill(config, batch_size=round_up(64 if count >= 1000 else 16, unit))
-    passes = 4 if config.task in TASKS else 1             # over the rows; 4 as in the release
-    rate = scaled_rate(model, 1.3e-3)
-    value_rate = 10 * rate if config.learning_rate is None else config.learning_rate
-    return fill(
-        config, learning_rate=rate, value_learning_rate=value_rate,
-        iterations=min(6000, max(16, passes * count // config.batch_size)),
-        minibatch_size=max(1, config.batch_size // 2 // WORLD_SIZE) * WORLD_SIZE)
+    if target and math.isfinite(kl):
+        error = min(max(kl / target - 1, -0.2), 0.2)
+        beta *= 1 + error * min(1, n / horizon)
+    assert beta >= 0, "Alg. 4 l.14: the KL term is a penalty"
+    return beta
 
 
 # ── A batch of rollouts (Alg. 4 l.8–18)
@@ -238,10 +165,11 @@ class Rollouts:
         """Whether each column of these rows holds a sampled token, [len(index), T]."""
         return self.mask[index].bool()
 
-    def by_length(self, index) -> list[int]:
-        """Rows by the length of x and y, so that a micro-batch holds little padding."""
+    def groups(self, index, config: PolicyConfig) -> list[list[int]]:
+        """Rows by the length of x and y, in groups for the ranks; see `token_groups`."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
-        return sorted(index, key=lengths.__getitem__)
+        order = sorted(index, key=lengths.__getitem__)
+        return token_groups(order, lengths, config.micro_batch_tokens)
 
 
 def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
@@ -252,12 +180,10 @@ def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
     prompts = [prompt_text(prompt) for prompt in prompts]
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     eos = eos_ids(tokenizer, model)
-    ids = []
     with use_lora(model, adapter, merge=True):
-        for part in chunks(range(RANK, len(rows), WORLD_SIZE), config.rollout_batch_size):
-            part_prompts = [prompt_ids[i] for i in part]
-            ids += generate(model, part_prompts, config.max_new_tokens, config.temperature, eos,
-                            uniforms=uniforms[list(part)])                               # l.11
+        ids = generate(model, prompt_ids[RANK::WORLD_SIZE], config.max_new_tokens,       # l.11
+                       config.temperature, eos, uniforms[RANK::WORLD_SIZE],
+                       config.rollout_batch_size)
     ids = gather_rows(ids)
     truncated = [y[-1] not in eos for y in ids]
     assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
@@ -275,15 +201,13 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
     `train` and `evaluate` accept any such function; experiments/designs.py has others.
     """
     repeats_are_poor = get_task(config.task).repeats_are_poor
-    judgements = []
-    triples = [*zip(rollouts.prompts, rollouts.texts, rollouts.offsets)]
-    for part in chunks(triples[RANK::WORLD_SIZE], config.rollout_batch_size):
-        prompts, texts, _ = zip(*part)
-        critiques = write_critiques(model, tokenizer, prompts, texts,                    # l.12
-                                    config.max_critique_tokens)
-        for z, (_, text, offsets) in zip(critiques, part):
-            judgements.append(judge(z, text, offsets, repeats_are_poor))                 # l.13
-    return judgements
+    share = slice(RANK, None, WORLD_SIZE)
+    texts = rollouts.texts[share]
+    critiques = write_critiques(model, tokenizer, rollouts.prompts[share], texts,        # l.12
+                                config.max_critique_tokens,
+                                batch_size=config.rollout_batch_size)
+    return [judge(z, text, offsets, repeats_are_poor)                                    # l.13
+            for z, text, offsets in zip(critiques, texts, rollouts.offsets[share])]
 
 
 def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
@@ -307,8 +231,10 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
     """
     weight = head_weight(model)
     scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
-    order = rollouts.by_length(range(len(rollouts.rows)))
-    for index in chunks(order[RANK::WORLD_SIZE], config.micro_batch_size):
+    for group in rollouts.groups(range(len(rollouts.rows)), config):
+        index = group[RANK::WORLD_SIZE]
+        if not index:
+            continue
         hidden, targets = forward(model, rollouts, index, "policy")
         hidden_ref, _ = forward(model, rollouts, index, config.reference)
         logprobs = token_logprobs(hidden, weight, targets, config.temperature)           # l.7
@@ -389,6 +315,7 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
     parameters = optimizer_parameters(optimizer)
     steps = []
     skipped = 0
+    model.train()                                  # for --activation_checkpointing
     for _ in range(config.ppo_epochs):                                                # l.19
         order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
         for minibatch in chunks(order, config.minibatch_size):                        # l.20
@@ -405,6 +332,7 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             else:
                 skipped += 1
             optimizer.zero_grad()
+    model.eval()
     if not steps:
         raise InputError(f"all optimizer steps of an iteration were skipped, because they were "
                          f"not finite or their mean ratio exceeded {MAX_RATIO} (the last: "
@@ -419,12 +347,13 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
 def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, parameters,
                   config: PolicyConfig) -> dict[str, float]:
     """Accumulate the gradients of a minibatch over all ranks (Alg. 4 l.21–28) → metrics."""
-    minibatch = rollouts.by_length(minibatch)
     count = rollouts.mask[minibatch].sum()
     totals = []
-    for index in chunks(minibatch[RANK::WORLD_SIZE], config.micro_batch_size):
-        loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
-        loss.backward()
+    for group in rollouts.groups(minibatch, config):
+        index = group[RANK::WORLD_SIZE]
+        with use_lora(model, "policy"):       # the backward pass may run the blocks again
+            loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
+            loss.backward()
         totals.append(torch.stack(list(stats.values())).detach())
     for p in parameters:
         all_sum(p.grad)
@@ -467,9 +396,9 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
 
 def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
     """Set the learning rates of θ and ψ for an iteration (Appendix D.2)."""
-    rates = config.learning_rate, config.value_learning_rate
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate * decay(config, iteration)
+    rate = config.learning_rate
+    for group, peak in zip(optimizer.param_groups, (rate, rate * config.value_rate_factor)):
+        group["lr"] = peak * decay(config, iteration)
 
 
 def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
@@ -496,26 +425,17 @@ def decay(config: PolicyConfig, iteration: int) -> float:
     return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
-PROBES = 10                               # probes per run; the last iteration has the last one
-
-
-def log_iteration(iteration: int, metrics: dict, kl: AdaptiveKL, batch: Rollouts, bar,
-                  config: PolicyConfig, out: Path):
-    """Rank 0 logs an iteration's metrics and one sample.
-
-    Ten times per run it also calls `probe`, which compares R_φ with the annotator.
-    """
-    if RANK > 0:
-        return
-    metrics = {"iteration": iteration, "kl_coef": kl.beta} | metrics
-    if kl.target:
-        metrics["kl_target"] = kl.target
-    # The remainder is below PROBES once in each tenth of the run.
-    if config.probe_rows and iteration * PROBES % config.iterations < PROBES:
-        metrics |= probe(batch, config)
-    bar.set_postfix(delta=f"{metrics['delta']:+.3f}", kl=f"{metrics['kl']:.2f}")
+def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Path):
+    """Write an iteration's metrics and one sample; the metrics also go to --wandb."""
+    iteration = metrics["iteration"]
     sample = sample_row(batch, (iteration - 1) % len(batch.rows))
-    write_metrics(metrics, sample, config, out)
+    append_row(out / "metrics.jsonl", metrics)
+    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
+    if config.wandb:
+        wandb = importlib.import_module("wandb")
+        if wandb.run is None:
+            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
+        wandb.log(metrics, step=iteration)
     if iteration % 10 == 1:
         tokens = colour_tokens(sample["tokens"], sample["delta"])
         print_rank0(f"{iteration:4d}  {tokens}")
@@ -529,22 +449,14 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
 
     critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
     advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
-    further metrics. Writes policy/, value_head.safetensors, metrics, samples and checkpoints to
-    `out`, and continues from the newest checkpoint there.
+    further metrics. Writes policy/, value_head.safetensors, metrics, samples and a checkpoint
+    after each iteration to `out`, and continues from the newest checkpoint there.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    horizon = config.kl_horizon or max(1, config.iterations * config.batch_size // 10)
-    kl = AdaptiveKL(config.kl_coef, config.kl_target, horizon)
-    checkpoint, state = resume(out, optimizer)
-    start = state.get("iteration", 0)
-    kl.beta = state.get("kl_coef", kl.beta)
-    if RANK == 0:
-        cut_logs(out, state)
-    bar = tqdm(range(start, config.iterations), "policy", initial=start,
-               total=config.iterations, disable=RANK > 0)
-    for iteration in forecast_minutes(bar, "phase 3"):                                 # l.6
+    state = {"beta": config.kl_coef}
+    for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
         seed = config.seed * 1_000_003 + iteration
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
@@ -557,18 +469,17 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
             add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
-            counts = advantages(batch, kl.beta, config) or {}                      # l.14–17
+            counts = advantages(batch, state["beta"], config) or {}                # l.14–17
             assert_one_per_token(batch)
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
-        metrics = batch_metrics(batch, get_task(config.task)) | counts | stats | timer.seconds
-        done = iteration + 1
-        log_iteration(done, metrics, kl, batch, bar, config, out)
-        kl.update(metrics["kl"], config.batch_size)
-        if done % config.save_every == 0 or done == config.iterations:
-            state = {"iteration": done, "kl_coef": kl.beta, "logs": hash_files(out)}
-            checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
+        metrics = {"iteration": iteration + 1, "kl_coef": state["beta"]} | batch_metrics(
+            batch, get_task(config.task)) | counts | stats | timer
+        if RANK == 0:
+            log_iteration(metrics, batch, config, out)
+        state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,
+                                   config.kl_target, config.kl_horizon)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33
-        save_file(value_head.state_dict(), out / "value_head.safetensors")
+        save_tensors(out / "value_head.safetensors", value_head.state_dict(), {})

@@ -21,7 +21,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean
 
-from data import (InputError, changed_files, next_command, printable, public, run_script,
+from data import (InputError, next_command, run_script,
                   whole_rows)
 
 # ── The terminal
@@ -53,7 +53,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = ""
     for sign, run in groupby(zip(delta, tokens), lambda pair: (pair[0] > 0) - (pair[0] < 0)):
-        piece = printable("".join(token for _, token in run))
+        piece = "".join(token for _, token in run)
         word = piece.lstrip()
         mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
         text += piece.removesuffix(word) + mark.format(word)
@@ -412,8 +412,6 @@ def health(out: Path) -> list[tuple[str, str]]:
             state = "healthy" if low <= mean <= high else "unhealthy"
             advice = f"; {remedy}" if state == "unhealthy" else ""
             checks.append((state, f"{name} is {state}: {words.format(mean)}{advice}"))
-    checks += [("unhealthy", f"{file} is missing or has changed since its phase ended; restore "
-                             f"it, or repeat the phase") for file in changed_files(out)]
     return sorted(checks, reverse=True)                                     # unhealthy first
 
 
@@ -486,7 +484,7 @@ def _compared(rows: list[dict]) -> str:
 
 
 def _pairs(rows: list[dict]) -> str:
-    lines = [[key, f"{value:.6g}" if isinstance(value, float) else public(str(value))]
+    lines = [[key, f"{value:.6g}" if isinstance(value, float) else str(value)]
              for row in rows for key, value in row.items() if not isinstance(value, dict)]
     return html_table(["", ""], lines, kind="wide")
 
@@ -575,7 +573,7 @@ def compare_runs(directories) -> Path:
                    for name, out in runs.items())
     body += curves(*(whole_rows(out / "metrics.jsonl") for out in runs.values()))
     settings = [whole_rows(out / "config.json")[0] for out in runs.values()]
-    lines = [[key, *(public(str(row.get(key))) for row in settings)]
+    lines = [[key, *(str(row.get(key)) for row in settings)]
              for key in sorted(set().union(*settings))]
     body += html_table(["settings that differ", *runs],
                        [line for line in lines if len(set(line[1:])) > 1], kind="wide")

@@ -12,7 +12,7 @@
 
 The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but
 the EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by
-token (§4.2, Table 1); `probe` does so on the policy's own responses during phase 3.
+token (§4.2, Table 1).
 
 Departures: the loss is the mean per token of z, whereas the paper's is the mean per row. Quotes
 that do not occur in the response are removed from z before training, whereas Appendix L removes
@@ -26,78 +26,40 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from annotate import (Feedback, FeedbackError, Span, annotation_question, annotation_settings,
-                      ask_annotator, conflicting_tokens, ground, half_inside_tokens,
-                      parse_feedback, token_offsets, token_rewards)
+from annotate import (Feedback, FeedbackError, Span, annotation_question, ask_annotator,
+                      conflicting_tokens, ground, half_inside_tokens, parse_feedback,
+                      token_offsets, token_rewards)
 from ask import Journal
-from data import (InputError, Task, chunks, examples, fill, flag, get_task,
-                  next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
-                  write_rows)
-from model import (BaseConfig, add_lora, encode_answer, encode_prompt, encode_text, eos_ids,
-                   gathered, load_base, lora_parameters, response_hidden, save_lora,
-                   scaled_rate, use_lora)
-from runtime import (CHANGEABLE, RANK, WORLD_SIZE, all_sum, check_ranks, check_settings,
-                     checksum, forecast_minutes, gather_rows, keep_checkpoint, lock_directory,
-                     print_rank0, result_exists, resume, run_collective, start_ranks)
+from data import (InputError, Task, chunks, examples, get_task, next_command, read_rows,
+                  reward_prompt, run_script, write_rows)
+from model import (add_lora, encode_answer, encode_prompt, encode_text, eos_ids, gathered,
+                   load_model, lora_parameters, response_hidden, save_lora, use_lora)
+from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, checkpointed, checksum,
+                     gather_rows, lock_directory, print_rank0, run_collective, save_settings,
+                     start_ranks, token_groups)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
+from settings import FitConfig, RewardConfig, derive_settings, parse_flags
 
 
-@dataclass
-class RewardConfig(BaseConfig):
-    """Reward model R_φ: rows and training. The defaults suit the toy task (Table 9)."""
-    data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
-    output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
-    epochs: int | None = flag(
-        2, "passes over the rows (release: 3); none: about 200 steps", least=1)
-    batch_size: int = flag(16, "rows per optimizer step", least=1)
-    learning_rate: float | None = flag(
-        5e-3, "peak value (release: 1e-5, KodCode 2e-5); none: by the size of the model",
-        most=10)
-    weight_decay: float = flag(0.0, "decay (release: 3e-7, KodCode .01)", most=10)
-    lora_r: int = flag(32, "rank of the adapter (release: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(64, "LoRA α; the update is scaled by α / r (release: 32)")
-    lora_dropout: float = flag(0.0, "dropout of the adapter (release: .05, .1)", most=0.99)
-    lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-                             "adapted layers (release: q_proj,v_proj)")
-    max_tokens: int = flag(512, "longest x + y + z in tokens; longer rows are dropped", least=1)
-    held_out: int = flag(200, "prompts held out, at most a tenth")
-    micro_batch_size: int = flag(16, "rows per forward pass; affects dropout masks", least=1)
+def _feedback_prompt(row: dict) -> str:
+    """x of a row of feedback.jsonl. Raises TypeError where a field is not a text or a list."""
+    texts = row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("the critique, the prompt and the spans must be texts")
+    return row["prompt"]
 
 
 # The rows of feedback.jsonl; their lists of spans may be empty.
-FEEDBACK = Task("feedback", lambda row: row["prompt"],
+FEEDBACK = Task("feedback", _feedback_prompt,
                 ("id", "prompt", "response", "critique", "good_spans", "poor_spans"))
 MAX_GRAD_NORM = 1.0                                       # the value in the release
 SAVE_EVERY = 100                                          # steps between checkpoints
-
-
-def reward_settings(config, run: Path) -> RewardConfig:
-    """Settings of phase 2 in a run directory: feedback.jsonl → reward/adapter."""
-    settings = preset(config.task, "reward")
-    settings |= {f.name: getattr(config, f.name) for f in fields(BaseConfig)}
-    named = {"learning_rate": config.reward_learning_rate, "epochs": config.reward_epochs,
-             "lora_targets": config.reward_lora_targets}
-    settings |= {name: value for name, value in named.items() if value is not None}
-    return RewardConfig(**settings | {
-        "data": str(run / "feedback.jsonl"), "output_dir": str(run / "reward"),
-        "micro_batch_size": config.micro_batch_size})
-
-
-def derive_reward_settings(config: RewardConfig, count: int, model) -> RewardConfig:
-    """Choose the settings that are None: about 200 optimizer steps, and a rate for this model.
-
-    count: number of training rows.
-    """
-    epochs = min(10, max(3, 200 * config.batch_size // count))
-    return fill(config, epochs=epochs, learning_rate=scaled_rate(model, 5e-3))
 
 
 # ── From rows to token sequences [x ; y ; z]
@@ -167,15 +129,23 @@ def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[l
     return rng.sample(batches, len(batches))
 
 
+def pair_groups(pairs: list[tuple], config: RewardConfig) -> list[list[tuple]]:
+    """The pairs, sorted by length, in groups for the ranks; see `token_groups`."""
+    lengths = [sum(map(len, pair)) for pair in pairs]
+    order = sorted(range(len(pairs)), key=lengths.__getitem__)
+    groups = token_groups(order, lengths, config.micro_batch_tokens)
+    return [[pairs[i] for i in group] for group in groups]
+
+
 def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
     """Accumulate gradients of this rank's part of a batch; return the batch's mean loss."""
     terms = sum(map(count_of, batch))
     mean_loss = 0.0
-    for part in chunks(batch, config.micro_batch_size * WORLD_SIZE):
-        rank_pairs = part[RANK::WORLD_SIZE]
+    for group in pair_groups(batch, config):
+        rank_pairs = group[RANK::WORLD_SIZE]
         # FSDP needs all ranks in every forward pass; a rank without rows uses weight 0.
         weight = 1 if rank_pairs else 0
-        loss = loss_of(model, rank_pairs or part[:1]) / terms * weight
+        loss = loss_of(model, rank_pairs or group[:1]) / terms * weight
         loss.backward()
         mean_loss += loss.item()
     return sum(gather_rows([mean_loss]))
@@ -199,51 +169,44 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
 
     The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
     count_of(pair): the number of terms in this sum, by default the tokens of z. out: directory
-    of checkpoints; training resumes from the newest one. The ranks share each batch.
+    of checkpoints; training continues from the newest one, if its rows and settings are these.
+    The ranks share each batch.
 
     A step is skipped if its loss or gradient is not finite; its loss is None in the result.
     Raises InputError if all steps are skipped.
     """
     torch.manual_seed(config.seed)
     parameters = lora_parameters(model, name) or add_lora(                              # l.4
-        model, name, config.lora_r, config.lora_alpha, config.lora_dropout,
-        config.lora_targets.split(","))
-    optimizer = torch.optim.AdamW(parameters, config.learning_rate,
-                                  weight_decay=config.weight_decay, fused=True)
+        model, name, config.reward_lora_r, config.reward_lora_alpha,
+        config.reward_lora_dropout, config.reward_lora_targets.split(","))
+    optimizer = torch.optim.AdamW(parameters, config.reward_learning_rate,
+                                  weight_decay=config.reward_weight_decay, fused=True)
     rng = random.Random(config.seed)
     batches = []
-    for _ in range(config.epochs):
-        batches += shuffle_batches(pairs, config.batch_size, rng)
-    settings = {key: value for key, value in asdict(config).items()
-                if key not in CHANGEABLE | {"data"}}
-    fingerprint = checksum(state=[settings, pairs])
+    for _ in range(config.reward_epochs):
+        batches += shuffle_batches(pairs, config.reward_batch_size, rng)
+    settings = [value for key, value in vars(config).items() if key.startswith("reward_")]
+    fingerprint = checksum(state=[config.seed, settings, pairs])
     check_ranks(fingerprint)
-    checkpoint, state = resume(out, optimizer, fingerprint) if out else (None, {})
-    start = state.get("iteration", 0)
-    losses = state.get("losses", [])
+    state = {"losses": [], "made_of": fingerprint}
     warm_up = max(1, len(batches) // 20)                                              # steps
     model.train()
-    bar = tqdm(range(start, len(batches)), f"fit {name}", len(batches), initial=start,
-               disable=RANK > 0)
     with use_lora(model, name):
-        for step in forecast_minutes(bar, f"fit {name}"):
+        for step in checkpointed(len(batches), optimizer, state, out, f"fit {name}",
+                                 SAVE_EVERY):
             # Each step and rank draws different dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
-            rate = config.learning_rate * min((step + 1) / warm_up, 1 - step / len(batches))
-            optimizer.param_groups[0]["lr"] = rate
+            factor = min((step + 1) / warm_up, 1 - step / len(batches))
+            optimizer.param_groups[0]["lr"] = config.reward_learning_rate * factor
             mean_loss = _accumulate_gradients(model, batches[step], config, loss_of, count_of)
             is_finite = _optimizer_step(optimizer, parameters, mean_loss)                # l.7
-            losses.append(mean_loss if is_finite else None)
-            bar.set_postfix(loss=f"{mean_loss:.3f}")
-            is_due = (step + 1) % SAVE_EVERY == 0 or step + 1 == len(batches)
-            if out and is_due:
-                state = {"iteration": step + 1, "losses": losses, "made_of": fingerprint}
-                checkpoint = keep_checkpoint(out, optimizer, state, checkpoint)
+            state["losses"].append(mean_loss if is_finite else None)
     model.eval()
+    losses = state["losses"]
     if skipped := losses.count(None):
         problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped "
-                   f"because their loss or gradient was not finite; lower --learning_rate or "
-                   f"try --dtype float32")
+                   f"because their loss or gradient was not finite; lower "
+                   f"--reward_learning_rate or try --dtype float32")
         if skipped == len(losses):
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
@@ -295,12 +258,14 @@ def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Jud
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
-                    max_new_tokens: int, temperature=0.0, uniforms=None) -> list[str]:
+                    max_new_tokens: int, temperature=0.0, uniforms=None,
+                    batch_size=64) -> list[str]:
     """Write one critique per response with the adapter "reward" (Alg. 4 l.12).
 
     By default decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'.
-    With a temperature above 0, `uniforms` decide the draws, [B, max_new_tokens]. The critique
-    is "" if the response is empty or too long for the context.
+    With a temperature above 0, `uniforms` decide the draws, [B, max_new_tokens]. batch_size:
+    critiques that are decoded together. The critique is "" if the response is empty or too long
+    for the context.
     """
     max_prompt_tokens = context_length(model) - max_new_tokens
     prompt_ids = {}                        # index of a response → prompt ids
@@ -311,7 +276,7 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     u = None if uniforms is None else uniforms[list(prompt_ids)]
     with use_lora(model, "reward", merge=True):
         critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, temperature,
-                                eos_ids(tokenizer, model), uniforms=u)
+                                eos_ids(tokenizer, model), u, batch_size)
     assert len(critique_ids) == len(prompt_ids), "Alg. 4 l.12: one z' for each y"
     critiques = [""] * len(responses)
     for i, ids in zip(prompt_ids, critique_ids):
@@ -346,22 +311,20 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     """
     counts = Counter()
     samples = []
-    for part in tqdm(chunks(rows[RANK::WORLD_SIZE], 64), "judge the reward model",
-                     disable=RANK > 0):
-        prompts = [row["prompt"] for row in part]
-        responses = [row["response"] for row in part]
-        critiques = write_critiques(model, tokenizer, prompts, responses, max_critique_tokens)
-        for row, z in zip(part, critiques):
-            ids = encode_text(tokenizer, row["response"])
-            text, offsets = token_offsets(tokenizer, ids)
-            annotation = Feedback("", row["good_spans"], row["poor_spans"])
-            truth = token_rewards(text, offsets, ground(text, annotation).spans)
-            judgement = judge(z, text, offsets)
-            counts += count_tokens(truth, judgement.delta)
-            counts["unparseable"] += bool(judgement.reason)
-            samples.append({"id": row["id"], "response": row["response"],
-                            "annotator": row["critique"], "reward_model": z,
-                            "unreadable": judgement.reason})
+    rank_rows = rows[RANK::WORLD_SIZE]
+    critiques = write_critiques(model, tokenizer, [row["prompt"] for row in rank_rows],
+                                [row["response"] for row in rank_rows], max_critique_tokens)
+    for row, z in zip(rank_rows, critiques):
+        ids = encode_text(tokenizer, row["response"])
+        text, offsets = token_offsets(tokenizer, ids)
+        annotation = Feedback("", row["good_spans"], row["poor_spans"])
+        truth = token_rewards(text, offsets, ground(text, annotation).spans)
+        judgement = judge(z, text, offsets)
+        counts += count_tokens(truth, judgement.delta)
+        counts["unparseable"] += bool(judgement.reason)
+        samples.append({"id": row["id"], "response": row["response"],
+                        "annotator": row["critique"], "reward_model": z,
+                        "unreadable": judgement.reason})
     counts = sum(gather_rows([counts]), Counter())
     figures = {"unparseable": counts["unparseable"] / max(1, len(rows)),
                "tokens": counts["tokens"], "poor_tokens": counts["poor marked"]}
@@ -378,25 +341,25 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
     return figures
 
 
-def judge_by_annotator(batch, config, count: int | None = None) -> list[Judgement]:
-    """The annotator's judgements of the first `count` rollouts of a batch; None: of all.
+def judge_by_annotator(batch, config) -> list[Judgement]:
+    """The annotator's judgements of the rollouts of a batch.
 
     Requests use the journal, budget and prices of phase 1. A judgement of an empty response, or
     without a usable reply, has a reason and δ = 0.
     """
     task = get_task(config.task)
-    annotation = annotation_settings(config, Path(config.output_dir))
-    texts = batch.texts[:count]
+    texts = batch.texts
     judgements = [Judgement("", [0.0] * len(offsets), "the response is empty")
-                  for offsets in batch.offsets[:count]]
+                  for offsets in batch.offsets]
     indices = [i for i, y in enumerate(texts) if y.strip()]
     rows = [batch.rows[i] | {"response": texts[i], "outcome": None} for i in indices]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
-    questions = [annotation_question(example, annotation) for example in examples(task, rows)]
-    with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
-        replies = ask_annotator(questions, journal, annotation)
+    questions = [annotation_question(example, config) for example in examples(task, rows)]
+    path = Path(config.output_dir, "feedback.jsonl.journal")
+    with Journal(path, *config.prices) as journal:
+        replies = ask_annotator(questions, journal, config)
         for i, (_, record, parsed) in zip(indices, replies):
             offsets = batch.offsets[i]
             if parsed is None:
@@ -411,40 +374,24 @@ def judge_by_annotator(batch, config, count: int | None = None) -> list[Judgemen
     return judgements
 
 
-def probe(batch, config) -> dict[str, float | None]:
-    """R_φ beside the annotator on the first --probe_rows of the policy's own rollouts.
+def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
+    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics.
 
-    R_φ was trained on another policy's responses. If its δ' rises and the annotator's does not,
-    the policy exploits R_φ. Responses that the annotator could not judge do not count.
+    data: the annotated rows. out: directory for the adapter, metrics and samples.
     """
-    counts = Counter()
-    true_delta = []
-    judgements = judge_by_annotator(batch, config, config.probe_rows)
-    for judgement, predicted in zip(judgements, batch.feedback):
-        if not judgement.reason:
-            counts += count_tokens(judgement.delta, predicted.delta)
-            true_delta += judgement.delta
-    mean = sum(true_delta) / len(true_delta) if true_delta else None
-    return {"true_delta": mean, "poor_tokens": counts["poor marked"], **token_figures(counts)}
-
-
-def fit(model, tokenizer, config: RewardConfig) -> dict:
-    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics."""
-    rows = read_rows(config.data, task=FEEDBACK)
-    limit = min(config.max_tokens, context_length(model))
-    out = Path(config.output_dir)
+    rows = read_rows(data, task=FEEDBACK)
+    limit = min(config.reward_max_tokens, context_length(model))
     _lock = lock_directory(out)                       # held until the function ends
-    training, evaluation = split_rows(rows, config.held_out, config.seed)
+    training, evaluation = split_rows(rows, config.reward_held_out, config.seed)
     _, pairs = encode_rows(training, tokenizer, limit)
     held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
     if not pairs:
-        raise InputError(f"{config.data}: every training row has more than {limit} tokens; "
-                         f"raise --max_tokens, or use a model with a longer context")
+        raise InputError(f"{data}: every training row has more than {limit} tokens; raise "
+                         f"--reward_max_tokens, or use a model with a longer context")
     too_long = len(rows) - len(pairs) - len(held_out)
     if too_long:
-        print_rank0(f"{config.data}: left out {too_long} of {len(rows)} rows, which have more "
-                    f"than {limit} tokens (--max_tokens)")
-    config = derive_reward_settings(config, len(pairs), model)
+        print_rank0(f"{data}: left out {too_long} of {len(rows)} rows, which have more than "
+                    f"{limit} tokens (--reward_max_tokens)")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
     curve = [{"iteration": step, "loss in nats per token of z": loss}
              for step, loss in enumerate(losses, 1)]
@@ -452,9 +399,9 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
                "skipped_steps": losses.count(None), "final_loss": losses[-1]}
     with gathered(model), torch.no_grad():
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
-        parts = chunks(held_pairs[RANK::WORLD_SIZE], config.micro_batch_size)
         with use_lora(model, "reward"):                                          # L_R(φ)
-            losses = [z_loss(model, part).item() for part in parts]
+            losses = [z_loss(model, group[RANK::WORLD_SIZE]).item()
+                      for group in pair_groups(held_pairs, config) if group[RANK::WORLD_SIZE]]
     if held_out:
         loss = sum(gather_rows([sum(losses)])) / sum(len(z) for _, z in held_pairs)
         metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
@@ -462,87 +409,58 @@ def fit(model, tokenizer, config: RewardConfig) -> dict:
         save_lora(model, "reward", out / "adapter")                                      # l.8
         write_rows(out / "losses.jsonl", curve)
         write_rows(out / "samples.jsonl", samples)
-        write_rows(out / "config.json", [asdict(config)])
         # This file is written last, because its presence marks the phase as finished.
         write_rows(out / "metrics.json", [metrics])
     return metrics
-
-
-def summary(metrics: dict) -> str:
-    """One line with the held-out loss of R_φ and the precision and recall of its tokens."""
-    if "held_out_loss" not in metrics:
-        return "trained, but not evaluated: too few rows to hold any out"
-    texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
-    share = metrics["poor_tokens"] / max(1, metrics["tokens"])
-    return (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
-            f"{texts['poor_precision']}, recall {texts['poor_recall']} (all tokens marked: "
-            f"{share:.3f}, 1; {metrics['poor_tokens']} of {metrics['tokens']} tokens in "
-            f"{metrics['held_out_rows']} rows are poor); good tokens "
-            f"{texts['good_precision']}, {texts['good_recall']}; unparseable "
-            f"{metrics['unparseable']:.1%}")
 
 
 FEW_TOKENS = 30                          # fewer poor tokens do not tell what R_φ finds
 LEAST_RECALL = 0.2
 
 
-def check_reward_model(path: Path, is_allowed: bool):
-    """Warn before phase 3 where R_φ is weak; see `summary`. path: its metrics.json, if any.
+def summary(metrics: dict) -> str:
+    """One line with the held-out loss of R_φ and the precision and recall of its tokens.
 
-    R_φ is weak if it finds less than a fifth of the poor tokens, or is not more precise than
-    random marks. Raises InputError if both are true, unless is_allowed.
+    A second line warns of a weak R_φ: it finds less than a fifth of the poor tokens, or is not
+    more precise than random marks.
     """
-    metrics = read_rows(path)[0] if result_exists(path) else {}
-    if not metrics.get("tokens"):
-        return                                # no held-out rows, or an R_φ of an old version
+    if "held_out_loss" not in metrics:
+        return "trained, but not evaluated: too few rows to hold any out"
+    texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
     count = metrics["poor_tokens"]
+    share = count / max(1, metrics["tokens"])
+    text = (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
+            f"{texts['poor_precision']}, recall {texts['poor_recall']} (all tokens marked: "
+            f"{share:.3f}, 1; {count} of {metrics['tokens']} tokens in "
+            f"{metrics['held_out_rows']} rows are poor); good tokens "
+            f"{texts['good_precision']}, {texts['good_recall']}; unparseable "
+            f"{metrics['unparseable']:.1%}")
     if count < FEW_TOKENS:
-        print_rank0(f"warning: {path}: only {count} poor tokens in the held-out rows, too few "
-                    f"to say what R_φ finds; annotate more rows")
-        return
-    share = count / metrics["tokens"]
-    recall = metrics["poor_recall"]
-    precision = metrics["poor_precision"] or 0.0
-    faults = []
-    if recall < LEAST_RECALL:
-        faults.append(f"finds {recall:.0%} of the poor tokens")
-    if precision <= share:
-        faults.append(f"has a precision of {precision:.2f}, and random marks reach {share:.2f}")
-    if faults:
-        problem = (f"R_φ {' and '.join(faults)} ({path}); annotate more rows, raise "
-                   f"--reward_epochs, or use --critic annotator")
-        if len(faults) == 2 and not is_allowed:
-            raise InputError(f"{problem}, or set --allow_weak_reward_model")
-        print_rank0(f"warning: {problem}")
-
-
-def refuse_other_settings(config: RewardConfig):
-    """Raise InputError where --output_dir holds an R_φ that was trained with other settings."""
-    out = Path(config.output_dir)
-    if result_exists(out / "metrics.json"):
-        (saved,) = read_rows(out / "config.json")
-        settings = asdict(config)
-        given = {name for name, value in settings.items() if value is not None}
-        check_settings(settings, saved, given - CHANGEABLE, out, "choose another --output_dir")
+        return f"{text}\nwarning: too few poor tokens to say what R_φ finds; annotate more rows"
+    if metrics["poor_recall"] < LEAST_RECALL or (metrics["poor_precision"] or 0.0) <= share:
+        text += ("\nwarning: R_φ is weak; annotate more rows, raise --reward_epochs, or use "
+                 "--critic annotator")
+    return text
 
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
-    settings = partial(preset, part="reward")
-    config = parse_flags(RewardConfig, __doc__, settings)
+    config = parse_flags(FitConfig, __doc__)
     if os.path.isfile(config.data):
         task = read_rows(config.data)[0].get("task") or config.task
         # If the command line has a --task, it comes later and has priority.
-        config = parse_flags(RewardConfig, __doc__, settings, ["--task", task, *sys.argv[1:]])
-    refuse_other_settings(config)
-    device = start_ranks(minutes=30.0)
-    model, tokenizer = load_base(config, device)
-    metrics = fit(model, tokenizer, config)
+        config = parse_flags(FitConfig, __doc__, ["--task", task, *sys.argv[1:]])
+    out = Path(config.output_dir)
+    device = start_ranks()
+    model, tokenizer = load_model(config.model, config.dtype, device, config.shard,
+                                  config.activation_checkpointing)
+    config = derive_settings(config, 0, model)
+    save_settings(config, out)
+    metrics = fit(model, tokenizer, config, config.data, out)
     data = None if get_task(config.task).rows else "ROWS"           # the toy world makes rows
     command = next_command("text2grad.py", task=config.task, model=config.model, data=data,
-                           reward_model=f"{config.output_dir}/adapter",
-                           output_dir=f"{config.output_dir}-policy")
-    print_rank0(f"{config.output_dir}: {summary(metrics)}\n{command}")
+                           reward_model=out / "adapter", output_dir=f"{out}-policy")
+    print_rank0(f"{out}: {summary(metrics)}\n{command}")
     run_collective(dist.destroy_process_group)
 
 

@@ -18,18 +18,18 @@ and in rare cases so does a token.
 """
 
 import math
+import os
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import signature
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
-from data import ModelError
+from data import InputError, chunks
 
 PREFILL_TOKENS = 1 << 14   # maximum number of prompt tokens per forward pass
 ROWS = 1024                # number of tokens scored at a time; enough for fast matrix products
@@ -84,15 +84,8 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
 # ── The language-model head: z = h Wᵀ / T
 
 def head_weight(model) -> Tensor:
-    """The weight of the language-model head, [V, H].
-
-    A sharded weight is gathered into a new tensor. The caller should not keep it for long.
-    """
-    # If the head shares its weight with the embeddings, FSDP manages it with the embeddings.
-    is_tied = model.config.tie_word_embeddings
-    module = model.get_input_embeddings() if is_tied else model.get_output_embeddings()
-    weight = module.weight
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    """The weight of the language-model head, [V, H]. `shard` leaves it whole."""
+    return model.get_output_embeddings().weight
 
 
 def _product(a, b):
@@ -134,9 +127,8 @@ class _FusedLogProbs(torch.autograd.Function):
         log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
 
     The forward pass computes this gradient, because it already has p. The backward pass only
-    multiplies it by the upstream gradient, so it does not need the head, which FSDP may have
-    freed. Each tile has its own softmax and its own log Σ e^z. They are combined as in
-    FlashAttention: with each new tile, the results of the previous tiles are scaled down.
+    multiplies it by the upstream gradient. As in FlashAttention, each tile adds to log Σ e^z,
+    so the pᵀW of the tiles before it is scaled down.
     """
 
     @staticmethod
@@ -154,15 +146,12 @@ class _FusedLogProbs(torch.autograd.Function):
             column = targets - tile.start        # index of y in this tile, or outside of it
             clamped = column.clamp(0, len(w) - 1)
             z_y = torch.where(column == clamped, z.gather(1, clamped), z_y)
-            p = z.softmax(1)            # reads each row while it is in the CPU's cache
-            # p = e^z / Σ e^z, so log Σ e^z = z − log p. This is most exact at the largest z.
-            tile_log_sum = z.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
             previous = log_sum
-            log_sum = torch.logaddexp(previous, tile_log_sum)
+            log_sum = torch.logaddexp(previous, z.logsumexp(1, keepdim=True))
             if needs_gradient:
+                p = z.sub_(log_sum).exp_()               # e^z / Σ e^z of the tiles so far
                 mean_weight.mul_((previous - log_sum).exp())
-                tile_share = (tile_log_sum - log_sum).exp()      # share of this tile in Σ e^z
-                mean_weight.addcmul_(_product(p.to(w.dtype), w), tile_share)
+                mean_weight += _product(p.to(w.dtype), w)
         logprobs = z_y - log_sum
         assert not (logprobs > 1e-3 * (1 + log_sum.abs())).any(), "Alg. 4 l.22: log π(y) ≤ 0"
         if needs_gradient:
@@ -246,7 +235,7 @@ def _masks(config, mask, cache_position):
                       or ["sliding_attention" if window else "full_attention"])
     unsupported = layer_types - {"full_attention", "sliding_attention"}
     if unsupported:
-        raise ModelError(f"{config._name_or_path}: sampling does not support layers of type "
+        raise InputError(f"{config._name_or_path}: sampling does not support layers of type "
                          f"{', '.join(sorted(unsupported))}; use a model with full attention "
                          f"or sliding windows")
     masks = {"full_attention": mask}
@@ -294,9 +283,6 @@ class Decoder:
         self.model = model
         self.temperature = temperature
         self.cache = StaticCache(columns)
-        # transformers 5.24 renamed this argument, and warns of its old name.
-        parameters = signature(model.base_model.forward).parameters
-        self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self.weight = head_weight(model)                             # [V, H]
         self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
         self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
@@ -310,8 +296,8 @@ class Decoder:
     def last_hidden(self, ids, mask, positions) -> Tensor:
         """Run a forward pass over `ids`; return the hidden state of the last column, [B, H]."""
         masks = _masks(self.model.config, mask, self.cache.cache_position)
-        output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
-                                       use_cache=True, **{self.cache_keyword: self.cache})
+        # The cache goes by position, because transformers 5.24 renamed its argument.
+        output = self.model.base_model(ids, masks, positions, self.cache, use_cache=True)
         return output.last_hidden_state[:, -1]
 
     def prefill(self, prompts, attention):
@@ -390,51 +376,49 @@ class Decoder:
 
 @torch.no_grad()
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
-             eos_token_id=None, generator=None, uniforms: Tensor | None = None,
+             eos_token_id=(), uniforms: Tensor | None = None, batch_size: int = 256,
              cuda_graph: bool = True) -> list[list[int]]:
     """Sample one answer per prompt (Alg. 4 l.11); an answer includes its EOS token.
 
     temperature: 0 means greedy decoding; otherwise tokens are drawn from
-    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: an id, a list of
-    ids that end an answer, or None. uniforms: random numbers in [0, 1), [B, T], one for each
-    token; None draws them from `generator`. cuda_graph: False disables CUDA graphs, for
-    debugging.
-    Raises ModelError if a prompt is empty or too long, or if the model has layers of an
-    unsupported type.
+    softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: the ids that end
+    an answer. uniforms: random numbers in [0, 1), [B, T], one for each token; None draws them.
+    batch_size: number of prompts that are decoded together. cuda_graph: False disables CUDA
+    graphs, for debugging.
+    Raises InputError if a prompt is too long, or if the model has layers of an unsupported
+    type.
     """
-    if not prompt_ids or max_new_tokens < 1:
-        return []
-    lengths = [*map(len, prompt_ids)]
-    longest = max(lengths)
+    longest = max(map(len, prompt_ids), default=0)
     limit = context_length(model)
-    if 0 in lengths:
-        raise ModelError(f"prompt {lengths.index(0)} of the batch has no tokens; drop that row")
     if longest + max_new_tokens > limit:
-        raise ModelError(
-            f"prompt {lengths.index(longest)} of the batch has {longest} tokens; with "
-            f"{max_new_tokens} new tokens it exceeds the model's context of {limit} tokens; "
-            f"shorten or drop that row, or lower --max_new_tokens or --max_critique_tokens")
+        raise InputError(
+            f"the longest prompt has {longest} tokens; with {max_new_tokens} new tokens it "
+            f"exceeds the model's context of {limit} tokens; shorten or drop that row, or "
+            f"lower --max_new_tokens or --max_critique_tokens")
     shape = len(prompt_ids), max_new_tokens
-    device = model.device
-    if uniforms is None:
-        uniforms = torch.rand(shape, generator=generator, device=(generator or model).device)
+    uniforms = torch.rand(shape) if uniforms is None else uniforms
     assert uniforms.shape == shape, "Alg. 4 l.11: each token y_t has one u of its own"
-    eos = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
-    bucket = 64 if device.type == "cuda" else 1          # keeps the number of shapes small
-    prompts, attention, *_ = pad_batch(prompt_ids, [], device, bucket)
-    columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
-    uniforms = uniforms.to(device)
-    decoder = Decoder(model, temperature, prompts, attention, uniforms, columns)
-    decoder.prefill(prompts, attention)
-    tokens, lengths = _decode(decoder, uniforms, eos,
-                              cuda_graph and uniforms.is_cuda and can_capture(model))
-    answers = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-    assert all(y and not set(eos) & set(y[:-1]) for y in answers), \
+    is_cuda = model.device.type == "cuda"
+    bucket = 64 if is_cuda else 1                        # keeps the number of shapes small
+    answers = []
+    parts = chunks(range(len(prompt_ids)), batch_size)
+    is_quiet = len(parts) < 2 or os.environ.get("RANK", "0") != "0"
+    for part in tqdm(parts, "generate", delay=2, leave=False, disable=is_quiet):
+        part_prompts = [prompt_ids[i] for i in part]
+        prompts, attention, *_ = pad_batch(part_prompts, [], model.device, bucket)
+        columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
+        part_uniforms = uniforms[part.start : part.stop].to(model.device)
+        decoder = Decoder(model, temperature, prompts, attention, part_uniforms, columns)
+        decoder.prefill(prompts, attention)
+        tokens, lengths = _decode(decoder, part_uniforms, eos_token_id,
+                                  cuda_graph and is_cuda and can_capture(model))
+        answers += [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
+    assert all(y and not set(eos_token_id) & set(y[:-1]) for y in answers), \
         "Alg. 4 l.11: y has a token, and an EOS at its end alone"
     return answers
 
 
-def _decode(decoder: Decoder, uniforms, eos: list[int], capture: bool):
+def _decode(decoder: Decoder, uniforms, eos, capture: bool):
     """Decode after `prefill`; return the ids of all new tokens [B, T] and the lengths [B]."""
     cache = decoder.cache
     # On CUDA, a check for ended rows synchronizes with the host, and a new width or batch size

@@ -22,7 +22,7 @@ command continues a stopped run.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,84 +31,54 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from annotate import annotate, annotation_settings, check_annotator
-from data import (InputError, check_values, chunks, examples, flag, get_task, parse_flags,
-                  preset, read_rows, run_script, write_rows)
-from model import (add_lora, drop_long_rows, eos_ids, fingerprint, gathered, load_base,
-                   load_lora, lora_parameters, target_layers)
-from policy import (PolicyConfig, Rollouts, add_advantages, add_feedback, derive_settings,
-                    forward, reward_model_critic, sample_rollouts, train)
+from annotate import annotate, check_annotator
+from data import (InputError, chunks, examples, get_task, read_rows, reward_prompt, run_script,
+                  write_rows)
+from model import (add_lora, encode_prompt, eos_ids, gathered, load_lora, load_model,
+                   lora_parameters, target_layers)
+from policy import (Rollouts, add_advantages, add_feedback, forward, reward_model_critic,
+                    sample_rollouts, train)
 from report import print_result, sample_row, score_response
-from reward_model import (RewardConfig, check_reward_model, fit, judge_by_annotator,
-                          reward_settings, split_rows, summary)
-from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, forecast_minutes, gather_rows,
-                     lock_directory, on_rank0, print_rank0, result_exists, reward_model_hint,
-                     run_collective, run_phase, run_settings, save_settings, start_ranks)
-from sampling import head_weight, token_logprobs
-
-
-@dataclass
-class Config(PolicyConfig):
-    """Run: rows, the phases before the policy, and evaluation."""
-    data: str | None = flag(None, "training rows as JSON lines; none: the task makes them")
-    output_dir: str = flag("runs/toy", "run directory: adapters, metrics, samples, report")
-    annotator_function: str | None = flag(
-        "toy:critique", "local annotator as module:function; none: a server")
-    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 train it")
-    critic: str = flag("reward_model", "judge of the rollouts: R_φ (paper), or the annotator",
-                       ("reward_model", "annotator"))
-    max_prompt_tokens: int | None = flag(
-        None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
-    annotated_rows: int = flag(3000, "rows for phases 1 and 2 (paper: 5000, 10000)", least=1)
-    annotated_responses_per_prompt: int = flag(
-        1, "responses sampled for each annotated row that has none", least=1)
-    reward_learning_rate: float | None = flag(
-        None, "peak rate of R_φ; none: the task's, or by the size of the model", most=10)
-    reward_epochs: int | None = flag(
-        None, "epochs of R_φ over its rows; none: the task's, or about 200 steps", least=1)
-    reward_lora_targets: str | None = flag(
-        None, "layers of R_φ with an adapter; none: the task's")
-    allow_weak_reward_model: bool = flag(False, "phase 3 also with an R_φ that is no use")
-    eval_rows: int = flag(200, "held-out prompts for the table before and after", least=1)
-    rank_timeout: float = flag(30.0, "timeout of collective operations in minutes", least=0.01)
+from reward_model import fit, judge_by_annotator, split_rows, summary
+from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, gather_rows, lock_directory,
+                     on_rank0, print_rank0, reward_model_hint, run_collective, run_phase,
+                     save_settings, start_ranks)
+from sampling import context_length, head_weight, token_logprobs
+from settings import Config, derive_settings, parse_flags
 
 
 # ── Algorithm 1: annotate, train R_φ, optimise the policy
 
 def check_config(config: Config, out: Path, needs_reward_model: bool):
     """Check flags, annotator, key and directory before anything is sampled or paid."""
-    task = get_task(config.task)
-    check_values(RewardConfig, preset(config.task, "reward"),
-                 f"--task {config.task}: its setting ")
-    if any((size or 0) % WORLD_SIZE for size in (config.batch_size, config.minibatch_size)):
+    if config.batch_size % WORLD_SIZE or config.minibatch_size % WORLD_SIZE:
         raise InputError(f"{WORLD_SIZE} ranks share each batch equally: set --batch_size and "
                          f"--minibatch_size to multiples of {WORLD_SIZE}")
-    if (config.batch_size or 0) % config.responses_per_prompt:
+    if config.batch_size % config.responses_per_prompt:
         raise InputError(f"--batch_size {config.batch_size} is not a multiple of "
                          f"--responses_per_prompt {config.responses_per_prompt}")
-    if config.data is None and task.rows is None:
+    if config.data is None and get_task(config.task).rows is None:
         raise InputError(f"--task {config.task} needs --data rows.jsonl")
     if config.wandb and not find_spec("wandb"):
         raise InputError("--wandb needs the package wandb: pip install wandb")
-    asks_in_phase_3 = config.probe_rows or config.critic == "annotator"
-    if asks_in_phase_3 and config.mode == "align":
-        raise InputError("--mode align needs feedback that people wrote, and there is none for "
-                         "the policy's new responses: use --critic reward_model and set "
-                         "--probe_rows 0")
-    is_free = config.annotator_function or config.max_usd is not None
-    if config.critic == "annotator" and not is_free:
-        raise InputError("--critic annotator asks the server about every rollout: set "
-                         "--max_usd with --price_in and --price_out, or --annotator_function")
-    has_feedback = config.reward_model or result_exists(out / "feedback.jsonl")
-    if asks_in_phase_3 or (needs_reward_model and not has_feedback):
-        check_annotator(annotation_settings(config, out))
+    if config.critic == "annotator":
+        if config.mode == "align":
+            raise InputError("--mode align needs feedback that people wrote, and there is none "
+                             "for the policy's new responses: use --critic reward_model")
+        if not config.annotator_function and config.max_usd is None:
+            raise InputError("--critic annotator asks the server about every rollout: set "
+                             "--max_usd with --price_in and --price_out, or "
+                             "--annotator_function")
+    has_feedback = config.reward_model or (out / "feedback.jsonl").exists()
+    if config.critic == "annotator" or (needs_reward_model and not has_feedback):
+        check_annotator(config)
 
 
 def check_outcomes(rows: list[dict], has_responses: bool, config: Config):
     """Check that a server will know whether the responses to these rows pass their tests.
 
-    A probe needs the outcomes of new responses. If programs will run, one runs here, so that a
-    sandbox that does not work is reported before anything is sampled.
+    If programs will run, one runs here, so that a sandbox that does not work is reported before
+    anything is sampled.
     """
     task = get_task(config.task)
     if not task.tests or config.annotator_function:
@@ -116,13 +86,12 @@ def check_outcomes(rows: list[dict], has_responses: bool, config: Config):
     missing = [] if has_responses else [
         row for row in rows
         if not any("outcome" in example for example in examples(task, [row]))]
-    if not missing and not config.probe_rows and config.critic == "reward_model":
+    if not missing and config.critic == "reward_model":
         return
     if not config.allow_code_execution:
-        raise InputError(f"{len(missing)} of {len(rows)} rows have no test outcome, and "
-                         f"{config.probe_rows} responses are probed: set "
-                         f"--allow_code_execution to run their tests in the sandbox, or "
-                         f"--probe_rows 0")
+        raise InputError(f"{len(missing)} of {len(rows)} rows have no test outcome, which the "
+                         f"annotator needs: set --allow_code_execution to run their tests in "
+                         f"the sandbox")
     from measures.sandbox import add_outcomes
     add_outcomes([rows[0] | {"response": "pass", "outcome": None}], task)
 
@@ -151,6 +120,29 @@ def load_rows(config: Config) -> tuple[list[dict], list[dict]]:
     return training, list(one_per_prompt.values())
 
 
+def drop_long_rows(rows: list[dict], model, tokenizer, config) -> list[dict]:
+    """Keep rows whose prompt, response and critique fit the context; print how many do not."""
+    context = context_length(model)
+    instruction = len(encode_prompt(tokenizer, reward_prompt("", "")))
+    room = context - instruction - config.max_new_tokens - config.max_critique_tokens
+    limit = min(room, config.max_prompt_tokens or room)
+    prompt = get_task(config.task).policy_prompt
+    lengths = [len(encode_prompt(tokenizer, prompt(row))) for row in rows]
+    fitting_rows = [row for row, length in zip(rows, lengths) if length <= limit]
+    source = config.data or config.task
+    if not fitting_rows:
+        raise InputError(
+            f"{source}: the shortest prompt has {min(lengths)} tokens, and the longest that "
+            f"fits has {max(0, limit)}: of the model's {context} tokens, R_φ's instruction "
+            f"takes {instruction}; lower --max_new_tokens ({config.max_new_tokens}) or "
+            f"--max_critique_tokens ({config.max_critique_tokens}), or raise "
+            f"--max_prompt_tokens if it is set")
+    if len(fitting_rows) < len(rows):
+        print_rank0(f"{source}: left out {len(rows) - len(fitting_rows)} of {len(rows)} rows, "
+                    f"whose prompts have more than {limit} tokens")
+    return fitting_rows
+
+
 def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     task = get_task(config.task)
@@ -159,8 +151,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     without_response = [row for row in rows if not task.all_responses(row)
                         for _ in range(config.annotated_responses_per_prompt)]
     parts = chunks(without_response, 256)
-    bar = tqdm(parts, "respond", disable=not without_response or RANK > 0)
-    for part in forecast_minutes(bar, "respond"):
+    for part in tqdm(parts, "respond", disable=not without_response or RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, config.reference, generator)
         with_response += [row | {"response": y} for row, y in zip(part, batch.texts)]    # l.6
@@ -180,8 +171,11 @@ def base_nats(rollouts: Rollouts, model, tokenizer, config: Config) -> Tensor:
     """
     eos = torch.tensor([*eos_ids(tokenizer, model)], device=model.device)
     sums = torch.zeros(2, device=model.device)
-    for index in chunks(range(RANK, len(rollouts.rows), WORLD_SIZE), config.micro_batch_size):
-        hidden, targets = forward(model, rollouts, [*index], None)
+    for group in rollouts.groups(range(len(rollouts.rows)), config):
+        index = group[RANK::WORLD_SIZE]
+        if not index:
+            continue
+        hidden, targets = forward(model, rollouts, index, None)
         logprobs = token_logprobs(hidden, head_weight(model), targets)
         is_text = ~torch.isin(targets, eos)
         sums += torch.stack([-logprobs[is_text].sum(), is_text.sum()])
@@ -266,23 +260,23 @@ def annotator_critic(rollouts: Rollouts, model, tokenizer, config: Config):  # n
     return gather_rows([judgements])[0][RANK::WORLD_SIZE]
 
 
-def main(argv=None, critic=None, needs_reward_model=True, advantages=add_advantages):
+def main(config: Config, critic=None, needs_reward_model=True, advantages=add_advantages):
     """Algorithm 1. The last three arguments serve experiments/, which have other critics.
 
     critic, advantages: see `train`; None is the critic of --critic. needs_reward_model: whether
     the critic uses R_φ, so that phases 1 and 2 must train it.
     """
-    config = parse_flags(Config, __doc__, preset, argv)
-    out = Path(config.output_dir)
     if config.critic == "annotator":
-        config.probe_rows = 0                             # they would compare it with itself
         needs_reward_model = False
     critic = critic or (reward_model_critic if needs_reward_model else annotator_critic)
+    out = Path(config.output_dir or f"runs/{get_task(config.task).name}")
+    config = replace(config, output_dir=str(out))
     check_config(config, out, needs_reward_model)
-    device = start_ranks(config.rank_timeout)
+    device = start_ranks()
     _lock = lock_directory(out)                               # held until the process ends
     rows, held_out = load_rows(config)
-    model, tokenizer = load_base(config, device)
+    model, tokenizer = load_model(config.model, config.dtype, device, config.shard,
+                                  config.activation_checkpointing)
     rows = drop_long_rows(rows, model, tokenizer, config)
     held_out = drop_long_rows(held_out, model, tokenizer, config)
     config = derive_settings(config, len(rows), model)
@@ -291,39 +285,35 @@ def main(argv=None, critic=None, needs_reward_model=True, advantages=add_advanta
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
-    check_ranks([run_settings(config), rows, held_out, fingerprint(model)])
+    check_ranks([vars(config), rows, held_out])
     if trains_reward_model:
-        target_layers(model, reward_settings(config, out).lora_targets.split(","),
-                      "--reward_lora_targets")
-    has_responses = not trains_reward_model or result_exists(out / "responses.jsonl")
+        target_layers(model, config.reward_lora_targets.split(","))
+    has_responses = not trains_reward_model or (out / "responses.jsonl").exists()
     check_outcomes(annotation_rows, has_responses, config)
-    annotator = config.annotator_function or config.annotator_model
-    save_settings(config, out, "R_φ" if needs_reward_model else annotator)
+    save_settings(config, out, "R_φ" if needs_reward_model else config.annotator)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")
     if trains_reward_model:
+        feedback = out / "feedback.jsonl"
         run_phase("phase 1, respond", "responses.jsonl", out,
                   lambda: write_responses(model, tokenizer, annotation_rows, config,
                                           out))                                        # l.4–6
         run_phase("phase 1, annotate", "feedback.jsonl", out,
-                  lambda: on_rank0(annotate, annotation_settings(config, out)))      # l.7–11
+                  lambda: on_rank0(annotate, config, out / "responses.jsonl",
+                                   feedback))                                         # l.7–11
         run_phase("phase 2, reward model", "reward/metrics.json", out,
-                  lambda: summary(fit(model, tokenizer, reward_settings(config, out))),
-                  out / "reward")                                                    # l.13–14
+                  lambda: summary(fit(model, tokenizer, config, feedback,
+                                      out / "reward")))                              # l.13–14
         if not lora_parameters(model, "reward"):                # trained in an earlier run
             load_lora(model, "reward", out / "reward" / "adapter")
-    if needs_reward_model:
-        adapter = Path(config.reward_model or out / "reward/adapter")
-        check_reward_model(adapter.parent / "metrics.json", config.allow_weak_reward_model)
     run_phase("phase 3, policy", "result.json", out,
               lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
-                                         critic, advantages), out)                   # l.16–19
+                                         critic, advantages))                        # l.16–19
     if RANK == 0:
-        hint = reward_model_hint(config, out)
-        print_result(config, out, len(held_out), hint)
+        print_result(config, out, len(held_out), reward_model_hint(out))
     run_collective(dist.destroy_process_group)
 
 
 if __name__ == "__main__":
-    run_script(main, "text2grad")
+    run_script(lambda: main(parse_flags(Config, __doc__)), "text2grad")

@@ -379,7 +379,16 @@ def prompt(row: dict) -> str:
 TASK = Task(
     "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
-    truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows)
+    truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows,
+    settings={
+        "model": "toy/base", "annotator_function": "toy:critique", "annotated_rows": 3000,
+        "eval_rows": 200, "max_critique_tokens": 96,
+        "reward_epochs": 2, "reward_batch_size": 16, "reward_learning_rate": 5e-3,
+        "reward_lora_r": 32, "reward_lora_alpha": 64, "reward_max_tokens": 512,
+        "iterations": 18, "batch_size": 64, "minibatch_size": 64, "ppo_epochs": 4,
+        "rollout_batch_size": 256, "temperature": 1.0, "max_new_tokens": 32, "kl_coef": 0.5,
+        "kl_target": 2.0, "kl_horizon": 115, "learning_rate": 1e-3, "value_rate_factor": 7,
+        "schedule": "linear", "lora_targets": "q_proj,v_proj"})
 # Settings for a real instruction-following model such as SmolLM2: `--task toy:PROSE`. The
 # learning rates are ten times those of full fine-tuning, because LoRA weights move less. A step
 # of Adam at rate η changes W by a norm of η √(in · out). It changes (α/r) B A, with B = 0 and
@@ -388,12 +397,10 @@ PROSE = replace(
     TASK, name="prose", repeats_are_poor=True,
     rows=partial(rows, posts=_PROSE_POST, summaries=_PROSE_SUMMARY),
     truth=TASK.truth | {"repeated facts": repeated_facts},
-    policy={"model": "HuggingFaceTB/SmolLM2-135M-Instruct",
-            "annotator_function": "toy:critique_prose",
-            "temperature": 1.0, "schedule": "linear", "annotated_rows": 800, "iterations": 40,
-            "learning_rate": 3e-4, "batch_size": 16, "minibatch_size": 8, "micro_batch_size": 8,
-            "kl_target": 4.0, "kl_horizon": 32, "max_new_tokens": 48,
-            "value_learning_rate": 3e-3, "entropy_coef": 0.01,
-            "max_critique_tokens": 160, "probe_rows": 16},
-    reward={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "learning_rate": 1e-3,
-            "epochs": 2, "max_tokens": 400, "max_critique_tokens": 160, "held_out": 80})
+    settings={
+        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "annotator_function": "toy:critique_prose", "annotated_rows": 800,
+        "max_critique_tokens": 160, "reward_epochs": 2, "reward_learning_rate": 1e-3,
+        "reward_max_tokens": 400, "reward_held_out": 80, "iterations": 40,
+        "temperature": 1.0, "schedule": "linear", "max_new_tokens": 48, "kl_target": 4.0,
+        "kl_horizon": 32, "learning_rate": 3e-4, "entropy_coef": 0.01})

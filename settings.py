@@ -1,0 +1,292 @@
+"""Every flag in one place: its name, its default, its help, and the presets of the release.
+
+    config = parse_flags(Config, __doc__)                       # from the command line
+    config = parse_flags(Config, argv=["--task", "toy"])        # in a notebook
+
+A flag has the same name in all scripts. Its default suits a task of your own. --task changes
+defaults: RELEASE holds those of the paper's three tasks, and `Task.settings` those of any other
+task, such as toy.TASK. A preset is parsed as if its flags had been typed before yours.
+A None is derived from the number of rows and the size of the model, see `derive_settings`.
+
+Paper: Appendix D, Tables 9 and 10. "Release" is the code that the authors published; its
+values are for SLF5K, KodCode and UltraFeedback, named in this order where they differ.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import get_args
+
+from data import InputError, get_task
+
+
+def flag(default, text: str, choices=None, least=0, most=10**6):
+    """A dataclass field that is a command-line flag, with its help, choices or range."""
+    metadata = {"help": text, "choices": choices, "range": (least, most)}
+    return field(default=default, metadata=metadata)
+
+
+# ── The flags
+
+@dataclass
+class BaseConfig:
+    """Base model."""
+    task: str = flag("toy", "toy, slf5k, ultrafeedback, kodcode, or module:NAME of your own")
+    model: str = flag("meta-llama/Llama-3.1-8B-Instruct", "base model: directory or hub id")
+    seed: int = flag(0, "random seed", most=10**9)
+    max_critique_tokens: int = flag(256, "tokens of a critique by R_φ", least=1)
+    dtype: str | None = flag(None, "data type of the base; none: bfloat16, on a CPU float32",
+                             ("bfloat16", "float16", "float32", None))
+    micro_batch_tokens: int = flag(
+        4096, "tokens of a training pass with padding, at least one row", least=1)
+    activation_checkpointing: bool = flag(False, "recompute activations to save memory")
+    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
+
+
+@dataclass
+class ServerConfig:
+    """Server of the annotator or of the judge."""
+    base_url: str | None = flag(None, "OpenAI-compatible server; config.json stores the URL")
+    price_in: float | None = flag(None, "USD per million prompt tokens")
+    price_out: float | None = flag(None, "USD per million reply tokens")
+    max_usd: float | None = flag(None, "budget in USD over all runs; none: no limit")
+    concurrency: int = flag(8, "number of parallel requests", least=1)
+
+    @property
+    def prices(self) -> tuple:
+        """(price_in, price_out, max_usd): the last three arguments of `Journal`."""
+        return self.price_in, self.price_out, self.max_usd
+
+
+@dataclass
+class AnnotatorConfig(ServerConfig):
+    """Annotator."""
+    annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
+    annotator_function: str | None = flag(None, "module:function(row, response); none: server")
+    mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
+    retries: int = flag(6, "maximum number of retries per request")
+    timeout: float = flag(120.0, "timeout per request in seconds", least=0.01)
+    skip_failed: bool = flag(False, "leave out responses that the annotator failed on")
+
+    @property
+    def annotator(self) -> str:
+        """The name of the annotator, a field of each row and a part of the journal's keys."""
+        mode = "" if self.mode == "cot" else f" ({self.mode})"
+        return self.annotator_function or self.annotator_model + mode
+
+
+@dataclass
+class AnnotateConfig(AnnotatorConfig):
+    """Annotation: flags of annotate.py."""
+    task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
+    data: str | None = flag(None, "rows with responses, as JSON lines")
+    output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
+    limit: int | None = flag(None, "responses to annotate; none: all", least=1)
+    dry_run: bool = flag(False, "only print a forecast of tokens and cost")
+
+
+@dataclass
+class RewardConfig(BaseConfig):
+    """Reward model R_φ (Algorithm 3, Table 9)."""
+    reward_epochs: int = flag(5, "passes over the annotated rows (release: 3)", least=1)
+    reward_batch_size: int = flag(4, "rows per optimizer step (release: 8)", least=1)
+    reward_learning_rate: float | None = flag(
+        None, "peak rate (release: 1e-5, 2e-5); none: by the size of the model", most=10)
+    reward_weight_decay: float = flag(0.0, "weight decay (release: 3e-7, .01)", most=10)
+    reward_lora_r: int = flag(16, "rank of the adapter (release: 16)", least=1, most=10**4)
+    reward_lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
+    reward_lora_dropout: float = flag(0.0, "dropout (release: .05, .1)", most=0.99)
+    reward_lora_targets: str = flag(
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "layers with an adapter")
+    reward_max_tokens: int = flag(
+        1250, "longest x + y + z in tokens; longer rows are dropped", least=1)
+    reward_held_out: int = flag(200, "prompts held out, at most a tenth of all")
+
+
+@dataclass
+class FitConfig(RewardConfig):
+    """Files of reward_model.py."""
+    data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
+    output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
+
+
+@dataclass
+class PolicyConfig(BaseConfig):
+    """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
+    adapter: str | None = flag(
+        None, "SFT adapter: initial policy and reference; none: the bare base")
+    iterations: int | None = flag(
+        None, "iterations of Algorithm 4; none: --passes over the rows, at least 16", least=1)
+    passes: int = flag(1, "passes over the rows, without --iterations (release: 4)", least=1)
+    batch_size: int = flag(
+        16, "rollouts per iteration, all ranks (release: 12, 64, 64)", least=1)
+    responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
+    rollout_batch_size: int = flag(64, "texts that a rank decodes together", least=1)
+    temperature: float = flag(0.7, "sampling temperature of π (release: .6)", least=0.01)
+    max_new_tokens: int = flag(64, "tokens of a response (release: 89, 256, 512)", least=1)
+    kl_coef: float = flag(0.2, "initial KL coefficient β (release: .2, .07, .05)")
+    kl_target: float = flag(8.0, "KL per response in nats (release: 6, 1, 3); 0: fixed β")
+    kl_horizon: int = flag(128, "rollouts in which β adapts (release: 10000)", least=1)
+    gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
+    lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
+    ppo_epochs: int = flag(2, "passes over each batch (release: 4)", least=1)
+    minibatch_size: int = flag(
+        8, "rollouts per optimizer step, all ranks (release: 12, 64, 64)", least=1)
+    learning_rate: float | None = flag(
+        None, "peak rate (release: 1e-6, 5e-7, 1e-6); none: by the size of the model", most=10)
+    value_rate_factor: float = flag(10.0, "rate of the value head / learning_rate (release: 1)")
+    schedule: str = flag("cosine", "learning rate decay (release: both)", ("linear", "cosine"))
+    clip: float = flag(0.2, "PPO clip range ε (release: .2)")
+    value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
+    value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
+    value_target: str = flag("gae", "target of V: gae is A + V, return is Alg. 4 l.24",
+                             ("gae", "return"))
+    entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus (release: 0)")
+    lora_r: int = flag(16, "rank of the adapter (release: 16)", least=1, most=10**4)
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
+    lora_targets: str = flag(
+        "q_proj,k_proj,v_proj,o_proj", "layers with an adapter (release: q_proj,v_proj)")
+    allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
+    wandb: str | None = flag(None, "Weights & Biases project for the metrics")
+
+    @property
+    def reference(self) -> str | None:
+        """The adapter of π_ref: the frozen SFT adapter, or None for the bare base."""
+        return "reference" if self.adapter else None
+
+
+@dataclass
+class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
+    """Run: the flags of text2grad.py."""
+    data: str | None = flag(None, "training rows as JSON lines; none: the task makes them")
+    output_dir: str | None = flag(None, "run directory; none: runs/NAME of the task")
+    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 train it")
+    critic: str = flag("reward_model", "judge of the rollouts: R_φ (paper), or the annotator",
+                       ("reward_model", "annotator"))
+    max_prompt_tokens: int | None = flag(
+        None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
+    annotated_rows: int = flag(10_000, "rows for phases 1 and 2 (release: 5000, 10000, 10000)",
+                               least=1)
+    annotated_responses_per_prompt: int = flag(
+        1, "responses sampled for each annotated row that has none", least=1)
+    eval_rows: int = flag(64, "held-out prompts for the table before and after", least=1)
+
+
+# ── Presets
+
+# Common values of the release's command lines (Tables 9 and 10). The release's DeepSpeed file
+# replaces some of them, see PAPER.md.
+_COMMON = dict(
+    reward_epochs=3, reward_batch_size=8, reward_learning_rate=1e-5, reward_weight_decay=3e-7,
+    reward_lora_dropout=0.1, reward_lora_targets="q_proj,v_proj",
+    passes=4, batch_size=64, minibatch_size=64, ppo_epochs=4, learning_rate=1e-6,
+    value_rate_factor=1, value_clip=0.2, temperature=0.6, max_new_tokens=512,
+    max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, kl_horizon=10_000,
+    lora_targets="q_proj,v_proj")
+# max_prompt_tokens: the longest prompts of the released R_φ, which also had to fit y.
+RELEASE = {
+    "slf5k": _COMMON | dict(
+        reward_lora_dropout=0.05, reward_max_tokens=1400, annotated_rows=5000,
+        max_prompt_tokens=811, batch_size=12, minibatch_size=12, schedule="linear",
+        kl_coef=0.2, kl_target=6.0, max_new_tokens=89, max_critique_tokens=500),
+    "kodcode": _COMMON | dict(
+        reward_learning_rate=2e-5, reward_weight_decay=0.01,
+        reward_lora_targets="q_proj,k_proj,v_proj,o_proj", max_prompt_tokens=644,
+        learning_rate=5e-7, kl_coef=0.07, kl_target=1.0, max_new_tokens=256),
+    "ultrafeedback": _COMMON | dict(max_prompt_tokens=438),
+}
+
+
+def preset(task_name: str) -> dict:
+    """The settings that --task changes."""
+    return RELEASE.get(task_name) or get_task(task_name).settings
+
+
+def derive_settings(config, count: int, model):
+    """A copy of the config with numbers for the iterations and learning rates that are None.
+
+    count: number of the policy's training rows. A learning rate falls with the cube root of the
+    model's size; 1.3e-3 and 5e-3 suit a model of up to a million parameters.
+    """
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    scale = max(1.0, frozen / 1e6) ** (1 / 3)
+    derived = {"learning_rate": 1.3e-3 / scale, "reward_learning_rate": 5e-3 / scale}
+    if hasattr(config, "passes"):
+        iterations = config.passes * count // config.batch_size
+        derived["iterations"] = min(6000, max(16, iterations))
+    return replace(config, **{name: value for name, value in derived.items()
+                              if getattr(config, name, value) is None})
+
+
+# ── The parser
+
+class _Parser(argparse.ArgumentParser):
+    source = ""                                          # where the flags stand: the prefix
+
+    def error(self, message):
+        """Raise InputError: a wrong flag is reported in one line, with similar flags."""
+        flags = self._option_string_actions
+        similar = []
+        for word in re.findall(r"--[\w-]+", message):
+            if word not in flags:
+                similar += get_close_matches(word.replace("-", "_").replace("__", "--", 1),
+                                             flags)
+        hint = f"; similar: {', '.join(similar)}" if similar else ""
+        raise InputError(f"{self.source}{message}{hint} (--help lists the flags)")
+
+
+def _read_value(text: str, kind: type, is_optional: bool, least: float, most: float):
+    """The value of a flag, of one kind and in its range; "none" is None where it may be."""
+    if is_optional and text.lower() == "none":
+        return None
+    if kind is str:
+        if not text.strip():
+            raise argparse.ArgumentTypeError("the value is empty")
+        return text
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__}") from error
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} must be from {least:g} to {most:g}")
+    return value
+
+
+def parse_flags(config_class, description: str = "", argv=None, preset=preset):
+    """Read a config from argv, by default from the command line.
+
+    preset(task): the settings that --task changes. In --help, the flags of each class are one
+    group. Raises InputError for a flag, or a setting of the task, that is wrong.
+    """
+    parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
+                     usage="%(prog)s [--flag value ...]", add_help=False,
+                     formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter,
+                                             max_help_position=33, width=96))
+    for part in config_class.__mro__[:-1]:
+        group = parser.add_argument_group(part.__doc__.split(".")[0])
+        for name in part.__annotations__:
+            setting = config_class.__dataclass_fields__[name]
+            if f"--{name}" in parser._option_string_actions:
+                continue                                 # a subclass has its own default
+            kind, *others = get_args(setting.type) or (setting.type,)
+            options = {"action": "store_true"} if kind is bool else {
+                "metavar": kind.__name__, "choices": setting.metadata["choices"],
+                "type": partial(_read_value, kind=kind, is_optional=bool(others),
+                                least=setting.metadata["range"][0],
+                                most=setting.metadata["range"][1])}
+            group.add_argument(f"--{name}", default=setting.default,
+                               help=setting.metadata["help"], **options)
+    task = vars(parser.parse_known_args(argv)[0]).get("task")
+    other_flags = {f.name for f in fields(Config)} - {f.name for f in fields(config_class)}
+    words = []
+    for name, value in (preset(task) if task else {}).items():
+        if name not in other_flags and value is not False:
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
+    parser.source = f"the settings of --task {task}: "
+    parser.set_defaults(**vars(parser.parse_args(words)))
+    parser.source = ""
+    # --help prints the defaults of the task, so it is added after them.
+    parser.add_argument("-h", "--help", action="help", help="show this text")
+    return config_class(**vars(parser.parse_args(argv)))
