@@ -46,21 +46,21 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import report
-from annotate import AnnotateConfig, annotation_question, load_annotator
+from annotate import annotation_question, load_annotator
 from ask import question_key
-from data import (DTYPES, InputError, append_row, chunks, examples, flag, get_task,
-                  parse_flags, preset, read_rows, reward_prompt, run_script, whole_rows,
-                  write_rows)
+from data import (InputError, append_row, chunks, examples, get_task, read_rows, reward_prompt,
+                  run_script, whole_rows, write_rows)
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
 from measures.spans import (audit_text, delta_scores, judge_texts, read_spans,
                             response_tokens, score_critiques)
-from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model, load_lora,
-                   load_model, use_lora)
-from runtime import WORLD_SIZE, check_settings, checksum, lock_directory
+from model import (ADAPTER_FILES, encode_prompt, eos_ids, find_model, load_lora, load_model,
+                   use_lora)
+from runtime import WORLD_SIZE, checksum, lock_directory
 from sampling import context_length, generate
-from text2grad import Config, load_rows
+from settings import AnnotateConfig, Config, flag, parse_flags
+from text2grad import drop_long_rows
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy", "temperature": 1.0},
            "alpaca_eval": {"max_new_tokens": 2048}}
@@ -85,7 +85,7 @@ class EvalConfig(judges.JudgeConfig):
                                         "ADAPTER-eval-TASK")
     seed: int = flag(0, "random seed of the answers")
     dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
-                                   "float32 on CPU", DTYPES)
+                                   "float32 on CPU", ("bfloat16", "float16", "float32", None))
     batch_size: int = flag(64, "number of texts in a batch", least=1)
     temperature: float = flag(0.0, "sampling temperature; 0 is greedy; unused by mt_bench")
     max_new_tokens: int = flag(1024, "maximum tokens of an answer; less in a short context",
@@ -284,10 +284,10 @@ def data_rows(config: EvalConfig) -> list[dict]:
     rows = name_rows(read_rows(config.data, task=task))
     for source in config.adapters:
         for run in whole_rows(Path(source).parent / "config.json"):         # at most one row
-            if run.get("sha256 of --data") == checksum(Path(config.data))[:16]:
-                training = Config(task=run["task"], data=config.data, seed=run["seed"],
-                                  eval_rows=run["eval_rows"])
-                prompts = [task.policy_prompt(row) for row in load_rows(training)[1]]
+            held_out = Path(source).parent / "held_out.jsonl"
+            if held_out.exists() and run["data"] and Path(run["data"]).exists() and (
+                    os.path.samefile(run["data"], config.data)):
+                prompts = [task.policy_prompt(row) for row in read_rows(held_out)]
                 held_rows = [row for row in rows if task.policy_prompt(row) in prompts]
                 print(f"uses {len(held_rows)} of {len(rows)} rows, held out from {source}")
                 rows = held_rows
@@ -510,7 +510,7 @@ def settings_of(task: str) -> dict:
     """Defaults for --task. Those of a data.Task are the settings of its training."""
     if task in BENCHMARKS:
         return PRESETS.get(task, {})
-    training = vars(Config()) | preset(task, "policy")
+    training = vars(parse_flags(Config, argv=["--task", task]))
     settings = {name: training[name] for name in (
         "model", "annotator_function", "max_new_tokens", "max_critique_tokens")}
     if get_task(task).rows:
@@ -557,14 +557,16 @@ def output_directory(config: EvalConfig) -> Path:
     out = Path(config.output_dir or f"{Path(source)}-eval-{task}")
     path = out / "result.json"
     for saved in whole_rows(path):                        # at most one row
-        check_settings(asdict(config), saved["config"], {"task", "before", "adapter"}, path,
-                       "choose another --output_dir")
+        for name in ("task", "before", "adapter"):
+            if saved["config"][name] != getattr(config, name):
+                raise InputError(f"{path} is a result of --{name} {saved['config'][name]}; "
+                                 f"choose another --output_dir")
     return out
 
 
 def main():
     """Evaluate each side, print the table and write the results."""
-    config = parse_flags(EvalConfig, __doc__, settings_of)
+    config = parse_flags(EvalConfig, __doc__, preset=settings_of)
     check_flags(config)
     out = output_directory(config)
     config = replace(config, output_dir=str(out))

@@ -112,8 +112,8 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
         logits = model(ids).logits
     if not torch.allclose(expected, logits, rtol=1e-2, atol=1e-2):
         raise InputError(f"{path}: the logits are not finite, or this architecture changes "
-                         f"them after the head (with a bias, a scale or a soft cap); use Llama, "
-                         f"Mistral or Qwen")
+                         f"them after the head (with a bias, a scale or a soft cap); use "
+                         f"Llama, Mistral or Qwen")
     return model, tokenizer
 
 

@@ -33,12 +33,13 @@ from itertools import zip_longest
 from transformers import GenerationConfig
 
 from annotate import token_offsets
-from data import flag, parse_flags, printable, run_script
+from data import run_script
 from model import (PLAIN_TEMPLATE, encode_prompt, eos_ids, load_lora, load_model, merge_lora,
                    use_lora)
 from report import colour_tokens, split_text, table
 from reward_model import judge, write_critiques
 from sampling import generate
+from settings import flag, parse_flags
 
 # Up to 38 characters of a line, from its indentation or a word to the end of a word.
 PIECE = r"(?m)(?:^ +)?\S.{0,37}(?!\S)|\S{38}"
@@ -64,13 +65,13 @@ def print_answers(model, tokenizer, prompt, config):
             ids, = generate(model, [encode_prompt(tokenizer, prompt)], config.max_new_tokens, 0,
                             eos_ids(tokenizer, model))
         text, offsets = token_offsets(tokenizer, ids)
-        columns.append([f"{piece:38}" for piece in re.findall(PIECE, printable(text))])
+        columns.append([f"{piece:38}" for piece in re.findall(PIECE, text)])
         if config.reward_model:
             z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
             judgement = judge(z, text, offsets)
             tokens = colour_tokens(split_text(text, offsets), judgement.delta)
             critiques += f"\n\n{adapter or 'base'}: {tokens}\n"
-            critiques += f"R_φ: {printable(z)}\n{judgement.reason}"
+            critiques += f"R_φ: {z}\n{judgement.reason}"
     print(table(["base", f"{'policy':38}"], zip_longest(*columns, fillvalue="")) + critiques)
 
 

@@ -291,6 +291,8 @@ def main(config: Config, critic=None, needs_reward_model=True, advantages=add_ad
     has_responses = not trains_reward_model or (out / "responses.jsonl").exists()
     check_outcomes(annotation_rows, has_responses, config)
     save_settings(config, out, "R_φ" if needs_reward_model else config.annotator)
+    if RANK == 0:
+        write_rows(out / "held_out.jsonl", held_out)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")

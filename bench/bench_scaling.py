@@ -15,10 +15,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from bench import pipes                                                    # noqa: E402
 from bench_work import SHAPES, Shape                                       # noqa: E402
-from data import preset                                                    # noqa: E402
-from reward_model import RewardConfig                                      # noqa: E402
 from sampling import PREFILL_TOKENS                                        # noqa: E402
-from text2grad import Config                                               # noqa: E402
+from settings import Config, parse_flags                                    # noqa: E402
 
 FLOPS = 0.4 * 989e12                  # H100: 40 % of the data sheet's FLOP/s
 BANDWIDTH = 0.75 * 3.35e12            # and 75 % of its bytes/s
@@ -56,7 +54,7 @@ def activations(s: Shape, kind: str) -> float:
     return s.L * block + in_flight
 
 
-def memory(s: Shape, config: Config, reward: RewardConfig, ranks: int) -> list[float]:
+def memory(s: Shape, config: Config, ranks: int) -> list[float]:
     """Bytes per GPU: weights of the base, sampling, training, and the larger of the two."""
     n = sizes(s)
     base = 2 * (n["blocks"] + n["head"] + n["embedding"])
@@ -70,7 +68,7 @@ def memory(s: Shape, config: Config, reward: RewardConfig, ranks: int) -> list[f
     prefill = min(PREFILL_TOKENS, rows * tokens) * activations(s, "prefill")
     sampling = held + gathered + adapters + cache + max(prefill, 12 * rows * s.V)
     kind = "checkpointed" if config.activation_checkpointing else "training"
-    widest = max(tokens * config.micro_batch_size, reward.max_tokens * reward.micro_batch_size)
+    widest = max(tokens, config.reward_max_tokens, config.micro_batch_tokens)
     training = held + units + adapters + widest * activations(s, kind) + 2**28
     return [held, sampling, training, max(sampling, training)]
 
@@ -91,7 +89,7 @@ def train(s: Shape, tokens: int, scored: int) -> float:
     return max(flops / FLOPS, 3 * n["operations"] * EAGER)
 
 
-def hours(s: Shape, config: Config, reward: RewardConfig, ranks: int) -> list[str]:
+def hours(s: Shape, config: Config, ranks: int) -> list[str]:
     """Seconds of each part of an iteration; share of the critique; hours of the phases."""
     n = sizes(s)
     x = config.max_prompt_tokens
@@ -99,18 +97,19 @@ def hours(s: Shape, config: Config, reward: RewardConfig, ranks: int) -> list[st
     z = config.max_critique_tokens
     count, given = DATA[config.task]                      # rows, and responses in each row
     rows = config.batch_size // ranks
-    micro = config.micro_batch_size
+    micro = max(1, config.micro_batch_tokens // (x + y))
+    reward_micro = max(1, config.micro_batch_tokens // config.reward_max_tokens)
     forward = 2 * n["blocks"] * rows * (x + y) + 3 * n["head"] * rows * y
     score = 2 * max(forward / FLOPS, rows * n["operations"] * EAGER)
     update = config.ppo_epochs * rows / micro * train(s, (x + y) * micro, y * micro)
     parts = [decode(s, rows, x, y), decode(s, rows, x + y, z), score, update]
-    iterations = min(6000, 4 * count // config.batch_size)          # as in derive_settings
+    iterations = min(6000, config.passes * count // config.batch_size)
     annotated = min(count, config.annotated_rows) / ranks
     chunk = config.rollout_batch_size
     phases = [0 if given else annotated / chunk * decode(s, chunk, x, y),
-              reward.epochs * annotated * max(1, given) / reward.micro_batch_size
-              * train(s, reward.max_tokens * reward.micro_batch_size,
-                      z * reward.micro_batch_size), sum(parts) * iterations]
+              config.reward_epochs * annotated * max(1, given) / reward_micro
+              * train(s, config.reward_max_tokens * reward_micro, z * reward_micro),
+              sum(parts) * iterations]
     return [*(f"{x:.1f}" for x in parts), f"+{parts[1] / (sum(parts) - parts[1]):.0%}",
             iterations, *(f"{x / 3600:.1f}" for x in [*phases, sum(phases)])]
 
@@ -120,16 +119,15 @@ def tables() -> dict[str, list[list]]:
     lines = {"memory": [], "hours": []}
     for model, task, ranks, flags in CASES:
         s = SHAPES[f"llama3-{model}"]
-        config = replace(Config(task=task, **preset(task, "policy")), **flags)
-        reward = RewardConfig(task=task, **preset(task, "reward"))
+        config = replace(parse_flags(Config, argv=["--task", task]), **flags)
         assert config.batch_size % ranks == config.minibatch_size % ranks == 0, flags
         text = " ".join(f"--{name}" if value is True else f"--{name} {value}"
                         for name, value in flags.items())
         case = [model.upper(), task, ranks, text]
-        values = memory(s, config, reward, ranks)
+        values = memory(s, config, ranks)
         lines["memory"].append([*case, *(f"{value / 1e9:.1f}" for value in values)])
         if model == "8b" and not flags.keys() & {"shard", "rollout_batch_size"}:
-            lines["hours"].append([*case[1:3], *hours(s, config, reward, ranks)])
+            lines["hours"].append([*case[1:3], *hours(s, config, ranks)])
     return lines
 
 

@@ -259,9 +259,10 @@ def build_ppo(side: str, options: dict):
                                   weight_decay=0, fused=True)
     prompts, responses, scores = ppo_batch(options, V)
     rows = len(prompts)
+    longest = max(len(x) + len(y) for x, y in zip(prompts, responses))
     config = policy.PolicyConfig(batch_size=rows, minibatch_size=rows,
                                  ppo_epochs=options["epochs"],
-                                 micro_batch_size=options["micro"])
+                                 micro_batch_tokens=options["micro"] * longest)
     padded = pad_batch(prompts, responses, model.device)
     delta = torch.zeros(padded[3].shape, device=model.device)
     ends = padded[3].sum(1) - 1
@@ -367,7 +368,7 @@ def iteration_worker(options: dict) -> list[dict]:
     import policy
     import reward_model
     from model import add_lora
-    from text2grad import Config
+    from settings import Config
     device, new, batch = (options[key] for key in ("device", "new", "batch"))
     if card := options.get("card"):
         whole = torch.cuda.mem_get_info()[1]
@@ -378,9 +379,8 @@ def iteration_worker(options: dict) -> list[dict]:
         add_lora(model, name, 16, 32)
     config = Config(
         task="ultrafeedback", batch_size=batch, minibatch_size=batch, ppo_epochs=4,
-        max_new_tokens=new, max_critique_tokens=new, micro_batch_size=options["micro"],
-        iterations=1 + options["rounds"], learning_rate=1e-5, annotator_function=None,
-        probe_rows=0)
+        max_new_tokens=new, max_critique_tokens=new,
+        iterations=1 + options["rounds"], learning_rate=1e-5)
     rows = [{"prompt": " ".join(f"t{i}" for i in ids)}
             for ids in sequences(batch, new, new, V, 1)]
     phases = "rollout", "critique", "score", "update"
@@ -439,11 +439,11 @@ def asserts_worker(options: dict) -> list[dict]:
     import toy
     from experiments.designs import true_critic
     from model import add_lora, load_model
-    from text2grad import Config
+    from settings import Config, parse_flags
     model, tokenizer = load_model(toy.BASE, device=options["device"])
     add_lora(model, "policy", 16, 32)
-    work = partial(train, model, tokenizer, toy.rows("train", 64), Config(iterations=1),
-                   true_critic)
+    config = parse_flags(Config, argv=["--iterations", "1"])
+    work = partial(train, model, tokenizer, toy.rows("train", 64), config, true_critic)
     keep_memory()
     work()
     spent.clear()
@@ -519,7 +519,8 @@ def annotate_worker(options: dict) -> dict:
     """Annotation by annotate.py, or a plain loop of requests with the same client."""
     import asyncio
     import openai
-    from annotate import AnnotateConfig, annotate, annotation_messages
+    from annotate import annotate, annotation_messages
+    from settings import AnnotatorConfig
     from data import InputError, examples, get_task, read_rows
 
     async def bare():
@@ -542,11 +543,11 @@ def annotate_worker(options: dict) -> dict:
     if options["side"] == "bare":
         asyncio.run(bare())
     else:
-        config = AnnotateConfig(data=options["data"], output=options["output"], concurrency=64,
-                                base_url=options["url"], price_in=2.5, price_out=10.0,
-                                timeout=2.0)
+        config = AnnotatorConfig(concurrency=64, base_url=options["url"], price_in=2.5,
+                                 price_out=10.0, timeout=2.0)
+        config.task = "slf5k"
         try:
-            said = annotate(config)
+            said = annotate(config, options["data"], options["output"])
         except InputError as error:                   # the server failed on some rows
             said = str(error)
     return {"seconds": time.perf_counter() - start, "said": said,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from policy import Rollouts, gae, whiten
-from text2grad import Config
+from settings import Config
 
 
 def to_go(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:

@@ -45,20 +45,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import text2grad
-from annotate import Span, annotate, annotation_settings, token_offsets
-from data import (REFERENCES, InputError, Task, chunks, get_task, parse_flags, preset,
-                  prompt_text, read_rows, run_script, write_rows)
+from annotate import Span, annotate, token_offsets
+from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text, read_rows,
+                  run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores)
-from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
+from model import (encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
-from policy import Rollouts, add_advantages, derive_settings, sample_rollouts, train
+from policy import Rollouts, add_advantages, sample_rollouts, train
 from report import evaluation_command
-from reward_model import (RewardConfig, derive_reward_settings, fit_adapter, reward_settings,
-                          write_critiques)
-from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
+from reward_model import fit_adapter, write_critiques
+from runtime import WORLD_SIZE, lock_directory, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
-from text2grad import Config, check_config, load_rows, start_policy, write_responses
+from settings import Config, derive_settings, parse_flags
+from text2grad import check_config, drop_long_rows, load_rows, start_policy, write_responses
 
 
 # ── The losses
@@ -150,11 +150,13 @@ def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
 
 def annotate_rows(model, tokenizer, rows, config: Config, out: Path) -> list[dict]:
     """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
-    if not result_exists(out / "responses.jsonl"):
+    responses = out / "responses.jsonl"
+    feedback = out / "feedback.jsonl"
+    if not responses.exists():
         write_responses(model, tokenizer, rows, config, out)
-    if not result_exists(out / "feedback.jsonl"):
-        annotate(annotation_settings(config, out))
-    return read_rows(out / "feedback.jsonl")
+    if not feedback.exists():
+        annotate(config, responses, feedback)
+    return read_rows(feedback)
 
 
 def encode_texts(tokenizer, texts) -> list[tuple]:
@@ -289,11 +291,12 @@ def fit_policy(model, tokenizer, texts, config: Config, out: Path, name="policy"
         raise InputError("no training examples: all sampled responses are empty, or all pairs "
                          "are tied; give more rows with --data, or more --iterations")
     responses = config.iterations * config.batch_size * config.ppo_epochs
-    settings = RewardConfig(
-        seed=config.seed, lora_r=config.lora_r, lora_alpha=config.lora_alpha,
-        lora_targets=config.lora_targets, learning_rate=config.learning_rate,
-        micro_batch_size=config.micro_batch_size, batch_size=config.minibatch_size,
-        epochs=max(1, round(responses / len(texts))))
+    settings = replace(
+        config, reward_lora_r=config.lora_r, reward_lora_alpha=config.lora_alpha,
+        reward_lora_targets=config.lora_targets, reward_lora_dropout=0.0,
+        reward_learning_rate=config.learning_rate, reward_weight_decay=0.0,
+        reward_batch_size=config.minibatch_size,
+        reward_epochs=max(1, round(responses / len(texts))))
     fit_adapter(model, encode_texts(tokenizer, texts), name, settings,
                 out=out / f"fit-{name}", **loss)
 
@@ -355,7 +358,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     """Train the adapter "reward" as a "scalar" or "steps" reward model → held-out accuracy.
 
     One tenth of the examples is held out. The learning rate is a fifth of R_φ's, and there are
-    twice as many epochs. changes: fields of RewardConfig with other values.
+    twice as many epochs. changes: fields of the config with other values.
     """
     rows = rows[: config.annotated_rows]
     if reward_type == "steps":
@@ -375,9 +378,8 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
     if len(examples) < 2:
         raise InputError(f"{reward_type} rewards need two labelled examples, and there are "
                          f"{len(examples)}: the others are ties or have no label; add rows")
-    settings = derive_reward_settings(reward_settings(config, out), len(examples), model)
-    settings = replace(settings, **{"learning_rate": settings.learning_rate / 5,
-                                    "epochs": 2 * settings.epochs} | changes)
+    settings = replace(config, **{"reward_learning_rate": config.reward_learning_rate / 5,
+                                  "reward_epochs": 2 * config.reward_epochs} | changes)
     n_heldout = max(1, len(examples) // 10)
 
     def loss_of(model, part):
@@ -447,8 +449,8 @@ def main(argv=None):
         raise InputError(f"{problem}: choose one of {', '.join(choices)}, followed by flags of "
                          f"text2grad.py")
     # Later flags override earlier ones.
-    flags = ["--output_dir", f"runs/{name}", "--probe_rows", "0", *flags]
-    config = parse_flags(Config, __doc__, preset, flags)
+    flags = ["--output_dir", f"runs/{name}", *flags]
+    config = parse_flags(Config, __doc__, flags)
     if name in TRUE and not config.annotator_function:
         raise InputError(f"{name} needs --annotator_function: set it to module:function")
     if name in GROUPED and config.responses_per_prompt < 2:
@@ -457,9 +459,9 @@ def main(argv=None):
     if name in METHODS:
         train_baseline(name, config)
     elif name in designs:
-        text2grad.main(flags, designs[name], name in LEARNT)
+        text2grad.main(config, designs[name], name in LEARNT)
     else:
-        text2grad.main(flags, advantages=ADVANTAGES[name])
+        text2grad.main(config, advantages=ADVANTAGES[name])
 
 
 def train_baseline(name: str, config: Config):

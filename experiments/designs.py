@@ -303,7 +303,7 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
     """
     judgements = []
     with use_lora(model, "reward"):
-        for part in chunks(row_share(rollouts), config.micro_batch_size):
+        for part in chunks(row_share(rollouts), config.rollout_batch_size):
             pairs = []
             for i in part:
                 y = rollouts.response_ids[i][rollouts.mask[i].bool()]

@@ -43,8 +43,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import toy
-from data import (InputError, append_row, checksum, chunks, flag, parse_flags, read_rows,
-                  run_script, whole_rows, write_rows)
+from data import (InputError, append_row, checksum, chunks, read_rows, run_script, whole_rows,
+                  write_rows)
 from experiments.advantages import ADVANTAGES, position_mean
 from experiments.baselines import METHODS, annotate_rows, fit_scores, reflect
 from experiments.designs import ANNOTATORS, DESIGNS, LEARNT, SCORED, true_critic
@@ -52,9 +52,10 @@ from model import load_lora, load_model, lora_parameters
 from policy import (add_advantages, add_feedback, forward, gae, reward_model_critic,
                     sample_rollouts, train, whiten)
 from report import svg_line, table
-from reward_model import count_tokens, fit, reward_settings, token_figures
+from reward_model import count_tokens, fit, token_figures
 from sampling import head_weight, token_logprobs
-from text2grad import Config, start_policy
+from settings import Config, flag, parse_flags
+from text2grad import start_policy
 
 # ── Runs: what a study compares
 
@@ -188,19 +189,21 @@ def work(run: Run, file: Path, cache: Path):
 def config_of(run: Run, out: Path) -> Config:
     """The flags of text2grad.py for a run. Flags that are not set here keep their defaults."""
     function, mode = ANNOTATORS[run.annotator]
-    config = Config(
+    config = replace(
+        parse_flags(Config, argv=[]),
         output_dir=str(out), seed=run.seed, annotator_function=function, mode=mode,
-        annotated_rows=run.rows, probe_rows=0, save_every=10**9,
+        annotated_rows=run.rows,
         learning_rate=run.rate, kl_coef=BETA, iterations=run.updates,
+        value_rate_factor=7e-3 / (run.rate or 1.0), kl_horizon=run.updates * run.batch // 10,
         batch_size=run.batch, minibatch_size=run.batch,
         max_new_tokens=28 * run.length,
         max_critique_tokens=40 + 56 * run.length)
     return replace(config, **dict(run.settings))
 
 
-def judge_settings(config: Config, out: Path):
+def judge_settings(config: Config, **changes):
     """R_φ's settings in all records: three passes at .003, more than the default."""
-    return replace(reward_settings(config, out), epochs=3, learning_rate=3e-3)
+    return replace(config, **{"reward_epochs": 3, "reward_learning_rate": 3e-3} | changes)
 
 
 def fit_judge(run: Run, cache: Path) -> dict:
@@ -221,15 +224,17 @@ def fit_judge(run: Run, cache: Path) -> dict:
         rows = toy.rows("train", run.rows, 1000 + config.seed, run.length)
         if reward_type not in SCORED:
             break
-        right = fit_scores(model, tokenizer, rows, config, out, reward_type, **dict(run.judge))
+        changes = {f"reward_{name}": value for name, value in run.judge}
+        right = fit_scores(model, tokenizer, rows, config, out, reward_type, **changes)
         if right >= CHANCE or verb == "try":
             return {"right": right, "draws": draw + 1}
     else:
         raise InputError(f"{DRAWS} reward models have an accuracy below {CHANCE}, the last "
                          f"{right:.3f}: more annotated rows or other settings are needed")
     annotate_rows(model, tokenizer, rows, config, out)
-    judge_config = replace(judge_settings(config, out), **dict(run.judge))
-    fit(model, tokenizer, judge_config)
+    changes = {f"reward_{name}": value for name, value in run.judge}
+    fit(model, tokenizer, judge_settings(config, **changes), out / "feedback.jsonl",
+        out / "reward")
     rollouts = sample_answers(model, tokenizer, run, config, None)
     return probe_reward_model(rollouts, model, tokenizer, config, reward_model_critic)
 
@@ -353,7 +358,8 @@ def renewed(run: Run, feedback: list[dict]):
             rows = [row | {"response": text} for row, text in zip(posts, batch.texts)]
             new_feedback = annotate_rows(model, tokenizer, rows, config, out)
             write_rows(out / "feedback.jsonl", feedback + new_feedback)
-            fit(model, tokenizer, judge_settings(config, out))
+            fit(model, tokenizer, judge_settings(config), out / "feedback.jsonl",
+                out / "reward")
         return reward_model_critic(rollouts, model, tokenizer, config)
     return renewed_critique
 

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from annotate import ServerConfig, fenced
+from annotate import fenced
 from ask import Journal, Question, Server, ask, check_asking, forecast, missing, question_key
-from data import InputError, chunks, flag, read_rows
+from data import InputError, chunks, read_rows
+from settings import ServerConfig, flag
 
 
 TEMPERATURE = 0.0                                            # sampling temperature of the judge

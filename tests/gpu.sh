@@ -92,8 +92,7 @@ print(torch.cuda.device_count(), torch.cuda.mem_get_info()[1] // 10**9)')
     device=cuda one=llama3-1b default=()
     bench=(--device cuda --shape "$([ "$gigabytes" -ge 40 ] && echo llama3-8b || echo llama3-1b)")
 fi
-small=(--annotated_rows 40 --iterations 2 --batch_size 8 --minibatch_size 8 --eval_rows 8
-       --micro_batch_size 8)
+small=(--annotated_rows 40 --iterations 2 --batch_size 8 --minibatch_size 8 --eval_rows 8)
 model="{\"mode\": \"save\", \"options\": {\"shape\": \"$one\", \"device\": \"$device\",
         \"path\": \"$work/model\"}}"
 bench=("$PYTHON" bench/bench.py "${bench[@]}" --patience 5 --write "$out/BENCHMARKS.md")

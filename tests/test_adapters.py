@@ -16,7 +16,7 @@ from transformers import (Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llam
                           Phi3Config, Phi3ForCausalLM)
 
 import sampling
-from data import ModelError
+from data import InputError
 from helpers import ROOT, randomise
 from model import (LoRALinear, add_lora, encode_prompt, load_lora, load_model, response_hidden,
                    save_lora, use_lora)
@@ -54,8 +54,8 @@ def new_model(folder):
 
 
 def refusal(call, *arguments, **options) -> str:
-    """The message of the ModelError that the call raises, which has one line."""
-    with pytest.raises(ModelError) as caught:
+    """The message of the InputError that the call raises, which has one line."""
+    with pytest.raises(InputError) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -323,7 +323,7 @@ def test_code_of_a_model_directory_never_runs_and_no_question_is_asked(
     monkeypatch.setattr("builtins.input", lambda *text: questions.append(text) or "y")
     try:
         load_model(folder, device="cpu")
-    except ModelError as error:
+    except InputError as error:
         assert "custom code" in str(error) and "\n" not in str(error)
     assert questions == [] and not (tmp_path / "ran").exists()
 
@@ -388,5 +388,5 @@ def test_an_adapter_is_no_base(tmp_path, toy_model):
     model, _ = toy_model
     add_lora(model, "policy", 4, 8)
     save_lora(model, "policy", tmp_path / "adapter")
-    with pytest.raises(ModelError, match="is an adapter; give its base as --model"):
+    with pytest.raises(InputError, match="is an adapter; give its base as --model"):
         load_model(tmp_path / "adapter")

@@ -4,9 +4,8 @@ import pytest
 import torch
 from experiments import advantages
 from experiments.advantages import ADVANTAGES
-from helpers import noise
+from helpers import toy_config, noise
 from policy import Rollouts, batch_rows
-from text2grad import Config
 
 V, T, BETA = 4, 3, 0.7
 
@@ -60,7 +59,7 @@ def assert_same_gradient(got, want):
 def test_definition_1_by_enumeration(tabular):
     """Σ_t E[r_t ∇ log π(y_t)]: the derivative of each π(y_t | prefix), at fixed prefixes."""
     p = tabular
-    rollouts, _ = filled("definition_1", p.delta, Config(), kl=p.kl.detach(), beta=BETA)
+    rollouts, _ = filled("definition_1", p.delta, toy_config(), kl=p.kl.detach(), beta=BETA)
     got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
     reward = (p.delta - BETA * p.kl).detach()
     want = 0
@@ -80,7 +79,7 @@ def test_sums_are_the_gradient_of_the_expected_reward(tabular, name, K, share):
     scales the gradient by 1 − 1/K."""
     p = tabular
     y = torch.cartesian_prod(*[torch.arange(V**T)] * K).flatten()
-    rollouts, _ = filled(name, p.delta[y], Config(responses_per_prompt=K), kl=p.kl[y].detach(),
+    rollouts, _ = filled(name, p.delta[y], toy_config(responses_per_prompt=K), kl=p.kl[y].detach(),
                          beta=BETA)
     weight = p.probability.detach()[y].view(-1, K).prod(1).repeat_interleave(K)
     got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[y]).sum() / K)
@@ -108,7 +107,7 @@ LENGTHS = [3, 2, 3, 3]
     ("group_tokens", [[-2, -2, -1], [2, 2, 0], [-2, -2, -1], [2, 2, 1]])])
 def test_advantages_by_hand(name, expected, monkeypatch):
     monkeypatch.setattr(advantages, "whiten", lambda x, mask: x)
-    rollouts, _ = filled(name, DELTA, Config(lam=0.5, responses_per_prompt=2), LENGTHS)
+    rollouts, _ = filled(name, DELTA, toy_config(lam=0.5, responses_per_prompt=2), LENGTHS)
     expected = torch.tensor(expected, dtype=torch.double)
     torch.testing.assert_close(rollouts.advantages, expected, rtol=1e-3, atol=1e-9)
     assert torch.equal(rollouts.returns, rollouts.values)
@@ -117,7 +116,7 @@ def test_advantages_by_hand(name, expected, monkeypatch):
 @pytest.mark.parametrize("name", ["whitened_rewards", "reward_to_go", "decayed_to_go",
                                   "position_mean", "group_tokens"])
 def test_whitened_advantages_have_mean_0_and_variance_1(name):
-    rollouts, _ = filled(name, DELTA, Config(responses_per_prompt=2), LENGTHS)
+    rollouts, _ = filled(name, DELTA, toy_config(responses_per_prompt=2), LENGTHS)
     values = rollouts.advantages[rollouts.mask.bool()]
     assert values.mean().abs() < 1e-6 and values.var(correction=0) == pytest.approx(1, abs=1e-4)
 
@@ -127,13 +126,13 @@ def test_whitened_advantages_have_mean_0_and_variance_1(name):
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
 def test_a_group_of_equal_rewards_gets_0_and_is_counted(name):
     delta = [[1, 0], [0, 1], [1, 1], [0, 0]]
-    rollouts, metrics = filled(name, delta, Config(responses_per_prompt=2))
+    rollouts, metrics = filled(name, delta, toy_config(responses_per_prompt=2))
     assert not rollouts.advantages[:2].any() and rollouts.advantages[2:].all()
     assert metrics == {"equal_groups": 1}
 
 
 def test_a_batch_holds_every_prompt_as_often_as_the_group_is_large():
-    config = Config(batch_size=12, responses_per_prompt=4)
+    config = toy_config(batch_size=12, responses_per_prompt=4)
     drawn = [batch_rows([*range(6)], config, i) for i in range(2)]
     assert sorted(drawn[0] + drawn[1]) == [i for i in range(6) for _ in range(4)]
     assert all(len(set(batch[i : i + 4])) == 1 for batch in drawn for i in (0, 4, 8))

@@ -17,12 +17,11 @@ import sampling
 import policy
 from annotate import Grounding
 from data import get_task
-from helpers import ROOT, scored
+from helpers import toy_config, ROOT, scored
 from model import add_lora, response_hidden
 from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
 from policy import AdaptiveKL, add_advantages, add_feedback, add_scores
-from text2grad import Config
 
 CORE = ("annotate", "ask", "data", "model", "policy", "reward_model", "runtime", "sampling",
         "text2grad")
@@ -32,7 +31,7 @@ HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
 TARGETS = torch.zeros(5).long()
 SHORTER = SimpleNamespace(base_model=lambda ids, **_: SimpleNamespace(
     last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that drops a column
-CONFIG = Config(micro_batch_size=6, minibatch_size=6)
+CONFIG = toy_config(micro_batch_size=6, minibatch_size=6)
 ROW = {"prompt": "x", "response": "y", "critique": "c", "good_spans": [], "poor_spans": []}
 
 

@@ -28,13 +28,12 @@ from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses
 from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged,
                                  mark_ends, marks, replace_delta, span_weights, step_spans,
                                  token_scores, true_critic, weigh)
-from helpers import ROOT, error_message, noise, randomise
+from helpers import toy_config, ROOT, error_message, noise, randomise
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
 from policy import Rollouts
 from reward_model import Judgement
 from sampling import pad_batch
-from text2grad import Config
 
 close = torch.testing.assert_close
 
@@ -73,7 +72,7 @@ def logits_of(model, x, y):
 
 
 def small(tmp_path, **more):
-    return Config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
+    return toy_config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
                          minibatch_size=8, eval_rows=4, iterations=2, ppo_epochs=2,
                          learning_rate=3e-3, probe_rows=0, max_new_tokens=48) | more)
 
@@ -270,7 +269,7 @@ def test_the_share_of_damaged_labels_is_exact_in_the_mean():
 @pytest.mark.parametrize("name", ["careful", "dense", "steps"])
 def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
     rollouts, (function, mode) = faulty_rollouts(toy_model[1]), ANNOTATORS[name]
-    config = Config(annotator_function=function, mode=mode)
+    config = toy_config(annotator_function=function, mode=mode)
     *judged, empty = true_critic(rollouts, *toy_model, config)
     critic = load_object("--annotator_function", function)
     for row, text, offsets, judgement in zip(rollouts.rows, rollouts.texts, rollouts.offsets,
@@ -293,7 +292,7 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
     places = {text.index(reply): first, text.rindex(reply): second}
     expected = [sum(label for place, label in places.items()
                     if place <= start < end <= place + len(reply)) for start, end in offsets]
-    config = Config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
+    config = toy_config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
     monkeypatch.setattr("policy.write_critiques", lambda *_: [toy.critique(row, text)])
     for critic in (policy.reward_model_critic, true_critic):
         rollouts.feedback = critic(rollouts, *toy_model, config)
@@ -310,14 +309,14 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
     (replace_delta(true_critic, damage, "dropped", 100), lambda delta: [0.0] * len(delta))])
 def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model, critic, change):
     """Appendix A: r_T = Σ δ_t and 0 before. Others only punish, or pay by damaged spans."""
-    arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config()
     by_token = true_critic(*arguments)
     assert critic(*arguments) == [replace(a, delta=change(a.delta)) for a in by_token]
     assert any(sum(judgement.delta) for judgement in by_token)
 
 
 def test_damage_depends_on_the_text_alone(toy_model):
-    arguments = faulty_rollouts(toy_model[1]), *toy_model, Config()
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config()
     clean, first, second = (DESIGNS[name](*arguments) for name in (
         "true", "true_flipped_40", "true_flipped_40"))
     assert first == second != clean
@@ -349,7 +348,7 @@ def test_omissions_by_hand(toy_model):
     (row,) = toy.rows("train", 1)
     rollouts = rollouts_of(toy_model[1], [row], [f"It was in {row['facts']['month']}."])
     plain, charged, poor, both = (
-        DESIGNS[name](rollouts, *toy_model, Config())[0].delta
+        DESIGNS[name](rollouts, *toy_model, toy_config())[0].delta
         for name in ("true", "true_omission", "true_poor", "true_poor_omission"))
     assert sum(plain) > 0 and charged == [*plain[:-1], plain[-1] - 2]
     assert not any(poor) and both == [*poor[:-1], -2]
@@ -375,7 +374,7 @@ def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch)
         calls.append((texts, temperature, uniforms))
         return [good, good, poor, "?"] * (len(texts) // 4)
 
-    config, alone, calls = Config(), faulty_rollouts(toy_model[1], 2, 3), []
+    config, alone, calls = toy_config(), faulty_rollouts(toy_model[1], 2, 3), []
     text = alone.texts[0]
     start, _, fact = toy.said_facts(text)[0]
     good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
@@ -396,7 +395,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
-    rollouts, config = faulty_rollouts(tokenizer), Config(micro_batch_size=4)
+    rollouts, config = faulty_rollouts(tokenizer), toy_config(micro_batch_size=4)
     scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
     for i, text in enumerate(rollouts.texts):
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
@@ -433,7 +432,7 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     calls, (row,) = [], toy.rows("train", 1)
     monkeypatch.setitem(sys.modules, "my_score", SimpleNamespace(score=score))
     rollouts = rollouts_of(toy_model[1], [row], ["It was"])
-    arguments = rollouts, *toy_model, Config(annotator_function="my_score:score")
+    arguments = rollouts, *toy_model, toy_config(annotator_function="my_score:score")
     if isinstance(delta, str):
         with pytest.raises(InputError, match=f"my_score:score, row {row['id']}: {delta}"):
             DESIGNS["score"](*arguments)

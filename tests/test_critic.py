@@ -11,11 +11,11 @@ import torch
 import toy
 from annotate import token_offsets
 from experiments.designs import true_critic
-from helpers import error_message, random_rollouts, read_jsonl, run_main
+from helpers import toy_config, error_message, random_rollouts, read_jsonl, run_main
 from model import add_lora, encode_text
 from policy import sample_rollouts
 from runtime import SETTINGS
-from text2grad import Config, annotator_critic
+from text2grad import annotator_critic
 
 RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
        "--critic", "annotator"]
@@ -25,7 +25,7 @@ RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows
 def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
-    config = Config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
+    config = toy_config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
     rows = toy.rows("train", 6) * 2                    # each post twice: equal texts, too
     batch = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator())
     for i, text in enumerate(batch.texts):                     # every fact is repeated
@@ -79,4 +79,4 @@ def test_random_rollouts_have_as_many_judgements_as_rows(toy_model, tmp_path, mo
         monkeypatch.setattr("text2grad.RANK", rank)
         monkeypatch.setattr("text2grad.WORLD_SIZE", 2)
         monkeypatch.setattr("text2grad.gather_rows", lambda share: [judged, None])
-        assert annotator_critic(rollouts, None, None, Config()) == judged[rank::2]
+        assert annotator_critic(rollouts, None, None, toy_config()) == judged[rank::2]

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from annotate import Feedback, FeedbackError, ground, parse_feedback, token_rewards
 from data import reward_prompt
-from helpers import noise, random_rollouts, randomise, scored
+from helpers import toy_config, noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
 from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
                           z_loss)
@@ -22,7 +22,6 @@ from sampling import head_weight, token_logprobs
 from policy import (AdaptiveKL, Rollouts, add_advantages, add_feedback, add_scores, batch_rows,
                     decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
                     value_loss, whiten)
-from text2grad import Config
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
@@ -338,7 +337,7 @@ def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     """Alg. 4 l.10: every pass takes all prompts, even if a batch spans two passes. Each pass
     has a new order, which depends only on seed and iteration."""
     prompts = [f"p{i}" for i in range(10)]
-    draw = lambda seed, i: batch_rows(prompts, Config(batch_size=batch, seed=seed), i)
+    draw = lambda seed, i: batch_rows(prompts, toy_config(batch_size=batch, seed=seed), i)
     batches = [draw(0, i) for i in range(50 // batch)]
     walk = sum(batches, [])
     passes = [walk[i : i + 10] for i in range(0, len(walk) - 9, 10)]
@@ -365,7 +364,7 @@ def test_scores_are_those_of_the_full_softmax(policy, temperature, micro, sft, r
     """Alg. 4 l.7, 14, 16, 25: log π_old, H, log π_ref, V, from the full logits of each row."""
     model, head, rollouts = policy
     randomise(add_lora(model, "reference", 4, 8))
-    config = Config(temperature=temperature, micro_batch_size=micro, adapter=sft)
+    config = toy_config(temperature=temperature, micro_batch_size=micro, adapter=sft)
     add_scores(rollouts, model, head, config)
     names = "logprobs_old", "entropy", "logprobs_ref", "values"
     assert not any(getattr(rollouts, name)[rollouts.mask == 0].any() for name in names)
@@ -386,7 +385,7 @@ def test_scores_are_those_of_the_full_softmax(policy, temperature, micro, sft, r
 def test_rewards_advantages_and_value_targets(policy, target):
     """Alg. 4 l.14–17, 24: r_t = δ_t − β (log π − log π_ref); A is whitened, targets are not."""
     _, _, rollouts = policy
-    config, mask = Config(value_target=target, gamma=0.9, lam=0.8), rollouts.mask
+    config, mask = toy_config(value_target=target, gamma=0.9, lam=0.8), rollouts.mask
     rollouts.logprobs_old, rollouts.logprobs_ref, rollouts.values = (
         noise(i, *mask.shape).float() for i in (0, 1, 2))  # rubbish in the padding too
     add_advantages(rollouts, 0.3, config)
@@ -426,7 +425,7 @@ def test_the_kl_penalty_has_the_gradient_of_minus_the_kl(T, monkeypatch):
     batch = Rollouts([{}] * len(y), [], [], [], y, ones, y, ones)
     batch.delta, batch.values = torch.zeros_like(logq), torch.zeros_like(logq)
     batch.logprobs_old, batch.logprobs_ref = logp.detach(), logq
-    add_advantages(batch, 0.7, Config(gamma=1.0, lam=1.0))
+    add_advantages(batch, 0.7, toy_config(gamma=1.0, lam=1.0))
     surrogate = (probability[:, None] * batch.advantages * logp).sum()
     got, = torch.autograd.grad(surrogate, theta, retain_graph=True)
     kl = (logp.sum(1).exp() * (logp - logq).sum(1)).sum()
@@ -461,7 +460,7 @@ def brute_loss(model, head, rollouts, config):
 def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.25–28
     """Alg. 4 l.22–30, minimise −L_CLIP − β H: loss, metrics and every gradient, some tokens
     clipped."""
-    config = Config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, value_clip=0.2,
+    config = toy_config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, value_clip=0.2,
                     micro_batch_size=6)
     model, head, rollouts = scored(policy, config)
     # as after some epochs of updates
@@ -503,7 +502,7 @@ def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
 
     Invariant 3: micro-batches change no number.
     """
-    config = Config(minibatch_size=6, micro_batch_size=micro, ppo_epochs=3, entropy_coef=0.1)
+    config = toy_config(minibatch_size=6, micro_batch_size=micro, ppo_epochs=3, entropy_coef=0.1)
     monkeypatch.setattr("policy.MAX_GRAD_NORM", 0.5)
     model, head, rollouts = scored(policy, config)
     got, stats = updated(model, head, rollouts, config)
@@ -521,7 +520,7 @@ def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
 
 def test_every_pass_takes_every_rollout_once(policy, spy):  # Alg. 4 l.19; Alg. 4 l.20
     """Alg. 4 l.20: 4 + 2 rollouts in micro-batches of 3, in a new order each pass."""
-    config = Config(minibatch_size=4, micro_batch_size=3, ppo_epochs=4)
+    config = toy_config(minibatch_size=4, micro_batch_size=3, ppo_epochs=4)
     model, head, rollouts = scored(policy, config)
     calls = spy("policy.minibatch_loss", lambda rollouts, index, model, head, config, count: (
         index, int(rollouts.mask[index].sum()), int(count)))
@@ -542,7 +541,7 @@ def test_learning_rate_is_torchs_schedule(schedule, oracle):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
     scheduler = oracle(optimizer, 10)
     for iteration in range(11):
-        rate = 3e-4 * decay(Config(schedule=schedule, iterations=10), iteration)
+        rate = 3e-4 * decay(toy_config(schedule=schedule, iterations=10), iteration)
         assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-6, abs=1e-12)
         optimizer.step()
         scheduler.step()

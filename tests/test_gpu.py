@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import model as model_file
 import sampling
-from data import ModelError
+from data import InputError
 from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
@@ -168,7 +168,7 @@ def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
 def test_a_gpu_without_bfloat16_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ModelError, match="^Tesla T4 has no bfloat16; use --dtype float32"):
+    with pytest.raises(InputError, match="^Tesla T4 has no bfloat16; use --dtype float32"):
         load_model(ROOT / "toy" / "base", device="cuda")
 
 

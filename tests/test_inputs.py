@@ -12,7 +12,7 @@ import pytest
 import torch
 import toy
 from annotate import AnnotateConfig, annotation_questions
-from data import InputError, ModelError, is_prompt, read_rows
+from data import InputError, InputError, is_prompt, read_rows
 from helpers import ROOT, SLOW, randomise
 from model import (add_lora, encode_prompt, load_lora, load_model, lora_parameters,
                    save_lora)
@@ -164,7 +164,7 @@ def test_a_mutated_model_directory_is_refused_or_works(tmp_path):
     for model, tokenizer in filter(None, models):
         state = model.state_dict()
         assert all(state[name].isfinite().all() for name in weights)
-        with suppress(ModelError):
+        with suppress(InputError):
             prompt = encode_prompt(tokenizer, "A post.")
             assert len(generate(model, [prompt], 3)[0]) <= 3
     assert models.count(None) > len(models) / 4

@@ -23,7 +23,7 @@ from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM,
 import model as model_file
 import runtime
 import sampling
-from data import InputError, ModelError
+from data import InputError, InputError
 from helpers import ROOT, flip_bit, randomise
 from model import (LoRALinear, ValueHead, add_lora, checkpoint_activations, decoder_blocks,
                    encode_answer, encode_prompt, eos_ids, fingerprint, load_lora, load_model,
@@ -183,8 +183,8 @@ def staggering_eos(rows):
 
 
 def refused(match, call, *arguments, **options) -> str:
-    """The ModelError of one line that the call raises; `match` is a part of it."""
-    with pytest.raises(ModelError) as caught:
+    """The InputError of one line that the call raises; `match` is a part of it."""
+    with pytest.raises(InputError) as caught:
         call(*arguments, **options)
     message = str(caught.value)
     assert isinstance(caught.value, InputError) and match in message and "\n" not in message
@@ -517,7 +517,7 @@ def test_an_adapter_for_another_base_is_refused(toy_model, tiny, tmp_path):
 def test_a_layer_that_the_model_lacks_is_named_with_its_flag(tiny, architecture, config,
                                                              layers):
     model, _ = load_model(tiny(architecture, config), device="cpu")
-    with pytest.raises(ModelError, match=f"--reward_lora_targets: {architecture.__name__} has "
+    with pytest.raises(InputError, match=f"--reward_lora_targets: {architecture.__name__} has "
                                          f"no linear layer named up_proj; .*{layers}"):
         target_layers(model, ["up_proj"], "--reward_lora_targets")
 

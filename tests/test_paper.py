@@ -26,13 +26,13 @@ import toy
 from notebooks.paper import anchor, build, math, tags
 from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
-from helpers import ROOT
+from helpers import toy_config, ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import RewardConfig, judge, write_critiques
 from sampling import generate
 from data import preset
 from policy import gae, sample_rollouts, whiten
-from text2grad import Config, write_responses
+from text2grad import write_responses
 
 ROOMS = (".", "toy", "measures", "experiments")
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
@@ -196,7 +196,7 @@ def test_presets_are_the_release_s_hyperparameters():
              "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768, 10000),     # §4.1 says 9K
              "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768, 10000)}
     for task, values in paper.items():
-        c = Config(**preset(task))
+        c = toy_config(**preset(task))
         assert values == (c.learning_rate, c.schedule, c.batch_size, c.kl_coef, c.kl_target,
                           c.max_new_tokens, c.max_critique_tokens, c.annotated_rows)
         assert (c.ppo_epochs, c.value_coef, c.clip, c.value_clip, c.gamma, c.lam, c.lora_r,
@@ -219,7 +219,7 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
     for name in ("policy", "reward"):
         for p in add_lora(model, name):
             torch.nn.init.normal_(p, std=0.1)
-    config, rows = Config(temperature=0.7), toy.rows("train", 3)
+    config, rows = toy_config(temperature=0.7), toy.rows("train", 3)
     tokenizer.add_special_tokens({"pad_token": "<new>"})   # an id that the embeddings lack
     generator = torch.Generator().manual_seed(0)
     rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", generator)
@@ -251,7 +251,7 @@ def test_rows_without_a_response_are_answered_by_the_base(toy_model, tmp_path):
     model, tokenizer = toy_model
     for p in add_lora(model, "policy"):
         torch.nn.init.normal_(p, std=0.1)
-    config, rows = Config(temperature=0.7, seed=3), toy.rows("train", 4)
+    config, rows = toy_config(temperature=0.7, seed=3), toy.rows("train", 4)
     rows[1]["response"] = "My own."
     write_responses(model, tokenizer, rows, config, tmp_path)
     given_row, *new_rows = read_rows(tmp_path / "responses.jsonl")

@@ -23,14 +23,13 @@ import text2grad
 import toy
 from annotate import annotate, annotation_settings
 from data import InputError, get_task, read_rows, write_rows
-from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, flip_bit,
+from helpers import (toy_config, PHASE_3, SMALL, assert_equal_runs, error_message, flip_bit,
                      read_jsonl, read_metrics, run_main, toy_feedback)
 from model import add_lora, drop_long_rows
 from policy import Rollouts, train
 from report import NOTES
 from reward_model import Judgement, judge, probe
 from runtime import checksum, lock_directory, newest_checkpoint
-from text2grad import Config
 
 
 def refused(*flags) -> str:
@@ -92,7 +91,7 @@ def test_a_critic_without_rewards_is_reported_before_training(
     printed, rows = [], get_task("toy").rows("eval", 6, 0)
     add_lora(toy_model[0], "policy", 4, 8)
     run = partial(text2grad.train_and_evaluate, *toy_model, rows, rows,
-                  Config(max_new_tokens=3), tmp_path, critic)
+                  toy_config(max_new_tokens=3), tmp_path, critic)
     if unreadable == 4:
         with pytest.raises(InputError, match=f"^{message}.*higher --reward_learning_rate"):
             run()
@@ -346,7 +345,7 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         row | {"outcome": task.name} for row in rows])
     rows = [{"question": "f", "test": "t", "response": "x"}]
     for allowed, outcome in ((False, None), (True, "kodcode")):
-        config, out = (Config(task="kodcode", allow_code_execution=allowed),
+        config, out = (toy_config(task="kodcode", allow_code_execution=allowed),
                        tmp_path / str(allowed))
         text2grad.write_responses(*toy_model, rows, config, out)
         assert read_jsonl(out / "responses.jsonl")[0].get("outcome") == outcome
@@ -385,7 +384,7 @@ def test_help_names_every_flag_once(capsys):
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
     rows = [{"prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)]
-    config = Config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
+    config = toy_config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
     assert drop_long_rows(rows, *toy_model, config) == rows[:3] + rows[4:]
     assert "rows.jsonl: left out 1 of 6 rows" in capsys.readouterr().out
     for setting, message in (
@@ -458,7 +457,7 @@ def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path, requests):
               "so so": [-1, 1, 0],                             # the reply to it is unreadable
               "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
     batch = rollouts_of(deltas, toy.rows("train", 5))
-    config = Config(annotator_function="test_pipeline:word_critic", probe_rows=4,
+    config = toy_config(annotator_function="test_pipeline:word_critic", probe_rows=4,
                     output_dir=str(tmp_path))
     figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
                "good_recall": 2 / 2, "good_precision": 2 / 3, "poor_tokens": 4}
@@ -494,7 +493,7 @@ def test_a_run_has_ten_probes_and_a_killed_run_asks_nothing_twice(toy_model, tmp
     model, tokenizer = toy_model
     add_lora(model, "policy")
     rows, lost = toy.rows("train", 64, length=1), []
-    config = Config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
+    config = toy_config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
                     minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
                     save_every=8, output_dir=str(tmp_path / "run"))
 
@@ -538,7 +537,7 @@ def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
     write_rows(tmp_path / "responses.jsonl", first)
     with loopback() as server:
         def config(usd):
-            return Config(task="ultrafeedback", annotator_function=None, base_url=server.url,
+            return toy_config(task="ultrafeedback", annotator_function=None, base_url=server.url,
                           price_in=1e3, price_out=1e3, max_usd=usd,
                           output_dir=str(tmp_path))
 

@@ -15,11 +15,11 @@ import toy
 from data import InputError, read_rows
 from experiments import baselines
 from experiments.designs import true_critic
-from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
+from helpers import toy_config, ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
 from data import preset
 from policy import train
-from text2grad import Config, start_policy
+from text2grad import start_policy
 
 BASE = os.environ.get("SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
@@ -56,7 +56,7 @@ def trained(smollm2, tmp_path_factory):
 
 def learn(smollm2, out):
     """`train` under the true critic, from whatever lies in `out`."""
-    config = Config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2,
+    config = toy_config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2,
                        "minibatch_size": 2, "max_new_tokens": 8, "iterations": 2,
                        "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
     model, tokenizer = load_model(BASE, device="cpu")

@@ -24,13 +24,12 @@ from experiments.studies import (RATES, STUDIES, Arm, Run, Study, arm_figure, co
                                  do_study, judge_of, key, noise_scale, ordered_pairs,
                                  probe_reward_model, renewed, seed_interval, settle, smooth,
                                  tune)
-from helpers import ROOT
+from helpers import toy_config, ROOT
 from model import add_lora, response_hidden, use_lora
 from notebooks import smollm2
 from policy import nl_gradient_loss, sample_rollouts
 from reward_model import Judgement
 from sampling import head_weight
-from text2grad import Config
 
 HERE = SimpleNamespace(map=map)                  # a pool that works in this process
 NOTEBOOKS = ROOT / "notebooks"
@@ -160,7 +159,7 @@ def test_a_critic_is_probed_against_the_careful_annotator(monkeypatch):
     truth = [[1.0, -1.0, -1.0, -1.0, 0.0, 0.0]]
     said = [[0.25, -0.5, 0.5, -1.0, -0.75, 0.0]]
     monkeypatch.setattr(studies, "true_critic", partial(critic, truth))
-    config = Config(annotator_function="no:thing")
+    config = toy_config(annotator_function="no:thing")
     figures = probe_reward_model(None, None, None, config, partial(critic, said))
     assert figures == {"poor_recall": 2 / 3, "poor_precision": 2 / 3, "good_recall": 0,
                        "good_precision": 0}
@@ -173,7 +172,7 @@ def test_half_way_r_phi_learns_from_the_policys_own_responses(tmp_path, monkeypa
     monkeypatch.setattr(studies, "reward_model_critic",
                         lambda batch, *_: judged.append(batch) or "judged")
     add_lora(toy_model[0], "policy", 2, 4)
-    config = Config(output_dir=str(tmp_path), iterations=5, max_new_tokens=48)
+    config = toy_config(output_dir=str(tmp_path), iterations=5, max_new_tokens=48)
     critic = renewed(Run(rows=6), [{"id": "old"}])
     assert [critic(n, *toy_model, config) for n in range(5)] == ["judged"] * 5
     assert fits == [2] and judged == [0, 1, 2, 3, 4]

@@ -18,15 +18,15 @@ import text2grad
 import toy
 from annotate import annotation_questions, annotation_settings
 from data import InputError, check_values, get_task, parse_flags, write_rows
-from helpers import error_message, length_critic, randomise, read_jsonl, run_main, scored
+from helpers import toy_config, error_message, length_critic, randomise, read_jsonl, run_main, scored
 from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters, save_lora
 from reward_model import Judgement, RewardConfig, derive_reward_settings
 from policy import (add_gradients, add_scores, batch_rows, derive_settings, sample_rollouts,
                     train)
 from runtime import forecast_minutes
-from text2grad import Config, evaluate, load_rows, train_and_evaluate, write_responses
+from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
 
-CONFIG = Config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
+CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
                 value_learning_rate=0.0, max_new_tokens=12, probe_rows=0, kl_target=0.0, seed=3)
 
 
@@ -123,7 +123,7 @@ def test_the_kl_coefficient_follows_nats_per_response(kl_horizon, horizon, rows,
 
 def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     """The gradients of two ranks add up to the gradient of one process."""
-    config = Config(minibatch_size=6, micro_batch_size=2, ppo_epochs=1)
+    config = toy_config(minibatch_size=6, micro_batch_size=2, ppo_epochs=1)
     model, head, rollouts = scored(policy, config)
     parameters = [*lora_parameters(model, "policy"), *head.parameters()]
 
@@ -149,7 +149,7 @@ def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path
     """
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 16, 32)[1::2], 0.15)                # B of every layer
-    config = Config(iterations=8, batch_size=32, minibatch_size=16, ppo_epochs=2, kl_coef=1.0,
+    config = toy_config(iterations=8, batch_size=32, minibatch_size=16, ppo_epochs=2, kl_coef=1.0,
                     kl_target=0.0, seed=1, learning_rate=2e-3, max_new_tokens=12)
     rows = get_task("toy").rows("train", 200, 0)
     zero_critic = lambda batch, *_: [Judgement("", [0.0] * len(y)) for y in batch.offsets]
@@ -226,7 +226,7 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
     data = write_repeated_prompts(tmp_path / "rows.jsonl")
     splits = set()
     for seed in range(5):
-        config = Config(task="ultrafeedback", data=str(data), eval_rows=2, seed=seed)
+        config = toy_config(task="ultrafeedback", data=str(data), eval_rows=2, seed=seed)
         training, held_out = load_rows(config)
         prompts = [row["prompt"] for row in held_out]
         assert len(prompts) == len(set(prompts)) == 2
@@ -288,7 +288,7 @@ def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, mil
     """questions.md: N / batch_size iterations, at least 16, and a rate of 1.3 · 10⁻³ / ∛P."""
     monkeypatch.setattr("policy.WORLD_SIZE", ranks)
     empty = {"task": "my_task:HEADLINES", **dict.fromkeys(DERIVED)}
-    config = derive_settings(Config(**empty | settings), rows, model_of(millions))
+    config = derive_settings(toy_config(**empty | settings), rows, model_of(millions))
     assert [getattr(config, name) for name in DERIVED] == pytest.approx(expected, rel=0.01)
 
 
@@ -341,7 +341,7 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
     rows = [{"id": "a", "prompt": "p", "chosen": side("good"), "rejected": side(" ")},
             {"id": "b", "prompt": "q", "response": ""},
             {"id": "c", "prompt": "q", "response": "text"}]
-    config = Config(task="ultrafeedback", annotator_function="my_critic:judge")
+    config = toy_config(task="ultrafeedback", annotator_function="my_critic:judge")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
         "3 responses, 0 of them sampled")
     settings = annotation_settings(config, tmp_path)
