@@ -81,9 +81,9 @@ class Task:
 def _slf5k_prompt(row: dict) -> str:
     if not row.get("post"):
         return row["summary_prompt"].strip()
-    title = f"Title: {row['title']}\n\n" if row.get("title") else ""
+    title = "Title: " + row["title"] + "\n\n" if row.get("title") else ""
     return ("Summarise this Reddit post in one or two sentences, in the third person.\n\n"
-            f"{title}Post: {row['post']}")
+            + title + "Post: " + row["post"])               # + refuses what is not a text
 
 
 def _ultrafeedback_responses(row: dict) -> list[dict]:

@@ -8,12 +8,12 @@ defaults: RELEASE holds those of the paper's three tasks, and `Task.settings` th
 task, such as toy.TASK. A preset is parsed as if its flags had been typed before yours.
 A None is derived from the number of rows and the size of the model, see `derive_settings`.
 
-Paper: Appendix D, Tables 9 and 10. "Release" is the code that the authors published; its
-values are for SLF5K, KodCode and UltraFeedback, named in this order where they differ.
+Paper: Appendix D, Tables 9 and 10. "Release" is the code that the authors published.
 """
 
 import argparse
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -23,9 +23,9 @@ from data import InputError, get_task
 
 
 def flag(default, text: str, choices=None, least=0, most=10**6):
-    """A dataclass field that is a command-line flag, with its help, choices or range."""
-    metadata = {"help": text, "choices": choices, "range": (least, most)}
-    return field(default=default, metadata=metadata)
+    """A dataclass field that is a command-line flag, with its help, choices or limits."""
+    return field(default=default, metadata={
+        "help": text, "choices": choices, "limits": (least, most)})
 
 
 # ── The flags
@@ -40,9 +40,9 @@ class BaseConfig:
     dtype: str | None = flag(None, "data type of the base; none: bfloat16, on a CPU float32",
                              ("bfloat16", "float16", "float32", None))
     micro_batch_tokens: int = flag(
-        4096, "tokens of a training pass with padding, at least one row", least=1)
+        4096, "tokens of a training pass, with padding", least=1)
     activation_checkpointing: bool = flag(False, "recompute activations to save memory")
-    shard: bool = flag(False, "shard the frozen base over the ranks (FSDP2)")
+    shard: bool = flag(False, "shard the base over the ranks (FSDP2)")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ServerConfig:
     base_url: str | None = flag(None, "OpenAI-compatible server; config.json stores the URL")
     price_in: float | None = flag(None, "USD per million prompt tokens")
     price_out: float | None = flag(None, "USD per million reply tokens")
-    max_usd: float | None = flag(None, "budget in USD over all runs; none: no limit")
+    max_usd: float | None = flag(None, "budget in USD over all runs")
     concurrency: int = flag(8, "number of parallel requests", least=1)
 
     @property
@@ -63,12 +63,12 @@ class ServerConfig:
 @dataclass
 class AnnotatorConfig(ServerConfig):
     """Annotator."""
-    annotator_model: str = flag("gpt-4o", "model name on the server (paper: gpt-4o)")
-    annotator_function: str | None = flag(None, "module:function(row, response); none: server")
+    annotator_model: str = flag("gpt-4o", "model name on the server")
+    annotator_function: str | None = flag(None, "module:function in place of a server")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
     retries: int = flag(6, "maximum number of retries per request")
     timeout: float = flag(120.0, "timeout per request in seconds", least=0.01)
-    skip_failed: bool = flag(False, "leave out responses that the annotator failed on")
+    skip_failed: bool = flag(False, "leave out responses without feedback")
 
     @property
     def annotator(self) -> str:
@@ -79,77 +79,71 @@ class AnnotatorConfig(ServerConfig):
 
 @dataclass
 class AnnotateConfig(AnnotatorConfig):
-    """Annotation: flags of annotate.py."""
+    """Files of annotate.py."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
     data: str | None = flag(None, "rows with responses, as JSON lines")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
     limit: int | None = flag(None, "responses to annotate; none: all", least=1)
-    dry_run: bool = flag(False, "only print a forecast of tokens and cost")
+    dry_run: bool = flag(False, "only forecast tokens and cost")
 
 
 @dataclass
 class RewardConfig(BaseConfig):
     """Reward model R_φ (Algorithm 3, Table 9)."""
-    reward_epochs: int = flag(5, "passes over the annotated rows (release: 3)", least=1)
-    reward_batch_size: int = flag(4, "rows per optimizer step (release: 8)", least=1)
+    reward_epochs: int = flag(5, "passes over the annotated rows", least=1)
+    reward_batch_size: int = flag(4, "rows per optimizer step", least=1)
     reward_learning_rate: float | None = flag(
-        None, "peak rate (release: 1e-5, 2e-5); none: by the size of the model", most=10)
-    reward_weight_decay: float = flag(0.0, "weight decay (release: 3e-7, .01)", most=10)
-    reward_lora_r: int = flag(16, "rank of the adapter (release: 16)", least=1, most=10**4)
-    reward_lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
-    reward_lora_dropout: float = flag(0.0, "dropout (release: .05, .1)", most=0.99)
+        None, "peak rate; none: by the size of the model", most=10)
+    reward_weight_decay: float = flag(0.0, "weight decay", most=10)
+    reward_lora_r: int = flag(16, "rank of the adapter", least=1, most=10**4)
+    reward_lora_alpha: float = flag(32, "the update is scaled by alpha / r")
+    reward_lora_dropout: float = flag(0.0, "dropout", most=0.99)
     reward_lora_targets: str = flag(
         "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "layers with an adapter")
-    reward_max_tokens: int = flag(
-        1250, "longest x + y + z in tokens; longer rows are dropped", least=1)
-    reward_held_out: int = flag(200, "prompts held out, at most a tenth of all")
+    reward_max_tokens: int = flag(1250, "longest row in tokens: x + y + z", least=1)
+    reward_held_out: int = flag(200, "prompts held out, at most a tenth")
 
 
 @dataclass
 class FitConfig(RewardConfig):
     """Files of reward_model.py."""
-    data: str = flag("feedback.jsonl", "annotated rows, written by annotate.py")
-    output_dir: str = flag("runs/reward", "directory for the adapter, metrics and samples")
+    data: str = flag("feedback.jsonl", "rows written by annotate.py")
+    output_dir: str = flag("runs/reward", "directory for adapter and metrics")
 
 
 @dataclass
 class PolicyConfig(BaseConfig):
     """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
-    adapter: str | None = flag(
-        None, "SFT adapter: initial policy and reference; none: the bare base")
+    adapter: str | None = flag(None, "SFT adapter of π_θ and π_ref; none: base")
     iterations: int | None = flag(
-        None, "iterations of Algorithm 4; none: --passes over the rows, at least 16", least=1)
-    passes: int = flag(1, "passes over the rows, without --iterations (release: 4)", least=1)
-    batch_size: int = flag(
-        16, "rollouts per iteration, all ranks (release: 12, 64, 64)", least=1)
-    responses_per_prompt: int = flag(1, "rollouts per prompt; must divide batch_size", least=1)
+        None, "iterations of Algorithm 4; none: passes over the rows, at least 16", least=1)
+    passes: int = flag(1, "passes over the rows, see iterations", least=1)
+    batch_size: int = flag(16, "rollouts per iteration, all ranks", least=1)
+    responses_per_prompt: int = flag(1, "rollouts per prompt", least=1)
     rollout_batch_size: int = flag(64, "texts that a rank decodes together", least=1)
-    temperature: float = flag(0.7, "sampling temperature of π (release: .6)", least=0.01)
-    max_new_tokens: int = flag(64, "tokens of a response (release: 89, 256, 512)", least=1)
-    kl_coef: float = flag(0.2, "initial KL coefficient β (release: .2, .07, .05)")
-    kl_target: float = flag(8.0, "KL per response in nats (release: 6, 1, 3); 0: fixed β")
-    kl_horizon: int = flag(128, "rollouts in which β adapts (release: 10000)", least=1)
-    gamma: float = flag(1.0, "discount γ (release: 1)", most=1)
-    lam: float = flag(0.95, "GAE λ (release: .95)", most=1)
-    ppo_epochs: int = flag(2, "passes over each batch (release: 4)", least=1)
-    minibatch_size: int = flag(
-        8, "rollouts per optimizer step, all ranks (release: 12, 64, 64)", least=1)
+    temperature: float = flag(0.7, "sampling temperature of π", least=0.01)
+    max_new_tokens: int = flag(64, "tokens of a response", least=1)
+    kl_coef: float = flag(0.2, "initial KL coefficient β")
+    kl_target: float = flag(8.0, "KL per response in nats; 0: fixed β")
+    kl_horizon: int = flag(128, "rollouts in which β adapts", least=1)
+    gamma: float = flag(1.0, "discount γ", most=1)
+    lam: float = flag(0.95, "GAE λ", most=1)
+    ppo_epochs: int = flag(2, "passes over each batch", least=1)
+    minibatch_size: int = flag(8, "rollouts per optimizer step, all ranks", least=1)
     learning_rate: float | None = flag(
-        None, "peak rate (release: 1e-6, 5e-7, 1e-6); none: by the size of the model", most=10)
-    value_rate_factor: float = flag(10.0, "rate of the value head / learning_rate (release: 1)")
-    schedule: str = flag("cosine", "learning rate decay (release: both)", ("linear", "cosine"))
-    clip: float = flag(0.2, "PPO clip range ε (release: .2)")
-    value_clip: float = flag(5.0, "clip range of the value loss (release: .2)")
-    value_coef: float = flag(0.1, "weight of the value loss (release: .1)")
-    value_target: str = flag("gae", "target of V: gae is A + V, return is Alg. 4 l.24",
-                             ("gae", "return"))
-    entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus (release: 0)")
-    lora_r: int = flag(16, "rank of the adapter (release: 16)", least=1, most=10**4)
-    lora_alpha: float = flag(32, "the update is scaled by alpha / r (release: 32)")
-    lora_targets: str = flag(
-        "q_proj,k_proj,v_proj,o_proj", "layers with an adapter (release: q_proj,v_proj)")
-    allow_code_execution: bool = flag(False, "kodcode: run responses with their tests")
-    wandb: str | None = flag(None, "Weights & Biases project for the metrics")
+        None, "peak rate; none: by the size of the model", most=10)
+    value_rate_factor: float = flag(10.0, "rate of the value head / of the policy")
+    schedule: str = flag("cosine", "learning rate decay", ("linear", "cosine"))
+    clip: float = flag(0.2, "PPO clip range ε")
+    value_clip: float = flag(5.0, "clip range of the value loss")
+    value_coef: float = flag(0.1, "weight of the value loss")
+    value_target: str = flag("gae", "target of V: A + V, or Alg. 4 l.24", ("gae", "return"))
+    entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus")
+    lora_r: int = flag(16, "rank of the adapter", least=1, most=10**4)
+    lora_alpha: float = flag(32, "the update is scaled by alpha / r")
+    lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj", "layers with an adapter")
+    allow_code_execution: bool = flag(False, "kodcode: run tests of responses")
+    wandb: str | None = flag(None, "Weights & Biases project")
 
     @property
     def reference(self) -> str | None:
@@ -159,19 +153,17 @@ class PolicyConfig(BaseConfig):
 
 @dataclass
 class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
-    """Run: the flags of text2grad.py."""
-    data: str | None = flag(None, "training rows as JSON lines; none: the task makes them")
-    output_dir: str | None = flag(None, "run directory; none: runs/NAME of the task")
-    reward_model: str | None = flag(None, "adapter of R_φ; none: phases 1 and 2 train it")
-    critic: str = flag("reward_model", "judge of the rollouts: R_φ (paper), or the annotator",
+    """Run."""
+    data: str | None = flag(None, "training rows; none: the task makes them")
+    output_dir: str | None = flag(None, "run directory; none: runs/TASK")
+    reward_model: str | None = flag(None, "adapter of R_φ; none: train it")
+    critic: str = flag("reward_model", "judge of the rollouts in phase 3",
                        ("reward_model", "annotator"))
-    max_prompt_tokens: int | None = flag(
-        None, "longest prompt in tokens; rows with a longer one are dropped", least=1)
-    annotated_rows: int = flag(10_000, "rows for phases 1 and 2 (release: 5000, 10000, 10000)",
-                               least=1)
+    max_prompt_tokens: int | None = flag(None, "longest prompt in tokens", least=1)
+    annotated_rows: int = flag(10_000, "rows for phases 1 and 2", least=1)
     annotated_responses_per_prompt: int = flag(
-        1, "responses sampled for each annotated row that has none", least=1)
-    eval_rows: int = flag(64, "held-out prompts for the table before and after", least=1)
+        1, "responses for a row that has none", least=1)
+    eval_rows: int = flag(64, "held-out prompts, judged before and after", least=1)
 
 
 # ── Presets
@@ -228,30 +220,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """Raise InputError: a wrong flag is reported in one line, with similar flags."""
         flags = self._option_string_actions
-        similar = []
-        for word in re.findall(r"--[\w-]+", message):
-            if word not in flags:
-                similar += get_close_matches(word.replace("-", "_").replace("__", "--", 1),
-                                             flags)
+        similar = [flag for word in re.findall(r"--[\w-]+", message) if word not in flags
+                   for flag in get_close_matches(word, flags)]
         hint = f"; similar: {', '.join(similar)}" if similar else ""
         raise InputError(f"{self.source}{message}{hint} (--help lists the flags)")
 
 
-def _read_value(text: str, kind: type, is_optional: bool, least: float, most: float):
-    """The value of a flag, of one kind and in its range; "none" is None where it may be."""
+def _read_value(text: str, kind: type, is_optional: bool, limits: tuple[float, float]):
+    """The value of a flag, of one kind and in its limits; "none" is None where it may be."""
+    least, most = limits
     if is_optional and text.lower() == "none":
         return None
-    if kind is str:
-        if not text.strip():
-            raise argparse.ArgumentTypeError("the value is empty")
-        return text
-    try:
+    with suppress(ValueError):
         value = kind(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind.__name__}") from error
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text} must be from {least:g} to {most:g}")
-    return value
+        if text.strip() if kind is str else least <= value <= most:
+            return value
+    words = "that is not empty" if kind is str else f"from {least:g} to {most:g}"
+    raise argparse.ArgumentTypeError(f"expected {kind.__name__} {words}, found {text!r}")
 
 
 def parse_flags(config_class, description: str = "", argv=None, preset=preset):
@@ -262,22 +247,19 @@ def parse_flags(config_class, description: str = "", argv=None, preset=preset):
     """
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                      usage="%(prog)s [--flag value ...]", add_help=False,
-                     formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter,
-                                             max_help_position=33, width=96))
+                     formatter_class=partial(argparse.HelpFormatter, max_help_position=33,
+                                             width=96))
     for part in config_class.__mro__[:-1]:
         group = parser.add_argument_group(part.__doc__.split(".")[0])
         for name in part.__annotations__:
             setting = config_class.__dataclass_fields__[name]
-            if f"--{name}" in parser._option_string_actions:
-                continue                                 # a subclass has its own default
             kind, *others = get_args(setting.type) or (setting.type,)
             options = {"action": "store_true"} if kind is bool else {
                 "metavar": kind.__name__, "choices": setting.metadata["choices"],
                 "type": partial(_read_value, kind=kind, is_optional=bool(others),
-                                least=setting.metadata["range"][0],
-                                most=setting.metadata["range"][1])}
+                                limits=setting.metadata["limits"])}
             group.add_argument(f"--{name}", default=setting.default,
-                               help=setting.metadata["help"], **options)
+                               help=setting.metadata["help"] + " [%(default)s]", **options)
     task = vars(parser.parse_known_args(argv)[0]).get("task")
     other_flags = {f.name for f in fields(Config)} - {f.name for f in fields(config_class)}
     words = []

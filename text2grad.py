@@ -216,6 +216,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
+        write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
     unreadable = before["unparseable critiques"]
     if unreadable > WARN_UNREADABLE:
@@ -291,8 +292,6 @@ def main(config: Config, critic=None, needs_reward_model=True, advantages=add_ad
     has_responses = not trains_reward_model or (out / "responses.jsonl").exists()
     check_outcomes(annotation_rows, has_responses, config)
     save_settings(config, out, "R_φ" if needs_reward_model else config.annotator)
-    if RANK == 0:
-        write_rows(out / "held_out.jsonl", held_out)
     print_rank0(f"Text2Grad on {config.task}: {config.model}, {len(rows)} training prompts, "
                 f"{config.iterations} iterations of {config.batch_size} rollouts, learning "
                 f"rate {config.learning_rate:.2g}, {device}; files in {out}/")

@@ -21,7 +21,7 @@ from helpers import toy_config, ROOT, scored
 from model import add_lora, response_hidden
 from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
-from policy import AdaptiveKL, add_advantages, add_feedback, add_scores
+from policy import adapt_beta, add_advantages, add_feedback, add_scores
 
 CORE = ("annotate", "ask", "data", "model", "policy", "reward_model", "runtime", "sampling",
         "text2grad")
@@ -31,7 +31,7 @@ HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
 TARGETS = torch.zeros(5).long()
 SHORTER = SimpleNamespace(base_model=lambda ids, **_: SimpleNamespace(
     last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that drops a column
-CONFIG = toy_config(micro_batch_size=6, minibatch_size=6)
+CONFIG = toy_config(minibatch_size=6)
 ROW = {"prompt": "x", "response": "y", "critique": "c", "good_spans": [], "poor_spans": []}
 
 
@@ -140,7 +140,7 @@ BROKEN = [
     ("A_T = r_T − V", {"policy.gae": moved_gae(1, 0)}, advance),
     ("R_T = r_T", {"policy.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),
-    ("a penalty", {}, lambda *_: AdaptiveKL(-1.0, 6.0, 100).update(7.0, 10)),
+    ("a penalty", {}, lambda *_: adapt_beta(-1.0, 7.0, 10, 6.0, 100)),
     ("z quotes the response", {"reward_model.ground": lambda response, feedback: Grounding(
         unmatched=["x"] if feedback.critique else [])},
      lambda model, head, rollouts, tokenizer: reward_model.encode_rows([ROW], tokenizer, 99)),

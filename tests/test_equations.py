@@ -16,10 +16,9 @@ from annotate import Feedback, FeedbackError, ground, parse_feedback, token_rewa
 from data import reward_prompt
 from helpers import toy_config, noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
-from reward_model import (Judgement, RewardConfig, encode_rows, fit_adapter, judge, split_rows,
-                          z_loss)
+from reward_model import Judgement, encode_rows, fit_adapter, judge, split_rows, z_loss
 from sampling import head_weight, token_logprobs
-from policy import (AdaptiveKL, Rollouts, add_advantages, add_feedback, add_scores, batch_rows,
+from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scores, batch_rows,
                     decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
                     value_loss, whiten)
 
@@ -322,12 +321,11 @@ def test_a_loss_is_the_mean_of_its_tokens(loss, rubbish):
     (7.21, 6, 0.2), (60.0, 0, 0.0)])
 def test_adaptive_kl_by_hand(kl, target, error):
     """Ziegler et al. 2019 §2.2: β ← β (1 + clip(KL / target − 1, ±0.2) n / horizon)."""
-    controller = AdaptiveKL(0.5, target, 1000)
-    controller.update(kl, 100)
-    controller.update(kl, 50)
-    controller.update(kl, 5000)                            # five horizons count as one
+    beta = 0.5
+    for n in (100, 50, 5000):                              # five horizons count as one
+        beta = adapt_beta(beta, kl, n, target, 1000)
     want = 0.5 * (1 + error * 0.1) * (1 + error * 0.05) * (1 + error)
-    assert controller.beta == pytest.approx(want, rel=1e-9)
+    assert beta == pytest.approx(want, rel=1e-9)
 
 
 # ── Algorithm 4, l.9–18: rows, δ', scores, rewards, advantages
@@ -364,7 +362,7 @@ def test_scores_are_those_of_the_full_softmax(policy, temperature, micro, sft, r
     """Alg. 4 l.7, 14, 16, 25: log π_old, H, log π_ref, V, from the full logits of each row."""
     model, head, rollouts = policy
     randomise(add_lora(model, "reference", 4, 8))
-    config = toy_config(temperature=temperature, micro_batch_size=micro, adapter=sft)
+    config = toy_config(temperature=temperature, micro_batch_tokens=14 * micro, adapter=sft)
     add_scores(rollouts, model, head, config)
     names = "logprobs_old", "entropy", "logprobs_ref", "values"
     assert not any(getattr(rollouts, name)[rollouts.mask == 0].any() for name in names)
@@ -461,7 +459,7 @@ def test_minibatch_loss_is_algorithm_4_by_brute_force(policy):  # Alg. 4 l.25–
     """Alg. 4 l.22–30, minimise −L_CLIP − β H: loss, metrics and every gradient, some tokens
     clipped."""
     config = toy_config(temperature=0.7, entropy_coef=0.3, value_coef=0.5, value_clip=0.2,
-                    micro_batch_size=6)
+                    micro_batch_tokens=99)
     model, head, rollouts = scored(policy, config)
     # as after some epochs of updates
     rollouts.logprobs_old += 0.3 * torch.randn_like(rollouts.logprobs_old)
@@ -502,7 +500,8 @@ def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
 
     Invariant 3: micro-batches change no number.
     """
-    config = toy_config(minibatch_size=6, micro_batch_size=micro, ppo_epochs=3, entropy_coef=0.1)
+    config = toy_config(minibatch_size=6, micro_batch_tokens=14 * micro, ppo_epochs=3,
+                        entropy_coef=0.1)
     monkeypatch.setattr("policy.MAX_GRAD_NORM", 0.5)
     model, head, rollouts = scored(policy, config)
     got, stats = updated(model, head, rollouts, config)
@@ -519,18 +518,20 @@ def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
 
 
 def test_every_pass_takes_every_rollout_once(policy, spy):  # Alg. 4 l.19; Alg. 4 l.20
-    """Alg. 4 l.20: 4 + 2 rollouts in micro-batches of 3, in a new order each pass."""
-    config = toy_config(minibatch_size=4, micro_batch_size=3, ppo_epochs=4)
+    """Alg. 4 l.20: 4 + 2 rollouts in passes of one row each, in a new order each epoch."""
+    config = toy_config(minibatch_size=4, micro_batch_tokens=1, ppo_epochs=4)
     model, head, rollouts = scored(policy, config)
     calls = spy("policy.minibatch_loss", lambda rollouts, index, model, head, config, count: (
         index, int(rollouts.mask[index].sum()), int(count)))
     updated(model, head, rollouts, config)
-    passes = [calls[i : i + 3] for i in range(0, 12, 3)]
-    assert len(calls) == 12
-    for (a, n_a, count_a), (b, n_b, count_b), (c, n_c, count_c) in passes:
-        assert (len(a), len(b), len(c)) == (3, 1, 2) and sorted(a + b + c) == [*range(6)]
-        assert count_a == count_b == n_a + n_b and count_c == n_c, "tokens of the minibatch"
-    assert len({tuple(sorted(last[0])) for _, _, last in passes}) > 1
+    epochs = [calls[i : i + 6] for i in range(0, 24, 6)]
+    assert len(calls) == 24
+    for epoch in epochs:
+        assert sorted(index for (index,), _, _ in epoch) == [*range(6)]
+        for minibatch in (epoch[:4], epoch[4:]):
+            tokens = sum(n for _, n, _ in minibatch)
+            assert {count for *_, count in minibatch} == {tokens}
+    assert len({tuple(index for (index,), _, _ in epoch[4:]) for epoch in epochs}) > 1
 
 
 @pytest.mark.parametrize("schedule, oracle", [
@@ -572,8 +573,9 @@ def test_teacher_forcing_starts_at_the_base_and_lowers_the_loss(toy_model):
     """φ is a new adapter of the given shape, at first the base; every step makes z likelier."""
     model, _ = toy_model
     bare = z_loss(model, PAIRS).item() / 9
-    config = RewardConfig(lora_r=4, lora_alpha=12, lora_targets="q_proj,v_proj",
-                          learning_rate=1e-3, batch_size=3, micro_batch_size=2, epochs=4)
+    config = toy_config(reward_lora_r=4, reward_lora_alpha=12, reward_epochs=4,
+                        reward_lora_targets="q_proj,v_proj", reward_learning_rate=1e-3,
+                        reward_batch_size=3, micro_batch_tokens=14)
     losses = fit_adapter(model, PAIRS, "reward", config)
     assert len(losses) == 4 and losses[0] == pytest.approx(bare, rel=1e-5)
     # Each step lowers it by 0.11 or more, over eight seeds of the adapter.

@@ -1,5 +1,5 @@
 """The scripts from the command line: all phases, resuming, real rows with a fake annotator
-server, user-defined tasks, bad input, and the probe of R_φ against the annotator."""
+server, user-defined tasks, and bad input."""
 
 import importlib
 import json
@@ -21,15 +21,16 @@ from safetensors.torch import load_file
 import reward_model
 import text2grad
 import toy
-from annotate import annotate, annotation_settings
-from data import InputError, get_task, read_rows, write_rows
-from helpers import (toy_config, PHASE_3, SMALL, assert_equal_runs, error_message, flip_bit,
-                     read_jsonl, read_metrics, run_main, toy_feedback)
-from model import add_lora, drop_long_rows
-from policy import Rollouts, train
+from annotate import annotate
+from data import InputError, checksum, get_task, read_rows, write_rows
+from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, read_jsonl, run_main,
+                     toy_config, toy_feedback)
+from model import add_lora
+from policy import Rollouts
 from report import NOTES
-from reward_model import Judgement, judge, probe
-from runtime import checksum, lock_directory, newest_checkpoint
+from reward_model import judge, judge_by_annotator
+from runtime import checkpoints, load_tensors, lock_directory
+from text2grad import drop_long_rows
 
 
 def refused(*flags) -> str:
@@ -60,9 +61,9 @@ def test_the_policy_that_is_saved_has_moved_from_the_base(finished_run):
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     head = load_file(finished_run / "value_head.safetensors")
     assert head["linear.weight"].abs().max() > 0
-    _, last, state = newest_checkpoint(finished_run)
+    last, state = load_tensors(checkpoints(finished_run)[-1])
     trained = [last[f"{i}.parameter"] for i in range(len(tensors))]
-    assert state["iteration"] == 4
+    assert state["step"] == 4
     assert all(torch.equal(tensors[name], p) for name, p in zip(sorted(tensors), trained))
 
 
@@ -103,17 +104,6 @@ def test_a_critic_without_rewards_is_reported_before_training(
         assert result["before"]["truncated responses"] == 1
 
 
-def test_phase_3_does_not_start_with_an_r_phi_that_is_no_use(finished_run, tmp_path):
-    """The figures of --reward_model stand beside its adapter."""
-    shutil.copytree(finished_run / "reward", tmp_path / "reward")
-    write_rows(tmp_path / "reward" / "metrics.json", [{
-        "tokens": 1000, "poor_tokens": 100, "poor_recall": .1, "poor_precision": .1}])
-    message = error_message("text2grad.py", *TINY, "--output_dir", tmp_path / "run",
-                            "--reward_model", tmp_path / "reward" / "adapter")
-    assert "R_φ finds 10% of the poor tokens" in message
-    assert not (tmp_path / "run" / "before_samples.jsonl").exists()
-
-
 def test_the_settings_of_a_run_name_its_versions(finished_run):
     config, = read_jsonl(finished_run / "config.json")
     assert config["torch"] == torch.__version__
@@ -148,15 +138,13 @@ def test_a_second_run_reuses_every_phase_or_is_refused(finished_run, capsys):
 
 def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     """After phase 2 --learning_rate may change, but not --temperature, which the responses
-    depend on. --micro_batch_size may always change."""
+    depend on. --micro_batch_tokens may always change."""
     out = shutil.copytree(finished_run, tmp_path / "run")
-    for path in [*out.glob("checkpoint-*"), out / "policy"]:
-        shutil.rmtree(path)
-    for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
-        (out / name).unlink()
+    for path in (*out.glob("checkpoint-*"), out / "result.json"):
+        path.unlink()
     for name, value in (("temperature", 0.7), ("mode", "no_cot")):
         assert f"{name} was" in refused(*SMALL, f"--{name}", value, "--output_dir", out)
-    run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_size", 3,
+    run_main(*SMALL, "--learning_rate", 1e-3, "--micro_batch_tokens", 300,
              "--iterations", 1, "--output_dir", out)
     assert capsys.readouterr().out.count("reused") == 3
     (out / "feedback.jsonl").unlink()
@@ -164,31 +152,12 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     assert "cannot import" in message, "the annotator may change if no feedback exists"
 
 
-def test_the_contents_of_named_files_bind_too(reward, tmp_path, unreadable_r_phi):
-    """Changed rows and adapters are reported. Passwords are not stored."""
-    data, adapter = tmp_path / "rows.jsonl", shutil.copytree(reward, tmp_path / "adapter")
-    rows = [{"prompt": f"Say {i}."} for i in range(13)]
-    write_rows(data, rows[:12])
-    flags = ["--task", "ultrafeedback", "--model", "toy/base", "--data", data, *TINY,
-             "--adapter", adapter, "--reward_model", adapter, "--output_dir", tmp_path / "run"]
-    run_main(*flags, "--base_url", "http://me:secret@host/v1?key=secret")
-    assert "secret" not in (tmp_path / "run" / "config.json").read_text()
-    run_main(*flags)
-    write_rows(data, rows[1:])
-    assert "sha256 of --data was" in refused(*flags)
-    write_rows(data, rows[:12])
-    flip_bit(adapter / "adapter_model.safetensors", -72)
-    (adapter / "sha256.json").unlink()
-    message = refused(*flags)
-    assert all(f"of --{name} was" in message for name in ("adapter", "reward_model"))
-
-
 def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, monkeypatch):
     """Compiled as by python -O, a run gives the same result, and a failing assert is absent."""
     monkeypatch.setattr(SourceFileLoader, "get_code", lambda self, name: compile(
         self.get_data(self.path), self.path, "exec", optimize=1))
     for name in ("annotate", "ask", "data", "model", "policy", "report", "reward_model",
-                 "runtime", "sampling", "text2grad", "toy"):
+                 "runtime", "sampling", "settings", "text2grad", "toy"):
         monkeypatch.delitem(sys.modules, name)
     module, x = importlib.import_module("text2grad"), torch.ones(1, 2)
     sys.modules["policy"].nl_gradient_loss(x, x[0], x)
@@ -198,7 +167,7 @@ def test_without_asserts_the_numbers_are_the_same(unbroken, reward, tmp_path, mo
 
 # ── A real checkpoint with real rows and a server; a task of the user
 
-TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_size", 2,
+TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_tokens", 99,
         "--max_new_tokens", 24, "--max_critique_tokens", 64, "--eval_rows", 2,
         "--temperature", 1.0, "--ppo_epochs", 1]
 
@@ -235,8 +204,7 @@ HEADLINES = Task(
     needs=(("article",),),
     judge="You are a news editor.",
     criteria="whether the headline is true and short",
-    policy={"kl_coef": 0.3, "annotated_rows": 6},
-    reward={"epochs": 1},
+    settings={"kl_coef": 0.3, "annotated_rows": 6, "reward_epochs": 1},
 )
 
 def critic(row, response):
@@ -266,9 +234,9 @@ def test_a_task_of_the_user_from_end_to_end(tmp_path, monkeypatch, unreadable_r_
 
 BAD_TASKS = """
 from data import Task
-BAD = Task("bad", lambda row: row["question"], reward={"lora_targets": "q_prj"},
-           policy={"max_new_tokens": 9, "max_critique_tokens": 9})
-MISSPELT = Task("misspelt", lambda row: row["question"], policy={"kl_coeff": 0.3})
+BAD = Task("bad", lambda row: row["question"], settings={
+    "reward_lora_targets": "q_prj", "max_new_tokens": 9, "max_critique_tokens": 9})
+MISSPELT = Task("misspelt", lambda row: row["question"], settings={"kl_coeff": 0.3})
 ROWS = Task("rows", lambda row: row["text"],
             rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
 """
@@ -286,35 +254,33 @@ CODE = ("--task kodcode --model toy/base --base_url http://127.0.0.1:9/v1 --max_
 SLF5K = "--task slf5k --data {}/none --reward_model {}/r"
 # Flags, where {} is the folder of these files → a part of the message.
 REFUSED = [
-    (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: no such file"),
+    (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of JSON"),
     (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
     (f"{LOCAL} --data {{}}/same.jsonl", "same.jsonl: all rows have the same prompt; add rows"),
     (f"{BASE} --data {{}}/prompts.jsonl", "OPENAI_API_KEY"),
-    (f"{SLF5K} --probe_rows 4", "OPENAI_API_KEY is missing"), (SLF5K, "no such file"),
+    (SLF5K, "No such file"),
     ("--annotator_function toy:nothing", "--annotator_function toy:nothing"),
     ("--lora_targets q_prj", "has no linear layer named q_prj"),
     ("--task poetry", "poetry"), ("--task toy:critique", "expected a Task"),
     (f"{TASK} bad_tasks:BAD", "has no linear layer named q_prj"),
-    (f"{TASK} bad_tasks:MISSPELT", "its setting kl_coeff: there is no such flag"),
+    (f"{TASK} bad_tasks:MISSPELT", "the settings of --task bad_tasks:MISSPELT: unrecognized arguments: --kl_coeff"),
     ("--task bad_tasks:ROWS --annotator_function toy:critique",
      "row 10 of its `rows`: the row does not fit"),
     (f"{CODE} {{}}/solved.jsonl", "5 of 5 rows have no test outcome"),
     (f"{CODE} {{}}/tested.jsonl", "rows have no test outcome"),
-    ("--reward_model {}", "holds no adapter_config.json"), ("--model {}/none", "{}/none"),
-    ("--schedule square", "--schedule: square must be one of"),
-    ("--model ''", "--model: the value is empty"),
-    ("--output_dir ''", "--output_dir: the value is empty"),
-    ("--temperature 0", "--temperature: 0"),
-    ("--batch_size 0", "--batch_size: 0"), (f"--batch_size {10**30}", "--batch_size: "),
+    ("--reward_model {}", "adapter_config.json is missing or damaged"), ("--model {}/none", "{}/none"),
+    ("--schedule square", "--schedule: invalid choice: 'square'"),
+    ("--model ''", "--model: expected str that is not empty"),
+    ("--output_dir ''", "--output_dir: expected str that is not"),
+    ("--temperature 0", "--temperature: expected float from 0.01"),
+    ("--batch_size 0", "--batch_size: "), (f"--batch_size {10**30}", "--batch_size: "),
     ("--lora_r 0", "--lora_r: "), ("--learning_rate -1", "--learning_rate: "),
     ("--learning_rate 1e400", "--learning_rate: "), ("--kl_coef nan", "--kl_coef: "),
-    ("--kl_target nan", "--kl_target: nan"), ("--gamma 3", "--gamma: "),
+    ("--kl_target nan", "--kl_target: "), ("--gamma 3", "--gamma: "),
     ("--clip -0.1", "--clip: "), ("--dtype fp16", "--dtype: "), ("--seed -1", "--seed: "),
-    ("--rank_timeout inf", "--rank_timeout: "),
     (f"--iterations {'9' * 5000}", "--iterations: "), ("--learning_rat 1", "--learning_rat"),
     ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"), ("--shard", "torchrun"),
-    ("--lr 1", "--lr 1; similar: --learning_rate, --lora_r (--help"),
-    ("--Learning-rates 1", "similar: --learning_rate"), ("--xyz", "--xyz (--help"),
+    ("--learning-rates 1", "similar: --learning_rate"), ("--xyz", "--xyz (--help"),
     ("--wandb project", "pip install wandb"), ("--max_usd 1", "--max_usd needs --price_in")]
 
 
@@ -353,7 +319,7 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
 
 @pytest.mark.parametrize("script", ["annotate.py", "reward_model.py"])
 def test_an_unknown_task_is_refused_by_every_script(script):
-    assert "poetry: no such name; use slf5k, ultrafeedback, kodcode, toy, or module:NAME" in (
+    assert "use module:NAME, or one of: slf5k, ultrafeedback, kodcode, toy" in (
         error_message(script, "--task", "poetry"))
 
 
@@ -364,7 +330,7 @@ def test_a_table_or_a_folder_is_told_how_to_become_json_lines(tmp_path, content)
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(InputError, match="rows.*(no such file|not JSON).*load_from_disk"):
+    with pytest.raises(InputError, match="rows.*not rows of JSON.*load_from_disk"):
         read_rows(path)
 
 
@@ -375,11 +341,13 @@ def test_help_names_every_flag_once(capsys):
     output = capsys.readouterr().out
     flags = re.findall(r"--\w+", output)
     assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
-    titles = re.findall(r"(?m)^(\w[\w ]*):", output)
-    assert titles == ["usage", "Algorithm 1", "options", "Run", "Policy", "Annotator",
-                      "Server", "Base model"]
+    titles = re.findall(r"(?m)^(\w[^:\n]*):", output)
+    assert titles == ["usage", "Algorithm 1", "options", "Run", "Policy",
+                      "Reward model R_φ (Algorithm 3, Table 9)", "Base model", "Annotator",
+                      "Server of the annotator or of the judge"]
     run = output.partition("\nRun:")[2].partition("\n\n")[0]
-    assert "--data" in run and "--output_dir" in run and "--annotator_function" in run
+    assert "--data" in run and "--output_dir" in run
+    assert output.count("\n") <= 100 and max(map(len, output.split("\n"))) <= 96
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
@@ -398,7 +366,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
 def test_the_reward_model_script_reports(tmp_path, capsys):
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
     write_rows(data, toy_feedback(40))
-    flags = ["--data", data, "--output_dir", out, "--epochs", 1, "--held_out", 4]
+    flags = ["--data", data, "--output_dir", out, "--reward_epochs", 1,
+             "--reward_held_out", 4]
     run_main(*flags, module=reward_model)
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["training_rows"] == 36 and metrics["held_out_rows"] == 4
@@ -407,7 +376,7 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "next: python text2grad.py" in output and "poor tokens precision" in output
     before = checksum(*out.glob("adapter/*"))
-    message = error_message("reward_model.py", *flags, "--seed", 1, "--micro_batch_size", 2)
+    message = error_message("reward_model.py", *flags, "--seed", 1, "--micro_batch_tokens", 99)
     assert message.endswith("(seed was 0, is 1); choose another --output_dir")
     assert checksum(*out.glob("adapter/*")) == before
 
@@ -422,138 +391,38 @@ def test_the_reward_model_script_takes_the_task_of_its_rows(tmp_path, task, flag
     assert message in error_message("reward_model.py", *flags)
 
 
-# ── The probe: R_φ compared with the annotator on the policy's rollouts
+# ── The annotator as the critic
 
-REQUESTS = []                             # the responses that the annotators below received
-
-
-def word_critic(row, response):
-    """An annotator that praises "right" and blames "wrong"; else its reply is unreadable."""
-    REQUESTS.append(response)
-    good, poor = re.findall("right", response), re.findall("wrong", response)
-    spans = json.dumps({"good_spans": good, "poor_spans": poor})
-    return f"I read it.\n{spans}" if good + poor else "What is this?"
-
-
-@pytest.fixture()
-def requests():
-    """The list REQUESTS, which is empty when a test begins."""
-    REQUESTS.clear()
-    return REQUESTS
-
-
-def rollouts_of(deltas: dict[str, list[int]], rows: list[dict]) -> Rollouts:
-    """A batch of these texts with R_φ's δ'; the tokens are words and EOS."""
-    offsets = [[*(m.span() for m in re.finditer(r" ?\S+", y)), (len(y),) * 2] for y in deltas]
-    judged = [Judgement("", list(map(float, delta))) for delta in deltas.values()]
-    assert all(len(item.delta) == len(places) for item, places in zip(judged, offsets))
-    return Rollouts(rows, [], [*deltas], offsets, *[None] * 4, judged)    # no ids, no masks
-
-
-def test_what_r_phi_says_is_counted_against_the_annotator(tmp_path, requests):
-    """R_φ misses every second wrong token and praises one neutral token. Empty responses and
-    unreadable replies do not count."""
-    deltas = {"right wrong so wrong": [1, -1, 0, 0, 0], "": [0],
-              "so so": [-1, 1, 0],                             # the reply to it is unreadable
-              "wrong right wrong so": [-1, 1, 0, 1, 0], "wrong wrong": [0, 0, 0]}
-    batch = rollouts_of(deltas, toy.rows("train", 5))
-    config = toy_config(annotator_function="test_pipeline:word_critic", probe_rows=4,
-                    output_dir=str(tmp_path))
-    figures = {"true_delta": -2 / 10, "poor_recall": 2 / 4, "poor_precision": 2 / 2,
-               "good_recall": 2 / 2, "good_precision": 2 / 3, "poor_tokens": 4}
-    assert probe(batch, config) == pytest.approx(figures)
-    first, empty, unread, last, _ = deltas
-    assert sorted(requests) == sorted([first, unread, last])
-    assert probe(batch, config) == pytest.approx(figures)
-    assert requests[3:] == [unread], "only the unreadable reply is requested again"
-    unreadable = rollouts_of({unread: [-1, 1, 0], empty: [0]}, toy.rows("train", 2))
-    nothing = dict.fromkeys(figures) | {"poor_tokens": 0}
-    assert probe(unreadable, config) == nothing, "a figure of nothing is no 0"
-
-
-def half_blind(rollouts, model, tokenizer, config):
-    """A critic that misses every second poor token and otherwise equals the annotator."""
-    judged = [judge(toy.critique(row, text) if text.strip() else "", text, offsets)
-              for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets)]
-    for judgement in judged:
-        for t in [t for t, d in enumerate(judgement.delta) if d < 0][1::2]:
-            judgement.delta[t] = 0.0
-    return judged
-
-
-def toy_critic(row, response):
-    REQUESTS.append((row["id"], response))
-    return toy.critique(row, response)
-
-
-def test_a_run_has_ten_probes_and_a_killed_run_asks_nothing_twice(toy_model, tmp_path, spy,
-                                                                  requests):
-    """The run stops after a probe and before it writes the metrics. The resumed run repeats the
-    iteration with the same texts and reads their replies from the journal."""
-    model, tokenizer = toy_model
-    add_lora(model, "policy")
-    rows, lost = toy.rows("train", 64, length=1), []
-    config = toy_config(annotator_function="test_pipeline:toy_critic", iterations=20, batch_size=4,
-                    minibatch_size=4, probe_rows=4, ppo_epochs=1, max_new_tokens=24,
-                    save_every=8, output_dir=str(tmp_path / "run"))
-
-    def start(config):
-        train(model, tokenizer, rows, config, Path(config.output_dir), half_blind)
-        return read_metrics(Path(config.output_dir) / "metrics.jsonl")
-
-    def stop(metrics, *_):
-        if metrics["iteration"] == 10 and not lost:
-            lost.append({k: x for k, x in metrics.items() if not k.startswith("seconds")})
-            raise KeyboardInterrupt
-
-    spy("policy.write_metrics", stop)
-    with pytest.raises(KeyboardInterrupt):
-        start(config)
-    before = len(requests)
-    metrics = start(config)
-    assert [metrics[9]] == lost and len(requests) == len({*requests}) > before > 16
-    probed = [row for row in metrics if "true_delta" in row]
-    assert [row["iteration"] for row in probed] == [*range(2, 21, 2)]
-    assert all(row["poor_precision"] in (1, None) for row in probed)
-    recalls = [row["poor_recall"] for row in probed if row["poor_recall"] is not None]
-    assert len(recalls) > 5 and all(0.5 <= recall <= 1 for recall in recalls)
-    missed = [row for row in probed if row["poor_recall"] not in (1, None)]
-    assert missed and all(row["true_delta"] < row["delta"] for row in missed)
-    requests.clear()
-    out = tmp_path / "none"
-    metrics = start(replace(config, probe_rows=0, iterations=1, output_dir=str(out)))
-    assert not requests and not {"true_delta", "poor_recall"} & metrics[0].keys()
-    assert not [*out.glob("*.journal")]
-
-
-def test_phase_1_and_the_probes_have_one_journal_and_one_budget(tmp_path):
-    """A probe reuses the replies of phase 1 and may spend only the rest of its budget. The
+def test_phase_1_and_the_annotator_as_critic_have_one_journal_and_one_budget(tmp_path):
+    """The critic reuses the replies of phase 1 and may spend only the rest of its budget. The
     prompt omits the test outcome of the row's own response."""
     rows = [{"id": str(i), "prompt": f"Question {i}?"} for i in range(3)]
     texts = [f"{i} is right and {i} was wrong" for i in range(3)]
     rows[2]["outcome"] = "All tests passed."                  # outcome of the row's response
-    batch = rollouts_of(dict.fromkeys(texts, [1] * 8), rows)
+    offsets = [[m.span() for m in re.finditer(r" ?\S+", y)] for y in texts]
+    batch = Rollouts(rows, [], texts, offsets, *[None] * 4)             # no ids, no masks
     first = [row | {"response": text} for row, text in zip(rows, texts)][:2]
-    write_rows(tmp_path / "responses.jsonl", first)
+    responses = tmp_path / "responses.jsonl"
+    write_rows(responses, first)
     with loopback() as server:
         def config(usd):
-            return toy_config(task="ultrafeedback", annotator_function=None, base_url=server.url,
-                          price_in=1e3, price_out=1e3, max_usd=usd,
-                          output_dir=str(tmp_path))
+            return toy_config(task="ultrafeedback", annotator_function=None,
+                              base_url=server.url, price_in=1e3, price_out=1e3, max_usd=usd,
+                              output_dir=str(tmp_path))
 
         def asked_and_billed():
             stats = server.stats()
             return stats["calls"], (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e3
 
-        annotate(annotation_settings(config(1e6), tmp_path))
+        annotate(config(1e6), responses, tmp_path / "feedback.jsonl")
         calls, spent = asked_and_billed()
         assert calls == 2 and spent > 0
         with pytest.raises(InputError, match="--max_usd .* reached: .* next of 1 requests"):
-            probe(batch, config(spent * 1.01))
+            judge_by_annotator(batch, config(spent * 1.01))
         assert asked_and_billed() == (2, spent)
-        figures = probe(batch, config(1e6))
-        assert asked_and_billed()[0] == 3 and figures["good_recall"] == 1
+        judgements = judge_by_annotator(batch, config(1e6))
+        assert asked_and_billed()[0] == 3 and not any(x.reason for x in judgements)
         request = str(server.stats()["recent"][-1])
         assert texts[2] in request and "passed" not in request
-        assert probe(batch, config(0.0)) == figures
+        assert judge_by_annotator(batch, config(0.0)) == judgements
         assert asked_and_billed()[0] == 3

@@ -4,12 +4,13 @@ Independent side: the number of control tokens in the template without the text.
 """
 
 import os
+import string
 
 import pytest
 from annotate import Feedback, ground, token_offsets, token_rewards
 from data import reward_prompt
 from helpers import ROOT
-from model import encode_answer, encode_prompt, encode_text, eos_ids, special_tokens
+from model import encode_answer, encode_prompt, encode_text, eos_ids
 from reward_model import encode_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -49,6 +50,10 @@ def tokenizer(request, tmp_path, shared):
                                    chat_template=template)
 
 
+def special_tokens(tokenizer) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
 def attacks(tokenizer) -> list[str]:
     """Texts with typed special tokens."""
     end = tokenizer.eos_token
@@ -70,13 +75,26 @@ def test_a_typed_special_token_is_no_control_token(tokenizer):
             ids = encode_prompt(tokenizer, prompt)
             assert control_tokens(tokenizer, ids) == plain, prompt
             shown = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            assert text.strip() in shown or tokenizer.unk_token_id in ids
+            assert (text.strip() in shown.replace("\u200b", "")       # a space of width zero
+                    or tokenizer.unk_token_id in ids)
     turns = [{"role": "user", "content": attacks(tokenizer)[2]},
              {"role": "assistant", "content": attacks(tokenizer)[0]},
              {"role": "user", "content": "[text 0 of 3]"}]
     harmless = [{"role": turn["role"], "content": "a"} for turn in turns]
     assert control_tokens(tokenizer, encode_prompt(tokenizer, turns)) == control_tokens(
         tokenizer, encode_prompt(tokenizer, harmless))
+
+
+def test_a_typed_eos_of_a_unigram_tokenizer_is_no_control_token():
+    """A Unigram vocabulary has the EOS as a piece, which matches even in a plain text."""
+    pieces = [(text, -5.0) for text in ("<unk>", "<s>", "</s>", "▁", *string.printable)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>",
+                                        bos_token="<s>", eos_token="</s>", chat_template=LLAMA2)
+    for text in attacks(tokenizer):
+        ids = encode_prompt(tokenizer, text)
+        assert control_tokens(tokenizer, ids) == [tokenizer.bos_token_id] == ids[:1]
 
 
 def test_a_prompt_without_them_is_encoded_as_a_whole(tokenizer):

@@ -16,18 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM
 import text2grad
 import toy
-from annotate import annotation_questions, annotation_settings
-from data import InputError, check_values, get_task, parse_flags, write_rows
-from helpers import toy_config, error_message, length_critic, randomise, read_jsonl, run_main, scored
+from annotate import annotation_questions
+from data import InputError, get_task, write_rows
+from helpers import (error_message, length_critic, randomise, read_jsonl, run_main, scored,
+                     toy_config)
 from model import ValueHead, add_lora, encode_prompt, eos_ids, lora_parameters, save_lora
-from reward_model import Judgement, RewardConfig, derive_reward_settings
-from policy import (add_gradients, add_scores, batch_rows, derive_settings, sample_rollouts,
-                    train)
-from runtime import forecast_minutes
+from reward_model import Judgement
+from policy import add_gradients, add_scores, batch_rows, sample_rollouts, train
+from settings import AnnotateConfig, Config, FitConfig, derive_settings, parse_flags
 from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
 
-CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1, learning_rate=0.0,
-                value_learning_rate=0.0, max_new_tokens=12, probe_rows=0, kl_target=0.0, seed=3)
+CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
+                    learning_rate=0.0, max_new_tokens=12, kl_target=0.0, seed=3)
 
 
 def documented_seed(config, iteration):
@@ -57,12 +57,13 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
     model, tokenizer = model_and_tokenizer
     eos = [tokenizer.eos_token_id, *range(100, 300)]
     model.generation_config.eos_token_id = eos
-    calls = spy("policy.generate", lambda model, x, n, T, ends, uniforms: (ends, uniforms))
+    calls = spy("policy.generate", lambda model, x, n, T, *options: options)
     batch = sample_rollouts(model, tokenizer, rows, replace(CONFIG, rollout_batch_size=3),
                             "policy", torch.Generator().manual_seed(5))
-    assert [(ends, len(uniforms)) for ends, uniforms in calls] == [(eos, 3), (eos, 3), (eos, 2)]
+    (ends, uniforms, size), = calls
+    assert (ends, size) == (eos, 3)
     expected = torch.rand(8, 12, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(torch.cat([uniforms for _, uniforms in calls]), expected)
+    assert torch.equal(uniforms, expected)
     last = [y[m.bool()][-1].item() for y, m in zip(batch.response_ids, batch.mask)]
     assert batch.truncated == [token not in eos for token in last]
     assert {*eos[1:]} & {*last} and any(batch.truncated)
@@ -83,7 +84,7 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
         return rollouts.response_ids, rng.getstate(), rates
 
     updates = spy("policy.ppo_update", inputs)
-    config = replace(CONFIG, iterations=4, learning_rate=0.2, value_learning_rate=0.5)
+    config = replace(CONFIG, iterations=4, learning_rate=0.2, value_rate_factor=2.5)
     train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
     for iteration, (responses, state, rates) in enumerate(updates):
         seed = documented_seed(CONFIG, iteration)
@@ -95,14 +96,11 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
     assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
 
 
-@pytest.mark.parametrize("kl_horizon, horizon", [(10**4, 10**4), (None, 12)])
-def test_the_kl_coefficient_follows_nats_per_response(kl_horizon, horizon, rows,
-                                                      model_and_tokenizer, tmp_path):
+def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer, tmp_path):
     """β after an iteration, recomputed from the KL of the batch (Ziegler et al. 2019, §2.2).
 
     The target is near the KL, so that the error is not clipped, and nats per token would give
-    another β. The horizon counts rollouts: 8 per iteration, though a minibatch has 4. If no
-    setting names it, it is a tenth of the 120 rollouts of the run, which the critic stops.
+    another β. The horizon counts rollouts: 8 per iteration, though a minibatch has 4.
     """
     model, tokenizer = model_and_tokenizer
     config = replace(CONFIG, minibatch_size=4, iterations=15)
@@ -111,19 +109,19 @@ def test_the_kl_coefficient_follows_nats_per_response(kl_horizon, horizon, rows,
     add_scores(batch, model, ValueHead(128), config)
     log_ratio = (batch.logprobs_old - batch.logprobs_ref) * batch.mask
     kl = log_ratio.sum(1).mean().item()
-    config = replace(config, kl_target=kl / 1.1, kl_horizon=kl_horizon)  # relative error .1
+    config = replace(config, kl_target=kl / 1.1, kl_horizon=12)  # relative error .1
     critics = iter([length_critic, length_critic])
     with pytest.raises(StopIteration):
         train(model, tokenizer, rows, config, tmp_path, lambda *batch: next(critics)(*batch))
     first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert first["kl"] == pytest.approx(kl, rel=1e-4) and kl > 5
-    assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / horizon),
+    assert second["kl_coef"] == pytest.approx(first["kl_coef"] * (1 + 0.1 * 8 / 12),
                                               rel=1e-5)
 
 
 def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     """The gradients of two ranks add up to the gradient of one process."""
-    config = toy_config(minibatch_size=6, micro_batch_size=2, ppo_epochs=1)
+    config = toy_config(minibatch_size=6, micro_batch_tokens=24, ppo_epochs=1)
     model, head, rollouts = scored(policy, config)
     parameters = [*lora_parameters(model, "policy"), *head.parameters()]
 
@@ -131,6 +129,8 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
         """The gradient of one rank's share."""
         monkeypatch.setattr("policy.RANK", rank)
         monkeypatch.setattr("policy.WORLD_SIZE", ranks)
+        monkeypatch.setattr("runtime.WORLD_SIZE", ranks)
+        monkeypatch.setattr("policy.all_sum", lambda x: x)
         model.zero_grad()
         head.zero_grad()
         add_gradients(rollouts, list(range(6)), model, head, parameters, config)
@@ -149,8 +149,9 @@ def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path
     """
     model, tokenizer = toy_model
     randomise(add_lora(model, "policy", 16, 32)[1::2], 0.15)                # B of every layer
-    config = toy_config(iterations=8, batch_size=32, minibatch_size=16, ppo_epochs=2, kl_coef=1.0,
-                    kl_target=0.0, seed=1, learning_rate=2e-3, max_new_tokens=12)
+    config = toy_config(iterations=8, batch_size=32, minibatch_size=16, ppo_epochs=2,
+                        kl_coef=1.0, kl_target=0.0, seed=1, learning_rate=2e-3,
+                        max_new_tokens=12, kl_horizon=25)
     rows = get_task("toy").rows("train", 200, 0)
     zero_critic = lambda batch, *_: [Judgement("", [0.0] * len(y)) for y in batch.offsets]
     train(model, tokenizer, rows, config, tmp_path, zero_critic)
@@ -197,7 +198,7 @@ def test_phase_1_and_before_sample_from_the_sft_adapter(model_and_tokenizer, row
 def test_perplexity_is_that_of_the_base_in_transformers(model_and_tokenizer, rows, adapter):
     """exp(nats / tokens) over all responses, without EOS, at temperature 1."""
     model, tokenizer = model_and_tokenizer
-    config = replace(CONFIG, batch_size=len(rows), micro_batch_size=3, temperature=0.7,
+    config = replace(CONFIG, batch_size=len(rows), micro_batch_tokens=99, temperature=0.7,
                      max_new_tokens=48)
     generator = torch.Generator().manual_seed(config.seed)
     batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
@@ -264,42 +265,18 @@ def model_of(millions):
     return SimpleNamespace(parameters=lambda: [weight])
 
 
-DERIVED = "batch_size", "iterations", "minibatch_size", "learning_rate", "value_learning_rate"
-
-
-@pytest.mark.parametrize("settings, rows, millions, ranks, expected", [
-    ({}, 160, 134.5, 1, (16, 16, 8, 2.54e-4, 2.54e-3)),
-    ({}, 20, 0.3, 1, (16, 16, 8, 1.3e-3, 1.3e-2)),
-    ({}, 10_000, 8030, 1, (64, 156, 32, 6.49e-5, 6.49e-4)),
-    ({}, 500_000, 8000, 1, (64, 6000, 32, 6.5e-5, 6.5e-4)),
-    ({"task": "slf5k", "batch_size": 12}, 5000, 1, 1, (12, 1666, 6, 1.3e-3, 1.3e-2)), # 4 epochs
-    (dict(zip(DERIVED, (3, 7, 3, 0.0, 0.25))), 20, 0.3, 1, (3, 7, 3, 0.0, 0.25)),
-    # The value head has the same rate, unless the policy's is derived.
-    ({"learning_rate": 0.5}, 100, 1, 1, (16, 16, 8, 0.5, 0.5)),
-    ({"learning_rate": 0.0}, 100, 1, 1, (16, 16, 8, 0.0, 0.0)),
-    ({"value_learning_rate": 0.0}, 100, 1, 1, (16, 16, 8, 1.3e-3, 0.0)),
-    # Each rank gets the same number of rollouts, and no group is cut.
-    ({"responses_per_prompt": 3}, 100, 1, 1, (18, 16, 9, 1.3e-3, 1.3e-2)),
-    ({}, 100, 1, 3, (18, 16, 9, 1.3e-3, 1.3e-2)),
-    ({"responses_per_prompt": 12}, 100, 1, 8, (24, 16, 8, 1.3e-3, 1.3e-2)),
-    ({}, 100, 1, 24, (24, 16, 24, 1.3e-3, 1.3e-2))])
-def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions, ranks,
-                                                             expected, monkeypatch):
+@pytest.mark.parametrize("settings, rows, millions, expected", [
+    ({}, 160, 134.5, (16, 2.54e-4, 9.76e-4)),
+    ({}, 20, 0.3, (16, 1.3e-3, 5e-3)),
+    ({}, 10_000, 8030, (625, 6.49e-5, 2.5e-4)),
+    ({}, 500_000, 8000, (6000, 6.5e-5, 2.5e-4)),
+    ({"passes": 4, "batch_size": 12}, 5000, 1, (1666, 1.3e-3, 5e-3)),
+    ({"iterations": 7, "learning_rate": 0.0}, 20, 0.3, (7, 0.0, 5e-3))])
+def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions, expected):
     """questions.md: N / batch_size iterations, at least 16, and a rate of 1.3 · 10⁻³ / ∛P."""
-    monkeypatch.setattr("policy.WORLD_SIZE", ranks)
-    empty = {"task": "my_task:HEADLINES", **dict.fromkeys(DERIVED)}
-    config = derive_settings(toy_config(**empty | settings), rows, model_of(millions))
-    assert [getattr(config, name) for name in DERIVED] == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize("settings, rows, millions, epochs, rate", [
-    ({}, 130, 134.5, 6, 9.76e-4), ({}, 20, 0.3, 10, 5e-3), ({}, 10_000, 8000, 3, 2.5e-4),
-    ({"epochs": 2, "learning_rate": 0.0}, 20, 0.3, 2, 0.0)])
-def test_derived_settings_of_r_phi(settings, rows, millions, epochs, rate):
-    """questions.md: 200 steps of 4 rows, in 3 to 10 epochs, and a rate of 5 · 10⁻³ / ∛P."""
-    empty = {"epochs": None, "learning_rate": None, "batch_size": 4}
-    config = derive_reward_settings(RewardConfig(**empty | settings), rows, model_of(millions))
-    assert (config.epochs, config.learning_rate) == (epochs, pytest.approx(rate, rel=0.01))
+    config = derive_settings(Config(**settings), rows, model_of(millions))
+    derived = config.iterations, config.learning_rate, config.reward_learning_rate
+    assert derived == pytest.approx(expected, rel=0.01)
 
 
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
@@ -323,16 +300,6 @@ def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
     assert len({row["response"] for row in written}) == 7
 
 
-def test_a_phase_says_after_a_tenth_when_it_ends(monkeypatch, capsys):
-    """20 steps of 10 s: after two, 18 are left. A phase of 30 s says nothing."""
-    clock = [0.0]
-    monkeypatch.setattr("runtime.time", SimpleNamespace(time=lambda: clock[0]))
-    for steps, line in ((20, "work: ends in about 3.0 min\n"), (3, "")):
-        for step in forecast_minutes(range(steps), "work"):
-            assert capsys.readouterr() == ("", line if step == 2 else "")
-            clock[0] += 10
-
-
 def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
     """Phase 1 keeps the other response of a row that has two."""
     def side(text):
@@ -344,37 +311,60 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
     config = toy_config(task="ultrafeedback", annotator_function="my_critic:judge")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
         "3 responses, 0 of them sampled")
-    settings = annotation_settings(config, tmp_path)
-    questions = annotation_questions(settings)
+    responses = tmp_path / "responses.jsonl"
+    questions = annotation_questions(config, responses)
     assert [question.id for question in questions] == ["a/0", "c"]
     assert "left out 2 empty responses (the first: row a/1)" in capsys.readouterr().err
-    write_rows(tmp_path / "responses.jsonl", rows[1:2])
+    write_rows(responses, rows[1:2])
     with pytest.raises(InputError, match="every response is empty; if text2grad.py sampled "
                                          "them, choose another --model$"):
-        annotation_questions(settings)
+        annotation_questions(config, responses)
 
 
-WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan"), True]
+WRONG = ["many", "", -5, 1e30, [1], {"a": 1}, float("nan")]
 
 
-@pytest.mark.parametrize("config_class", [Config, RewardConfig])
+@pytest.mark.parametrize("config_class", [Config, FitConfig, AnnotateConfig])
 def test_a_wrong_setting_of_a_task_is_one_line(config_class):
-    """Each flag × eight values: refused in one line, or a value that the flag accepts."""
+    """Each flag × seven values: refused in one line, or a value that the flag accepts."""
     types = typing.get_type_hints(config_class)
     refused = 0
     for setting in fields(config_class):
-        allowed = typing.get_args(types[setting.name]) or (types[setting.name],)
-        least, most = setting.metadata["range"]
+        kind, *_ = typing.get_args(types[setting.name]) or (types[setting.name],)
+        least, most = setting.metadata["limits"]
         for value in WRONG:
             try:
-                check_values(config_class, {setting.name: value}, "")
+                config = parse_flags(config_class, "", [], lambda task: {setting.name: value})
             except InputError as error:
+                assert str(error).startswith("the settings of --task ")
                 assert setting.name in str(error) and "\n" not in str(error)
                 refused += 1
                 continue
-            assert type(value) in allowed or type(value) is int and float in allowed
-            assert type(value) in (str, bool) or least <= value <= most
-            assert not setting.metadata["choices"] or value in setting.metadata["choices"]
-    assert refused > 4 * len(fields(config_class))
-    with pytest.raises(InputError, match="--task .*: its setting --seed: -5 must be"):
-        parse_flags(config_class, "", lambda task: {"seed": -5}, [])
+            parsed = getattr(config, setting.name)
+            assert type(parsed) is kind and (kind in (str, bool) or least <= parsed <= most)
+            assert not setting.metadata["choices"] or parsed in setting.metadata["choices"]
+    assert refused > 3 * len(fields(config_class))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--kl-coef", "1"], "unrecognized arguments: --kl-coef 1; similar: --kl_coef"),
+    (["--batch_size", "0"], "--batch_size: expected int from 1 to 1e+06, found '0'"),
+    (["--batch_size", "2.5"], "--batch_size: expected int from 1 to 1e+06, found '2.5'"),
+    (["--schedule", "flat"], "--schedule: invalid choice: 'flat'"),
+    (["--model", " "], "--model: expected str that is not empty"),
+    (["--model"], "--model: expected one argument")])
+def test_a_wrong_flag_is_one_line(flags, message):
+    with pytest.raises(InputError) as error:
+        parse_flags(Config, "", flags)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_none_and_what_is_typed_replace_the_settings_of_the_task():
+    config = parse_flags(Config, argv=["--annotator_function", "none", "--batch_size", "4"])
+    assert (config.annotator_function, config.batch_size, config.model) == (None, 4, "toy/base")
+
+
+def test_a_setting_that_no_script_has_is_refused_and_that_of_another_script_is_left_out():
+    with pytest.raises(InputError, match="settings of --task toy: unrecognized .*--kl_coeff"):
+        parse_flags(FitConfig, "", [], lambda task: {"kl_coeff": 1})
+    assert parse_flags(FitConfig, "", [], lambda task: {"kl_coef": 1}).reward_epochs == 5

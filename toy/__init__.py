@@ -373,7 +373,7 @@ def prompt(row: dict) -> str:
     """The policy's prompt for a row."""
     sentences = len(row["facts"]) // PER_SENTENCE
     return (f"Summarise the post in {NUMBERS[sentences]} sentence{'s' * (sentences > 1)}.\n\n"
-            f"Post: {row['post']}")
+            "Post: " + row["post"])                         # + refuses what is not a text
 
 
 TASK = Task(
