@@ -354,9 +354,9 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
         shapes[f"{PREFIX}{path}.lora_B.weight"] = (layers[path].out_features, r)
     for key in sorted(shapes.keys() | tensors.keys()) or ["A"]:
         shape = tuple(tensors[key].shape) if key in tensors else None
-        if shape is None or shape != shapes.get(key):
+        if shape is None or shape != shapes.get(key) or not tensors[key].isfinite().all():
             raise InputError(f"{directory} does not fit --model: {key} has the shape {shape}, "
-                             f"expected {shapes.get(key)}")
+                             f"expected finite numbers of the shape {shapes.get(key)}")
     base = str(config.get("base_model_name_or_path"))
     if os.path.basename(base) != os.path.basename(model.config._name_or_path):
         print_rank0(f"warning: {directory} was trained on {base}, and this base is "

@@ -79,7 +79,8 @@ def test_sums_are_the_gradient_of_the_expected_reward(tabular, name, K, share):
     scales the gradient by 1 − 1/K."""
     p = tabular
     y = torch.cartesian_prod(*[torch.arange(V**T)] * K).flatten()
-    rollouts, _ = filled(name, p.delta[y], toy_config(responses_per_prompt=K), kl=p.kl[y].detach(),
+    config = toy_config(responses_per_prompt=K)
+    rollouts, _ = filled(name, p.delta[y], config, kl=p.kl[y].detach(),
                          beta=BETA)
     weight = p.probability.detach()[y].view(-1, K).prod(1).repeat_interleave(K)
     got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[y]).sum() / K)

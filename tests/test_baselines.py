@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import data
 import policy
-import reward_model
 import toy
 from annotate import Span, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
@@ -33,6 +32,7 @@ from model import (add_lora, encode_answer, encode_prompt, load_model, lora_para
                    save_lora, use_lora)
 from policy import Rollouts
 from reward_model import Judgement
+from text2grad import annotator_critic
 from sampling import pad_batch
 
 close = torch.testing.assert_close
@@ -74,7 +74,7 @@ def logits_of(model, x, y):
 def small(tmp_path, **more):
     return toy_config(**dict(output_dir=str(tmp_path), annotated_rows=24, batch_size=8,
                          minibatch_size=8, eval_rows=4, iterations=2, ppo_epochs=2,
-                         learning_rate=3e-3, probe_rows=0, max_new_tokens=48) | more)
+                         learning_rate=3e-3, max_new_tokens=48) | more)
 
 
 # ── Losses
@@ -283,7 +283,7 @@ def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
 @pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
 def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
                                                       first, second):
-    """R_φ, the annotator as critic, and the probe read a fact that is praised once alike."""
+    """R_φ and the annotator as critic read a fact that is praised once alike."""
     (row,) = toy.rows("train", 1)
     reply = row["facts"]["reply"]
     text = f'She said "{reply}" and then said "{reply}"'
@@ -293,13 +293,9 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
     expected = [sum(label for place, label in places.items()
                     if place <= start < end <= place + len(reply)) for start, end in offsets]
     config = toy_config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
-    monkeypatch.setattr("policy.write_critiques", lambda *_: [toy.critique(row, text)])
-    for critic in (policy.reward_model_critic, true_critic):
-        rollouts.feedback = critic(rollouts, *toy_model, config)
-        assert rollouts.feedback[0].delta == expected
-    figures = reward_model.probe(rollouts, config)
-    assert figures["true_delta"] == sum(expected) / len(expected)
-    assert figures["good_recall"] == (1 if first else None)
+    monkeypatch.setattr("policy.write_critiques", lambda *_, **__: [toy.critique(row, text)])
+    for critic in (policy.reward_model_critic, true_critic, annotator_critic):
+        assert critic(rollouts, *toy_model, config)[0].delta == expected
 
 
 @pytest.mark.parametrize("critic, change", [
@@ -395,7 +391,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
-    rollouts, config = faulty_rollouts(tokenizer), toy_config(micro_batch_size=4)
+    rollouts, config = faulty_rollouts(tokenizer), toy_config(rollout_batch_size=4)
     scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
     for i, text in enumerate(rollouts.texts):
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
@@ -451,7 +447,7 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     ("grpo", "grpo compares responses to one prompt: set --responses_per_prompt"),
     ("group_tokens", "set --responses_per_prompt"),
     ("rloo --responses_per_prompt 3", "--batch_size 64 is not a multiple of"),
-    ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt.* 0")])
+    ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt: expected")])
 def test_a_design_or_a_baseline_that_cannot_be_is_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))

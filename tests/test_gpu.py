@@ -15,7 +15,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import model as model_file
 import sampling
-from data import InputError
 from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
@@ -25,7 +24,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 whole_run = pytest.mark.skipif(not CUDA and "TINY" not in os.environ,
                                reason="tests/gpu.sh runs it; other tests cover it on a CPU")
-RUN = ["--annotated_rows", 300 if CUDA else 40, "--batch_size", 8, "--minibatch_size", 8,
+RUN = ["--annotated_rows", 300 if CUDA else 120, "--batch_size", 8, "--minibatch_size", 8,
        "--eval_rows", 8]
 
 
@@ -75,7 +74,7 @@ def test_captured_steps_draw_what_eager_steps_draw(grouped, gigabytes, spy):
     uniforms = torch.rand(8, tokens, generator=torch.Generator().manual_seed(5))
 
     def draw(temperature, eos, **options):
-        return generate(grouped, prompts, tokens, temperature, eos, None, uniforms, **options)
+        return generate(grouped, prompts, tokens, temperature, eos, uniforms, **options)
 
     ends = [row[tokens // 4] for row in draw(0.8, [])[:5]]            # five rows end by then
     if gigabytes:
@@ -163,15 +162,6 @@ def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
     assert tokens.shape == (2, 9) and len(graphs) == 8
 
 
-# ── Bad machines
-
-def test_a_gpu_without_bfloat16_is_one_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(InputError, match="^Tesla T4 has no bfloat16; use --dtype float32"):
-        load_model(ROOT / "toy" / "base", device="cuda")
-
-
 # ── Whole runs
 
 @whole_run
@@ -192,9 +182,9 @@ def test_two_iterations_are_finite(dtype, tmp_path):
 @whole_run
 def test_a_killed_run_continues(tmp_path, capsys):
     """Killed after its first checkpoint, the same command ends it with every row once."""
-    flags = [*RUN, "--iterations", 4, "--save_every", 1]
+    flags = [*RUN, "--iterations", 4]
     assert kill_after("checkpoint-*", tmp_path, *flags) == -signal.SIGKILL
     run_main(*flags, "--output_dir", tmp_path)
-    assert "resumed after iteration" in capsys.readouterr().out
+    assert "resumed after step" in capsys.readouterr().out
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]

@@ -198,10 +198,11 @@ def test_labels_and_steps_that_do_not_fit_are_refused(mode, value, reason):
 WORDS = " The start is fine; {the end} is poor,\n\nsee \"ran\". "
 
 
-def config(tmp_path, *rows, **options) -> AnnotateConfig:
-    write_rows(tmp_path / "rows.jsonl", rows)
-    return AnnotateConfig(data=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "f.jsonl"),
-                          **{"task": "ultrafeedback", **options})
+def files(tmp_path, *rows, **options) -> tuple:
+    """A config and the file of these rows, the first two arguments of phase 1's functions."""
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, rows)
+    return AnnotateConfig(**{"task": "ultrafeedback", **options}), data
 
 
 def test_a_persons_critique_is_kept_word_for_word():  # Alg. 2 l.10–11
@@ -217,7 +218,7 @@ def test_a_persons_critique_is_kept_word_for_word():  # Alg. 2 l.10–11
 def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     row = {"id": "a", "prompt": "p", "response": "r", "critique": WORDS}
     with pytest.raises(InputError, match="(row b|line 2).*'critique'"):
-        annotation_questions(config(tmp_path, row, row | {"id": "b", "critique": critique},
+        annotation_questions(*files(tmp_path, row, row | {"id": "b", "critique": critique},
                                     mode="align"))
 
 
@@ -226,10 +227,10 @@ def test_the_prompt_needs_the_outcome_of_the_tests(tmp_path):
     row = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2",
            "response": "def f(x):\n    return x"}
     with pytest.raises(InputError, match="row k: .*'outcome'.*python -m measures.sandbox"):
-        annotation_questions(config(tmp_path, row, task="kodcode"))
-    assert annotation_questions(config(tmp_path, row, task="kodcode", dry_run=True))
+        annotation_questions(*files(tmp_path, row, task="kodcode"))
+    assert annotation_questions(*files(tmp_path, row, task="kodcode"), dry_run=True)
     row["outcome"] = "3 of 4 tests passed."
-    question, = annotation_questions(config(tmp_path, row, task="kodcode"))
+    question, = annotation_questions(*files(tmp_path, row, task="kodcode"))
     assert "3 of 4 tests passed.\n</tests-" in question.messages[1]["content"]
 
 
@@ -243,8 +244,8 @@ def test_the_prompt_needs_the_outcome_of_the_tests(tmp_path):
 def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply, critique):
     critic = SimpleNamespace(judge=lambda row, response: json.dumps(reply))
     monkeypatch.setitem(sys.modules, "critic_of_the_test", critic)
-    annotate(config(tmp_path, example() | {"feedback": WORDS}, mode=mode,
-                    annotator_function="critic_of_the_test:judge"))
+    annotate(*files(tmp_path, example() | {"feedback": WORDS}, mode=mode,
+                    annotator_function="critic_of_the_test:judge"), tmp_path / "f.jsonl")
     row, = read_rows(tmp_path / "f.jsonl")
     assert row["spans"] == [{"start": 4, "end": 7, "label": 1}]
     assert (row["good_spans"], row["critique"]) == (["cat"], critique)

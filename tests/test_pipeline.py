@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from loopback import loopback
 from safetensors.torch import load_file
 import reward_model
 import text2grad
-import toy
 from annotate import annotate
 from data import InputError, checksum, get_task, read_rows, write_rows
 from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, read_jsonl, run_main,
@@ -254,7 +252,7 @@ CODE = ("--task kodcode --model toy/base --base_url http://127.0.0.1:9/v1 --max_
 SLF5K = "--task slf5k --data {}/none --reward_model {}/r"
 # Flags, where {} is the folder of these files → a part of the message.
 REFUSED = [
-    (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of JSON"),
+    (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of"),
     (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
     (f"{LOCAL} --data {{}}/same.jsonl", "same.jsonl: all rows have the same prompt; add rows"),
     (f"{BASE} --data {{}}/prompts.jsonl", "OPENAI_API_KEY"),
@@ -263,12 +261,14 @@ REFUSED = [
     ("--lora_targets q_prj", "has no linear layer named q_prj"),
     ("--task poetry", "poetry"), ("--task toy:critique", "expected a Task"),
     (f"{TASK} bad_tasks:BAD", "has no linear layer named q_prj"),
-    (f"{TASK} bad_tasks:MISSPELT", "the settings of --task bad_tasks:MISSPELT: unrecognized arguments: --kl_coeff"),
+    (f"{TASK} bad_tasks:MISSPELT",
+     "the settings of --task bad_tasks:MISSPELT: unrecognized arguments: --kl_coeff"),
     ("--task bad_tasks:ROWS --annotator_function toy:critique",
      "row 10 of its `rows`: the row does not fit"),
     (f"{CODE} {{}}/solved.jsonl", "5 of 5 rows have no test outcome"),
     (f"{CODE} {{}}/tested.jsonl", "rows have no test outcome"),
-    ("--reward_model {}", "adapter_config.json is missing or damaged"), ("--model {}/none", "{}/none"),
+    ("--reward_model {}", "adapter_config.json is missing or damaged"),
+    ("--model {}/none", "{}/none"),
     ("--schedule square", "--schedule: invalid choice: 'square'"),
     ("--model ''", "--model: expected str that is not empty"),
     ("--output_dir ''", "--output_dir: expected str that is not"),

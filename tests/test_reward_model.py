@@ -109,7 +109,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(toy_model, capsys, pro
 
 def test_a_fit_without_a_finite_step_is_an_error(toy_model):
     infinite = lambda model, part: z_loss(model, part) * math.inf
-    with pytest.raises(InputError, match="10 of 10 optimizer steps.*lower --reward_learning_rate"):
+    with pytest.raises(InputError, match="10 of 10 .* steps.*lower --reward_learning_rate"):
         fit_adapter(toy_model[0], PAIRS, "reward", CONFIG, infinite)
 
 
@@ -151,8 +151,8 @@ def test_rows_that_are_too_long_are_counted_on_the_terminal(toy_model, tmp_path,
     config = toy_config(reward_epochs=1, reward_held_out=0)
     metrics = fit(*toy_model, config, data, tmp_path / "r")
     assert (metrics["training_rows"], metrics["too_long"]) == (2, 2)
-    assert (f"{data}: left out 2 of 4 rows, which have more than 512 tokens (--reward_max_tokens)"
-            in capsys.readouterr().out)
+    assert (f"{data}: left out 2 of 4 rows, which have more than 512 tokens "
+            "(--reward_max_tokens)" in capsys.readouterr().out)
 
 
 def test_tokens_of_graded_delta_count_by_their_sign():

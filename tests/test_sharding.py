@@ -171,8 +171,8 @@ def test_two_ranks_make_the_numbers_of_one(is_tied, tmp_path):
 
 
 def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch):
-    """Load 300 MB in shards of 50 MB. The measured peak of each rank, including file pages, is
-    .72 of the model, and 1.12 if the check of the head reads all shards."""
+    """Load 300 MB in files of 50 MB. The measured peak of each rank, including file pages, is
+    .87 of the model, and 1.22 if `shard` holds references to the whole weights."""
     torch.manual_seed(4)
     config = LlamaConfig(vocab_size=960, hidden_size=640, intermediate_size=1920,
                          num_hidden_layers=14, num_attention_heads=10)
@@ -188,8 +188,7 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch
     for rank in (0, 1):
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["hidden"], expected, atol=1e-5, rtol=1e-5)
-        print("RATIO", result["used"] / size)
-        assert 0.5 * size < result["used"] < 0.9 * size, result["used"] / size
+        assert 0.5 * size < result["used"] < 0.95 * size, result["used"] / size
 
 
 def test_one_rank_cannot_shard():

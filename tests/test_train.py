@@ -272,7 +272,8 @@ def model_of(millions):
     ({}, 500_000, 8000, (6000, 6.5e-5, 2.5e-4)),
     ({"passes": 4, "batch_size": 12}, 5000, 1, (1666, 1.3e-3, 5e-3)),
     ({"iterations": 7, "learning_rate": 0.0}, 20, 0.3, (7, 0.0, 5e-3))])
-def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions, expected):
+def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions,
+                                                             expected):
     """questions.md: N / batch_size iterations, at least 16, and a rate of 1.3 · 10⁻³ / ∛P."""
     config = derive_settings(Config(**settings), rows, model_of(millions))
     derived = config.iterations, config.learning_rate, config.reward_learning_rate
