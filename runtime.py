@@ -276,13 +276,6 @@ def lock_directory(directory: Path):
     return file
 
 
-def versions() -> dict[str, str]:
-    """The versions of torch and transformers, and the git commit of this project, if any."""
-    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
-    return {"torch": torch.__version__, "transformers": version("transformers"),
-            "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
-
-
 def save_settings(config, directory: Path, critic=None):
     """Write config.json. Raises InputError where existing results have other settings.
 
@@ -291,7 +284,11 @@ def save_settings(config, directory: Path, critic=None):
     def exists(*patterns) -> bool:
         return any(path for pattern in patterns for path in directory.glob(pattern))
 
-    settings = asdict(config) | {"critic_name": critic, "version": VERSION} | versions()
+    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+    settings = asdict(config) | {
+        "critic_name": critic, "version": VERSION, "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
     saved = settings
     if exists("config.json"):
         saved, = read_rows(directory / "config.json")
@@ -332,19 +329,17 @@ def run_phase(name: str, result: str, directory: Path, function):
     start = time.time()
     summary = function()
     if RANK == 0:
-        seconds = time.time() - start
-        gigabytes = torch.cuda.max_memory_allocated() / 1e9          # 0 without a GPU
-        append_row(directory / "phases.jsonl",
-                   {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
-                    "seconds": seconds, "GB on the GPU": gigabytes, "summary": summary})
-        print_rank0(f"{name}: {summary} ({seconds:.0f} s, {gigabytes:.1f} GB on the GPU)")
+        row = {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
+               "seconds": time.time() - start, "summary": summary,
+               "GB on the GPU": torch.cuda.max_memory_allocated() / 1e9}  # 0 without one
+        append_row(directory / "phases.jsonl", row)
+        print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s)")
 
 
 class Timer(dict):
     """Seconds that each part of an iteration takes (Table 13)."""
 
     def __init__(self):
-        super().__init__()
         self.start = time.time()
 
     def lap(self, name: str):
