@@ -39,6 +39,7 @@ import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from safetensors.torch import save_file
@@ -49,7 +50,7 @@ from annotate import AnnotatorConfig, token_offsets
 from data import TASKS, InputError, chunks, fill, flag, get_task, prompt_text
 from model import (BaseConfig, ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
                    response_hidden, save_lora, scaled_rate, use_lora)
-from report import batch_metrics, colour_tokens, sample_row
+from report import colour_tokens, split_text
 from reward_model import Judgement, judge, probe, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, cut_logs, forecast_minutes,
                      gather_rows, hash_files, keep_checkpoint, optimizer_parameters,
@@ -494,6 +495,61 @@ def decay(config: PolicyConfig, iteration: int) -> float:
     if config.schedule == "linear":
         return remaining
     return 0.5 * (1 - math.cos(math.pi * remaining))
+
+
+def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
+    """The metrics of one response that its judgement gives; shares are of its tokens."""
+    delta = judgement.delta
+    tokens = max(1, len(delta))
+    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(is_truncated),
+            "unparseable": float(bool(judgement.reason)),
+            "conflicting": judgement.conflicts / tokens}
+
+
+def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
+    """The shares of all quotes that give no reward, because their place is unknown."""
+    quotes = max(1, sum(judgement.quotes for judgement in judgements))
+    return {"unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
+            "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes}
+
+
+def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
+    """The metrics of each response, task.truth first; curves and tables show their means."""
+    scores = []
+    for row, text, judgement, is_truncated in zip(
+            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
+        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
+        scores.append(truth | score_response(judgement, is_truncated))
+    return scores
+
+
+def batch_metrics(rollouts: Rollouts, task) -> dict[str, float]:
+    """The means of `response_scores`, and metrics of the policy; report.NOTES explains them."""
+    scores = response_scores(rollouts, task)
+    metrics = {name: fmean(score[name] for score in scores) for name in scores[0]}
+    sampled = rollouts.mask.bool()
+    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
+    returns = rollouts.returns[sampled].double()
+    errors = returns - rollouts.values[sampled].double()
+    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    return metrics | quote_shares(rollouts.feedback) | {
+        "kl": kl.sum().item() / len(scores),                      # nats per response
+        "entropy": rollouts.entropy[sampled].double().mean().item(),
+        "explained_variance": 1 - unexplained.item()}
+
+
+def sample_row(rollouts: Rollouts, row: int) -> dict:
+    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
+    judgement = rollouts.feedback[row]
+    offsets = rollouts.offsets[row]
+    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
+              "critique": judgement.critique, "unreadable": judgement.reason,
+              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
+    if rollouts.advantages is not None:
+        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
+    return sample
 
 
 PROBES = 10                               # probes per run; the last iteration has the last one

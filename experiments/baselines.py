@@ -46,14 +46,13 @@ from torch import Tensor
 
 import text2grad
 from annotate import Span, annotate, annotation_settings, token_offsets
-from data import (REFERENCES, InputError, Task, chunks, get_task, parse_flags, preset,
-                  prompt_text, read_rows, run_script, write_rows)
+from data import (REFERENCES, InputError, Task, chunks, get_task, next_command,
+                  parse_flags, preset, prompt_text, read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores)
 from model import (drop_long_rows, encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
 from policy import Rollouts, add_advantages, derive_settings, sample_rollouts, train
-from report import evaluation_command
 from reward_model import (RewardConfig, derive_reward_settings, fit_adapter, reward_settings,
                           write_critiques)
 from runtime import WORLD_SIZE, lock_directory, result_exists, save_settings
@@ -481,13 +480,12 @@ def train_baseline(name: str, config: Config):
         load_lora(model, "reward", config.reward_model)
     METHODS[name](model, tokenizer, rows, config, out)
     save_lora(model, "policy", out / "policy")
-    flags = {"reward_model": config.reward_model,
-             "annotator_function": config.annotator_function}
+    flags = {"adapter": out / "policy"}
     if name == "reflection":
         answers = out / "answers.jsonl"
         write_reflections(model, tokenizer, heldout_rows, config, answers)
-        flags |= {"adapter": answers, "data": answers}
-    print(evaluation_command(config, out, **flags))
+        flags = {"adapter": answers, "data": answers}
+    print(next_command("eval.py", **flags))
 
 
 if __name__ == "__main__":
