@@ -55,7 +55,7 @@ def print_answers(model, tokenizer, config):
     """Print the answers of the base and the policy, and R_φ's critique of each."""
     prompt = config.prompt or sys.stdin.read().strip()
     for adapter in None, "policy":
-        with use_lora(model, adapter, merge=True):
+        with use_lora(model, adapter):
             ids, = generate(model, [encode_prompt(tokenizer, prompt)], config.max_new_tokens, 0,
                             eos_ids(tokenizer, model))
         text, offsets = token_offsets(tokenizer, ids)
@@ -75,8 +75,8 @@ def write_merged(model, tokenizer, directory):
     os.mkdir(directory)
     merge_lora(model, "policy")
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-    # A new config decodes greedily, whatever the base's own config says.
-    model.generation_config = GenerationConfig(eos_token_id=eos_ids(tokenizer, model))
+    model.generation_config = GenerationConfig(do_sample=False,
+                                               eos_token_id=eos_ids(tokenizer, model))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     print(f"{directory}/ holds the merged model")

@@ -576,7 +576,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
         return read_rows(tmp_path / name / file)[0]
 
     monkeypatch.chdir(ROOT)
-    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in run("sft")
+    assert f"eval.py --adapter {tmp_path}/sft/policy" in run("sft")
     assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
     assert "--annotator_function toy:critique" in run("true_end")
     sample = read("true_end", "samples.jsonl")

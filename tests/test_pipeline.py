@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, flip_bit,
 from model import add_lora, drop_long_rows
 from policy import Rollouts, train
 from report import NOTES
-from reward_model import Judgement, judge, probe
+from reward_model import Judgement, judge, probe, token_figures
 from runtime import checksum, lock_directory, newest_checkpoint
 from text2grad import Config
 
@@ -44,7 +45,9 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
                         for name in ("metrics", "samples"))
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
-    assert set().union(*metrics) == {"iteration", "kl_target", *get_task("toy").truth, *NOTES}
+    probed = {"true_delta", "poor_tokens", *token_figures(Counter())}
+    assert set().union(*metrics) - probed == {"iteration", "kl_target", *NOTES,
+                                              *get_task("toy").truth}
     assert all(row["seconds_update"] > 0 for row in metrics)
     for row in samples:
         assert len(row["tokens"]) == len(row["delta"]) == len(row["advantage"])
@@ -101,7 +104,7 @@ def test_a_critic_without_rewards_is_reported_before_training(
         run()
         assert f"warning: {message}" in printed[0] if message else "warning" not in printed[0]
         result = json.loads((tmp_path / "result.json").read_text())
-        assert result["before"]["truncated responses"] == 1
+        assert result["before"]["truncated"] == 1
 
 
 def test_phase_3_does_not_start_with_an_r_phi_that_is_no_use(finished_run, tmp_path):
