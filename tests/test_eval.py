@@ -473,6 +473,24 @@ def test_the_printed_command_evaluates_an_own_run_from_any_directory(
     assert ids == {*column(run_directory / "after_samples.jsonl", "id")}
 
 
+def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
+    """For another task, it gives only the base. R_φ is the run's own if none is named."""
+    adapter = str(tmp_path / "policy")
+    assert evaluation.run_flags(evaluation.EvalConfig(adapter=adapter)) == []
+    write_rows(tmp_path / "config.json", [{
+        "task": "slf5k", "model": "m", "data": "d", "temperature": 0.6, "max_new_tokens": 89,
+        "max_critique_tokens": 500, "seed": 1, "annotator_function": "a:f", "dtype": None}])
+    (tmp_path / "reward" / "adapter").mkdir(parents=True)
+    expected = ["--model=m", "--task=slf5k", "--data=d",
+                f"--reward_model={tmp_path}/reward/adapter", "--annotator_function=a:f",
+                "--temperature=0.6", "--max_new_tokens=89", "--max_critique_tokens=500"]
+    for task in ("slf5k", "toy"):                     # "toy" is the default of --task
+        config = evaluation.EvalConfig(adapter=adapter, task=task)
+        assert evaluation.run_flags(config) == expected
+    config = evaluation.EvalConfig(adapter=adapter, task="arc")
+    assert evaluation.run_flags(config) == ["--model=m"]
+
+
 def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter, tmp_path):
     data = tmp_path / "rows.jsonl"
     digest = hashlib.sha256(json.dumps(None).encode()
