@@ -1,8 +1,7 @@
 """Evaluate a base model, an adapter, or both side by side, on a task or a benchmark of §4.
 
     python eval.py                   # the toy world: its base against runs/toy/policy
-    python eval.py --task my_task:HEADLINES --data articles.jsonl --model MODEL \\
-        --adapter runs/headlines/policy --reward_model runs/headlines/reward/adapter
+    python eval.py --adapter runs/headlines/policy
     python eval.py --task slf5k --data test.jsonl --model MODEL --adapter runs/slf5k/policy \\
         --encoder roberta-large
     python eval.py --task reward_model --data feedback.jsonl --model MODEL \\
@@ -13,10 +12,13 @@
         --judge_model gpt-4o --judge_prompts judge_prompts.jsonl
 
 --adapter is compared with the base model without adapter, or with --before. Either flag also
-takes a file with another model's answers, which are rows with `id` and `response`. Every metric
-has a 95 % bootstrap interval over rows. So does every difference between the two sides, for
-which the same rows are resampled on both. Answers and judgements are saved one by one, so that
-the same command resumes an interrupted run.
+takes a file with another model's answers, which are rows with `id` and `response`. The task,
+its data, the base, R_φ, the annotator function, the temperature and the limits of lengths are
+those of the run that trained --adapter (config.json beside it), unless other flags are given.
+
+Every metric has a 95 % bootstrap interval over rows. So does every difference between the two
+sides, for which the same rows are resampled on both. Answers and judgements are saved one by
+one, so that the same command resumes an interrupted run.
 
 A task is measured by its `truth`, by δ of R_φ and of an annotator function, by a judge, and by
 ROUGE, BLEU and BERTScore where a row has a `reference` (or another of data.REFERENCES). If
@@ -35,6 +37,7 @@ verdict from the judge is excluded from the judge's metrics. The number of such 
 
 import functools
 import os
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -490,13 +493,11 @@ def why_unjudged(verdicts: list[dict]) -> str:
 
 # ── The table
 
-LOWER_IS_BETTER = ("tokens in poor spans", "unparseable critiques",
-                   "critiques that cannot be read", "quotes that are not in the response",
-                   "quotes that occur more than once")
+LOWER_IS_BETTER = ("poor", "unparseable", "unmatched", "ambiguous")
 UNITS = {"repeated facts": ("a row ↓", share),
          "BLEU": ("0–1 ↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
-         "rating": ("1–10 ↑", ratio), "mean δ per token": ("−1–1 ↑", ratio),
+         "rating": ("1–10 ↑", ratio), "delta": ("−1–1 ↑", ratio),
          **dict.fromkeys(LOWER_IS_BETTER, ("0–1 ↓", share))}
 
 
@@ -516,6 +517,30 @@ def settings_of(task: str) -> dict:
     if get_task(task).rows:
         settings["limit"] = training["eval_rows"]
     return settings | PRESETS.get(task, {})
+
+
+def run_flags(config: EvalConfig) -> list[str]:
+    """The settings of the run that trained --adapter as flags, from config.json beside it.
+
+    If --task is another one than that of the run, only its base model counts.
+    """
+    if config.adapter is None:
+        return []
+    out = Path(config.adapter).parent
+    names = ["model"]
+    flags = []
+    for run in whole_rows(out / "config.json"):           # at most one row
+        if config.task in (run["task"], EvalConfig.task):
+            names += ["task", "data", "reward_model", "annotator_function", "dtype",
+                      "temperature", "max_new_tokens", "max_critique_tokens"]
+        reward_model = out / "reward" / "adapter"
+        if run.get("reward_model") is None and reward_model.exists():
+            run["reward_model"] = reward_model
+        samples = whole_rows(out / "samples.jsonl")
+        if samples and not any(row["critique"] for row in samples):
+            run["annotator_function"] = None              # it returned numbers, not critiques
+        flags += [f"--{name}={run[name]}" for name in names if run.get(name) is not None]
+    return flags
 
 
 def check_adapter(path: str):
@@ -567,6 +592,8 @@ def output_directory(config: EvalConfig) -> Path:
 def main():
     """Evaluate each side, print the table and write the results."""
     config = parse_flags(EvalConfig, __doc__, preset=settings_of)
+    flags = run_flags(config) + sys.argv[1:]             # a later flag replaces an earlier one
+    config = parse_flags(EvalConfig, __doc__, flags, settings_of)
     check_flags(config)
     out = output_directory(config)
     config = replace(config, output_dir=str(out))

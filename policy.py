@@ -40,6 +40,7 @@ import math
 import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ from annotate import token_offsets
 from data import InputError, append_row, chunks, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
                    response_hidden, save_lora, use_lora)
-from report import batch_metrics, colour_tokens, sample_row
+from report import colour_tokens, split_text
 from reward_model import Judgement, judge, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, checkpointed, gather_rows,
                      optimizer_parameters, print_rank0, save_tensors, token_groups)
@@ -425,6 +426,61 @@ def decay(config: PolicyConfig, iteration: int) -> float:
     return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
+def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
+    """The metrics of one response that its judgement gives; shares are of its tokens."""
+    delta = judgement.delta
+    tokens = max(1, len(delta))
+    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(is_truncated),
+            "unparseable": float(bool(judgement.reason)),
+            "conflicting": judgement.conflicts / tokens}
+
+
+def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
+    """The shares of all quotes that give no reward, because their place is unknown."""
+    quotes = max(1, sum(judgement.quotes for judgement in judgements))
+    return {"unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
+            "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes}
+
+
+def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
+    """The metrics of each response, task.truth first; curves and tables show their means."""
+    scores = []
+    for row, text, judgement, is_truncated in zip(
+            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
+        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
+        scores.append(truth | score_response(judgement, is_truncated))
+    return scores
+
+
+def batch_metrics(rollouts: Rollouts, task) -> dict[str, float]:
+    """The means of `response_scores`, and metrics of the policy; report.NOTES explains them."""
+    scores = response_scores(rollouts, task)
+    metrics = {name: fmean(score[name] for score in scores) for name in scores[0]}
+    sampled = rollouts.mask.bool()
+    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
+    returns = rollouts.returns[sampled].double()
+    errors = returns - rollouts.values[sampled].double()
+    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    return metrics | quote_shares(rollouts.feedback) | {
+        "kl": kl.sum().item() / len(scores),                      # nats per response
+        "entropy": rollouts.entropy[sampled].double().mean().item(),
+        "explained_variance": 1 - unexplained.item()}
+
+
+def sample_row(rollouts: Rollouts, row: int) -> dict:
+    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
+    judgement = rollouts.feedback[row]
+    offsets = rollouts.offsets[row]
+    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
+              "critique": judgement.critique, "unreadable": judgement.reason,
+              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
+    if rollouts.advantages is not None:
+        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
+    return sample
+
+
 def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Path):
     """Write an iteration's metrics and one sample; the metrics also go to --wandb."""
     iteration = metrics["iteration"]
@@ -476,6 +532,8 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": state["beta"]} | batch_metrics(
             batch, get_task(config.task)) | counts | stats | timer
+        if config.kl_target:
+            metrics["kl_target"] = config.kl_target
         if RANK == 0:
             log_iteration(metrics, batch, config, out)
         state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,

@@ -1,11 +1,11 @@
 """Answer one prompt with the base and the policy, or merge the policy's adapter for serving.
 
-    python sample.py                                   # toy/base beside runs/toy/policy
-    python sample.py --model MODEL --adapter runs/slf5k/policy --prompt "Summarise …" \\
+    python sample.py                                   # the adapter of runs/toy/policy
+    python sample.py --adapter runs/slf5k/policy --prompt "Summarise …" \\
            --reward_model runs/slf5k/reward/adapter
-    python sample.py --model MODEL --adapter runs/slf5k/policy --merge merged
+    python sample.py --adapter runs/slf5k/policy --merge merged
 
-The greedy answers of the base and of the policy stand side by side. With --reward_model, R_φ's
+The greedy answers of the base and of the policy follow each other. With --reward_model, R_φ's
 critique of each answer follows; good tokens are green, poor tokens red. The prompt is x, the
 whole text that `Task.policy_prompt` returns. Without --prompt, type or paste it, then press
 Ctrl-D; it may have several lines.
@@ -24,11 +24,11 @@ this is untested.
 Paper: Figure 4 shows such answers, each with its critique.
 """
 
+import json
 import os
-import re
 import sys
 from dataclasses import dataclass
-from itertools import zip_longest
+from pathlib import Path
 
 from transformers import GenerationConfig
 
@@ -36,43 +36,37 @@ from annotate import token_offsets
 from data import run_script
 from model import (PLAIN_TEMPLATE, encode_prompt, eos_ids, load_lora, load_model, merge_lora,
                    use_lora)
-from report import colour_tokens, split_text, table
+from report import colour_tokens, split_text
 from reward_model import judge, write_critiques
 from sampling import generate
 from settings import flag, parse_flags
-
-# Up to 38 characters of a line, from its indentation or a word to the end of a word.
-PIECE = r"(?m)(?:^ +)?\S.{0,37}(?!\S)|\S{38}"
 
 
 @dataclass
 class SampleConfig:
     """Settings of sample.py."""
-    model: str = flag("toy/base", "base model: a directory or hub id")
     adapter: str = flag("runs/toy/policy", "adapter of the policy")
+    model: str | None = flag(None, "base model; None: that of the adapter")
     reward_model: str | None = flag(None, "adapter of R_φ; None: no critiques")
     prompt: str | None = flag(None, "prompt x; None: read from terminal")
     max_new_tokens: int = flag(256, "tokens of an answer or a critique", least=1)
     merge: str | None = flag(None, "new directory for the merged model")
 
 
-def print_answers(model, tokenizer, prompt, config):
-    """Print the answers of the base and the policy side by side, and R_φ's critiques below."""
-    columns = []
-    critiques = ""
+def print_answers(model, tokenizer, config):
+    """Print the answers of the base and the policy, and R_φ's critique of each."""
+    prompt = config.prompt or sys.stdin.read().strip()
     for adapter in None, "policy":
-        with use_lora(model, adapter, merge=True):
+        with use_lora(model, adapter):
             ids, = generate(model, [encode_prompt(tokenizer, prompt)], config.max_new_tokens, 0,
                             eos_ids(tokenizer, model))
         text, offsets = token_offsets(tokenizer, ids)
-        columns.append([f"{piece:38}" for piece in re.findall(PIECE, text)])
+        print(f"\n{adapter or 'base'}: {text}")
         if config.reward_model:
             z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
             judgement = judge(z, text, offsets)
-            tokens = colour_tokens(split_text(text, offsets), judgement.delta)
-            critiques += f"\n\n{adapter or 'base'}: {tokens}\n"
-            critiques += f"R_φ: {z}\n{judgement.reason}"
-    print(table(["base", f"{'policy':38}"], zip_longest(*columns, fillvalue="")) + critiques)
+            print(f"R_φ: {colour_tokens(split_text(text, offsets), judgement.delta)}\n"
+                  f"{z}\n{judgement.reason}")
 
 
 def write_merged(model, tokenizer, directory):
@@ -93,13 +87,16 @@ def write_merged(model, tokenizer, directory):
 def main():
     """Answer a prompt with the base and the policy, or write the merged model."""
     config = parse_flags(SampleConfig, __doc__)
-    model, tokenizer = load_model(config.model, "float32" if config.merge else None)
+    path = Path(config.adapter, "adapter_config.json")
+    adapter_config = json.loads(path.read_text())
+    base = config.model or adapter_config["base_model_name_or_path"]
+    model, tokenizer = load_model(base, "float32" if config.merge else None)
     load_lora(model, "policy", config.adapter)
     if config.merge:
         return write_merged(model, tokenizer, config.merge)
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
-    print_answers(model, tokenizer, config.prompt or sys.stdin.read().strip(), config)
+    print_answers(model, tokenizer, config)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from data import (InputError, chunks, examples, get_task, read_rows, reward_prom
                   write_rows)
 from model import (add_lora, encode_prompt, eos_ids, gathered, load_lora, load_model,
                    lora_parameters, target_layers)
-from policy import (Rollouts, add_advantages, add_feedback, forward, reward_model_critic,
-                    sample_rollouts, train)
-from report import print_result, sample_row, score_response
+from policy import (Rollouts, add_advantages, add_feedback, forward, quote_shares,
+                    response_scores, reward_model_critic, sample_rollouts, sample_row, train)
+from report import print_result
 from reward_model import fit, judge_by_annotator, split_rows, summary
 from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, gather_rows, lock_directory,
                      on_rank0, print_rank0, reward_model_hint, run_collective, run_phase,
@@ -189,19 +189,19 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     """
     nats = torch.zeros(2, device=model.device)
     generator = torch.Generator().manual_seed(config.seed)
-    truths = get_task(config.task).truth
-    scores = []
+    task = get_task(config.task)
     samples = []
+    judgements = []
     for part in tqdm(chunks(rows, config.batch_size), desc="evaluate", disable=RANK > 0):
         with gathered(model):
             batch = sample_rollouts(model, tokenizer, part, config, adapter, generator)
             add_feedback(batch, critic(batch, model, tokenizer, config))
             nats += base_nats(batch, model, tokenizer, config)
-        for i, row in enumerate(part):
-            samples.append({"id": row.get("id"), **sample_row(batch, i)})
-            score = {name: truth(row, batch.texts[i]) for name, truth in truths.items()}
-            scores.append(score | score_response(batch.feedback[i], batch.truncated[i]))
-    means = {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+        judgements += batch.feedback
+        for i, scores in enumerate(response_scores(batch, task)):
+            samples.append({"id": part[i].get("id"), **sample_row(batch, i), "scores": scores})
+    means = {key: sum(sample["scores"][key] for sample in samples) / len(samples)
+             for key in samples[0]["scores"]} | quote_shares(judgements)
     means["perplexity under the base"] = (nats[0] / nats[1].clamp(min=1)).exp().item()
     return means, samples
 
@@ -218,7 +218,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
     if RANK == 0:
         write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
-    unreadable = before["unparseable critiques"]
+    unreadable = before["unparseable"]
     if unreadable > WARN_UNREADABLE:
         reason = next(sample["unreadable"] for sample in samples if sample["unreadable"])
         problem = (f"{unreadable:.0%} of the critiques cannot be read and give no reward (the "
@@ -228,7 +228,7 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
         if unreadable > MOST_UNREADABLE:
             raise InputError(problem)
         print_rank0(f"warning: {problem}")
-    shares = before["tokens in good spans"], before["tokens in poor spans"]
+    shares = before["good"], before["poor"]
     if not 0 < max(shares) < ALL_TOKENS:
         print_rank0(f"warning: δ is nearly the same for every token of the {len(samples)} "
                     f"held-out responses ({shares[0]:.0%} good, {shares[1]:.0%} poor), so the "
@@ -312,7 +312,7 @@ def main(config: Config, critic=None, needs_reward_model=True, advantages=add_ad
               lambda: train_and_evaluate(model, tokenizer, rows, held_out, config, out,
                                          critic, advantages))                        # l.16–19
     if RANK == 0:
-        print_result(config, out, len(held_out), reward_model_hint(out))
+        print_result(out, reward_model_hint(out))
     run_collective(dist.destroy_process_group)
 
 

@@ -46,14 +46,13 @@ from torch import Tensor
 
 import text2grad
 from annotate import Span, annotate, token_offsets
-from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text, read_rows,
-                  run_script, write_rows)
+from data import (REFERENCES, InputError, Task, chunks, get_task, next_command, prompt_text,
+                  read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores)
 from model import (encode_answer, encode_prompt, load_lora, load_model,
                    lora_parameters, response_hidden, save_lora, use_lora)
 from policy import Rollouts, add_advantages, sample_rollouts, train
-from report import evaluation_command
 from reward_model import fit_adapter, write_critiques
 from runtime import WORLD_SIZE, lock_directory, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
@@ -483,13 +482,12 @@ def train_baseline(name: str, config: Config):
         load_lora(model, "reward", config.reward_model)
     METHODS[name](model, tokenizer, rows, config, out)
     save_lora(model, "policy", out / "policy")
-    flags = {"reward_model": config.reward_model,
-             "annotator_function": config.annotator_function}
+    flags = {"adapter": out / "policy"}
     if name == "reflection":
         answers = out / "answers.jsonl"
         write_reflections(model, tokenizer, heldout_rows, config, answers)
-        flags |= {"adapter": answers, "data": answers}
-    print(evaluation_command(config, out, **flags))
+        flags = {"adapter": answers, "data": answers}
+    print(next_command("eval.py", **flags))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from annotate import (Feedback, FeedbackError, Span, feedback_row, ground, parse
                       token_offsets, token_rewards)
 from data import InputError, read_rows, run_script
 from model import encode_text
-from report import (LEGEND, card, heatmap, page, score_response, table, text_block,
-                    write_page)
+from policy import score_response
+from report import LEGEND, card, heatmap, page, table, text_block, write_page
 from reward_model import Judgement, count_tokens, judge
 
 SIGNS = {"good": 1, "poor": -1}
@@ -184,27 +184,24 @@ def total(counts) -> Counter:
     return sum(counts, Counter())
 
 
-# Metric → (its name in results, its numerator and its denominator in the counts).
-FIGURES = {
-    "unparseable": ("critiques that cannot be read", "unparseable", "rows"),
-    "unmatched": ("quotes that are not in the response", "unmatched", "quotes"),
-    "ambiguous": ("quotes that occur more than once", "ambiguous", "quotes")}
-_SIGN_FIGURES = [
-    ("precision", "tokens, precision", "tokens hit", "tokens predicted"),            # Table 1
-    ("recall", "tokens, recall", "tokens hit", "tokens marked"),
-    ("f1", "tokens, F1", "tokens hit", "tokens mean"),
-    ("overlap_index", "spans, overlap index", "overlap", "pairs"),                   # Table 6
-    ("exact", "spans, exact", "exact", "spans predicted"),                           # Table 7
-    ("near", "spans, ≥ 90 % overlap", "near", "spans predicted"),
-    ("agreement", "spans, people agree", "agreed", "spans predicted")]               # Table 16
-FIGURES |= {f"{sign}_{key}": (f"{sign} {text}", f"{sign} {numerator}", f"{sign} {denominator}")
-            for sign in SIGNS for key, text, numerator, denominator in _SIGN_FIGURES}
+# Metric → its numerator and its denominator in the counts.
+FIGURES = {"unparseable": ("unparseable", "rows"), "unmatched": ("unmatched", "quotes"),
+           "ambiguous": ("ambiguous", "quotes")}
+_SIGN_FIGURES = {"precision": ("tokens hit", "tokens predicted"),                    # Table 1
+                 "recall": ("tokens hit", "tokens marked"),
+                 "f1": ("tokens hit", "tokens mean"),
+                 "overlap_index": ("overlap", "pairs"),                              # Table 6
+                 "exact": ("exact", "spans predicted"),                              # Table 7
+                 "near": ("near", "spans predicted"),             # at least 90 % overlap
+                 "agreement": ("agreed", "spans predicted")}                         # Table 16
+FIGURES |= {f"{sign}_{key}": (f"{sign} {numerator}", f"{sign} {denominator}")
+            for sign in SIGNS for key, (numerator, denominator) in _SIGN_FIGURES.items()}
 
 
 def parts(counts: Counter) -> dict[str, tuple[float, float]]:
     """(numerator, denominator) of each metric in FIGURES (Tables 1, 6, 7 and 16)."""
     return {key: (counts[numerator], counts[denominator])
-            for key, (_, numerator, denominator) in FIGURES.items()}
+            for key, (numerator, denominator) in FIGURES.items()}
 
 
 def figures(counts: Counter) -> dict[str, float | None]:
@@ -217,7 +214,7 @@ def figures(counts: Counter) -> dict[str, float | None]:
               for key, (numerator, denominator) in parts(counts).items()}
     for sign in SIGNS:
         if not counts[f"{sign} spans marked"]:
-            values |= {f"{sign}_{key}": None for key, *_ in _SIGN_FIGURES}
+            values |= {f"{sign}_{key}": None for key in _SIGN_FIGURES}
     return values
 
 
@@ -253,7 +250,7 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
             "reason": None if parsed else "this critique cannot be read"})
     summed = total(counts)
     defined = [key for key, value in figures(summed).items() if value is not None]
-    metrics = {FIGURES[key][0]: [parts(row)[key] for row in counts] for key in defined}
+    metrics = {key: [parts(row)[key] for row in counts] for key in defined}
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
               *audit([row for row in scored if not row["reason"]], places)[:2]]
@@ -275,11 +272,10 @@ def judge_texts(tokenizer, texts: list[str], critiques: list[str]) -> list[Judge
 
 
 def delta_scores(judgements: list[Judgement], critic: str) -> dict[str, list[float]]:
-    """"MEASURE, CRITIC" → its value for each judgement, as in the table of text2grad.py."""
+    """"METRIC, CRITIC" → its value for each judgement, as in the table of text2grad.py."""
     rows = [score_response(judgement, is_truncated=False) for judgement in judgements]
-    names = ("mean δ per token", "tokens in good spans", "tokens in poor spans",
-             "unparseable critiques")
-    return {f"{name}, {critic}": [row[name] for row in rows] for name in names}
+    return {f"{name}, {critic}": [row[name] for row in rows]
+            for name in ("delta", "good", "poor", "unparseable")}
 
 
 # ── The paper's tables of annotated rows, each as (title, header, lines)
@@ -396,7 +392,7 @@ def colour_spans(response: str, spans: list[Span]) -> str:
     cuts = {0, len(response), *(x for span in spans for x in (span.start, span.end))}
     places = [*pairwise(sorted(cuts))]
     pieces = [response[start:end] for start, end in places]
-    return text_block(response, heatmap(pieces, [labels[start] for start, _ in places], 1))
+    return heatmap(pieces, [labels[start] for start, _ in places], 1)
 
 
 def feedback_page(path, title: str, rows: list[dict]):  # Figure 2

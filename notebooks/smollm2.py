@@ -82,7 +82,7 @@ def run_lines(records: list[dict]) -> list[list]:
             change("fact accuracy", 3),
             f"{facts[-1]:.3f}; {max(facts[len(facts) // 2:]):.3f}",
             change("repeated facts", 2), change("perplexity under the base", 1),
-            f"{kl:.1f}; {record['kl_target'] or '–'}", change("response tokens", 1),
+            f"{kl:.1f}; {record['kl_target'] or '–'}", change("response_tokens", 1),
             f"{minutes:.0f}; {memory}"])
     return lines
 

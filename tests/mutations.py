@@ -516,7 +516,7 @@ MUTATIONS = [
     Mutation("data.py", 'check_values(config_class, settings, f"--task', 'str(f"--task', TRAIN,
              "settings of a task are not checked"),
 
-    # ── data.py and report.py
+    # ── data.py, report.py and the metrics of policy.py
     Mutation("data.py", "if all(row.get(name) in (None", "if any(row.get(name) in (None",
              ANNOTATE, "every alternative field is required"),
     Mutation("data.py", "if response is None else", "if True else",
@@ -526,15 +526,19 @@ MUTATIONS = [
     Mutation("data.py", "in (int, float) and not least <= value <= most:",
              "in (int, float) and not value <= most:",
              ASKING, "lower bound of a flag not checked"),
-    Mutation("report.py", '(old - reference).sum() / count', "(old - reference).mean()",
+    Mutation("policy.py", "kl.sum().item() / len(scores)", "kl.mean().item()",
              REPORT, "KL per token instead of per response"),
     Mutation("report.py", "_COLOURS[value < 0]", "_COLOURS[value > 0]",
              REPORT, "good and poor colours swapped"),
-    Mutation("report.py", "sum(judgement.unmatched for judgement in judgements) / quotes",
-             "sum(judgement.unmatched for judgement in judgements) / count",
+    Mutation("policy.py", "sum(judgement.unmatched for judgement in judgements) / quotes",
+             "sum(judgement.unmatched for judgement in judgements) / len(judgements)",
              REPORT, "unmatched quotes per response, not per quote"),
-    Mutation("report.py", "1 - unexplained / variance", "unexplained / variance",
+    Mutation("policy.py", "1 - unexplained.item()", "unexplained.item()",
              REPORT, "explained variance is the unexplained one"),
+    Mutation("report.py", "if not mean <= limit:", "if mean > limit:",
+             REPORT, "a metric that is NaN is within its limit"),
+    Mutation("report.py", "math.sqrt(len(changes))", "len(changes)",
+             REPORT, "the interval of a change is too narrow"),
 
     # ── eval.py
     Mutation("eval.py", "question_key(self.config.seed, conversation)",

@@ -20,6 +20,7 @@ import policy
 import toy
 from annotate import Span, read_reply, token_offsets, token_rewards
 from data import InputError, get_task, load_object, read_rows, write_rows
+from eval import EvalConfig, run_flags
 from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
@@ -558,8 +559,8 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
-    """They print the command that evaluates them. A function that returned numbers is no
-    annotator of the evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
+    """They print the command that evaluates them. A function that returned numbers is not the
+    annotator of this evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
     ends of steps; reflection writes its second answers to the held-out rows."""
     def run(name, *more):
         flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8,
@@ -570,16 +571,21 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     def read(name, file):
         return read_rows(tmp_path / name / file)[0]
 
+    def flags_of(name):
+        return run_flags(EvalConfig(adapter=str(tmp_path / name / "policy")))
+
     monkeypatch.chdir(ROOT)
-    assert f"eval.py --task toy --model toy/base --adapter {tmp_path}" in run("sft")
+    assert f"eval.py --adapter {tmp_path}/sft/policy" in run("sft")
     assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
-    assert "--annotator_function toy:critique" in run("true_end")
+    run("true_end")
+    assert "--annotator_function=toy:critique" in flags_of("true_end")
     sample = read("true_end", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "true_end" / "reward").exists()
     assert read("true_end", "config.json")["critic of phase 3"] == "toy:critique"
     function = "--annotator_function", "toy:fact_accuracy"
-    assert function[0] not in run("score", *function)
+    run("score", *function)
+    assert function[0] not in " ".join(flags_of("score"))
     run("prm_ppo")
     sample = read("prm_ppo", "samples.jsonl")
     ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()

@@ -191,13 +191,12 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
                               judge_model="judge", base_url=server.url)
     assert value(result, "win rate") == 0.5 and all("<feedback_a" in text for text in prompts)
     assert len(prompts) == 40                                         # both orders of each pair
-    assert value(result, "critiques that cannot be read", "before") == 1
-    assert value(result, "critiques that cannot be read") == 0.25
-    for measure in ("tokens, precision", "spans, exact", "spans, overlap index",
-                    "spans, ≥ 90 % overlap"):
-        share, low, high = figure(result, f"good {measure}")["after"]
+    assert value(result, "unparseable", "before") == 1
+    assert value(result, "unparseable") == 0.25
+    for metric in ("good_precision", "good_exact", "good_overlap_index", "good_near"):
+        share, low, high = figure(result, metric)["after"]
         assert share == high == 1 and 0.7 < low < 1         # Wilson's interval, not [1, 1]
-    assert value(result, "good tokens, recall") < 1 and "Table 19" in printed
+    assert value(result, "good_recall") < 1 and "Table 19" in printed
     assert "after: in words of the response" in printed
     scored = tmp_path / "out" / "after.jsonl"
     assert column(scored, "reason") == 5 * ["this critique cannot be read"] + 15 * [None]
@@ -211,7 +210,7 @@ def test_r_phi_is_judged_on_rows_outside_its_training_set(adapter, gold, run, tm
     reward_model = shutil.copytree(adapter, tmp_path / "reward" / "adapter")
     flags = gold | {"adapter": reward_model, "max_new_tokens": 4}
     result, printed = run(**flags)                       # without samples.jsonl
-    assert figure(result, "critiques that cannot be read")["rows"] == 20
+    assert figure(result, "unparseable")["rows"] == 20
     assert "may have been trained on these rows" in printed
     samples = [{"id": row["id"], "response": row["response"]} for row in rows[:5]]
     samples[0] |= {"response": "another response to it, which was trained on"}
@@ -226,7 +225,7 @@ def test_r_phi_is_judged_on_rows_outside_its_training_set(adapter, gold, run, tm
         row["response"], spans.response_tokens(tokenizer, row["response"]),
         spans.read_spans(row)).count(1) for row in rows[1:4]]
     counts, = read_rows(out / "after_counts.json")
-    assert [total for _, total in counts["good tokens, recall"]] == good_tokens
+    assert [total for _, total in counts["good_recall"]] == good_tokens
 
 
 def test_the_context_limits_an_answer_whatever_else_is_in_its_batch(
@@ -242,7 +241,7 @@ def test_the_context_limits_an_answer_whatever_else_is_in_its_batch(
     assert "no room for 1 answers" in printed
     batched = read_rows(tmp_path / "out" / "after.jsonl")
     assert batched[3]["reply"] == "" and batched[3]["reason"]
-    assert figure(result, "critiques that cannot be read")["rows"] == 4
+    assert figure(result, "unparseable")["rows"] == 4
     run(tmp_path / "b", **gold, adapter=adapter, batch_size=1)
     assert read_rows(tmp_path / "b" / "after.jsonl") == batched
 
@@ -440,7 +439,7 @@ def test_an_own_task_with_chat_prompts_is_judged_by_every_critic(own_rows, adapt
         lengths = np.array([len(tokenizer.encode(text)) for text in texts])
         for measure, values in {
                 "words": [len(text.split()) for text in texts],
-                "mean δ per token, annotator": lengths / (lengths + 1),   # 1, and 0 for EOS
+                "delta, annotator": lengths / (lengths + 1),   # 1, and 0 for EOS
                 "rouge1": [rouge(text, row["reference"])["rouge1"]
                            for text, row in zip(texts, own_rows[:3])]}.items():
             assert value(result, measure, name) == pytest.approx(np.mean(values))
@@ -467,10 +466,28 @@ def test_the_printed_command_evaluates_an_own_run_from_any_directory(
         "--max_new_tokens 32 --max_critique_tokens 96")
     printed = run_script(re.search(r"(?m)^next: python (.*)$", output)[1])
     assert "uses 4 of 40 rows, held out from runs/chat/policy" in printed
-    assert "mean δ per token, R_φ" in printed and "mean δ per token, annotator" in printed
+    assert "delta, R_φ" in printed and "delta, annotator" in printed
     run_directory = tmp_path / "runs" / "chat"
     ids = {*column(run_directory / "policy-eval-chat" / "after.jsonl", "id")}
     assert ids == {*column(run_directory / "after_samples.jsonl", "id")}
+
+
+def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
+    """For another task, it gives only the base. R_φ is the run's own if none is named."""
+    adapter = str(tmp_path / "policy")
+    assert evaluation.run_flags(evaluation.EvalConfig(adapter=adapter)) == []
+    write_rows(tmp_path / "config.json", [{
+        "task": "slf5k", "model": "m", "data": "d", "temperature": 0.6, "max_new_tokens": 89,
+        "max_critique_tokens": 500, "seed": 1, "annotator_function": "a:f", "dtype": None}])
+    (tmp_path / "reward" / "adapter").mkdir(parents=True)
+    expected = ["--model=m", "--task=slf5k", "--data=d",
+                f"--reward_model={tmp_path}/reward/adapter", "--annotator_function=a:f",
+                "--temperature=0.6", "--max_new_tokens=89", "--max_critique_tokens=500"]
+    for task in ("slf5k", "toy"):                     # "toy" is the default of --task
+        config = evaluation.EvalConfig(adapter=adapter, task=task)
+        assert evaluation.run_flags(config) == expected
+    config = evaluation.EvalConfig(adapter=adapter, task="arc")
+    assert evaluation.run_flags(config) == ["--model=m"]
 
 
 def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter, tmp_path):
@@ -491,8 +508,7 @@ def test_delta_is_that_of_the_table_that_training_prints(finished_run, run, tmp_
     for name in ("before", "after"):
         result, _ = run(tmp_path / name, adapter=finished_run / f"{name}_samples.jsonl",
                         limit=8, reward_model=finished_run / "reward" / "adapter")
-        for measure in ("mean δ per token", "tokens in good spans", "tokens in poor spans",
-                        "unparseable critiques"):
+        for measure in ("delta", "good", "poor", "unparseable"):
             assert value(result, f"{measure}, R_φ") == pytest.approx(trained[name][measure])
         assert value(result, "fact accuracy") == pytest.approx(trained[name]["fact accuracy"])
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -42,7 +43,7 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
                         for name in ("metrics", "samples"))
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
-    assert set().union(*metrics) == {"iteration", "kl_target", *get_task("toy").truth, *NOTES}
+    assert set().union(*metrics) == {"iteration", "kl_target", *NOTES, *get_task("toy").truth}
     assert all(row["seconds_update"] > 0 for row in metrics)
     for row in samples:
         assert len(row["tokens"]) == len(row["delta"]) == len(row["advantage"])
@@ -99,7 +100,7 @@ def test_a_critic_without_rewards_is_reported_before_training(
         run()
         assert f"warning: {message}" in printed[0] if message else "warning" not in printed[0]
         result = json.loads((tmp_path / "result.json").read_text())
-        assert result["before"]["truncated responses"] == 1
+        assert result["before"]["truncated"] == 1
 
 
 def test_the_settings_of_a_run_name_its_versions(finished_run):

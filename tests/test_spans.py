@@ -67,7 +67,7 @@ def test_a_sign_that_no_row_has_gets_no_metrics():
     scored, metrics, tables = score_critiques(rows, [reply, "no idea"], None, "R_φ")
     assert [(row["reason"] is None, row["reply"]) for row in scored] == [
         (True, reply), (False, "no idea")]
-    assert metrics["poor spans, exact"] == [(1, 1), (0, 0)]
+    assert metrics["poor_exact"] == [(1, 1), (0, 0)]
     assert not any(name.startswith("good") for name in metrics)
     assert [line[0] for line in tables[-1][2]] == [f"poor, quarter {k}" for k in (1, 2, 3, 4)]
 
