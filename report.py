@@ -64,9 +64,9 @@ def print_examples(rows: list[dict]):
     rows: {tokens, delta, critique, prompt if known}, as policy.sample_row returns them.
     """
     for row in rows[:5]:
-        print(f"\n{(row.get('prompt', ''))[:300]}\n"
+        print(f"\n{row.get('prompt', '')[:300]}\n"
               f"  response: {colour_tokens(row['tokens'], row['delta'])}\n"
-              f"  critique: {(row['critique'])}")
+              f"  critique: {row['critique']}")
 
 
 def _cell(value, digits: int) -> str:

