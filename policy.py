@@ -50,7 +50,7 @@ from data import InputError, append_row, chunks, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
                    response_hidden, save_lora, use_lora)
 from report import colour_tokens, split_text
-from reward_model import Judgement, judge, write_critiques
+from reward_model import Judgement, read_judgement, write_critiques
 from runtime import (RANK, WORLD_SIZE, Timer, all_sum, checkpointed, gather_rows,
                      optimizer_parameters, print_rank0, save_tensors, token_groups)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
@@ -207,7 +207,7 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
     critiques = write_critiques(model, tokenizer, rollouts.prompts[share], texts,        # l.12
                                 config.max_critique_tokens,
                                 batch_size=config.rollout_batch_size)
-    return [judge(z, text, offsets, repeats_are_poor)                                    # l.13
+    return [read_judgement(z, text, offsets, repeats_are_poor)                      # l.13
             for z, text, offsets in zip(critiques, texts, rollouts.offsets[share])]
 
 
@@ -285,12 +285,6 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     assert_equal_at(last, advantages, rewards - values, "§3.5, V = 0 after y: A_T = r_T − V")
     assert_equal_at(last, rollouts.returns, rewards, "Alg. 4 l.24: R_T = r_T")
     rollouts.advantages = whiten(advantages, mask)
-
-
-def assert_one_per_token(rollouts: Rollouts):
-    """Assert that r_t, A_t and R_t are filled, [B, T] each (Alg. 4 l.14–17)."""
-    for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
-        assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
 
 
 def assert_equal_at(index: Tensor, x: Tensor, y: Tensor, equation: str):
@@ -426,17 +420,6 @@ def decay(config: PolicyConfig, iteration: int) -> float:
     return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
-def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
-    """The metrics of one response that its judgement gives; shares are of its tokens."""
-    delta = judgement.delta
-    tokens = max(1, len(delta))
-    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
-            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
-            "truncated": float(is_truncated),
-            "unparseable": float(bool(judgement.reason)),
-            "conflicting": judgement.conflicts / tokens}
-
-
 def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
     """The shares of all quotes that give no reward, because their place is unknown."""
     quotes = max(1, sum(judgement.quotes for judgement in judgements))
@@ -445,12 +428,22 @@ def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
 
 
 def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
-    """The metrics of each response, task.truth first; curves and tables show their means."""
+    """The metrics of each response, task.truth first; curves and tables show their means.
+
+    Shares are of the tokens of the response.
+    """
     scores = []
-    for row, text, judgement, is_truncated in zip(
-            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
-        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
-        scores.append(truth | score_response(judgement, is_truncated))
+    for i, judgement in enumerate(rollouts.feedback):
+        delta = judgement.delta
+        tokens = max(1, len(delta))
+        scores.append({
+            name: float(measure(rollouts.rows[i], rollouts.texts[i]))
+            for name, measure in task.truth.items()} | {
+            "delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(rollouts.truncated[i]),
+            "unparseable": float(bool(judgement.reason)),
+            "conflicting": judgement.conflicts / tokens})
     return scores
 
 
@@ -493,8 +486,7 @@ def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Pat
             wandb.init(project=config.wandb, name=out.name, config=asdict(config))
         wandb.log(metrics, step=iteration)
     if iteration % 10 == 1:
-        tokens = colour_tokens(sample["tokens"], sample["delta"])
-        print_rank0(f"{iteration:4d}  {tokens}")
+        print_rank0(f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
 
 
 # ── Algorithm 4
@@ -526,14 +518,14 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
             counts = advantages(batch, state["beta"], config) or {}                # l.14–17
-            assert_one_per_token(batch)
+            for x in (batch.rewards, batch.advantages, batch.returns):
+                assert x.shape == batch.mask.shape, "Alg. 4 l.14–17: one r, A, R per token"
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
-        metrics = {"iteration": iteration + 1, "kl_coef": state["beta"]} | batch_metrics(
+        metrics = {"iteration": iteration + 1, "kl_coef": state["beta"],
+                   "kl_target": config.kl_target} | batch_metrics(
             batch, get_task(config.task)) | counts | stats | timer
-        if config.kl_target:
-            metrics["kl_target"] = config.kl_target
         if RANK == 0:
             log_iteration(metrics, batch, config, out)
         state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,

@@ -281,7 +281,7 @@ def above_limits(rows: list[dict]) -> list[str]:
     rows: of metrics.jsonl, at least one.
     """
     sentences = []
-    target = rows[-1].get("kl_target", math.inf)                    # absent where β is fixed
+    target = rows[-1].get("kl_target") or math.inf                  # 0 where β is fixed
     for metric, limit in {**LIMITS, "kl": 3 * target}.items():
         mean = fmean(row[metric] for row in rows)
         if not mean <= limit:                                       # NaN is above, too

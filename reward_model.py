@@ -8,7 +8,7 @@
     for each batch:                                                      fit_adapter      l.5–7
         L_R(φ) = −Σ_j log p_φ(z_j | z_<j, x, y)                          z_loss
         φ ← AdamW on L_R / number of tokens of z in the batch
-    z' ~ R_φ(·|x, y) and its token rewards δ', for Algorithm 4           write_critiques, judge
+    z' ~ R_φ(·|x, y) and its token rewards δ', for Algorithm 4           write_critiques
 
 The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but
 the EOS token does. `judge_rows` compares R_φ with the annotator on held-out rows, token by
@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from annotate import (Feedback, FeedbackError, Span, annotation_question, ask_annotator,
-                      conflicting_tokens, ground, half_inside_tokens, parse_feedback,
-                      token_offsets, token_rewards)
+                      conflicting_tokens, ground, parse_feedback, token_offsets,
+                      token_rewards)
 from ask import Journal
 from data import (InputError, Task, chunks, examples, get_task, next_command, read_rows,
                   reward_prompt, run_script, write_rows)
@@ -47,6 +47,93 @@ from sampling import context_length, generate, head_weight, pad_batch, token_log
 from settings import FitConfig, RewardConfig, derive_settings, parse_flags
 
 
+MAX_GRAD_NORM = 1.0                                       # the value in the release
+SAVE_EVERY = 100                                          # steps between checkpoints
+
+
+# ── Algorithm 3: teacher forcing
+
+def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
+    """−Σ_j log p_φ(z_j | z_<j, x, y) of all pairs (§3.4, Algorithm 3): a scalar in nats."""
+    prompts, z_ids = zip(*pairs)
+    *inputs, mask = pad_batch(prompts, z_ids, model.device)
+    indices = mask.flatten().nonzero().squeeze(1)           # tokens of z in the flat batch, [N]
+    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[indices]              # [N, H]
+    assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
+    targets = inputs[2].flatten()[indices]                                                # [N]
+    return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
+
+
+def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
+                loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None):
+    """Train an adapter by minimising its mean loss (Algorithm 3); return the loss of each step.
+
+    The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
+    count_of(pair): the number of terms in this sum, by default the tokens of z. out: directory
+    of checkpoints; training continues from the newest one, if its rows and settings are these.
+    The ranks share each batch. Raises InputError where a loss or gradient is not finite.
+    """
+    torch.manual_seed(config.seed)
+    parameters = lora_parameters(model, name) or add_lora(                              # l.4
+        model, name, config.reward_lora_r, config.reward_lora_alpha,
+        config.reward_lora_dropout, config.reward_lora_targets.split(","))
+    optimizer = torch.optim.AdamW(parameters, config.reward_learning_rate,
+                                  weight_decay=config.reward_weight_decay, fused=True)
+    rng = random.Random(config.seed)
+    batches = []
+    for _ in range(config.reward_epochs):
+        batches += chunks(rng.sample(pairs, len(pairs)), config.reward_batch_size)
+    settings = [value for key, value in vars(config).items() if key.startswith("reward_")]
+    state = {"losses": [], "made_of": checksum(state=[config.seed, settings, pairs])}
+    check_ranks(state)
+    warm_up = max(1, len(batches) // 20)                                              # steps
+    model.train()
+    with use_lora(model, name):
+        for step in checkpointed(len(batches), optimizer, state, out, f"fit {name}",
+                                 SAVE_EVERY):
+            # Each step and rank draws different dropout masks.
+            torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
+            factor = min((step + 1) / warm_up, 1 - step / len(batches))
+            optimizer.param_groups[0]["lr"] = config.reward_learning_rate * factor
+            loss = add_gradients(model, batches[step], config, loss_of, count_of)    # l.5–6
+            for p in parameters:
+                all_sum(p.grad)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+            if not math.isfinite(loss + norm.item()):
+                raise InputError(f"fit {name}: the loss or gradient of step {step} is not "
+                                 f"finite; lower --reward_learning_rate or try --dtype "
+                                 f"float32")
+            optimizer.step()                                                            # l.7
+            optimizer.zero_grad()
+            state["losses"].append(loss)
+    model.eval()
+    return state["losses"]
+
+
+def add_gradients(model, batch, config: RewardConfig, loss_of, count_of) -> float:
+    """Add the gradients of this rank's part of a batch; return the mean loss of the batch."""
+    terms = sum(map(count_of, batch))
+    mean_loss = 0.0
+    for group in pair_groups(batch, config):
+        rank_pairs = group[RANK::WORLD_SIZE]
+        # FSDP needs all ranks in every forward pass; a rank without rows uses weight 0.
+        weight = 1 if rank_pairs else 0
+        loss = loss_of(model, rank_pairs or group[:1]) / terms * weight
+        loss.backward()
+        mean_loss += loss.item()
+    return sum(gather_rows([mean_loss]))
+
+
+def pair_groups(pairs: list[tuple], config: RewardConfig) -> list[list[tuple]]:
+    """The pairs, sorted by length, in groups for the ranks; see `token_groups`."""
+    lengths = [sum(map(len, pair)) for pair in pairs]
+    order = sorted(range(len(pairs)), key=lengths.__getitem__)
+    groups = token_groups(order, lengths, config.micro_batch_tokens)
+    return [[pairs[i] for i in group] for group in groups]
+
+
+# ── Phase 2: rows of feedback, [x ; y ; z]
+
 def _feedback_prompt(row: dict) -> str:
     """x of a row of feedback.jsonl. Raises TypeError where a field is not a text or a list."""
     texts = row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]]
@@ -58,11 +145,7 @@ def _feedback_prompt(row: dict) -> str:
 # The rows of feedback.jsonl; their lists of spans may be empty.
 FEEDBACK = Task("feedback", _feedback_prompt,
                 ("id", "prompt", "response", "critique", "good_spans", "poor_spans"))
-MAX_GRAD_NORM = 1.0                                       # the value in the release
-SAVE_EVERY = 100                                          # steps between checkpoints
 
-
-# ── From rows to token sequences [x ; y ; z]
 
 def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict], list[tuple]]:
     """Tokenize rows as [x ; y ; z] (§3.4); return (kept rows, their token ids).
@@ -107,113 +190,48 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row:
     return training, evaluation
 
 
-# ── Algorithm 3: teacher forcing
+def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
+    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics.
 
-def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
-    """−Σ_j log p_φ(z_j | z_<j, x, y) of all pairs (§3.4, Algorithm 3): a scalar in nats."""
-    prompts, z_ids = zip(*pairs)
-    *inputs, mask = pad_batch(prompts, z_ids, model.device)
-    indices = mask.flatten().nonzero().squeeze(1)           # tokens of z in the flat batch, [N]
-    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[indices]              # [N, H]
-    assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
-    targets = inputs[2].flatten()[indices]                                                # [N]
-    return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
-
-
-def shuffle_batches(pairs: list[tuple], size: int, rng: random.Random) -> list[list[tuple]]:
-    """Shuffle pairs into batches of similar length, by sorting random pools of 16 batches."""
-    order = []
-    for pool in chunks(rng.sample(pairs, len(pairs)), 16 * size):
-        order += sorted(pool, key=lambda pair: sum(map(len, pair)))
-    batches = chunks(order, size)
-    return rng.sample(batches, len(batches))
-
-
-def pair_groups(pairs: list[tuple], config: RewardConfig) -> list[list[tuple]]:
-    """The pairs, sorted by length, in groups for the ranks; see `token_groups`."""
-    lengths = [sum(map(len, pair)) for pair in pairs]
-    order = sorted(range(len(pairs)), key=lengths.__getitem__)
-    groups = token_groups(order, lengths, config.micro_batch_tokens)
-    return [[pairs[i] for i in group] for group in groups]
-
-
-def _accumulate_gradients(model, batch, config, loss_of, count_of) -> float:
-    """Accumulate gradients of this rank's part of a batch; return the batch's mean loss."""
-    terms = sum(map(count_of, batch))
-    mean_loss = 0.0
-    for group in pair_groups(batch, config):
-        rank_pairs = group[RANK::WORLD_SIZE]
-        # FSDP needs all ranks in every forward pass; a rank without rows uses weight 0.
-        weight = 1 if rank_pairs else 0
-        loss = loss_of(model, rank_pairs or group[:1]) / terms * weight
-        loss.backward()
-        mean_loss += loss.item()
-    return sum(gather_rows([mean_loss]))
-
-
-def _optimizer_step(optimizer, parameters, mean_loss) -> bool:
-    """Sum gradients over ranks, clip and step. False: skipped, because they are not finite."""
-    for p in parameters:
-        all_sum(p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
-    is_finite = math.isfinite(mean_loss) and math.isfinite(norm)
-    if is_finite:
-        optimizer.step()
-    optimizer.zero_grad()
-    return is_finite
-
-
-def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
-                loss_of=z_loss, count_of=lambda pair: len(pair[1]), out=None):
-    """Train an adapter by minimising its mean loss (Algorithm 3); return the loss of each step.
-
-    The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
-    count_of(pair): the number of terms in this sum, by default the tokens of z. out: directory
-    of checkpoints; training continues from the newest one, if its rows and settings are these.
-    The ranks share each batch.
-
-    A step is skipped if its loss or gradient is not finite; its loss is None in the result.
-    Raises InputError if all steps are skipped.
+    data: the annotated rows. out: directory for the adapter, metrics and samples. Raises
+    InputError if every training row is too long.
     """
-    torch.manual_seed(config.seed)
-    parameters = lora_parameters(model, name) or add_lora(                              # l.4
-        model, name, config.reward_lora_r, config.reward_lora_alpha,
-        config.reward_lora_dropout, config.reward_lora_targets.split(","))
-    optimizer = torch.optim.AdamW(parameters, config.reward_learning_rate,
-                                  weight_decay=config.reward_weight_decay, fused=True)
-    rng = random.Random(config.seed)
-    batches = []
-    for _ in range(config.reward_epochs):
-        batches += shuffle_batches(pairs, config.reward_batch_size, rng)
-    settings = [value for key, value in vars(config).items() if key.startswith("reward_")]
-    fingerprint = checksum(state=[config.seed, settings, pairs])
-    check_ranks(fingerprint)
-    state = {"losses": [], "made_of": fingerprint}
-    warm_up = max(1, len(batches) // 20)                                              # steps
-    model.train()
-    with use_lora(model, name):
-        for step in checkpointed(len(batches), optimizer, state, out, f"fit {name}",
-                                 SAVE_EVERY):
-            # Each step and rank draws different dropout masks.
-            torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
-            factor = min((step + 1) / warm_up, 1 - step / len(batches))
-            optimizer.param_groups[0]["lr"] = config.reward_learning_rate * factor
-            mean_loss = _accumulate_gradients(model, batches[step], config, loss_of, count_of)
-            is_finite = _optimizer_step(optimizer, parameters, mean_loss)                # l.7
-            state["losses"].append(mean_loss if is_finite else None)
-    model.eval()
-    losses = state["losses"]
-    if skipped := losses.count(None):
-        problem = (f"fit {name}: {skipped} of {len(losses)} optimizer steps were skipped "
-                   f"because their loss or gradient was not finite; lower "
-                   f"--reward_learning_rate or try --dtype float32")
-        if skipped == len(losses):
-            raise InputError(problem)
-        print_rank0(f"warning: {problem}")
-    return losses
+    rows = read_rows(data, task=FEEDBACK)
+    limit = min(config.reward_max_tokens, context_length(model))
+    _lock = lock_directory(out)                       # held until the function ends
+    training, evaluation = split_rows(rows, config.reward_held_out, config.seed)
+    _, pairs = encode_rows(training, tokenizer, limit)
+    held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
+    too_long = len(rows) - len(pairs) - len(held_out)
+    problem = (f"{data}: {too_long} of {len(rows)} rows have more than {limit} tokens "
+               f"(--reward_max_tokens, or the model's context)")
+    if not pairs:
+        raise InputError(problem)
+    if too_long:
+        print_rank0(f"left out: {problem}")
+    losses = fit_adapter(model, pairs, "reward", config, out=out)
+    metrics = {"training_rows": len(pairs), "too_long": too_long, "steps": len(losses),
+               "final_loss": losses[-1]}
+    with gathered(model), torch.no_grad():
+        figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
+        with use_lora(model, "reward"):                                          # L_R(φ)
+            held_losses = [z_loss(model, group[RANK::WORLD_SIZE]).item()
+                           for group in pair_groups(held_pairs, config)
+                           if group[RANK::WORLD_SIZE]]
+    if held_out:
+        loss = sum(gather_rows([sum(held_losses)])) / sum(len(z) for _, z in held_pairs)
+        metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
+    if RANK == 0:
+        save_lora(model, "reward", out / "adapter")                                      # l.8
+        write_rows(out / "losses.jsonl", [{"iteration": step, "loss in nats per token of z": x}
+                                          for step, x in enumerate(losses, 1)])
+        write_rows(out / "samples.jsonl", samples)
+        # This file is written last, because its presence marks the phase as finished.
+        write_rows(out / "metrics.json", [metrics])
+    return metrics
 
 
-# ── Inference with R_φ: z' ~ R_φ(z' | x, y) and its δ'
+# ── Critiques of R_φ and of the annotator: z' ~ R_φ(z' | x, y) and its δ'
 
 @dataclass
 class Judgement:
@@ -225,11 +243,10 @@ class Judgement:
     unmatched: int = 0                    # quotes that do not occur in the response
     ambiguous: int = 0                    # quotes that occur more often than they are quoted
     conflicts: int = 0                    # tokens in both a good and a poor span
-    half_inside: int = 0                  # tokens that overlap a span without being inside any
     spans: list[Span] = field(default_factory=list)
 
 
-def judge(critique: str, text: str, offsets, repeats_are_poor: bool = False) -> Judgement:
+def read_judgement(critique: str, text: str, offsets, repeats_are_poor=False) -> Judgement:
     """Parse A'(y) from a critique and compute δ' from it (Alg. 4 l.13).
 
     If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
@@ -248,13 +265,11 @@ def judge(critique: str, text: str, offsets, repeats_are_poor: bool = False) -> 
 
 def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:
     """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
-    spans = grounding.spans
-    delta = token_rewards(text, offsets, spans)                                        # l.13
+    delta = token_rewards(text, offsets, grounding.spans)                              # l.13
     assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
     return Judgement(critique, delta, "", len(feedback.good_spans + feedback.poor_spans),
                      len(grounding.unmatched), grounding.ambiguous,
-                     conflicting_tokens(text, offsets, spans),
-                     half_inside_tokens(text, offsets, spans), spans)
+                     conflicting_tokens(text, offsets, grounding.spans), grounding.spans)
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
@@ -282,63 +297,6 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     for i, ids in zip(prompt_ids, critique_ids):
         critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
     return critiques
-
-
-# ── Evaluation of R_φ on held-out rows (§4.2, Table 1)
-
-def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
-    """Count the marked, predicted and correctly predicted tokens of a response (Table 1).
-
-    truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
-    that graded values such as .75 count as well.
-    """
-    counts = Counter(tokens=len(truth))
-    for true_delta, predicted_delta in zip(truth, predicted):
-        for name, sign in (("good", 1), ("poor", -1)):
-            is_marked = true_delta * sign > 0
-            is_predicted = predicted_delta * sign > 0
-            counts[f"{name} marked"] += is_marked
-            counts[f"{name} predicted"] += is_predicted
-            counts[f"{name} hit"] += is_marked and is_predicted
-    return counts
-
-
-def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
-    """Compare R_φ with the annotator on annotated rows (Table 1); return (figures, samples).
-
-    figures: precision and recall, and "unparseable", the share of critiques that cannot be
-    parsed. samples: the critiques of both for each row. The ranks share the rows.
-    """
-    counts = Counter()
-    samples = []
-    rank_rows = rows[RANK::WORLD_SIZE]
-    critiques = write_critiques(model, tokenizer, [row["prompt"] for row in rank_rows],
-                                [row["response"] for row in rank_rows], max_critique_tokens)
-    for row, z in zip(rank_rows, critiques):
-        ids = encode_text(tokenizer, row["response"])
-        text, offsets = token_offsets(tokenizer, ids)
-        annotation = Feedback("", row["good_spans"], row["poor_spans"])
-        truth = token_rewards(text, offsets, ground(text, annotation).spans)
-        judgement = judge(z, text, offsets)
-        counts += count_tokens(truth, judgement.delta)
-        counts["unparseable"] += bool(judgement.reason)
-        samples.append({"id": row["id"], "response": row["response"],
-                        "annotator": row["critique"], "reward_model": z,
-                        "unreadable": judgement.reason})
-    counts = sum(gather_rows([counts]), Counter())
-    figures = {"unparseable": counts["unparseable"] / max(1, len(rows)),
-               "tokens": counts["tokens"], "poor_tokens": counts["poor marked"]}
-    return figures | token_figures(counts), gather_rows(samples)
-
-
-def token_figures(counts: Counter) -> dict[str, float | None]:
-    """Precision and recall from the sums of `count_tokens`; None if a denominator is 0."""
-    figures = {}
-    for name in ("good", "poor"):
-        for figure, denominator in (("precision", "predicted"), ("recall", "marked")):
-            total = counts[f"{name} {denominator}"]
-            figures[f"{name}_{figure}"] = counts[f"{name} hit"] / total if total else None
-    return figures
 
 
 def judge_by_annotator(batch, config) -> list[Judgement]:
@@ -374,44 +332,70 @@ def judge_by_annotator(batch, config) -> list[Judgement]:
     return judgements
 
 
-def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
-    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics.
+def annotator_critic(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
+    """The annotator in the place of R_φ (--critic annotator): judgements of this rank's rows.
 
-    data: the annotated rows. out: directory for the adapter, metrics and samples.
+    Rank 0 asks about all rows, because the journal has one writer.
     """
-    rows = read_rows(data, task=FEEDBACK)
-    limit = min(config.reward_max_tokens, context_length(model))
-    _lock = lock_directory(out)                       # held until the function ends
-    training, evaluation = split_rows(rows, config.reward_held_out, config.seed)
-    _, pairs = encode_rows(training, tokenizer, limit)
-    held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
-    if not pairs:
-        raise InputError(f"{data}: every training row has more than {limit} tokens; raise "
-                         f"--reward_max_tokens, or use a model with a longer context")
-    too_long = len(rows) - len(pairs) - len(held_out)
-    if too_long:
-        print_rank0(f"{data}: left out {too_long} of {len(rows)} rows, which have more than "
-                    f"{limit} tokens (--reward_max_tokens)")
-    losses = fit_adapter(model, pairs, "reward", config, out=out)
-    curve = [{"iteration": step, "loss in nats per token of z": loss}
-             for step, loss in enumerate(losses, 1)]
-    metrics = {"training_rows": len(pairs), "too_long": too_long, "steps": len(losses),
-               "skipped_steps": losses.count(None), "final_loss": losses[-1]}
-    with gathered(model), torch.no_grad():
-        figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
-        with use_lora(model, "reward"):                                          # L_R(φ)
-            losses = [z_loss(model, group[RANK::WORLD_SIZE]).item()
-                      for group in pair_groups(held_pairs, config) if group[RANK::WORLD_SIZE]]
-    if held_out:
-        loss = sum(gather_rows([sum(losses)])) / sum(len(z) for _, z in held_pairs)
-        metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
-    if RANK == 0:
-        save_lora(model, "reward", out / "adapter")                                      # l.8
-        write_rows(out / "losses.jsonl", curve)
-        write_rows(out / "samples.jsonl", samples)
-        # This file is written last, because its presence marks the phase as finished.
-        write_rows(out / "metrics.json", [metrics])
-    return metrics
+    judgements = judge_by_annotator(rollouts, config) if RANK == 0 else None
+    return gather_rows([judgements])[0][RANK::WORLD_SIZE]
+
+
+# ── Evaluation of R_φ on held-out rows (§4.2, Table 1)
+
+def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
+    """Count the marked, predicted and correctly predicted tokens of a response (Table 1).
+
+    truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
+    that graded values such as .75 count as well.
+    """
+    counts = Counter(tokens=len(truth))
+    for true_delta, predicted_delta in zip(truth, predicted):
+        for name, sign in (("good", 1), ("poor", -1)):
+            is_marked = true_delta * sign > 0
+            is_predicted = predicted_delta * sign > 0
+            counts[f"{name} marked"] += is_marked
+            counts[f"{name} predicted"] += is_predicted
+            counts[f"{name} hit"] += is_marked and is_predicted
+    return counts
+
+
+def token_figures(counts: Counter) -> dict[str, float | None]:
+    """Precision and recall from the sums of `count_tokens`; None if a denominator is 0."""
+    figures = {}
+    for name in ("good", "poor"):
+        for figure, denominator in (("precision", "predicted"), ("recall", "marked")):
+            total = counts[f"{name} {denominator}"]
+            figures[f"{name}_{figure}"] = counts[f"{name} hit"] / total if total else None
+    return figures
+
+
+def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
+    """Compare R_φ with the annotator on annotated rows (Table 1); return (figures, samples).
+
+    figures: precision and recall, and "unparseable", the share of critiques that cannot be
+    parsed. samples: the critiques of both for each row. The ranks share the rows.
+    """
+    counts = Counter()
+    samples = []
+    rank_rows = rows[RANK::WORLD_SIZE]
+    critiques = write_critiques(model, tokenizer, [row["prompt"] for row in rank_rows],
+                                [row["response"] for row in rank_rows], max_critique_tokens)
+    for row, z in zip(rank_rows, critiques):
+        ids = encode_text(tokenizer, row["response"])
+        text, offsets = token_offsets(tokenizer, ids)
+        annotation = Feedback("", row["good_spans"], row["poor_spans"])
+        truth = token_rewards(text, offsets, ground(text, annotation).spans)
+        judgement = read_judgement(z, text, offsets)
+        counts += count_tokens(truth, judgement.delta)
+        counts["unparseable"] += bool(judgement.reason)
+        samples.append({"id": row["id"], "response": row["response"],
+                        "annotator": row["critique"], "reward_model": z,
+                        "unreadable": judgement.reason})
+    counts = sum(gather_rows([counts]), Counter())
+    figures = {"unparseable": counts["unparseable"] / max(1, len(rows)),
+               "tokens": counts["tokens"], "poor_tokens": counts["poor marked"]}
+    return figures | token_figures(counts), gather_rows(samples)
 
 
 FEW_TOKENS = 30                          # fewer poor tokens do not tell what R_φ finds
@@ -426,22 +410,22 @@ def summary(metrics: dict) -> str:
     """
     if "held_out_loss" not in metrics:
         return "trained, but not evaluated: too few rows to hold any out"
-    texts = {key: "–" if x is None else f"{x:.3f}" for key, x in metrics.items()}
+    figures = ", ".join(f"{name} {metrics[name] or 0.0:.3f}" for name in (
+        "held_out_loss", "poor_precision", "poor_recall", "good_precision", "good_recall",
+        "unparseable"))
     count = metrics["poor_tokens"]
     share = count / max(1, metrics["tokens"])
-    text = (f"held-out loss {metrics['held_out_loss']:.4f}; poor tokens precision "
-            f"{texts['poor_precision']}, recall {texts['poor_recall']} (all tokens marked: "
-            f"{share:.3f}, 1; {count} of {metrics['tokens']} tokens in "
-            f"{metrics['held_out_rows']} rows are poor); good tokens "
-            f"{texts['good_precision']}, {texts['good_recall']}; unparseable "
-            f"{metrics['unparseable']:.1%}")
+    text = f"{figures}; {share:.3f} of {metrics['tokens']} held-out tokens are poor"
     if count < FEW_TOKENS:
         return f"{text}\nwarning: too few poor tokens to say what R_φ finds; annotate more rows"
-    if metrics["poor_recall"] < LEAST_RECALL or (metrics["poor_precision"] or 0.0) <= share:
+    if (metrics["poor_recall"] or 0.0) < LEAST_RECALL or (
+            metrics["poor_precision"] or 0.0) <= share:
         text += ("\nwarning: R_φ is weak; annotate more rows, raise --reward_epochs, or use "
                  "--critic annotator")
     return text
 
+
+# ── The script
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""

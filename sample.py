@@ -37,7 +37,7 @@ from data import run_script
 from model import (PLAIN_TEMPLATE, encode_prompt, eos_ids, load_lora, load_model, merge_lora,
                    use_lora)
 from report import colour_tokens, split_text
-from reward_model import judge, write_critiques
+from reward_model import read_judgement, write_critiques
 from sampling import generate
 from settings import flag, parse_flags
 
@@ -64,7 +64,7 @@ def print_answers(model, tokenizer, config):
         print(f"\n{adapter or 'base'}: {text}")
         if config.reward_model:
             z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
-            judgement = judge(z, text, offsets)
+            judgement = read_judgement(z, text, offsets)
             print(f"R_φ: {colour_tokens(split_text(text, offsets), judgement.delta)}\n"
                   f"{z}\n{judgement.reason}")
 

@@ -44,7 +44,7 @@ from data import InputError, chunks, get_task, load_object
 from model import encode_prompt, response_hidden, use_lora
 from policy import reward_model_critic
 from report import split_text
-from reward_model import Judgement, judge, reward_tokens, write_critiques
+from reward_model import Judgement, read_judgement, reward_tokens, write_critiques
 from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
 
@@ -255,7 +255,7 @@ def graded(rollouts, model, tokenizer, config) -> list[Judgement]:
         uniforms.append(torch.rand(DRAWS, config.max_critique_tokens, generator=generator))
     critiques = write_critiques(model, tokenizer, prompts, texts, config.max_critique_tokens,
                                 1.0, torch.cat(uniforms))
-    judgements = [judge(critique, rollouts.texts[i], rollouts.offsets[i])
+    judgements = [read_judgement(critique, rollouts.texts[i], rollouts.offsets[i])
                   for critique, i in zip(critiques, indices)]
     means = []
     for group in chunks(judgements, DRAWS):

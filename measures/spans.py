@@ -38,7 +38,7 @@ from data import InputError, read_rows, run_script
 from model import encode_text
 from policy import score_response
 from report import LEGEND, card, heatmap, page, table, text_block, write_page
-from reward_model import Judgement, count_tokens, judge
+from reward_model import Judgement, count_tokens, read_judgement
 
 SIGNS = {"good": 1, "poor": -1}
 LABELS = {"1": 1, "good": 1, "-1": -1, "poor": -1}
@@ -267,7 +267,7 @@ def judge_texts(tokenizer, texts: list[str], critiques: list[str]) -> list[Judge
     judgements = []
     for text, critique in zip(texts, critiques, strict=True):
         offsets = [*response_tokens(tokenizer, text), (len(text), len(text))]
-        judgements.append(judge(critique if text.strip() else "", text, offsets))
+        judgements.append(read_judgement(critique if text.strip() else "", text, offsets))
     return judgements
 
 

@@ -147,7 +147,7 @@ BROKEN = [
     ("per token of z", {"reward_model.pad_batch": pad_without_the_last},
      lambda model, *_: reward_model.z_loss(model, [([5], [6, 7])])),
     ("one δ'_t per token of y", {"reward_model.token_rewards": lambda *_: []},
-     lambda *_: reward_model.judge('c\n{"good_spans": [], "poor_spans": []}', "y", [(0, 1)])),
+     lambda *_: reward_model.read_judgement('c\n{"good_spans": [], "poor_spans": []}', "y", [(0, 1)])),
     ("one z' for each y", {"reward_model.generate": lambda *_, **__: []}, write),
     ("y_1 follows the last of x", {},
      lambda model, *_: response_hidden(model, IDS, torch.tensor([[1, 0]]), IDS, IDS)),

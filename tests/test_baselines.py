@@ -33,7 +33,7 @@ from model import (add_lora, encode_answer, encode_prompt, load_model, lora_para
                    save_lora, use_lora)
 from policy import Rollouts
 from reward_model import Judgement
-from text2grad import annotator_critic
+from reward_model import annotator_critic
 from sampling import pad_batch
 
 close = torch.testing.assert_close

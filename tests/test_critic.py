@@ -15,7 +15,7 @@ from model import add_lora, encode_text
 from policy import sample_rollouts
 from runtime import CHANGEABLE, POLICY_SETTINGS
 from settings import Config
-from text2grad import annotator_critic
+from reward_model import annotator_critic
 
 RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
        "--critic", "annotator"]
@@ -73,9 +73,9 @@ def test_random_rollouts_have_as_many_judgements_as_rows(toy_model, tmp_path, mo
     """Two ranks: each gets the judgements of its own rows from rank 0."""
     rollouts = random_rollouts()
     judged = list(range(len(rollouts.rows)))
-    monkeypatch.setattr("text2grad.judge_by_annotator", lambda *_: judged)
+    monkeypatch.setattr("reward_model.judge_by_annotator", lambda *_: judged)
     for rank in (0, 1):
-        monkeypatch.setattr("text2grad.RANK", rank)
-        monkeypatch.setattr("text2grad.WORLD_SIZE", 2)
-        monkeypatch.setattr("text2grad.gather_rows", lambda share: [judged, None])
+        monkeypatch.setattr("reward_model.RANK", rank)
+        monkeypatch.setattr("reward_model.WORLD_SIZE", 2)
+        monkeypatch.setattr("reward_model.gather_rows", lambda share: [judged, None])
         assert annotator_critic(rollouts, None, None, toy_config()) == judged[rank::2]

@@ -16,7 +16,7 @@ from annotate import Feedback, FeedbackError, ground, parse_feedback, token_rewa
 from data import reward_prompt
 from helpers import toy_config, noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
-from reward_model import Judgement, encode_rows, fit_adapter, judge, split_rows, z_loss
+from reward_model import Judgement, encode_rows, fit_adapter, read_judgement, split_rows, z_loss
 from sampling import head_weight, token_logprobs
 from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scores, batch_rows,
                     decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
@@ -641,7 +641,7 @@ TEXT = "the cat saw the dog run"
 def judged(critique, text=TEXT):
     """The Judgement of a text whose tokens are its words and EOS."""
     words = [match.span() for match in re.finditer(r" ?\S+", text)]
-    return judge(critique, text, [*words, (len(text), len(text))])
+    return read_judgement(critique, text, [*words, (len(text), len(text))])
 
 
 @pytest.mark.parametrize("critique", [

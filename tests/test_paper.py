@@ -28,7 +28,7 @@ from annotate import parse_feedback, token_offsets
 from data import get_task, read_rows, reward_prompt
 from helpers import toy_config, ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from reward_model import RewardConfig, judge, write_critiques
+from reward_model import read_judgement, write_critiques
 from sampling import generate
 from data import preset
 from policy import gae, sample_rollouts, whiten
@@ -536,7 +536,7 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
     process = subprocess.run(command, check=True, input=json.dumps(cases), capture_output=True,
                              text=True)
     for case, ours in zip(cases, json.loads(process.stdout), strict=True):
-        judgement = judge(case["reply"], case["text"], case["offsets"])
+        judgement = read_judgement(case["reply"], case["text"], case["offsets"])
         assert bool(ours["reason"]) == bool(judgement.reason), (case["reply"], judgement.reason)
         assert ours["delta"] == judgement.delta, case
         counts = [judgement.unmatched, judgement.ambiguous, judgement.conflicts,
@@ -599,7 +599,7 @@ def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path)
     html = browse(tmp_path)
     reply, = re.findall(r'(?s)<textarea id="critique"[^>]*>(.*?)</textarea>', page())
     data = json.loads(re.search(r"const PAGE = (.*);\n", page())[1])
-    judgement = judge(unescape(reply), data["text"], data["offsets"])
+    judgement = read_judgement(unescape(reply), data["text"], data["offsets"])
     shown = shown_tokens(html, "delta")
     assert [value for _, value, _ in shown] == judgement.delta
     assert "".join(text for text, _, _ in shown) == data["text"] + "▯"

@@ -27,7 +27,7 @@ from helpers import (PHASE_3, SMALL, assert_equal_runs, error_message, read_json
 from model import add_lora
 from policy import Rollouts
 from report import NOTES
-from reward_model import judge, judge_by_annotator
+from reward_model import judge_by_annotator, read_judgement
 from runtime import checkpoints, load_tensors, lock_directory
 from text2grad import drop_long_rows
 
@@ -85,7 +85,7 @@ def test_a_critic_without_rewards_is_reported_before_training(
         replies = [json.dumps({"critique": "Well done.", "good_spans": [quote or text],
                                "poor_spans": []}) for text in rollouts.texts]
         replies[:unreadable] = ["no JSON"] * unreadable
-        return [*map(judge, replies, rollouts.texts, rollouts.offsets)]
+        return [*map(read_judgement, replies, rollouts.texts, rollouts.offsets)]
 
     monkeypatch.setattr(text2grad, "train", lambda *_: printed.append(capsys.readouterr().out))
     printed, rows = [], get_task("toy").rows("eval", 6, 0)

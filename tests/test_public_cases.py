@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from annotate import FeedbackError, ground, parse_feedback
 from helpers import SLOW
-from reward_model import judge
+from reward_model import read_judgement
 
 # ── Replies with one reading
 
@@ -306,7 +306,7 @@ def supported(reply: str, word: str) -> set[int]:
 def read_labels(response: str, reply: str, words) -> dict[str, float] | None:
     """The label of each word of the response that a reply gives; None if it is refused."""
     places = [(response.index(word), response.index(word) + len(word)) for word in words]
-    judgement = judge(reply, response, places)
+    judgement = read_judgement(reply, response, places)
     if judgement.reason:
         assert not any(judgement.delta) and "\n" not in judgement.reason[:100]
         return None

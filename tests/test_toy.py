@@ -14,7 +14,7 @@ from annotate import Feedback, read_reply, token_offsets, tokens_inside
 from data import InputError, reward_prompt
 from helpers import ROOT, SLOW
 from model import encode_answer, encode_prompt
-from reward_model import judge
+from reward_model import read_judgement
 from sampling import generate
 
 
@@ -193,7 +193,7 @@ def test_drafts_have_all_kinds_of_spans_and_fit_the_limits_of_the_toy_run(toy_mo
             x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), text))
             z = encode_answer(tokenizer, critique)
             assert length == 2 or len(ids) <= 32 and len(z) <= 96 and len(x) + len(z) <= 256
-            found = judge(critique, text, offsets)
+            found = read_judgement(critique, text, offsets)
             inside = tokens_inside(text, offsets, found.spans)
             counts.update(several=sum(len(tokens) > 1 for tokens in inside), spans=len(inside),
                           ambiguous=found.ambiguous, half=found.half_inside,
