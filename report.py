@@ -269,7 +269,6 @@ NOTES = {
     "unmatched": "share of quotes that are not in the response; under .05",
     "ambiguous": "share of quotes that occur more often than they are quoted; under .05",
     "conflicting": "tokens in spans of both signs, where δ_t = 0; near 0",
-    "half_inside": "tokens partly in a span: δ_t = 0; few",
     "policy_loss": "about 0, as A_t is whitened; no trend",
     "value_loss": "squared units of the return; falls at first, then noise",
     "ratio": "mean ρ_t; about 1",
@@ -304,7 +303,6 @@ def batch_metrics(rollouts, task) -> dict[str, float]:
         "unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
         "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes,
         "conflicting": sum(judgement.conflicts for judgement in judgements),
-        "half_inside": sum(judgement.half_inside for judgement in judgements),
     }
     for name, truth in task.truth.items():
         metrics[name] = sum(map(truth, rollouts.rows, rollouts.texts)) / count

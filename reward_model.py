@@ -35,8 +35,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from annotate import (Feedback, FeedbackError, Span, annotation_question, annotation_settings,
-                      ask_annotator, conflicting_tokens, ground, half_inside_tokens,
-                      parse_feedback, token_offsets, token_rewards)
+                      ask_annotator, conflicting_tokens, ground, parse_feedback,
+                      token_offsets, token_rewards)
 from ask import Journal
 from data import (InputError, Task, chunks, examples, fill, flag, get_task,
                   next_command, parse_flags, preset, read_rows, reward_prompt, run_script,
@@ -262,7 +262,6 @@ class Judgement:
     unmatched: int = 0                    # quotes that do not occur in the response
     ambiguous: int = 0                    # quotes that occur more often than they are quoted
     conflicts: int = 0                    # tokens in both a good and a poor span
-    half_inside: int = 0                  # tokens that overlap a span without being inside any
     spans: list[Span] = field(default_factory=list)
 
 
@@ -290,8 +289,7 @@ def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Jud
     assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
     return Judgement(critique, delta, "", len(feedback.good_spans + feedback.poor_spans),
                      len(grounding.unmatched), grounding.ambiguous,
-                     conflicting_tokens(text, offsets, spans),
-                     half_inside_tokens(text, offsets, spans), spans)
+                     conflicting_tokens(text, offsets, spans), spans)
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
