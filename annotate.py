@@ -35,7 +35,7 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import Callable
 
@@ -76,117 +76,78 @@ SPAN_KEYS = ("goodspans", "poorspans", "wrongcode", "improvementcode")
 
 
 def parse_feedback(text: str, critique: str | None = None, response: str = "") -> Feedback:
-    """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13).
+    """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13; see `find_object`).
 
-    critique: a human critique, which replaces the critique in the reply. If the object has no
-    critique either, the prose before it is the critique. Both lists of the code task are poor
-    spans. Raises FeedbackError if the reply has no valid span lists or no critique.
+    critique: a human critique, which replaces the critique in the reply. Both lists of the code
+    task are poor spans. A list may be absent or null. Raises FeedbackError if the reply has no
+    critique, or if a list is not a list of strings.
     """
     value, prose = find_object(text, SPAN_KEYS, response)
-    good, *poor = [_quotes(value, key) for key in SPAN_KEYS]
-    feedback = Feedback(critique or read_critique(value, prose), good, sum(poor, []))
-    check_characters(feedback.text())
-    return feedback
+    lists = [value.get(key) or [] for key in SPAN_KEYS]
+    for quotes in lists:
+        if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
+            raise FeedbackError(f"quotes must be a list of strings, found {str(quotes)[:60]}")
+    good, *poor = lists
+    return Feedback(critique or read_critique(value, prose), good, sum(poor, []))
 
 
 def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[dict, str]:
     """Find the one JSON object that has any of the keys; return it and the prose before it.
 
-    The object may stand in prose, in a code fence, in a list, in another object or in a string.
-    `<think>` text, echoes of the form and copies from the response are ignored. Raises
-    FeedbackError if no such object exists, or if two such objects differ. Also raises
-    FeedbackError if the object seems to be a part of a larger JSON text that is broken or cut
-    off, because the missing part may contradict the object.
+    The object may stand in prose, in a code fence, in a list or in another object. `<think>`
+    text is ignored. Nothing is repaired. Raises FeedbackError, with the reason, if there is not
+    exactly one such object, if it is a copy from the response, or if one of its keys stands
+    outside of it. Then the reply is a larger JSON text that is broken or cut off, and the
+    missing part may contradict the object.
     """
-    copies = [value for _, value in _json_objects(response, keys)]             # one is {}
-    candidates = []
-    outside = "</think>"                    # the text around candidates, with "\0" for each
-    for prose, value in _json_objects(text, keys):
-        outside += prose.replace("\0", "")
-        # In an echo of the form, a list begins with a placeholder.
-        is_echo = re.search(r"\[({'\w+': )?'(…|\.\.\.)'", str(value))
-        if not is_echo and value not in copies:
-            candidates.append(value)
-            outside += "\0"
-    *_, slash, outside = re.split(r"(?i)<(/?)(?:think\w*|thoughts?|scratchpad)>", outside)
-    if not slash:
-        raise FeedbackError("the reply ends inside <think>")
-    candidates = candidates[len(candidates) - outside.count("\0") :]
-    if not candidates:
-        if re.search(r'[{[](\s|\\n)*\\+"', text):                   # JSON in a JSON string
-            return find_object(re.sub(r'\\n|\\([\\"/])', r"\1", text), keys, response)
-        raise FeedbackError(f"no JSON object with {' or '.join(keys)} that is complete")
-    if candidates.count(candidates[0]) < len(candidates):
-        raise FeedbackError("the reply has several JSON objects, and they differ")
-    names = "|".join("[^a-z]*".join(key) for key in ("reasoning", *CRITIQUE_KEYS, *keys))
-    if re.search(rf"""(["']\s*:|[\[{{]){_SPACE}*+\0|\0(?:{_SPACE}|`)*+[]}},]|"""
-                 rf"""(?i:["'{{]\s*({names})[\\"']*\s*:)""", outside):
-        raise FeedbackError("the span object is a part of a larger text that is not valid JSON")
-    prose, *_ = re.sub(r"```\w*\s*\0\s*```", "\0", outside).split("\0")
-    return candidates[0], prose
-
-
-# White space or a comment. A comment with brackets, a tag or a key may be a part of the JSON.
-_SPACE = (r"""(?:\s|(?://|#)(?:[^][{}<\n"']|["'](?!\s*:)){0,999}(?=\n|\Z)"""
-          r"""|/\*(?:[^][{}<*"']|["'](?!\s*:)){0,999}\*/)""")
-_TOKEN = re.compile(
-    rf"""(?s){_SPACE}*+(?:(["'])((?:(?!\1)[^\\]|\\.)*+)\1|([^\W\d]\w*)(?=\s*:)|"""
-    rf""",(?={_SPACE}*+[]}}])|([\w.+-]+|["'].*|.)|\Z)""")
-_PYTHON = {"None": "null", "True": "true", "False": "false"}
+    answer = text.rpartition("</think>")[2]
+    objects = _json_objects(answer, keys)
+    if len(objects) != 1:
+        raise FeedbackError(f"the reply has {len(objects) or 'no'} JSON object(s) with "
+                            f"{' or '.join(keys)}, and must have one that is valid")
+    start, end, value = objects[0]
+    if value in [copy for *_, copy in _json_objects(response, keys)]:
+        raise FeedbackError("the JSON object is a copy from the response")
+    names = "|".join(CRITIQUE_KEYS + keys)
+    outside = re.sub(r"[\s_\\-]", "", f"{answer[:start]}{{}}{answer[end:]}").lower()
+    # A key of the form, a key of the object, an open tag, or half of a surrogate pair
+    extra = re.search(rf"""["'{{](reasoning|{names})["']?:|["']:\[?{{}}|<think|[\ud800-\udfff]""",
+                      outside)
+    if extra:
+        raise FeedbackError(f"{extra[0]!r} stands outside of the JSON object, so the reply is "
+                            f"broken or cut off")
+    return value, answer[:start].strip().removesuffix("```json")
 
 
 def _json_objects(text, keys):
-    """Yield (prose, object) for each JSON object with any of the keys, and at last (prose, {}).
+    """[(start, end, object)] of the JSON objects with any of the keys, also inside of others.
 
-    prose: the text since the previous outermost JSON value. Accepts comments, trailing commas,
-    single quotes, bare keys, line breaks in strings, and the literals of Python. An unknown
-    escape such as "\\d" keeps its backslash.
+    The keys of each object are reduced to their letters. start, end: where the outermost object
+    stands in the text.
     """
-    def make_object(pairs):
+    def read_object(pairs):
         value = {}
         for name, item in pairs:
             key = re.sub(r"[\W_]", "", name).lower()
             if value.setdefault(key, item) != item:
                 raise ValueError                           # the key has two values
         if value.keys() & keys:
-            objects.append(value)
-        # An object with a quote and a reason is read as the quote.
-        names = value.keys() - {"reason", "explanation", "comment"}
-        return value[min(names)] if names in ({"text"}, {"quote"}, {"span"}) else value
+            inner.append(value)
+        return value
 
-    end = 0
-    work = 0                                               # characters read for broken values
-    for match in re.finditer(r"\{|\[(?=\s*\{)", text):
-        start = match.start()
-        # Inside the previous value, or too much work: without a limit, time is quadratic.
-        if start < end or work > 50_000_000:
-            continue
-        objects = []                                       # in this value, by `make_object`
-        strict = ""                                        # the value as strict JSON
-        depth = 0
-        for match in _TOKEN.finditer(text, start):
-            if token := match[4]:
-                depth += (token in "{[") - (token in "}]")
-                strict += _PYTHON.get(token, token)
-            elif match.lastindex:
-                body = match[match.lastindex].replace(r'\"', '"').replace('"', r'\"')
-                strict += f'"{body}"'
-            if not 0 < depth < 20:
-                break
-        if depth:
-            strict = ""                                    # the value is cut off
-        # Valid escapes are kept, "\\'" loses its backslash, other backslashes are doubled.
-        strict = re.sub(r"""(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\(?=')|(\\)""", r"\1\2\2",
-                        strict)
+    decoder = json.JSONDecoder(object_pairs_hook=read_object, strict=False)
+    objects = []
+    start = text.find("{")
+    while start >= 0:
+        inner = []                                         # filled by `read_object`
         try:
-            json.loads(strict, object_pairs_hook=make_object, parse_int=float, strict=False)
-        except ValueError:
-            work += len(text)
-            continue
-        for value in objects:
-            yield text[end:start], value
-            end = match.end()
-    yield text[end:], {}
+            _, end = decoder.raw_decode(text, start)
+            json.dumps(inner, ensure_ascii=False).encode()         # no half surrogate pairs
+            objects += [(start, end, value) for value in inner]
+        except (ValueError, RecursionError):               # not JSON, or nested too deeply
+            end = start + 1
+        start = text.find("{", end)
+    return objects
 
 
 def read_critique(value: dict, prose: str) -> str:
@@ -195,25 +156,6 @@ def read_critique(value: dict, prose: str) -> str:
     if not isinstance(critique, str) or not critique.strip():
         raise FeedbackError("the reply has no critique, or the critique is not a string")
     return critique.strip()
-
-
-def check_characters(text: str):
-    """Raise FeedbackError if a text has an unpaired surrogate, which UTF-8 cannot encode."""
-    if re.search("[\ud800-\udfff]", text):
-        raise FeedbackError("the reply has half a surrogate pair, which UTF-8 cannot encode")
-
-
-def _quotes(value: dict, key: str) -> list[str]:
-    """The quotes under a key. Raises FeedbackError unless they are a list of strings.
-
-    One quote may stand without a list. The list may be absent or null.
-    """
-    quotes = value.get(key) or []
-    if isinstance(quotes, str):                 # not a quote: "", "None", "n/a", "No issues."
-        quotes = re.findall(r"(?is)\A(?!\W*(?:n/?a|no(?:t|ne|thing)?|null)\b).*\w.*", quotes)
-    if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
-        raise FeedbackError(f"{key!r} must be a list of strings, found {str(quotes)[:60]}")
-    return quotes
 
 
 # ── Algorithm 2: find the quotes in the response
@@ -264,91 +206,49 @@ def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) ->
 
 
 def quote_places(response: str, quote: str) -> list[Interval]:
-    """The intervals of the response that equal the quote: exactly, or else in a form of FORMS.
+    """The intervals of the response that equal the quote, exactly or else as `_loose` allows.
 
-    An interval does not begin or end inside a word, inside a grapheme cluster (a letter with
-    accents) or inside a unit of the form.
+    An interval does not begin or end inside a word.
     """
-    for form, ends in FORMS:
-        form_quote = form(quote).strip(ends)
-        form_response, edges = _in_form(response, form)
-        places = []
-        start = form_response.find(form_quote) if form_quote.strip() else -1
-        while start >= 0:
-            place = edges[start], edges[start + len(form_quote)]
-            if None not in place and not any(_splits(response, edge) for edge in place):
-                assert form(response[slice(*place)]) == form_quote, (
-                    "Appendix L: a span equals its quote, exactly or in a form of FORMS")
-                places.append(place)
-            start = form_response.find(form_quote, start + 1)
+    if not quote.strip():
+        return []
+    for as_pattern in (re.escape, _loose):
+        # A lookahead also finds the matches that overlap.
+        matches = re.finditer(f"(?=({as_pattern(quote)}))", response)
+        places = [place for place in (match.span(1) for match in matches)
+                  if not any(_INSIDE_WORD.fullmatch(response, edge - 1, edge + 1)
+                             for edge in place)]
         if places:
             return places
     return []
 
 
-# Writing systems without spaces between words; the Unicode names of their characters begin so.
-SPACELESS = ("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "HANGUL", "THAI", "LAO",
-             "KHMER", "MYANMAR")
+# A character of a word. Chinese, Japanese, Korean, Thai, Lao, Khmer and Burmese do not separate
+# words by spaces. The vowel signs of Indian scripts (U+0900 to U+0DFF) are not in \w.
+_WORD = (r"(?![\u0964\u0965\u0e00-\u0eff\u1000-\u11ff\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7ff"
+         r"\uf900-\ufaff\uff65-\uffdc\U00020000-\U0003ffff])[\w\u0300-\u036f\u0900-\u0dff]")
+# Two characters that an edge may not separate: of a word, or of an emoji
+_INSIDE_WORD = re.compile(rf"(?s){_WORD}{_WORD}|.[\u0300-\u036f\u200d\ufe0f]|\u200d.")
+_ESCAPE = r"\\[bfnrt]"
+# Pattern of a character of a quote: white space, a single and a double quotation mark
+_LOOSE = {char: f"[{marks}]" for marks in ("'‘’‚‛`´", '"“”„‟«»') for char in marks}
+_LOOSE[" "] = rf"(?:\s|{_ESCAPE})+"
 
 
-def _splits(text: str, index: int) -> bool:
-    """Whether a cut before text[index] would split a word or a grapheme cluster."""
-    if not 0 < index < len(text):
-        return False
-    pair = text[index - 1 : index + 1]
-    is_inside_word = all(map(_is_word_character, pair))
-    is_before_mark = unicodedata.category(pair[1])[0] == "M"         # for example an accent
-    is_beside_joiner = "\u200d" in pair
-    return is_inside_word or is_before_mark or is_beside_joiner
+def _loose(quote):
+    """A pattern for the quote up to white space, quotation marks and Unicode form.
 
-
-def _is_word_character(char: str) -> bool:
-    """Whether the character is a part of words that spaces separate."""
-    category = unicodedata.category(char)
-    is_word_category = category[0] in "LN" or category in ("Mn", "Mc", "Pc")
-    return is_word_category and not unicodedata.name(char, "").startswith(SPACELESS)
-
-
-_PLAIN = str.maketrans("‘’‚‛`´“”„‟«»", "''''''" '""""""',
-                       "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad")
-
-
-def normal_form(text: str) -> str:
-    """The text in Unicode NFD, with single spaces and straight quotation marks.
-
-    Characters of zero width are left out.
+    JSON reads "\\frac" as a form feed and "rac", so white space also stands for an escape.
     """
-    return unicodedata.normalize("NFD", re.sub(r"\s+", " ", text)).translate(_PLAIN)
-
-
-def escaped_form(text: str) -> str:
-    """The normal form of the text as JSON writes it, where no backslashes repeat.
-
-    Models write a backslash too few or too many: "\\frac" begins with a form feed in JSON.
-    """
-    return normal_form(re.sub(r'\\+(?=")|(\\)\\*', r"\1",
-                              json.dumps(text, ensure_ascii=False)[1:-1]))
-
-
-# How a quote is searched for, in order: the form, and what is removed from the quote's ends
-FORMS = ((str, ""), (normal_form, " "), (escaped_form, " "), (escaped_form, " '\""))
-
-
-@lru_cache(maxsize=8)
-def _in_form(text, form):
-    """The text in a form; for each index in it, the same edge of a unit in the text, or None.
-
-    The characters of a unit change together, for example those of white space.
-    """
-    form_text = form(text)
-    if form is str:
-        return form_text, range(len(text) + 1)
-    edges = [0] + [None] * len(form_text)
-    length = 0
-    for match in re.finditer(r'\\+(?:\s+|["\x00-\x1f])?|\s+|\S', text):
-        length += len(form(match[0]))
-        edges[length] = match.end()
-    return form_text, edges
+    quote = re.sub(r"[\s\b]+", " ", unicodedata.normalize("NFC", quote))
+    pattern = f"(?:{_ESCAPE})?" if quote.startswith(" ") else ""
+    for char in quote.strip():
+        decomposed = unicodedata.normalize("NFD", char)
+        if decomposed != char:
+            pattern += f"(?:{char}|{decomposed})"
+        else:
+            pattern += _LOOSE.get(char, re.escape(char))
+    return pattern
 
 
 # ── Algorithm 2: compute δ from the spans
@@ -359,7 +259,7 @@ MARK = "\ufffd"                                 # the decoded text of an incompl
 def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]:
     """Decode the ids; return the text and the interval of each token in it (Appendix L).
 
-    The text is not tokenized again. Ids are decoded in runs, and each run ends at the end of a
+    The text is not tokenized again. Ids are decoded in runs, and each run ends with a whole
     character. This works for byte-level BPE and for SentencePiece with byte fallback. If tokens
     share a character, the interval of each token contains it. Special tokens get an empty
     interval.
@@ -373,36 +273,30 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
     special_ids = set(tokenizer.all_special_ids)
     text = decode(token_ids)
     offsets = []
-    end = 0                           # number of characters that the tokens so far complete
-    committed = 0                     # number of characters in all complete runs
-    piece_end = 0                     # the same with the run that is not complete yet
+    start = 0                         # number of characters that the tokens so far complete
+    run_start = 0                     # number of characters before the run
     context = []                      # ids of the last run; decoding needs them for spaces
-    pending = []                      # ids of the run that is not complete yet
+    run = []
     for token_id in token_ids:
-        pending.append(token_id)
-        piece = decode(context + pending)[len(decode(context)) :]
-        piece_end = committed + len(piece)
-        matching = os.path.commonprefix([piece, text[committed:piece_end]])
-        start = end
-        end = max(end, committed + len(matching))
         if token_id in special_ids:
             offsets.append((start, start))
+            continue
+        run.append(token_id)
+        piece = decode(context + run)[len(decode(context)) :]
+        rest = text[run_start : run_start + len(piece)]
+        end = max(start, run_start + len(os.path.commonprefix([piece, rest])))
+        if end < run_start + len(rest):                        # it ends inside a character
+            offsets.append((start, end + 1))
+        elif end == start and text[:end].endswith(MARK):       # it is a part of this MARK
+            offsets.append((start - 1, end))
         else:
-            # If the token ends inside a character, the piece has a MARK where the text has
-            # this character, so `matching` ends before it.
-            shared_next = int(end < min(piece_end, len(text)))
-            # The text may have one MARK for several bytes. Their tokens share this MARK.
-            shared_previous = int(end + shared_next == start and text[:start].endswith(MARK))
-            offsets.append((start - shared_previous, end + shared_next))
-        # A MARK at the end may change with the next tokens. A long run without a whole
-        # character is cut all the same, because decoding it for each token is quadratic.
-        is_broken = len(pending) > 50 and all(decode(pending[:cut]).endswith(MARK)
-                                              for cut in range(-4, 0))
-        if piece == matching and (is_broken or not piece.endswith(MARK)):
-            committed = piece_end
-            context = pending if piece else context + pending
-            pending = []
-    assert piece_end == len(text), (
+            offsets.append((start, end))
+        start = end
+        if piece and piece == rest and piece[-1] != MARK:
+            run_start = end
+            context = run
+            run = []
+    assert start == len(text), (
         "Appendix L: the runs are the text, one offset per sampled token")
     return text, offsets
 
@@ -443,13 +337,6 @@ def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
     delta = token_rewards(text, offsets, spans)
     inside = set().union(*tokens_inside(text, offsets, spans))
     return sum(delta[t] == 0 for t in inside)
-
-
-def half_inside_tokens(text: str, offsets, spans: list[Span]) -> int:
-    """Count the tokens that overlap a span without being inside any. Their δ_t is 0."""
-    overlapping = {t for t, (start, end) in enumerate(offsets) for span in spans
-                   if text[max(start, span.start) : min(end, span.end)].strip()}
-    return len(overlapping.difference(*tokens_inside(text, offsets, spans)))
 
 
 # ── The annotator's prompts (Appendix B)
@@ -538,20 +425,35 @@ def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[di
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
+def reply_schema(form) -> dict:
+    """The JSON schema of a mode's `form`, for the `response_format` of a server.
+
+    A value of the form is an example of its type, and the first item of a list of all its items.
+    """
+    if isinstance(form, dict):
+        properties = {key: reply_schema(value) for key, value in form.items()}
+        return {"type": "object", "properties": properties, "required": list(form),
+                "additionalProperties": False}
+    if isinstance(form, list):
+        return {"type": "array", "items": reply_schema(form[0])}
+    return {"type": {bool: "boolean", int: "number"}.get(type(form), "string")}
+
+
 def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, Grounding]:
     """Parse a reply in the format of a mode and ground its quotes (Alg. 2 l.13).
 
-    Raises FeedbackError if the reply is invalid.
+    Raises FeedbackError if the reply is invalid, and TypeError if the mode returns anything but
+    (Feedback, Grounding) with spans inside the response and labels ±1.
     """
-    return get_mode(mode).read(example, reply)
-
-
-def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
-    """Feedback that quotes the text of each span."""
-    quotes = {+1: [], -1: []}
-    for span in spans:
-        quotes[span.label].append(response[span.start : span.end])
-    return Feedback(critique, quotes[+1], quotes[-1])
+    value = get_mode(mode).read(example, reply)
+    size = len(example["response"])
+    match value:
+        case Feedback(str(), list(), list()), Grounding(list(spans)):
+            if all(0 <= span.start < span.end <= size and span.label in (1, -1)
+                   for span in spans):
+                return value
+    raise TypeError(f"the mode returned {value!r:.80} and must return (Feedback, Grounding) "
+                    f"with spans inside the response and labels ±1")
 
 
 def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Grounding,
@@ -583,12 +485,11 @@ def call_function(place: str, function: Callable, *arguments):
     try:
         return function(*arguments)
     except Exception as error:                 # user code may raise anything
-        lines = [f" ({frame.filename}, line {frame.lineno})"
-                 for frame in traceback.extract_tb(error.__traceback__)[1:]
-                 if "/lib/python3" not in frame.filename]
-        line = "".join(lines[-1:])
+        frame = [frame for frame in traceback.extract_tb(error.__traceback__)
+                 if "/lib/python3" not in frame.filename][-1]
         message = one_line(f"{type(error).__name__}: {error}")
-        raise InputError(f"{place}: {message}{line}") from error
+        raise InputError(f"{place}: {message} ({frame.filename}, line {frame.lineno})"
+                         ) from error
 
 
 def annotator_reply(function: Callable, example: dict, config) -> str:
@@ -601,13 +502,9 @@ def annotator_reply(function: Callable, example: dict, config) -> str:
     value = call_function(place, function, example["row"], example["response"])
     if isinstance(value, str):
         return value
-    mode = get_mode(config.mode)
-    try:
-        reply = json.dumps(value, default=asdict)                  # asdict: for a Feedback
-        mode.read(example, reply)
-    except Exception as error:                           # a custom mode may raise anything
-        raise InputError(f"{place}: returned {value!r:.60} ({error}); return a Feedback, "
-                         f"a dict such as {mode.form}, or its JSON text") from error
+    place += f": returned {value!r:.60}; return a Feedback, or a dict or text of --mode"
+    reply = call_function(place, partial(json.dumps, default=asdict), value)
+    call_function(place, read_reply, example, reply, config.mode)
     return reply
 
 
@@ -657,22 +554,6 @@ def annotation_questions(config: AnnotatorConfig, data, limit=None, dry_run=Fals
     return questions
 
 
-def check_output(questions: list[Question], data, output):
-    """Raise InputError where `output` is no file of its own, or is of other responses."""
-    if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
-        raise InputError(f"--output {output} is a directory, or the same as --data; name "
-                         f"another file")
-    if not os.path.exists(output) or os.path.getsize(output) == 0:
-        return
-    responses = {(question.id, question.context["response"]) for question in questions}
-    others = [row.get("id") for row in read_rows(output)
-              if (row.get("id"), row.get("response")) not in responses]
-    if others:
-        raise InputError(f"{output} has feedback for {len(others)} responses that are not in "
-                         f"{data} (the first: row {others[0]}); name another --output, or "
-                         f"remove the file")
-
-
 def annotation_question(example: dict, config: AnnotatorConfig) -> Question:
     """The request for the annotation of one response. Its context is the example."""
     task = get_task(config.task)
@@ -720,39 +601,35 @@ def describe_feedback(rows: list[dict]) -> str:
     rows: annotated rows, see `feedback_row`.
     """
     quotes = 0
-    size = 0                                      # characters of all responses
     unmatched = []
-    ambiguous = []                                # a response for each ambiguous quote
+    ambiguous = []
     no_span = []                                  # the responses without a span
-    good = []                                     # the texts of the spans
-    poor = []
     for row in rows:
         response = row["response"]
-        size += len(response)
-        spans = quoted(response, "", [Span(**span) for span in row["spans"]])
-        good += spans.good_spans
-        poor += spans.poor_spans
-        quotes += len(row["good_spans"] + row["poor_spans"])
-        unmatched += row["unmatched"]
-        ambiguous += [response] * row["ambiguous"]
+        repeats = Counter(row["good_spans"] + row["poor_spans"])
+        quotes += repeats.total()
+        for quote in row["unmatched"]:
+            is_split = quote in response and not quote_places(response, quote)
+            unmatched.append(f"inside a word: {quote}" if is_split else quote)
+        several = [quote for quote, count in repeats.items()
+                   if len(quote_places(response, quote)) > count]
+        ambiguous += several[: row["ambiguous"]]
         if not row["spans"]:
             no_span.append(response)
     text = f"feedback: {quotes} quotes"
     warnings = ""
-    for name, texts, share, limit, remedy in (
-            ("of the quotes not in the response", unmatched, len(unmatched) / max(1, quotes),
-             0.05, "quotes must be exact"),
-            ("of the quotes ambiguous", ambiguous, len(ambiguous) / max(1, quotes), 0.05,
+    for name, texts, total, limit, remedy in (
+            ("quotes unmatched", unmatched, quotes, 0.05,
+             "quotes must be exact, and begin and end with whole words"),
+            ("quotes ambiguous", ambiguous, quotes, 0.05,
              "quotes must be longer, so that only one place fits"),
-            ("of the text good", good, len("".join(good)) / size, 0.9, "quote less"),
-            ("of the text poor", poor, len("".join(poor)) / size, 0.9, "quote less"),
-            ("of the responses without a span", no_span, len(no_span) / len(rows), 0.5,
+            ("responses without a span", no_span, len(rows), 0.5,
              "quote more, because a token outside of all spans has no reward")):
-        text += f", {share:.0%} {name}"
+        share = len(texts) / max(1, total)
+        text += f", {share:.0%} of the {name}"
         if share > limit:
-            pair = " and ".join(repr(one_line(example)[:60]) for example in texts[:2])
-            warnings += (f"\nwarning: {share:.0%} {name} (healthy: up to {limit:.0%}); "
-                         f"{remedy}; for example {pair}")
+            warnings += (f"\nwarning: {share:.0%} of the {name} (healthy: up to {limit:.0%}); "
+                         f"{remedy}; for example {one_line(texts[0])[:60]!r}")
     return text + warnings
 
 
@@ -764,9 +641,10 @@ def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -
     if a response could not be annotated, unless --skip_failed is set.
     """
     check_annotator(config, dry_run)
+    if os.path.realpath(data) == os.path.realpath(output):
+        raise InputError(f"--data and --output are one file, {data}; choose another --output")
     with Journal(f"{output}.journal", *config.prices) as journal:
         questions = annotation_questions(config, data, limit, dry_run)
-        check_output(questions, data, output)
         todo = missing(questions, journal)
         unwritten = sum(question.context["response"] == NO_RESPONSE for question in todo)
         if dry_run and unwritten:

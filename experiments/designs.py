@@ -39,8 +39,9 @@ from torch import Tensor
 
 import toy
 from annotate import (FeedbackError, Span, annotator_reply, call_function, get_mode, ground,
-                      quoted, token_rewards, tokens_inside)
+                      token_rewards, tokens_inside)
 from data import InputError, chunks, get_task, load_object
+from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
 from policy import reward_model_critic
 from report import split_text

@@ -10,10 +10,17 @@ the reply. Both modes produce spans, so the later phases do not change.
 import re
 from dataclasses import replace
 
-from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, check_characters,
-                      find_object, quote_places, quoted, read_critique)
+from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, find_object,
+                      quote_places, read_critique)
 
 LABELS = {"good": 1, "neutral": 0, "poor": -1}
+
+
+def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
+    """Feedback that quotes the text of each span."""
+    good = [response[span.start : span.end] for span in spans if span.label > 0]
+    poor = [response[span.start : span.end] for span in spans if span.label < 0]
+    return Feedback(critique, good, poor)
 
 
 def _read_items(value: dict, key: str, read) -> list[tuple]:
@@ -51,9 +58,7 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
         elif label:
             spans.append(Span(match.start(), match.end(), label))
         previous_label = label
-    critique = read_critique(value, prose)
-    check_characters(critique)
-    return quoted(response, critique, spans), Grounding(spans)
+    return quoted(response, read_critique(value, prose), spans), Grounding(spans)
 
 
 DENSE = Mode(
@@ -83,7 +88,6 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
                          for verdict, step, reason in steps)
     if not steps:
         raise FeedbackError("the list of steps is empty")
-    check_characters(critique)
     spans = []
     unmatched = []
     ambiguous = 0
