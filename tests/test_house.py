@@ -6,10 +6,12 @@ name: a definition or a flag must be read in some file. Each check is shown a ho
 """
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -85,6 +87,60 @@ def words(node: ast.AST) -> list[str]:
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
             names += re.findall(r"^(?:[\w.]+:)?(\w+)$", child.value)
     return names
+
+
+# ── The size of the house: what was reached, and 2 % more
+
+TOKENS = {"annotate": 4_004, "ask": 3_267, "data": 2_225, "eval": 4_555,
+          "experiments": 14_522, "measures": 15_356, "model": 2_951, "policy": 4_117,
+          "report": 2_284, "reward_model": 3_243, "runtime": 1_850, "sample": 467,
+          "sampling": 3_235, "settings": 2_062, "text2grad": 1_784, "toy": 4_054}
+TEST_LINES = 15_072
+WORDS = {"README.md": 1_101, "all": 56_034}
+
+
+def count_tokens(path: Path) -> int:
+    """Code tokens of a file, without comments and docstrings. A string counts one more for
+    every 40 characters, so that a page in a string is not free."""
+    text = path.read_text("utf-8")
+    docs = {node.body[0].lineno for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+            and ast.get_docstring(node, clean=False) is not None}
+    free = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+            tokenize.ENDMARKER}
+    return sum(1 + len(token.string) // 40 * (token.type == tokenize.STRING)
+               for token in tokenize.generate_tokens(io.StringIO(text).readline)
+               if token.type not in free
+               and not (token.type == tokenize.STRING and token.start[0] in docs))
+
+
+def count_words(path: Path) -> int:
+    """Words of a Markdown file, or of the text cells of a notebook."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"]
+                         if cell["cell_type"] == "markdown")
+    return len(text.split())
+
+
+def sizes() -> dict[str, int]:
+    """Room → code tokens; a room is a script, or a folder such as "toy"."""
+    rooms = Counter()
+    for file in sources(ROOT):
+        rooms[file.split("/")[0].removesuffix(".py")] += count_tokens(ROOT / file)
+    return rooms
+
+
+def test_the_house_does_not_grow_without_a_decision():
+    assert sizes().keys() == TOKENS.keys()
+    assert {room: n for room, n in sizes().items() if n > TOKENS[room]} == {}
+    lines = sum(path.read_text("utf-8").count("\n") for path in ROOT.glob("tests/*.py"))
+    assert lines <= TEST_LINES
+    pages = [path for path in (*ROOT.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb"))
+             if not any(part.startswith(".") or part == "runs"
+                        for part in path.relative_to(ROOT).parts)]
+    assert count_words(ROOT / "README.md") <= WORDS["README.md"]
+    assert sum(map(count_words, pages)) <= WORDS["all"]
 
 
 # ── The checks: each returns what is wrong
