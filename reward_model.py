@@ -397,17 +397,15 @@ def judge_by_annotator(batch, config, count: int | None = None) -> list[Judgemen
     questions = [annotation_question(example, annotation) for example in examples(task, rows)]
     with Journal(f"{annotation.output}.journal", *annotation.prices) as journal:
         replies = ask_annotator(questions, journal, annotation)
-        for i, (_, record, parsed) in zip(indices, replies):
+        for i, reply in zip(indices, replies):
             offsets = batch.offsets[i]
-            if parsed is None:
-                judgements[i] = Judgement(record["reply"], [0.0] * len(offsets),
-                                          record["reason"])
+            if reply.reason:
+                judgements[i] = Judgement(reply.text, [0.0] * len(offsets), reply.reason)
                 continue
-            feedback, grounding = parsed
+            feedback, grounding = reply.value
             if task.repeats_are_poor:
                 grounding = ground(texts[i], feedback, repeats_are_poor=True)
-            judgements[i] = reward_tokens(record["reply"], texts[i], offsets, feedback,
-                                          grounding)
+            judgements[i] = reward_tokens(reply.text, texts[i], offsets, feedback, grounding)
     return judgements
 
 
