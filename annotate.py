@@ -662,7 +662,7 @@ def call_function(place: str, function: Callable, *arguments):
     """
     try:
         return function(*arguments)
-    except Exception as error:                 # user code may raise anything
+    except (Exception, SystemExit) as error:   # user code may raise anything
         lines = [f" ({frame.filename}, line {frame.lineno})"
                  for frame in traceback.extract_tb(error.__traceback__)[1:]
                  if "/lib/python3" not in frame.filename]
@@ -842,6 +842,9 @@ def annotate(config: AnnotateConfig) -> str:
     with Journal(f"{config.output}.journal", *config.prices) as journal:
         questions = annotation_questions(config)
         check_output(questions, config)
+        unwritten = sum(question.context["response"] == NO_RESPONSE for question in questions)
+        if unwritten:
+            print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
         cost = forecast(questions, journal, partial(read_feedback, config))
         summary = f"{len(questions)} responses, {cost}"
         if not (config.annotator_function or config.dry_run):

@@ -150,7 +150,7 @@ def _why_unusable(question, journal, read):
         except InputError:
             raise
         except ValueError as error:
-            reply.reason = one_line(f"refused: {error}")
+            reply.reason = one_line(f"{error}") or "refused"
     return reply.reason
 
 
@@ -367,8 +367,8 @@ def _read_usage(report, question):
     if min(counts) < 0 or not 0 < sum(counts) < 1e9:
         return None
     if 0 < prompt * 20 < question.size:          # in no language a token has 20 bytes
-        warnings.warn("the server reads less than a token per 20 bytes of a prompt: its context "
-                      "is too small, and it cuts prompts off")
+        warnings.warn("the server reads less than a token per 20 bytes of a prompt: its "
+                      "context is too small, and it cuts prompts off")
     return {"prompt_tokens": prompt or question.size,
             "completion_tokens": max(completion, total - prompt)}
 
