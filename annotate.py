@@ -27,6 +27,7 @@ tokenizes the text again, but here the token offsets come from the sampled ids. 
 break the rules of JSON: if it has one possible reading it is read, otherwise it is refused.
 """
 
+import inspect
 import json
 import os
 import re
@@ -35,14 +36,15 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Callable
 
 from tqdm import tqdm
 
-from ask import (Journal, LocalFunction, Question, Server, ask, check_asking, forecast, missing,
-                 one_line, question_key)
+from ask import (FREE, Journal, Question, Reply, Server, ask, check_asking, forecast, one_line,
+                 question_key)
 from data import (InputError, Task, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
 from settings import AnnotateConfig, AnnotatorConfig, parse_flags
@@ -428,7 +430,7 @@ def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[di
 def reply_schema(form) -> dict:
     """The JSON schema of a mode's `form`, for the `response_format` of a server.
 
-    A value of the form is an example of its type, and the first item of a list of all its items.
+    A value of the form is an example of its type, the first item of a list of all its items.
     """
     if isinstance(form, dict):
         properties = {key: reply_schema(value) for key, value in form.items()}
@@ -466,15 +468,31 @@ def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Ground
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
 
-def load_annotator(config: AnnotatorConfig) -> Server | LocalFunction:
+def load_annotator(config: AnnotatorConfig) -> Callable[[Question], Reply]:
     """The server of --annotator_model, or the function of --annotator_function."""
     task = get_task(config.task)
-    mode = get_mode(config.mode)
+    get_mode(config.mode)
     if not config.annotator_function:
-        return Server(config.annotator_model, config.base_url, task.temperature,
-                      mode.max_tokens or task.max_tokens, config.retries, config.timeout)
+        return Server(config.annotator_model, config.base_url, task.temperature, config.timeout)
     function = load_object("--annotator_function", config.annotator_function, Callable)
-    return LocalFunction(lambda question: annotator_reply(function, question.context, config))
+    return lambda question: Reply(annotator_reply(function, question.context, config),
+                                  usage=FREE)
+
+
+def function_hash(name: str) -> str:
+    """A hash of the source of --annotator_function: a critic that was edited is another one.
+
+    name: module:function. It is the hash of the module's file, without the helpers that the
+    module imports. A notebook has no such file; there the source of the function counts.
+    """
+    module, _, _ = name.partition(":")
+    return _source_hash(module, load_object("--annotator_function", name, Callable))
+
+
+@cache                                 # of the source that was loaded, not of a later edit
+def _source_hash(module, function):
+    path = getattr(sys.modules[module], "__file__", None)
+    return checksum(Path(path)) if path else checksum(state=inspect.getsource(function))
 
 
 def call_function(place: str, function: Callable, *arguments):
@@ -484,7 +502,7 @@ def call_function(place: str, function: Callable, *arguments):
     """
     try:
         return function(*arguments)
-    except Exception as error:                 # user code may raise anything
+    except (Exception, SystemExit) as error:   # user code may raise anything
         frame = [frame for frame in traceback.extract_tb(error.__traceback__)
                  if "/lib/python3" not in frame.filename][-1]
         message = one_line(f"{type(error).__name__}: {error}")
@@ -514,7 +532,8 @@ def check_annotator(config: AnnotatorConfig, is_free=False):
     is_free: no request will be sent.
     """
     load_annotator(config)
-    check_asking(config, is_free or config.annotator_function)
+    if not (is_free or config.annotator_function):
+        check_asking(config)
 
 
 NO_RESPONSE = "(none)"                    # in a dry run, for a row without a response
@@ -557,42 +576,36 @@ def annotation_questions(config: AnnotatorConfig, data, limit=None, dry_run=Fals
 def annotation_question(example: dict, config: AnnotatorConfig) -> Question:
     """The request for the annotation of one response. Its context is the example."""
     task = get_task(config.task)
+    mode = get_mode(config.mode)
     messages = annotation_messages(task, example, config.mode)
     parts = [task.name, config.annotator, messages]
     if config.annotator_function:
-        parts.append(example["row"])             # the function may read any field
-    return Question(question_key(*parts), example["id"], messages, example)
+        # The function may read any field.
+        parts += [example["row"], function_hash(config.annotator_function)]
+    return Question(question_key(*parts), example["id"], messages, example,
+                    mode.max_tokens or task.max_tokens, reply_schema(mode.form))
 
 
-def ask_annotator(questions: list[Question], journal: Journal, config: AnnotatorConfig,
-                  dry_run=False):
-    """Ask all questions; yield (question, record, feedback) for each.
+def read_feedback(config: AnnotatorConfig, example: dict, text: str):
+    """(Feedback, Grounding) of a reply. Raises FeedbackError if the reply is unusable.
 
-    record: the last reply in the journal. feedback: (Feedback, Grounding), or None if the reply
-    is unusable. A dry run only reads the replies of earlier runs.
+    Raises InputError where the mode has a fault.
     """
-    feedback = {}                                # key of a question → (Feedback, Grounding)
+    place = f"--mode {config.mode}, the reply to row {example['id']}"
+    try:
+        return call_function(place, read_reply, example, text, config.mode)
+    except InputError as error:
+        if isinstance(error.__cause__, FeedbackError):
+            raise error.__cause__ from None
+        raise
 
-    def review(question, text):
-        place = f"--mode {config.mode}, the reply to row {question.id} in {journal.path}"
-        try:
-            feedback[question.key] = call_function(place, read_reply, question.context, text,
-                                                   config.mode)
-        except InputError as error:
-            if not isinstance(error.__cause__, FeedbackError):
-                raise                            # a fault of the mode
-            return str(error.__cause__)
-        return None
 
-    if dry_run:
-        for question in questions:
-            record = journal.records.get(question.key)
-            if record and record["reason"] is None:
-                review(question, record["reply"])
-    else:
-        ask(questions, journal, load_annotator(config), review, config.concurrency)
-    for question in questions:
-        yield question, journal.records.get(question.key), feedback.get(question.key)
+def ask_annotator(questions: list[Question], journal: Journal,
+                  config: AnnotatorConfig) -> list[Reply]:
+    """The reply to each question; the value of a usable reply is (Feedback, Grounding)."""
+    replies = ask(questions, journal, load_annotator(config), partial(read_feedback, config),
+                  config.concurrency, config.retries)
+    return [replies[question.key] for question in questions]
 
 
 def describe_feedback(rows: list[dict]) -> str:
@@ -645,23 +658,26 @@ def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -
         raise InputError(f"--data and --output are one file, {data}; choose another --output")
     with Journal(f"{output}.journal", *config.prices) as journal:
         questions = annotation_questions(config, data, limit, dry_run)
-        todo = missing(questions, journal)
-        unwritten = sum(question.context["response"] == NO_RESPONSE for question in todo)
-        if dry_run and unwritten:
+        unwritten = sum(question.context["response"] == NO_RESPONSE for question in questions)
+        if unwritten:
             print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
-        usual_tokens = get_mode(config.mode).usual_tokens
-        summary = f"{len(questions)} responses, {forecast(todo, journal, usual_tokens)}"
+        cost = forecast(questions, journal, partial(read_feedback, config))
+        summary = f"{len(questions)} responses, {cost}"
         if not (config.annotator_function or dry_run):
             print(summary)
+        if not dry_run:
+            ask_annotator(questions, journal, config)
         rows = []                                                                    # l.5
         failures = []
-        replies = ask_annotator(questions, journal, config, dry_run)
-        for question, record, feedback in replies:                                   # l.8–10
-            if feedback:
-                row = feedback_row(config.task, question.context, *feedback, config.annotator)
-                rows.append(row | {"usage": record["usage"], "usd": record["usd"]})
-            elif not dry_run:
-                failures.append(f"{question.id}: {record['reason'][:150]}")
+        for question in questions:                                                   # l.8–10
+            reply = journal.replies.get(question.key, Reply("", "no reply yet"))
+            if reply.value:
+                row = feedback_row(config.task, question.context, *reply.value,
+                                   config.annotator)
+                usd = journal.usd(reply.usage) or None                  # None: unknown, or free
+                rows.append(row | {"usage": reply.usage, "usd": usd})
+            else:
+                failures.append(f"{question.id}: {reply.reason[:150]}")
         if dry_run:
             return f"{summary}\n{describe_feedback(rows)}" if rows else summary
         if failures and not (config.skip_failed and rows):
@@ -674,8 +690,7 @@ def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -
         print(describe_feedback(rows))
         skipped = f", {len(failures)} skipped" if failures else ""
         spent = f"; ${journal.spent:.4f} in all runs" if journal.spent else ""
-        return (f"{output}: {len(rows)} responses with feedback{skipped}, {len(todo)} "
-                f"annotated in this run{spent}")
+        return f"{output}: {len(rows)} responses with feedback{skipped}{spent}"
 
 
 def main():

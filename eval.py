@@ -324,7 +324,7 @@ def ask_critics(side: Side, pairs: list[dict]) -> dict[str, list[str]]:
                                     annotator_function=config.annotator_function)
         annotator = load_annotator(annotation)
         critiques["annotator"] = [
-            annotator.function(annotation_question(pair, annotation))
+            annotator(annotation_question(pair, annotation)).text
             if pair["response"].strip() else "" for pair in pairs]
     return critiques
 

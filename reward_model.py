@@ -26,7 +26,7 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -306,29 +306,26 @@ def judge_by_annotator(batch, config) -> list[Judgement]:
     without a usable reply, has a reason and δ = 0.
     """
     task = get_task(config.task)
-    texts = batch.texts
-    judgements = [Judgement("", [0.0] * len(offsets), "the response is empty")
-                  for offsets in batch.offsets]
-    indices = [i for i, y in enumerate(texts) if y.strip()]
-    rows = [batch.rows[i] | {"response": texts[i], "outcome": None} for i in indices]
+    rows = [row | {"response": y, "outcome": None} for row, y in zip(batch.rows, batch.texts)]
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
-    questions = [annotation_question(example, config) for example in examples(task, rows)]
+    questions = {i: annotation_question(example, config)
+                 for i, example in enumerate(examples(task, rows)) if batch.texts[i].strip()}
     path = Path(config.output_dir, "feedback.jsonl.journal")
     with Journal(path, *config.prices) as journal:
-        replies = ask_annotator(questions, journal, config)
-        for i, (_, record, parsed) in zip(indices, replies):
-            offsets = batch.offsets[i]
-            if parsed is None:
-                judgements[i] = Judgement(record["reply"], [0.0] * len(offsets),
-                                          record["reason"])
-                continue
-            feedback, grounding = parsed
-            if task.repeats_are_poor:
-                grounding = ground(texts[i], feedback, repeats_are_poor=True)
-            judgements[i] = reward_tokens(record["reply"], texts[i], offsets, feedback,
-                                          grounding)
+        replies = ask_annotator([*questions.values()], journal, config)
+    judgements = [Judgement("", [0.0] * len(offsets), "the response is empty")
+                  for offsets in batch.offsets]
+    for i, reply in zip(questions, replies):
+        if reply.reason:
+            judgements[i] = replace(judgements[i], critique=reply.text, reason=reply.reason)
+            continue
+        feedback, grounding = reply.value
+        if task.repeats_are_poor:
+            grounding = ground(batch.texts[i], feedback, repeats_are_poor=True)
+        judgements[i] = reward_tokens(reply.text, batch.texts[i], batch.offsets[i], feedback,
+                                      grounding)
     return judgements
 
 

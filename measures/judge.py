@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from annotate import fenced
-from ask import Journal, Question, Server, ask, check_asking, forecast, missing, question_key
+from ask import Journal, Question, Server, ask, check_asking, forecast, question_key
 from data import InputError, chunks, read_rows
 from settings import ServerConfig, flag
 
@@ -58,8 +58,8 @@ class JudgeConfig(ServerConfig):
 
 def check_judge(config: JudgeConfig):
     """Raise InputError if the settings would make the requests fail; sends no request."""
-    is_free = config.judge_model is None or config.dry_run
-    check_asking(config, is_free)
+    if config.judge_model and not config.dry_run:
+        check_asking(config)
     config.prompts                                   # reads and checks the file of prompts
 
 
@@ -106,7 +106,7 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
         system += f"\n{instruction}"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     key = question_key("judge", config.judge_model, TEMPERATURE, messages)
-    return Question(key, str(name), messages, context={"id": name, "kind": kind})
+    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens)
 
 
 # ── The judge's verdicts
@@ -117,15 +117,15 @@ RATING = r"(?:(?:rating|score)\s*[:=]?\s*)?(\d+(?:\.\d*)?)(?:\s*(?:/|out of)\s*1
 WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie|draw)"
 
 
-def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
-    """(verdict, None), or (None, reason) if the reply does not have exactly one verdict.
+def read_verdict(question: dict, text: str) -> float:
+    """The verdict in a reply. Raises ValueError if the reply does not have exactly one.
 
     A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
     may be citations or code. For a single answer, the verdict is a rating from 1 to 10. For a
-    pair, it is 1 if A is better, 0.5 for a tie, and 0 if B is better.
+    pair, it is 1 if A is better, 0.5 for a tie, and 0 if B is better. question: its `context`.
     """
     text = re.split("</think(?:ing)?>", text.lower())[-1]      # without the model's reasoning
-    is_rating = kind.startswith("single")
+    is_rating = question["kind"].startswith("single")
     # Brackets after a name or another bracket are code, such as x[[0]].
     candidates = re.findall(r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]", text)
     form = re.compile(RATING if is_rating else WINNER)
@@ -133,18 +133,18 @@ def read_verdict(kind: str, text: str) -> tuple[float | None, str | None]:
     values = {match[1] for match in matches if match}
     verdicts = {float(value) if is_rating else WINS[value] for value in values}
     if len(verdicts) != 1:
-        return None, "verdicts that differ" if verdicts else "no verdict in [[ ]] in the reply"
+        raise ValueError("verdicts that differ" if verdicts else
+                         "no verdict in [[ ]] in the reply")
     verdict, = verdicts
     if is_rating and not 1 <= verdict <= 10:
-        return None, f"{verdict:g} is no rating from 1 to 10"
-    return verdict, None
+        raise ValueError(f"{verdict:g} is no rating from 1 to 10")
+    return verdict
 
 
 def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
     """A line with the number of questions, and the cost of those not in the journal yet."""
     with Journal(path, *config.prices) as journal:
-        todo = missing(questions, journal)
-        return f"{len(questions)} questions, {forecast(todo, journal, 250)}"
+        return f"{len(questions)} questions, {forecast(questions, journal, read_verdict)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict]:
@@ -153,21 +153,12 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
     next run asks again. Raises InputError in the same cases as `ask.ask`.
     """
-    def review(question: Question, text: str) -> str | None:
-        return read_verdict(question.context["kind"], text)[1]
-
     check_judge(config)
-    server = Server(config.judge_model, config.base_url, TEMPERATURE, config.judge_tokens)
+    server = Server(config.judge_model, config.base_url, TEMPERATURE)
     with Journal(path, *config.prices) as journal:
-        records = ask(questions, journal, server, review, config.concurrency)
-    verdicts = []
-    for question in questions:
-        record = records[question.key]
-        verdict = None
-        if not record["reason"]:
-            verdict, _ = read_verdict(question.context["kind"], record["reply"])
-        verdicts.append({**question.context, "verdict": verdict, "reason": record["reason"]})
-    return verdicts
+        replies = ask(questions, journal, server, read_verdict, config.concurrency)
+    return [{**question.context, "verdict": replies[question.key].value,
+             "reason": replies[question.key].reason} for question in questions]
 
 
 # ── Win rates of pairs

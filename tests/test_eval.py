@@ -299,10 +299,10 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         pairs = {(row["post"], *pair) for row, a, b in zip(posts, before, after)
                  for pair in ((a, b), (b, a))}
         assert f"20 questions, {len(pairs)} requests to send" in dry
-        assert server.stats()["calls"] == 0
+        assert len(server.requests) == 0
         result, printed = run(**flags)
         run(**flags)
-        assert server.stats()["calls"] == len(pairs)
+        assert len(server.requests) == len(pairs)
         counts = [(a.count("e"), b.count("e")) for a, b in zip(after, before)]
         wins = [(a > b) + 0.5 * (a == b) for a, b in counts]
         assert value(result, "win rate") == pytest.approx(np.mean(wins))
@@ -310,7 +310,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         assert re.search(table, printed)
         assert figure(result, "rouge1")["rows"] == 10
         assert value(result, "perplexity of references") > 1
-        server.settings.responder = lambda body: "I like both of them a lot."
+        server.responder = lambda body: "I like both of them a lot."
         result, printed = run(**flags | {"judge_model": "another"})
     assert "20 of 20 questions have no verdict; the first is 0: no verdict" in printed
     line = figure(result, "win rate, no verdict in [[ ]] in the reply")
@@ -331,12 +331,12 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(stories_flags, shared, 
         turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
         assert line["after"][0] == pytest.approx(np.mean(turns))
         assert [len(texts) for texts in column(tmp_path / "mt" / "after.jsonl")] == 4 * [2]
-        server.settings.responder = lambda body: "[[11]]"
+        server.responder = lambda body: "[[11]]"
         result, _ = run(tmp_path / "mute", task="mt_bench", data=tmp_path / "questions.jsonl",
                         **stories_flags, **judge)
         line = figure(result, "rating, turn 2, 11 is no rating from 1 to 10")
         assert (line["rows"], line["unit"]) == (0, "1–10 ↑")
-        server.settings.responder = verdict
+        server.responder = verdict
         flags = {"task": "alpaca_eval", "data": data, "limit": 6, **judge}
         result, printed = run(**flags, **stories_flags)
         assert figure(result, "win rate")["rows"] == 6
@@ -537,7 +537,8 @@ def test_nan_weights_are_an_error(tmp_path):
 @pytest.mark.parametrize("flags, message", [
     ("--batch_size 0", "--batch_size: expected int"), ("--limit -2", "--limit: expected"),
     ("--temperature nan", "--temperature: exp"), ("--dtype fp99", "--dtype: invalid choice"),
-    ("--max_usd 1", "--price_in"), ("--judge_prompts nowhere", "nowhere: not rows of JSON"),
+    ("--max_usd 1 --judge_model x", "--price_in"),
+    ("--judge_prompts nowhere", "nowhere: not rows of JSON"),
     ("--adapter nowhere", "there is no adapter"), ("--task arc", "needs --data"),
     (f"--task arc --data d --before {__file__}", "test_eval.py is a file"),
     ("--task reward_model --data d", "needs --adapter, R_φ"),

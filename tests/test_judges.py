@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loopback import loopback as serving
+from loopback import loopback
 
 from data import InputError, write_rows
 from measures import judge as judges
@@ -24,7 +24,7 @@ WORDS = ("a summary that keeps {what} matters and \\leaves {} out "
 
 @pytest.fixture()
 def server():
-    with serving(responder=shorter) as running:
+    with loopback(responder=shorter) as running:
         yield running
 
 
@@ -72,7 +72,7 @@ def test_wins_ties_and_losses_are_those_of_the_judge_in_both_orders(config, serv
         "win": wins.count(1), "tie": wins.count(0.5), "loss": wins.count(0), "inconsistent": 0,
         "unjudged": 0, "win_rate": pytest.approx(100 * np.mean(wins)),
         "standard_error": pytest.approx(100 * np.std(wins, ddof=1) / math.sqrt(30))}
-    assert server.stats()["calls"] == 60
+    assert len(server.requests) == 60
 
 
 def test_a_side_wins_only_if_both_orders_agree():
@@ -96,7 +96,7 @@ def test_texts_with_braces_tags_and_commands_are_sent_unchanged(config, server, 
     rows = [{"id": 1, "prompt": "Why {}?", "response": "So {x}."}]
     questions = pairwise_questions(rows, [hostile], ["Short."], config, field)
     assert pairwise_scores(ask_judge(questions, config, tmp_path / "j"))[0]["win"] == 0.0
-    for texts in map(parts, server.stats()["recent"]):
+    for texts in map(parts, server.requests):
         assert {texts.pop(f"{side}_a"), texts.pop(f"{side}_b")} == {hostile, "Short."}
         answer = {"answer": "So {x}."} if field == "reply" else {}
         assert texts == {"question": "Why {}?", **answer}
@@ -129,11 +129,11 @@ def test_texts_with_braces_tags_and_commands_are_sent_unchanged(config, server, 
     ("single-v1", "turn 1 [[8]], turn 2 [[6]]", "differ")])
 def test_verdicts_are_parsed_and_never_guessed(prompt, text, expected):
     """expected: the verdict, or a part of the reason why there is none."""
-    verdict, reason = judges.read_verdict(prompt, text)
     if isinstance(expected, str):
-        assert verdict is None and expected in reason
+        with pytest.raises(ValueError, match=expected):
+            judges.read_verdict({"kind": prompt}, text)
     else:
-        assert (verdict, reason) == (expected, None)
+        assert judges.read_verdict({"kind": prompt}, text) == expected
 
 
 def test_replies_without_a_verdict_are_counted_and_asked_again(config, server, tmp_path):
@@ -141,14 +141,14 @@ def test_replies_without_a_verdict_are_counted_and_asked_again(config, server, t
     cut_off = replace(config, judge_tokens=9)
     for calls, judge_config, reply in ((10, config, "The first one is far better, clearly."),
                                        (20, cut_off, "Neither [[A]] nor " + "word " * 99)):
-        server.settings.responder = lambda body: reply
+        server.responder = lambda body: reply
         scores = judge(5, judge_config, tmp_path / "j")
         assert {row["win"] for row in scores} == {None}
         assert win_tie_loss(scores) == {
             **dict.fromkeys(("win", "tie", "loss", "inconsistent"), 0), "unjudged": 5,
             "win_rate": None, "standard_error": None}
-        assert server.stats()["calls"] == calls
-    server.settings.responder = shorter
+        assert len(server.requests) == calls
+    server.responder = shorter
     assert win_tie_loss(judge(5, config, tmp_path / "j"))["unjudged"] == 0
 
 
@@ -156,11 +156,10 @@ def test_max_usd_ends_the_run_within_it_and_a_larger_one_goes_on(config, server,
     config = replace(config, price_in=1.0, price_out=1.0, judge_tokens=200, max_usd=0.01)
     with pytest.raises(InputError, match=r"--max_usd 0.01 reached: \$0.00\d+ is spent"):
         judge(40, config, tmp_path / "j")
-    stats = server.stats()
-    assert 0 < stats["calls"] < 80
-    assert (stats["prompt_tokens"] + stats["completion_tokens"]) / 1e6 <= 0.01
+    assert 0 < len(server.requests) < 80
+    assert sum(map(sum, server.billed)) / 1e6 <= 0.01
     judge(40, replace(config, max_usd=1.0), tmp_path / "j")
-    assert server.stats()["calls"] == 80
+    assert len(server.requests) == 80
 
 
 # ── --judge_prompts: prompts of the user
@@ -188,17 +187,15 @@ def user_config(config, tmp_path) -> JudgeConfig:
 
 
 def test_the_user_s_prompt_is_sent_unchanged(user_config, server, tmp_path):
-    server.settings.responder = lambda body: "[[C]]"
+    server.responder = lambda body: "[[C]]"
     judge(1, user_config, tmp_path / "j", ["{so}"], ["\\1"])
-    bodies = server.stats()["recent"]
+    bodies = server.requests
     texts = ["Summarise post 0.\n<A>{so}</A><B>\\1</B> {not a field}",
              "Summarise post 0.\n<A>\\1</A><B>{so}</B> {not a field}"]
     assert sorted(body["messages"][1]["content"] for body in bodies) == sorted(texts)
     for body in bodies:
         assert body["messages"][0] == {"role": "system", "content": "Be fair."}
         assert body["temperature"] == 0 and "response_format" not in body
-
-
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -255,7 +252,7 @@ def test_mt_bench_is_judged_by_turn_with_references_where_there_are_any(
         "Q Be a cat. A a95", "Be a cat.|a95|Be a dog.|b95 {answer}"]
     ratings = ["[[9]]", "[[7]]", "[[3]]", "well", "[[5]]", "[[4]]", "[[10]]", "[[1]]"]
     replies = dict(zip(texts, ratings))
-    server.settings.responder = lambda body: replies[body["messages"][1]["content"]]
+    server.responder = lambda body: replies[body["messages"][1]["content"]]
     scores = judges.mt_bench_scores(ask_judge(questions, user_config, tmp_path / "j"))
     assert [tuple(row.values()) for row in scores] == [
         (81, 8.0, 9.0, 7.0), (111, None, 3.0, None), (103, 4.5, 5.0, 4.0), (95, 5.5, 10.0, 1.0)]

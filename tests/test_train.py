@@ -309,7 +309,7 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
     rows = [{"id": "a", "prompt": "p", "chosen": side("good"), "rejected": side(" ")},
             {"id": "b", "prompt": "q", "response": ""},
             {"id": "c", "prompt": "q", "response": "text"}]
-    config = toy_config(task="ultrafeedback", annotator_function="my_critic:judge")
+    config = toy_config(task="ultrafeedback", annotator_function="toy:critique")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
         "3 responses, 0 of them sampled")
     responses = tmp_path / "responses.jsonl"
