@@ -276,17 +276,17 @@ def lock_directory(directory: Path):
     return file
 
 
-def save_settings(config, directory: Path, critic=None):
+def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    critic: name of the critic of phase 3.
+    names: further entries, such as the critic of phase 3.
     """
     def exists(*patterns) -> bool:
         return any(path for pattern in patterns for path in directory.glob(pattern))
 
     git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
-    settings = asdict(config) | {
-        "critic_name": critic, "version": VERSION, "torch": torch.__version__,
+    settings = asdict(config) | names | {
+        "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
     saved = settings

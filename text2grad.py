@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from annotate import annotate, check_annotator
+from annotate import annotate, check_annotator, function_hash
 from data import InputError, get_task, read_rows, reward_prompt, run_script, write_rows
 from model import (add_lora, encode_prompt, gathered, load_lora, load_model, lora_parameters,
                    target_layers)
@@ -250,7 +250,10 @@ def main(config: Config, critic=None, needs_reward_model=True, advantages=add_ad
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
     check_ranks([vars(config), rows, held_out])
-    save_settings(config, out, "R_φ" if needs_reward_model else config.annotator)
+    function = config.annotator_function
+    save_settings(config, out,
+                  critic_name="R_φ" if needs_reward_model else config.annotator,
+                  function_hash=function and function_hash(function))
     print_rank0(f"{len(rows)} training prompts, {config.iterations} iterations of "
                 f"{config.batch_size} rollouts, learning rate {config.learning_rate:.2g}, "
                 f"{device}; files in {out}/")

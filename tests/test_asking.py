@@ -12,10 +12,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from annotate import (AnnotateConfig, Feedback, FeedbackError, Grounding, Mode, annotate,
+from annotate import (Feedback, FeedbackError, Grounding, Mode, annotate,
                       annotation_questions, describe_feedback, feedback_row, function_hash,
                       ground)
 from data import InputError, read_rows, write_rows
+from settings import AnnotateConfig
 from helpers import ROOT, error_message, read_jsonl
 from loopback import Answer, completion, loopback, over_http
 
@@ -66,7 +67,8 @@ class Work:
     def run(self, rows=None, **options) -> str:
         if rows:
             self.write(rows)
-        return annotate(self.config(**options))
+        config = self.config(**options)
+        return annotate(config, config.data, config.output, config.limit, config.dry_run)
 
     def fails(self, message: str, rows=None, **options):
         with pytest.raises(InputError, match=message) as error:
@@ -135,7 +137,7 @@ def test_a_question_is_asked_once(work, server):
 def test_a_dry_run_sends_no_request_and_bounds_the_cost(work, server, monkeypatch, capsys):
     work.run(random_rows(30), limit=5, **PRICES)
     monkeypatch.delenv("OPENAI_API_KEY")
-    left = annotation_questions(work.config())[5:]
+    left = annotation_questions(work.config(), work.data)[5:]
     cost = sum(usd(question.size, question.max_tokens) for question in left)
     forecast, feedback = work.run(dry_run=True, **PRICES).split("\n", 1)
     assert forecast.startswith(f"30 responses, 25 requests to send, at most ${cost:.4f}")
@@ -257,7 +259,7 @@ def test_the_bodies_of_real_servers(shared, work, server, recwarn, name):
     else:
         assert not message and len(read_rows(work.output)) == 3
     used = [row["usage"] for row in read_jsonl(work.journal)][-min(3, requests):]
-    for question, counts in zip(annotation_questions(work.config(mode="no_cot")), used):
+    for question, counts in zip(annotation_questions(work.config(mode="no_cot"), work.data), used):
         expected = question.size if prompt is None else prompt
         assert tuple(counts.values()) == (expected, reply)
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from annotate import (AnnotateConfig, FeedbackError, Grounding, Span, annotate,
+from annotate import (FeedbackError, Grounding, Span, annotate,
                       annotation_messages, annotation_questions, ground, parse_feedback,
                       read_reply)
 from data import TASKS, InputError, get_task, read_rows, write_rows
 from experiments.modes import LABELS
+from settings import AnnotateConfig
 from helpers import often
 
 TASK = get_task("ultrafeedback")
