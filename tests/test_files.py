@@ -141,30 +141,6 @@ def test_a_field_that_is_no_text_is_one_line(tmp_path, field, value):
         read_rows(tmp_path / "rows.jsonl")
 
 
-def test_other_data_do_not_replace_an_output(tmp_path):
-    def run(name, posts):
-        rows = [{"id": post, "post": post, "facts": {}, "response": f"About {post}."}
-                for post in posts]
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-        return annotate(AnnotateConfig(task="slf5k", data=str(tmp_path / f"{name}.jsonl"),
-                                       output=str(tmp_path / "feedback.jsonl"),
-                                       annotator_function="test_files:critic"))
-
-    run("first", ["a", "b"])
-    before = (tmp_path / "feedback.jsonl").read_bytes()
-    for posts in (["c"], ["a"], ["a", "c"]):
-        with pytest.raises(InputError, match="has feedback for [12] responses that are not in"):
-            run("second", posts)
-        assert (tmp_path / "feedback.jsonl").read_bytes() == before
-    run("first", ["a", "b", "c"])                                          # rows were added
-    assert len(read_jsonl(tmp_path / "feedback.jsonl")) == 3
-
-
-def critic(row, response):
-    """An annotator that praises the first word."""
-    return {"textual_feedback": "Good.", "good_spans": [response.split()[0]], "poor_spans": []}
-
-
 # ── The logs of a finished run
 
 @pytest.mark.parametrize("name, field", [("metrics.jsonl", "delta"),

@@ -440,7 +440,7 @@ def test_a_long_prompt_says_that_it_is_cut():
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Padding is ignored; KL is per response, counts are per critique or per quote."""
     judged = [Judgement("c", [1.0, 0.0], quotes=3, unmatched=1, conflicts=1),
-              Judgement("d", [-1.0], "unread", quotes=1, ambiguous=2, half_inside=3)]
+              Judgement("d", [-1.0], "unread", quotes=1, ambiguous=2)]
     batch = SimpleNamespace(
         mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
         truncated=[True, False],
@@ -453,7 +453,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
         "delta": 0, "good": 1 / 3, "poor": 1 / 3, "entropy": 2, "kl": (2 + 1 + 0) / 2,
         "response_tokens": 1.5, "truncated": .5, "explained_variance": 1 - (8 / 9) / (2 / 3),
         "unparseable": .5, "unmatched": .25, "ambiguous": .5, "conflicting": 1,
-        "half_inside": 3, "right": (6 + 5) / 2})
+        "right": (6 + 5) / 2})
     sample = sample_row(batch, 0)
     assert sample == {"prompt": "x", "response": "a b", "critique": "c", "unreadable": "",
                       "tokens": ["a", " b"], "delta": [1.0, 0.0]}
