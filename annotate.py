@@ -23,8 +23,8 @@ dict or a text.
 Departures. The paper does not say what happens to a quote that occurs in the response more
 often than it was quoted. Such a quote is ambiguous. It is counted but gets no span, because
 precision comes first (§4.2). A token in both a good and a poor span gets 0. Appendix L
-tokenizes the text again, but here the token offsets come from the sampled ids. A reply may
-break the rules of JSON: if it has one possible reading it is read, otherwise it is refused.
+tokenizes the text again, but here the token offsets come from the sampled ids. A reply that is
+not the JSON that was asked for is refused and never repaired. It gives no reward.
 """
 
 import inspect
@@ -103,18 +103,20 @@ def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[d
     missing part may contradict the object.
     """
     answer = text.rpartition("</think>")[2]
+    if len(answer) > 50_000:                               # reading takes quadratic time
+        raise FeedbackError(f"the reply has {len(answer)} characters, which is too long")
     objects = _json_objects(answer, keys)
     if len(objects) != 1:
-        raise FeedbackError(f"the reply has {len(objects) or 'no'} JSON object(s) with "
-                            f"{' or '.join(keys)}, and must have one that is valid")
+        raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with {' or '.join(keys)}; "
+                            f"the reply must have one that is valid")
     start, end, value = objects[0]
     if value in [copy for *_, copy in _json_objects(response, keys)]:
         raise FeedbackError("the JSON object is a copy from the response")
-    names = "|".join(CRITIQUE_KEYS + keys)
+    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys))
     outside = re.sub(r"[\s_\\-]", "", f"{answer[:start]}{{}}{answer[end:]}").lower()
-    # A key of the form, a key of the object, an open tag, or half of a surrogate pair
-    extra = re.search(rf"""["'{{](reasoning|{names})["']?:|["']:\[?{{}}|<think|[\ud800-\udfff]""",
-                      outside)
+    # A key of the form, the key of the object, an open tag, or half of a surrogate pair
+    pattern = rf"""["'{{]({names})["']?:|["']:\[?{{}}|<think|[\ud800-\udfff]"""
+    extra = re.search(pattern, outside)
     if extra:
         raise FeedbackError(f"{extra[0]!r} stands outside of the JSON object, so the reply is "
                             f"broken or cut off")
@@ -217,7 +219,8 @@ def quote_places(response: str, quote: str) -> list[Interval]:
     for as_pattern in (re.escape, _loose):
         # A lookahead also finds the matches that overlap.
         matches = re.finditer(f"(?=({as_pattern(quote)}))", response)
-        places = [place for place in (match.span(1) for match in matches)
+        places = [match.span(1) for match in matches]
+        places = [place for place in places
                   if not any(_INSIDE_WORD.fullmatch(response, edge - 1, edge + 1)
                              for edge in place)]
         if places:
@@ -275,30 +278,30 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
     special_ids = set(tokenizer.all_special_ids)
     text = decode(token_ids)
     offsets = []
-    start = 0                         # number of characters that the tokens so far complete
+    whole = 0                         # number of characters that the tokens so far complete
     run_start = 0                     # number of characters before the run
     context = []                      # ids of the last run; decoding needs them for spaces
     run = []
     for token_id in token_ids:
         if token_id in special_ids:
-            offsets.append((start, start))
+            offsets.append((whole, whole))
             continue
         run.append(token_id)
         piece = decode(context + run)[len(decode(context)) :]
         rest = text[run_start : run_start + len(piece)]
-        end = max(start, run_start + len(os.path.commonprefix([piece, rest])))
-        if end < run_start + len(rest):                        # it ends inside a character
-            offsets.append((start, end + 1))
-        elif end == start and text[:end].endswith(MARK):       # it is a part of this MARK
-            offsets.append((start - 1, end))
-        else:
-            offsets.append((start, end))
-        start = end
+        start = whole
+        whole = max(start, run_start + len(os.path.commonprefix([piece, rest])))
+        end = whole
+        if whole < run_start + len(rest):                  # the token ends inside a character
+            end += 1
+        elif end == start and text[:end].endswith(MARK):   # it is a part of this MARK
+            start -= 1
+        offsets.append((start, end))
         if piece and piece == rest and piece[-1] != MARK:
-            run_start = end
+            run_start = whole
             context = run
             run = []
-    assert start == len(text), (
+    assert whole == len(text), (
         "Appendix L: the runs are the text, one offset per sampled token")
     return text, offsets
 
@@ -411,10 +414,10 @@ def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[di
     if "critique" in mode.shows and not example.get("critique"):
         raise InputError(f"row {example['id']} has no critique; add a field 'critique' or "
                          f"'feedback' that a person wrote, or choose another --mode")
-    parts = {"request": example["prompt"], "response": example["response"],
-             "tests": example.get("outcome"),
-             **{name: example.get(name) for name in mode.shows}}
-    tag_instruction, user = fenced({name: text for name, text in parts.items() if text})
+    fields = {"request": "prompt", "response": "response", "tests": "outcome"}
+    fields |= {name: name for name in mode.shows}
+    tag_instruction, user = fenced({name: example[field] for name, field in fields.items()
+                                    if example.get(field)})
     form = json.dumps(mode.form, ensure_ascii=False)
     system = (f"{task.judge} Judge {task.criteria}.\n"
               f"{mode.instruction.replace('{quotes}', task.quotes)}\n{tag_instruction}\n"
@@ -430,15 +433,15 @@ def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[di
 def reply_schema(form) -> dict:
     """The JSON schema of a mode's `form`, for the `response_format` of a server.
 
-    A value of the form is an example of its type, the first item of a list of all its items.
+    Each value of the form is an example of its type. A list holds an example of its items.
     """
-    if isinstance(form, dict):
-        properties = {key: reply_schema(value) for key, value in form.items()}
-        return {"type": "object", "properties": properties, "required": list(form),
-                "additionalProperties": False}
     if isinstance(form, list):
         return {"type": "array", "items": reply_schema(form[0])}
-    return {"type": {bool: "boolean", int: "number"}.get(type(form), "string")}
+    if not isinstance(form, dict):
+        return {"type": {bool: "boolean", int: "number"}.get(type(form), "string")}
+    properties = {key: reply_schema(value) for key, value in form.items()}
+    return {"type": "object", "properties": properties, "required": list(form),
+            "additionalProperties": False}
 
 
 def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, Grounding]:
@@ -448,12 +451,11 @@ def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, 
     (Feedback, Grounding) with spans inside the response and labels ±1.
     """
     value = get_mode(mode).read(example, reply)
-    size = len(example["response"])
     match value:
-        case Feedback(str(), list(), list()), Grounding(list(spans)):
-            if all(0 <= span.start < span.end <= size and span.label in (1, -1)
-                   for span in spans):
-                return value
+        case Feedback(str(), list(), list()), Grounding(list(spans)) if all(
+                0 <= span.start < span.end <= len(example["response"])
+                and span.label in (1, -1) for span in spans):
+            return value
     raise TypeError(f"the mode returned {value!r:.80} and must return (Feedback, Grounding) "
                     f"with spans inside the response and labels ±1")
 
@@ -520,7 +522,8 @@ def annotator_reply(function: Callable, example: dict, config) -> str:
     value = call_function(place, function, example["row"], example["response"])
     if isinstance(value, str):
         return value
-    place += f": returned {value!r:.60}; return a Feedback, or a dict or text of --mode"
+    form = get_mode(config.mode).form
+    place += f": returned {value!r:.60}; return a Feedback, a dict such as {form}, or its JSON"
     reply = call_function(place, partial(json.dumps, default=asdict), value)
     call_function(place, read_reply, example, reply, config.mode)
     return reply
@@ -619,25 +622,21 @@ def describe_feedback(rows: list[dict]) -> str:
     no_span = []                                  # the responses without a span
     for row in rows:
         response = row["response"]
-        repeats = Counter(row["good_spans"] + row["poor_spans"])
-        quotes += repeats.total()
+        quotes += len(row["good_spans"] + row["poor_spans"])
         for quote in row["unmatched"]:
-            is_split = quote in response and not quote_places(response, quote)
-            unmatched.append(f"inside a word: {quote}" if is_split else quote)
-        several = [quote for quote, count in repeats.items()
-                   if len(quote_places(response, quote)) > count]
+            is_cut = quote in response and not quote_places(response, quote)
+            unmatched.append(f"inside a word: {quote}" if is_cut else quote)
+        several = [quote for texts in (row["good_spans"], row["poor_spans"]) for quote in texts
+                   if len(quote_places(response, quote)) > texts.count(quote)]
         ambiguous += several[: row["ambiguous"]]
         if not row["spans"]:
             no_span.append(response)
     text = f"feedback: {quotes} quotes"
     warnings = ""
     for name, texts, total, limit, remedy in (
-            ("quotes unmatched", unmatched, quotes, 0.05,
-             "quotes must be exact, and begin and end with whole words"),
-            ("quotes ambiguous", ambiguous, quotes, 0.05,
-             "quotes must be longer, so that only one place fits"),
-            ("responses without a span", no_span, len(rows), 0.5,
-             "quote more, because a token outside of all spans has no reward")):
+            ("quotes unmatched", unmatched, quotes, 0.05, "quote whole words, exactly"),
+            ("quotes ambiguous", ambiguous, quotes, 0.05, "quote more words, found only once"),
+            ("responses without a span", no_span, len(rows), 0.5, "quote more")):
         share = len(texts) / max(1, total)
         text += f", {share:.0%} of the {name}"
         if share > limit:

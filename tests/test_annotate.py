@@ -1,9 +1,7 @@
-"""annotate.py against independent implementations and real rows.
-
-test_public_cases.py has more replies: those with one or two readings, and damaged ones.
-"""
+"""annotate.py against independent implementations, public cases and real rows."""
 
 import json
+import random
 import re
 import sys
 import unicodedata
@@ -18,10 +16,10 @@ from hypothesis import strategies as st
 import annotate
 import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
-                      conflicting_tokens, ground, half_inside_tokens, parse_feedback,
-                      token_offsets, token_rewards, tokens_inside)
+                      conflicting_tokens, ground, parse_feedback, token_offsets, token_rewards,
+                      tokens_inside)
 from data import InputError, examples, get_task, read_rows
-from helpers import ROOT, often
+from helpers import ROOT, SLOW, often
 
 # ── parse_feedback
 
@@ -43,102 +41,221 @@ UNNAMED = '{"good_spans": ["a"], "poor_spans": []}'
 @pytest.mark.parametrize("text, expected", [
     # FACTS §5: models write fences and prose around the JSON
     (reply(), REPLY), (f"```json\n{reply(indent=2)}\n```", REPLY),
-    (f"```\n{reply()}```", REPLY), (f'The dict {{"a": x}} is made twice.\n{reply()}', REPLY),
+    (f'The dict {{"a": x}} is made twice.\n{reply()}', REPLY),
     (f'Sure, {{here}} and {{"note": 1}} it is:\n\n{reply()}\n\nAnything?', REPLY),
-    (reply()[:-1] + ', "confidence": ' + "9" * 5000 + "} // done", REPLY),
+    *[(text, REPLY) for text in (f"[{reply()}]", f'{{"a": {{"b": [{reply()}]}}}}',
+                                 f"<tool_call>\n{reply()}\n</tool_call>")],
     # FACTS §3: the key is `Good spans` in the paper and `good_spans` in the release
     *[(json.dumps({critique: "c", good: ["a"], poor: ["b", "d"]}),
        Feedback("c", ["a"], ["b", "d"]))
       for critique, good, poor in [("Textual feedback", "Good spans", "Poor spans"),
-                                   ("critique", "Good Spans", "Poor Spans"),
+                                   ("critique", "goodSpans", "**poor_spans**:"),
                                    ("feedback", "GOOD_SPANS", "poor-spans")]],
     # FACTS §3: in the code task, wrong code and improvable code are both poor spans
     (json.dumps(CODE | {"code_feedback": "c"}), Feedback("c", [], CODE_QUOTES)),
     (json.dumps(CODE | {"Code Feedback": "c", "good_spans": ["z"]}),
      Feedback("c", ["z"], CODE_QUOTES)),
+    ('{"critique": "c", "good_spans": null}', Feedback("c", [], [])),
     # if the object has no critique, the prose before it is the critique
     *[(f"  It is\nshort. \n\n{fence}{UNNAMED}\n```", Feedback("It is\nshort.", ["a"], []))
       for fence in ("", "```json\n")],
     # a literal line break or tab in a string
     ('{"critique": "one\ntwo", "good_spans": ["a\n\tb"], "poor_spans": []}',
      Feedback("one\ntwo", ["a\n\tb"], [])),
-    # <think> text and copies from the response are not feedback
+    # <think> text is no feedback
     (f"<think>{INNER}</think>\n{reply()}", REPLY), (f'<think>{{"x" </think> {reply()}', REPLY),
-    (f"{{\"x\" so</think> {reply()}", REPLY), (f"It says {INNER}, but:\n{reply()}", REPLY),
-    (f"{reply()}\nIt says {INNER}.", REPLY),
-    (f'Hm {{"good_spans": [], "good_spans": ["b"]}}\n</think>\n{reply()}', REPLY),
-    (f"It says {INNER}.", "no JSON object"),
-    (f"{INNER} so</think> Fine.", "no JSON"), (f"<think>I say {INNER}", "inside <think>"),
+    (f"{INNER} so</think> Fine.", "no JSON"), (f"<think>I say {INNER}", "<think' stands"),
     # contract: feedback has a critique and lists of strings; nothing is guessed
-    ("", "no JSON object"), ('{"score": 3}', "no JSON object"),
-    (reply()[:-10], "no JSON object .* complete"), ('{"critique": "c"}', "no JSON object"),
-    *[(reply(good=value), "list of strings")
-      for value in (["a", 3], [["a"]], {"a": "b"}, True)],
-    (reply() + '{"x ' * 500 + reply(good=[]), "differ"),
+    ("", "no JSON object"), ('{"critique": "c"}', "no JSON object"),
+    *[(reply(good=value), "list of strings") for value in (["a", 3], {"a": "b"}, True, "a")],
     (reply(" \n"), "no critique"), (f"```json\n{UNNAMED}\n```", "no critique"),
-    (reply(7), "not a string"), (reply(poor=["\ud83d"]), "surrogate"),
-    ('c {"good_spans": ' + "[" * 10_000, "no JSON object"),
-    ('c {"a":' * 10_000, "no JSON object"),
-    (reply().replace('"good', '"a": 1 "good'), "no JSON object"),
+    (reply(7), "not a string"), (" " * 50_000 + reply(), "too long"),
+    (reply(poor=["\ud83d"]), "no JSON object"), (f"\ud83d {UNNAMED}", "stands outside"),
+    # nothing is repaired
+    *[(text, "no JSON object") for text in (
+        reply()[:-10], reply().replace('"', "'"), reply().replace("]", ",]"),
+        reply().replace("is right", r"\is"), json.dumps(reply()), reply()[:-1] + "// done\n}",
+        'c {"good_spans": ' + "[" * 10_000, 'c {"a":' * 5000)],
+    # exactly one object, with one value for each key, and no copy from the response
+    (f"{reply()}\n{INNER}", "2 JSON object"), (f"[{reply()}, {reply()}]", "2 JSON object"),
+    (reply()[:-1] + ', "more": {"poor_spans": []}}', "2 JSON object"),
+    (reply()[:-1] + ', "Good spans": []}', "no JSON object"),
+    (f"It says {INNER}.", "a copy"), (f'It says {{"quote": {INNER}}}.', "a copy"),
     # the object is a part of a larger JSON text that is broken or cut off
-    *[(text, "a part of") for text in (
-        f'{{"result": {INNER}', f"{{'spans': {INNER}", f"[{INNER}", f"{{{INNER}", f"{INNER}]",
-        f"{INNER}\n}}", f"{INNER}, oops", f'{{"reasoning": "it says {INNER} and',
-        f'{{"Good spans": "as {INNER}', f'{INNER} Or rather: {{"critique": "a')]])
+    *[(text, "stands outside") for text in (
+        f'{{"result": {INNER}', f"{{'spans': [{INNER}", f'{{"reasoning": "it says {INNER} and',
+        f'{{"Good spans": "as {INNER}', f'{INNER} Or rather: {{"critique": "a',
+        f"{INNER} Or: {{poor_spans: []}}", f'{INNER}, "good_spans": []')]])
 def test_a_reply_is_read_or_refused_with_its_reason(text, expected):
     response = f"Take this: {INNER}" if "It says" in text else ""
     if isinstance(expected, Feedback):
         assert parse_feedback(text, response=response) == expected
-    else:
-        with pytest.raises(FeedbackError, match=expected):
-            parse_feedback(text, response=response)
+        return
+    with pytest.raises(FeedbackError, match=expected) as error:
+        parse_feedback(text, response=response)
+    assert len(str(error.value)) < 160 and str(error.value).isprintable()
 
 
 plain_critiques = st.text(
-    st.characters(exclude_characters="{}`\0", exclude_categories=["Cs"])).filter(str.strip)
+    st.characters(exclude_characters="{}", exclude_categories=["Cs"])).filter(str.strip)
 
 
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 @hypothesis.example("Write this:\n```\nreturn 0\n```", ["a"], [])
+@hypothesis.example('It is "good": the critique, [x] and "good spans" are.', ["a"], [])
 def test_feedback_survives_its_own_text(critique, good, poor):  # Alg. 1 l.9
     """§3.4: parsing z = [c ; span JSON] gives back c and the spans."""
-    # A critique that ends like a JSON key or list would make the object a part of another one.
-    assume(not re.search(r"""(["']\s*:|\[)\s*$|<.?(think|thought|scratchpad)""", critique))
-    assume(not {"…", "..."} & {*good[:1], *poor[:1]})               # an echo of the form
+    # A critique that ends like a JSON key would make the object a part of another one.
+    assume(not re.search(r"""["'][\s_\\-]*:[\s_\\[-]*$|<think""", critique))
     assert (parse_feedback(Feedback(critique, good, poor).text())
             == Feedback(critique.strip(), good, poor))
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_nesting_of_any_depth_is_a_feedback_error(copies):
-    for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 100_000]:
-        text = f'c {{"good_spans": {"[" * depth}{"]" * depth}, "poor_spans": []}}'
+def test_nesting_of_any_depth_is_a_feedback_error():
+    for depth in [*range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 20), 20_000]:
         with pytest.raises(FeedbackError):
-            parse_feedback(text * copies)
+            parse_feedback(f'c {{"good_spans": {"[" * depth}{"]" * depth}, "poor_spans": []}}')
 
 
-@pytest.mark.parametrize("text", [
-    '{"' * 600_000, "[" * 1_200_000, '{"a":' * 240_000, '{"a": [' * 170_000,
-    '{"a": 1} ' * 130_000, '{"good_spans": [1]} ' * 60_000,
-    '{"good_spans": ["' + "x" * 1_200_000, " " * 1_200_000,
-    "{" + " " * 1_200_000 + '"', '```json\n{"' * 120_000, '"good' + "_" * 1_200_000,
-    '{"good_spans": [' + '"a", ' * 240_000 + '"a"], "poor_spans": []}', "<think>" * 170_000,
-    '{\\"' * 400_000, "{/*" * 400_000, "{'" * 600_000, '{"a": 1,' * 150_000])
-def test_a_reply_of_a_megabyte_is_parsed_with_bounded_work(text, monkeypatch):
-    """Broken values are read token by token: at most 50 MB and one more value in all."""
-    tokens, work = annotate._TOKEN, 0
+# ── Public cases, and damaged replies
 
-    def read(text, start):
-        nonlocal work
-        for match in tokens.finditer(text, start):
-            work += len(match[0])
-            yield match
+TEXT = ('The cat sat on the mat. It said \\frac{1}{2} and re.sub("\\d+", x).\n'
+        'Then it left early.')
 
-    monkeypatch.setattr(annotate, "_TOKEN", SimpleNamespace(finditer=read))
-    with pytest.raises(FeedbackError):
-        parse_feedback(text, response="This is a short answer.")
-    assert work <= 52e6
+
+def labels(reply: str, response: str = TEXT) -> dict[str, list[str]]:
+    """The passages of the response that a reply labels."""
+    spans = ground(response, parse_feedback(reply, response=response)).spans
+    return {name: [response[span.start : span.end] for span in spans if span.label == label]
+            for name, label in (("good", 1), ("poor", -1))}
+
+
+def test_public_replies_are_read_or_refused(shared):
+    """`or` in a case: a reply that is not JSON may be refused, a quote may be unmatched."""
+    path = shared / "data" / "public_cases" / "replies.jsonl"
+    cases = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    right = 0
+    for case in cases:
+        try:
+            found = labels(case["reply"], case["response"])
+        except FeedbackError:
+            assert case.get("or", "").startswith("refused"), case["id"]
+            continue
+        right += found == case["right"]
+        for name, quotes in case["right"].items():
+            assert set(found[name]) <= set(quotes), case["id"]
+            assert found[name] == quotes or "unmatched" in case.get("or", ""), case["id"]
+    assert right >= 7 and len(cases) >= 18
+
+
+@pytest.mark.parametrize("literal, passage", [
+    # JSON reads these backslashes as control characters
+    (r"\frac{1}{2}", r"\frac{1}{2}"), (r"said \frac{1}{2} and", r"said \frac{1}{2} and"),
+    ("x).\\nThen it", "x).\nThen it"), ("left\u00a0early", "left early"),
+    # not repaired: other escapes, added quotation marks, characters of zero width
+    (r"\\\\frac{1}{2}", None), (r"\"left early\"", None), ("left \u200bearly", None)])
+def test_a_quote_is_found_as_the_response_has_it(literal, passage):
+    reply = f'{{"critique": "c", "good_spans": [], "poor_spans": ["{literal}"]}}'
+    assert labels(reply)["poor"] == ([passage] if passage else [])
+
+
+WORDS = [first + last for first in ("ba", "ce", "di", "fo", "gu", "hy", "jy")
+         for last in ("lam", "mek", "nip", "rot", "suv")]
+GLUE = [" ", " ", " ", "\n", "\n\n", " \\frac{1} ", ' "', "' ", ", ", "\\n ", " \t", "“", " é ",
+        " e\u0301 ", "\\\\", " 🎉 ", "中", "{", "}", "[", "\x00"]
+KEYS = {"goodspans": 1, "poorspans": -1, "wrongcode": -1, "critique": 0, "reasoning": 0}
+
+
+def random_case(rng):
+    """(response, a reply with one reading, label of each word, another reply)."""
+    words = rng.sample(WORDS, 14)
+    response = "".join(word + rng.choice(GLUE) for word in words)
+    truth = dict.fromkeys(words, 0)
+    quotes = {1: [], -1: [], 0: []}
+    place = 0
+    while place < 10:                             # the last four words occur in drafts alone
+        label = rng.choice((1, -1, 0))
+        chosen = words[place : min(place + rng.choice((1, 2, 3)), 10)]
+        start, end = response.index(chosen[0]), response.index(chosen[-1]) + len(chosen[-1])
+        quotes[label].append(response[start:end])
+        truth.update(dict.fromkeys(chosen, label))
+        place += len(chosen) + 1
+    spans = {"good_spans": quotes[1], rng.choice(("poor_spans", "wrong_code")): quotes[-1]}
+    options = {"ensure_ascii": rng.random() < .3, "indent": rng.choice((None, 1))}
+    value = json.dumps({"critique": "It is fine."} | spans, **options)
+    draft = json.dumps({"critique": "A draft.", "good_spans": words[10:12],
+                        "poor_spans": words[12:]})
+    reply = rng.choice([
+        value, value, f"```json\n{value}\n```", f"[{value}]", f'{{"answer": {value}}}',
+        f"It is so: {value}\nDone.", f"It is fine.\n{json.dumps(spans, **options)}",
+        f"<think>Hm. {draft}</think>\n{value}",
+        f"<think>{draft[: rng.randrange(len(draft))]}</think>{value}"])
+    return response, reply, truth, draft
+
+
+def damaged(rng, text: str, draft: str) -> str:
+    """The text after one random change. No passage moves to another place."""
+    i = rng.randrange(len(text) + 1)
+    j = min(len(text), i + rng.choice((1, 1, 1, 2, 5, 20, 80)))
+    data = bytearray(text.encode("utf-8", "surrogatepass")) or bytearray(1)
+    data[rng.randrange(len(data))] = rng.choice(b'"\\{}[],: \x00\xff\x80aZ0')
+    inserted = rng.choice([*"\"'\\{}[],:/#*` \n\x00n\ud83d\u2028", "```", '\\"', "[]", "{}",
+                           "null", '": ', '", "', '"], "', '{"', "</think>", "<think>",
+                           "[" * 900, "\\ud83d", "\\u0041"])
+    frame = rng.choice(['{"x": %s}', "[%s]", '"%s"', "{%s", "%s]", "%s</think>"])
+    part = draft[: rng.randrange(len(draft) + 1)]
+    return rng.choice([
+        text[:i] + text[j:], text[:i] + inserted + text[i:], text[:i], text[i:],
+        text[:i] + text[i:j] + text[i:], text[:i] + inserted + text[j:],
+        data.decode("utf-8", rng.choice(["replace", "ignore"])), frame.replace("%s", text),
+        json.dumps(text), text.replace('"', "'"), text + part, part + text, text + text,
+        text.replace(*rng.choice([("[", "[["), ("_", "\\u005f"), ("s", "\ud800")]), 1)])
+
+
+def supported(reply: str, word: str) -> set[int]:
+    """The labels of a word by brute force: those of the nearest keys before it in a reply."""
+    labels = {0}
+    for answer in (reply, reply.rpartition("</think>")[2], re.sub(r"\\(n|u\w{4})", "", reply),
+                   reply.replace("\\u0041", "a")):
+        letters = re.sub("[^a-z]", "", answer.lower())
+        for match in re.finditer(word, letters):
+            key = max(KEYS, key=letters[: match.start()].rfind)
+            labels.add(KEYS[key] * (key in letters[: match.start()]))
+    return labels
+
+
+def read_labels(response: str, reply: str, words) -> dict[str, float] | None:
+    """The label of each word of the response that a reply gives; None if it is refused."""
+    try:
+        feedback = parse_feedback(reply, response=response)
+    except FeedbackError:
+        return None
+    assert feedback.text().encode()                                      # whole characters only
+    places = [(response.index(word), response.index(word) + len(word)) for word in words]
+    return dict(zip(words, token_rewards(response, places, ground(response, feedback).spans)))
+
+
+CASES = 100_000 if SLOW else 3000
+
+
+def test_no_damage_to_a_reply_gives_a_reward_that_it_does_not_contain():
+    """Half of the replies are whole and must be read. The others are damaged, up to twice."""
+    total = Counter()
+    for seed in range(CASES):
+        rng = random.Random(seed)
+        response, reply, truth, draft = random_case(rng)
+        if seed % 2:
+            assert read_labels(response, reply, truth) == truth, (seed, reply)
+            continue
+        for _ in range(rng.choice((1, 1, 2))):
+            reply = damaged(rng, reply, draft)
+        found = read_labels(response, reply, truth) or {}
+        for word, label in found.items():
+            assert label in supported(reply, word), (seed, word, label, reply)
+        total += Counter(labelled=sum(map(bool, found.values())), read=bool(found),
+                         whole=found == truth, refused=not found)
+    assert min(total[name] for name in ("labelled", "read", "whole", "refused")) > CASES / 20
 
 
 # ── ground
@@ -186,7 +303,7 @@ def texts_with_quotes(draw):
 
 # Unicode's tables of visible characters, and of words in scripts that separate them by spaces.
 _WORD = (r"[[\p{L}\p{Mn}\p{Mc}\p{N}\p{Pc}]--\p{Han}--\p{Hiragana}--\p{Katakana}--\p{Hangul}"
-         r"--\p{Thai}--\p{Lao}--\p{Khmer}--\p{Myanmar}]")
+         r"--\p{Thai}--\p{Lao}--\p{Khmer}--\p{Myanmar}--\ufe0f]")
 BETWEEN, INSIDE = regex.compile(r"\X"), regex.compile(rf"(?V1)(?<={_WORD})(?={_WORD})")
 
 
@@ -194,6 +311,12 @@ def splits(text: str) -> set[int]:
     """The indices that lie inside a word or inside a visible character."""
     edges = {m.start() for m in BETWEEN.finditer(text)} | {len(text)}
     return {m.start() for m in INSIDE.finditer(text)} | set(range(len(text))) - edges
+
+
+def cuts(text: str) -> set[int]:
+    """The indices at which annotate.py lets no quote begin or end."""
+    return {i for i in range(len(text) + 1)
+            if annotate._INSIDE_WORD.fullmatch(text, i - 1, i + 1)}
 
 
 @pytest.mark.parametrize("text, quote, spans", [
@@ -217,13 +340,12 @@ def test_a_quote_matches_whole_words_and_characters_and_nothing_similar(text, qu
 
 
 @often
-@given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀❤\u0301\ufe0f\u200d\u0939\u093f\u0928"]),
+@given(st.lists(st.sampled_from([*"ab_1 é'中한ก\r\n👩🚀❤\u0301\ufe0f\u200d\u0928", "\u0939\u093f"]),
                 max_size=14).map("".join))
 def test_boundaries_of_words_and_characters_are_those_of_unicode(text):
     """The places after a line break or a joiner are exceptions."""
-    splitting = {i for i in range(len(text) + 1) if annotate._splits(text, i)}
     exceptions = {i for i in range(1, len(text)) if text[i - 1] in "\u200d\r\n"}
-    assert splitting - exceptions == splits(text) - exceptions
+    assert cuts(text) - exceptions == splits(text) - exceptions
 
 
 @often
@@ -233,7 +355,7 @@ def test_ground_equals_brute_force_on_exact_quotes(case):
     text, good, poor = case
     inside = splits(text)
     # test_boundaries_of_words_and_characters_are_those_of_unicode covers the exceptions.
-    assume(inside == {i for i in range(len(text) + 1) if annotate._splits(text, i)})
+    assume(inside == cuts(text))
     spans, unmatched, ambiguous = [], [], 0
     for label, quotes in ((1, good), (-1, poor)):
         for quote, repeats in Counter(quotes).items():
@@ -261,7 +383,7 @@ def plain(text: str) -> str:
 
 forms = [("a",), ("b",), ("中",), ("🎉",), (" ", "\u00a0", "\n", "  "), (*"'‘’‚‛`´",),
          (*'"“”„‟«»',), ("\u00e9", "e\u0301"), ("\ud55c", "\u1112\u1161\u11ab"),
-         ("\u1e69", "s\u0323\u0307", "s\u0307\u0323"),
+         ("\u1e69", "s\u0323\u0307"),
          ("\u0929", "\u0928\u093c"), ("\u0622", "\u0627\u0653")]
 units = st.sampled_from(forms).flatmap(
     lambda variants: st.tuples(st.sampled_from(variants), st.sampled_from(variants)))
@@ -379,26 +501,6 @@ def test_offsets_are_those_of_the_bytes(tokenizer, data):
     assert covered == len(text), "no token covers the end of the text"
 
 
-@pytest.mark.parametrize("data, most", [(b"\xe4" * 900, 300),
-                                        (b"\xff" + "é".encode() * 100, 400)])
-def test_a_long_run_of_broken_bytes_takes_linear_time(tokenizer, data, most, monkeypatch):
-    """One token per byte. SentencePiece decodes the whole run to one U+FFFD per byte."""
-    vocabulary = {token_bytes(tokenizer, [i])[0]: i for i in range(3, len(tokenizer))}
-    if "<0x00>" in tokenizer.get_vocab():
-        vocabulary = {bytes([byte]): tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>")
-                      for byte in data}
-    ids = [vocabulary[bytes([byte])] for byte in data]
-    backend, work = tokenizer.backend_tokenizer, []
-    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", SimpleNamespace(
-        decode=lambda ids, **options: work.append(len(ids)) or backend.decode(ids, **options)))
-    text, offsets = token_offsets(tokenizer, ids)
-    if "<0x00>" in tokenizer.get_vocab():
-        assert (text, offsets) == ("\ufffd" * len(ids), [(i, i + 1) for i in range(len(ids))])
-    else:
-        assert (text, offsets) == offsets_from_bytes([bytes([byte]) for byte in data])
-    assert sum(work) < most * len(ids)
-
-
 # ── token_rewards
 
 @st.composite
@@ -432,9 +534,6 @@ def test_delta_equals_brute_force_over_characters(tiling, data):  # Eq. §3.3 δ
     assert tokens_inside(text, offsets, spans) == inside
     assert token_rewards(text, offsets, spans) == [sum(signs) for signs in labels]
     assert conflicting_tokens(text, offsets, spans) == sum(signs == {1, -1} for signs in labels)
-    labelled = {i for span in spans for i in range(span.start, span.end)}
-    assert half_inside_tokens(text, offsets, spans) == sum(
-        bool(characters & labelled) and not signs for characters, signs in zip(visible, labels))
 
 
 TOKENS = "Bob ran home", [(0, 3), (3, 5), (5, 7), (7, 12), (12, 12)]
@@ -516,10 +615,6 @@ def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, mes
 
 def test_a_wrong_place_of_a_quote_is_an_error(monkeypatch):
     """Two repeats of a quote must not share a place."""
-    monkeypatch.setattr(annotate, "_in_form",
-                        lambda text, form: (text, range(1, len(text) + 2)))
-    with pytest.raises(AssertionError, match="Appendix L"):
-        grounded("! a b", ["a"])
     monkeypatch.setattr(annotate, "quote_places", lambda *_: [(0, 3), (0, 3)])
     with pytest.raises(AssertionError, match="§3.3.*k-th"):
         grounded("cat sat", ["cat", "cat"])

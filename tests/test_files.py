@@ -141,11 +141,6 @@ def test_a_field_that_is_no_text_is_one_line(tmp_path, field, value):
         read_rows(tmp_path / "rows.jsonl")
 
 
-def critic(row, response):
-    """An annotator that praises the first word."""
-    return {"textual_feedback": "Good.", "good_spans": [response.split()[0]], "poor_spans": []}
-
-
 # ── The logs of a finished run
 
 @pytest.mark.parametrize("name, field", [("metrics.jsonl", "delta"),

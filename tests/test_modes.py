@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from annotate import (FeedbackError, Grounding, Span, annotate,
-                      annotation_messages, annotation_questions, ground, parse_feedback,
-                      read_reply)
+from annotate import (Feedback, FeedbackError, Grounding, Mode, Span, annotate,
+                      annotation_messages, annotation_questions, get_mode, ground,
+                      parse_feedback, read_reply, reply_schema)
 from data import TASKS, InputError, get_task, read_rows, write_rows
 from experiments.modes import LABELS
 from settings import AnnotateConfig
@@ -167,31 +167,90 @@ def test_steps_are_labelled_in_order(response, quotes, spans, unmatched, ambiguo
 
 
 GOOD = dense(RESPONSE.split(), ["good"] * 6)
-LAST = {"word": "ran.", "label": "good"}
 
 
 @pytest.mark.parametrize("mode, value, reason", [
-    (DENSE, dense(RESPONSE.split()[1:], ["good"] * 5), "words"),
-    (DENSE, dense([*RESPONSE.split(), "ran."], ["good"] * 7), "words"),
-    (DENSE, dense(RESPONSE.replace("cat", "dog").split(), ["good"] * 6), "words"),
+    *[(DENSE, dense(words, ["good"] * len(words)), "words differ") for words in (
+        RESPONSE.split()[1:], [*RESPONSE.split(), "ran."], RESPONSE.upper().split())],
     (DENSE, dense(RESPONSE.split(), ["great"] * 6), "'great'"),
     (DENSE, dense(RESPONSE.split(), [["good"]] * 6), "list of objects"),
     (DENSE, GOOD | {"labels": [{"label": "good"}]}, "list of objects.*'word'"),
-    (DENSE, GOOD | {"labels": [LAST | {"word": 3}]}, "list of objects"),
     (DENSE, GOOD | {"labels": 3}, "list of objects"),
-    (DENSE, {"textual_feedback": "Said."}, "no JSON object with labels"),
+    (DENSE, {"textual_feedback": "Said."}, "no JSON object.* labels"),
     (DENSE, {"labels": GOOD["labels"]}, "no critique"),
-    (DENSE, GOOD | {"textual_feedback": 3}, "not a string"),
-    (DENSE, GOOD | {"textual_feedback": "\ud83d"}, "surrogate"),
-    (STEPS, {"steps": []}, "empty"), (STEPS, {"step": []}, "no JSON object with steps"),
+    (STEPS, {"steps": []}, "empty"), (STEPS, steps(("\ud83d", True, "")), "no JSON object"),
     (STEPS, steps(("The cat", "yes", "")), "list of objects.*'yes'"),
     (STEPS, steps((["The cat"], True, "")), "list of objects"),
-    (STEPS, steps(("The cat", True, None)), "list of objects"),
-    (STEPS, {"steps": [{"step": "The cat", "correct": True}]}, "list of objects.*'reason'"),
-    (STEPS, steps(("\ud83d", True, "")), "surrogate")])
+    (STEPS, {"steps": [{"step": "The cat", "correct": True}]}, "list of objects.*'reason'")])
 def test_labels_and_steps_that_do_not_fit_are_refused(mode, value, reason):
     with pytest.raises(FeedbackError, match=reason):
         read(mode, value)
+
+
+# ── What a mode asks for and returns
+
+def fits(value, schema) -> bool:
+    """Whether a value fits a JSON schema, as far as `reply_schema` uses the language."""
+    kind = {"object": dict, "array": list, "string": str, "boolean": bool,
+            "number": int}[schema["type"]]
+    if type(value) is not kind:
+        return False
+    if kind is list:
+        return all(fits(item, schema["items"]) for item in value)
+    return kind is not dict or [*value] == schema["required"] == [*schema["properties"]] and all(
+        fits(item, schema["properties"][key]) for key, item in value.items())
+
+
+REPLIES = {"cot": {"reasoning": "r", "textual_feedback": "c", "good_spans": ["cat"],
+                   "poor_spans": []},
+           "no_cot": {"textual_feedback": "c", "good_spans": ["cat"], "poor_spans": []},
+           "align": {"good_spans": ["cat"], "poor_spans": []},
+           DENSE: dense(RESPONSE.split(), ["neutral", "good", *["neutral"] * 4]),
+           STEPS: steps(("cat", True, "r"))}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_schema_of_a_mode_is_that_of_its_replies(mode):
+    schema = reply_schema(get_mode(mode).form)
+    value = {key: REPLIES[mode][key] for key in get_mode(mode).form}
+    # STEPS writes its reason before its verdict.
+    for step in value.get("steps", []):
+        step["correct"] = step.pop("correct")
+    assert fits(value, schema) and schema["additionalProperties"] is False
+    assert not fits(value | {"more": 1}, schema) and not fits(REPLY_OF_TEXTS, schema)
+    key = next(iter(value))
+    assert not fits(value | {key: 1}, schema)
+    assert reply_schema({"score": 3}) == {
+        "type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"],
+        "additionalProperties": False}
+
+
+REPLY_OF_TEXTS = {"steps": ["cat"], "labels": ["cat"], "good_spans": "cat"}
+FEEDBACK = Feedback("c", [], [])
+
+
+@pytest.mark.parametrize("value", [
+    None, FEEDBACK, (FEEDBACK, [Span(0, 3, 1)]), (Grounding(), FEEDBACK),
+    (Feedback(None, [], []), Grounding()), (Feedback("c", None, []), Grounding()),
+    *[(FEEDBACK, Grounding([span])) for span in (
+        Span(5, 99999, 1), Span(-3, 2, 1), Span(4, 4, 1), Span(0, 3, 0), Span(0, 3, 2), (0, 3, 1))]])
+@pytest.mark.parametrize("source", ["server", "dict", "text"])
+def test_a_mode_that_returns_anything_else_ends_at_the_first_reply(
+        tmp_path, monkeypatch, value, source):
+    """A server's replies and those of --annotator_function are checked alike."""
+    calls = []
+    monkeypatch.setitem(sys.modules, "module_of_the_test", SimpleNamespace(
+        MODE=Mode("Judge.", {"a": "…"}, lambda example, reply: calls.append(reply) or value),
+        judge=lambda row, response: {"a": "b"} if source == "dict" else "b"))
+    options = {"mode": "module_of_the_test:MODE", "concurrency": 1}
+    if source == "server":
+        with pytest.raises((TypeError, AttributeError)):
+            read_reply(example(), "b", options["mode"])
+        return
+    rows = [{"id": str(i), "prompt": "p", "response": RESPONSE} for i in range(3)]
+    with pytest.raises(InputError, match="(the mode returned .* must return|no attribute)") as error:
+        annotate(config(tmp_path, *rows, annotator_function="module_of_the_test:judge", **options))
+    assert len(calls) == 1 and "\n" not in str(error.value)
 
 
 # ── Rows
@@ -235,15 +294,11 @@ def test_the_prompt_needs_the_outcome_of_the_tests(tmp_path):
     assert "3 of 4 tests passed.\n</tests-" in question.messages[1]["content"]
 
 
-@pytest.mark.parametrize("mode, reply, critique", [
-    ("cot", {"reasoning": "r", "critique": "c", "good_spans": ["cat"], "poor_spans": []}, "c"),
-    ("no_cot", {"critique": "c", "good_spans": ["cat"], "poor_spans": []}, "c"),
-    (DENSE, dense(RESPONSE.split(), ["neutral", "good", *["neutral"] * 4]), "Said."),
-    ("align", {"good_spans": ["cat"], "poor_spans": []}, WORDS),
-    (STEPS, steps(("cat", True, "r")), "Correct: cat (r)")])
+@pytest.mark.parametrize("mode, critique", [
+    ("cot", "c"), ("no_cot", "c"), (DENSE, "Said."), ("align", WORDS), (STEPS, "Correct: cat (r)")])
 # Alg. 2 l.28
-def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, reply, critique):
-    critic = SimpleNamespace(judge=lambda row, response: json.dumps(reply))
+def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, critique):
+    critic = SimpleNamespace(judge=lambda row, response: REPLIES[mode])
     monkeypatch.setitem(sys.modules, "critic_of_the_test", critic)
     annotate(*files(tmp_path, example() | {"feedback": WORDS}, mode=mode,
                     annotator_function="critic_of_the_test:judge"), tmp_path / "f.jsonl")
