@@ -327,8 +327,8 @@ def curves(rows: list[dict]) -> str:  # Figure 3
 def before_and_after(after: list[dict], before: list[dict], settings: list[dict]):
     """Header and lines of the table of held-out means, for `table` and `html_table`.
 
-    The rows are those of _RESULT. ± is the 95 % interval of the mean change of a response: 1.96
-    standard errors. Every response counts alike, whereas in the curves every token does.
+    The rows are those of _RESULT. ± is the 95 % interval of the mean change from one response
+    to the other one to the same prompt: 1.96 standard errors.
     """
     lines = []
     for name in before[0]["scores"]:
