@@ -278,14 +278,16 @@ LIMITS = {"unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05, "conflictin
 def above_limits(rows: list[dict]) -> list[str]:
     """A sentence for each metric whose mean over the iterations is above its limit.
 
-    rows: of metrics.jsonl, at least one.
+    rows: of metrics.jsonl.
     """
+    if not rows:
+        return []
     sentences = []
     target = rows[-1].get("kl_target") or math.inf                  # 0 where β is fixed
     for metric, limit in {**LIMITS, "kl": 3 * target}.items():
         mean = fmean(row[metric] for row in rows)
         if not mean <= limit:                                       # NaN is above, too
-            sentences.append(f"{metric} is {mean:.2g}: {NOTES[metric]}")
+            sentences.append(f"{metric} is {mean:.3g}: {NOTES[metric]}")
     return sentences
 
 
@@ -325,8 +327,8 @@ def curves(rows: list[dict]) -> str:  # Figure 3
 def before_and_after(after: list[dict], before: list[dict], settings: list[dict]):
     """Header and lines of the table of held-out means, for `table` and `html_table`.
 
-    The rows are those of _RESULT. ± is the 95 % interval of the mean change of a response: 1.96
-    standard errors. Every response counts alike, whereas in the curves every token does.
+    The rows are those of _RESULT. ± is the 95 % interval of the mean change from one response
+    to the other one to the same prompt: 1.96 standard errors.
     """
     lines = []
     for name in before[0]["scores"]:
@@ -368,8 +370,7 @@ def run_report(directory) -> Path:
     out = Path(directory)
     settings = whole_rows(out / "config.json")
     if not settings:
-        raise InputError(f"{out}: there is no config.json; name the --output_dir of a run of "
-                         f"text2grad.py")
+        raise InputError(f"{out} has no config.json; name the --output_dir of a run")
     facts = "model {model} · task {task} · critic: {critic_name}"
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
@@ -389,10 +390,9 @@ def print_result(out: Path, hint: str):
     print(table(*before_and_after(*(whole_rows(out / name) for name in _RESULT))))
     for text in above_limits(whole_rows(out / "metrics.jsonl")):
         print(f"warning: {text}")
-    print(f"\nReport: {run_report(out)}. {out}/ also contains "
-          f"policy/ (PEFT format), metrics.jsonl and samples.jsonl.\n"
-          f"{next_command('eval.py', adapter=out / 'policy')}\nor repeat phase 3 with other "
-          f"settings and another --output_dir{hint}")
+    print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"
+          f"{next_command('eval.py', adapter=out / 'policy')}\n"
+          f"or repeat phase 3 with other settings and another --output_dir{hint}")
 
 
 def main():

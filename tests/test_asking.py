@@ -259,7 +259,8 @@ def test_the_bodies_of_real_servers(shared, work, server, recwarn, name):
     else:
         assert not message and len(read_rows(work.output)) == 3
     used = [row["usage"] for row in read_jsonl(work.journal)][-min(3, requests):]
-    for question, counts in zip(annotation_questions(work.config(mode="no_cot"), work.data), used):
+    questions = annotation_questions(work.config(mode="no_cot"), work.data)
+    for question, counts in zip(questions, used):
         expected = question.size if prompt is None else prompt
         assert tuple(counts.values()) == (expected, reply)
 

@@ -135,8 +135,6 @@ BROKEN = [
     ("log π_ref of a probability", {"policy.token_logprobs": log_probs_of(-1, 1)}, score),
     ("H ≥ 0", {"policy.token_entropy": lambda hidden, *_: -torch.ones(len(hidden))}, score),
     ("no r_t on padding", {}, lambda *objects: advance(*objects, mask=2)),
-    ("one r_t, A_t, R_t per token", {}, lambda *_: policy.assert_one_per_token(
-        SimpleNamespace(mask=ONES, rewards=ONES, advantages=ONES, returns=SHORT))),
     ("A_T = r_T − V", {"policy.gae": moved_gae(1, 0)}, advance),
     ("R_T = r_T", {"policy.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),
@@ -147,7 +145,8 @@ BROKEN = [
     ("per token of z", {"reward_model.pad_batch": pad_without_the_last},
      lambda model, *_: reward_model.z_loss(model, [([5], [6, 7])])),
     ("one δ'_t per token of y", {"reward_model.token_rewards": lambda *_: []},
-     lambda *_: reward_model.read_judgement('c\n{"good_spans": [], "poor_spans": []}', "y", [(0, 1)])),
+     lambda *_: reward_model.read_judgement('c\n{"good_spans": [], "poor_spans": []}', "y",
+                                            [(0, 1)])),
     ("one z' for each y", {"reward_model.generate": lambda *_, **__: []}, write),
     ("y_1 follows the last of x", {},
      lambda model, *_: response_hidden(model, IDS, torch.tensor([[1, 0]]), IDS, IDS)),

@@ -197,8 +197,9 @@ def fits(value, schema) -> bool:
         return False
     if kind is list:
         return all(fits(item, schema["items"]) for item in value)
-    return kind is not dict or [*value] == schema["required"] == [*schema["properties"]] and all(
-        fits(item, schema["properties"][key]) for key, item in value.items())
+    properties = schema.get("properties", {})
+    return kind is not dict or [*value] == schema["required"] == [*properties] and all(
+        fits(item, properties[key]) for key, item in value.items())
 
 
 REPLIES = {"cot": {"reasoning": "r", "textual_feedback": "c", "good_spans": ["cat"],
@@ -233,7 +234,8 @@ FEEDBACK = Feedback("c", [], [])
     None, FEEDBACK, (FEEDBACK, [Span(0, 3, 1)]), (Grounding(), FEEDBACK),
     (Feedback(None, [], []), Grounding()), (Feedback("c", None, []), Grounding()),
     *[(FEEDBACK, Grounding([span])) for span in (
-        Span(5, 99999, 1), Span(-3, 2, 1), Span(4, 4, 1), Span(0, 3, 0), Span(0, 3, 2), (0, 3, 1))]])
+        Span(5, 99999, 1), Span(-3, 2, 1), Span(4, 4, 1), Span(0, 3, 0), Span(0, 3, 2),
+        (0, 3, 1))]])
 @pytest.mark.parametrize("source", ["server", "dict", "text"])
 def test_a_mode_that_returns_anything_else_ends_at_the_first_reply(
         tmp_path, monkeypatch, value, source):
@@ -248,8 +250,11 @@ def test_a_mode_that_returns_anything_else_ends_at_the_first_reply(
             read_reply(example(), "b", options["mode"])
         return
     rows = [{"id": str(i), "prompt": "p", "response": RESPONSE} for i in range(3)]
-    with pytest.raises(InputError, match="(the mode returned .* must return|no attribute)") as error:
-        annotate(config(tmp_path, *rows, annotator_function="module_of_the_test:judge", **options))
+    config, data = files(tmp_path, *rows, annotator_function="module_of_the_test:judge",
+                         **options)
+    with pytest.raises(InputError,
+                       match="(the mode returned .* must return|no attribute)") as error:
+        annotate(config, data, tmp_path / "f.jsonl")
     assert len(calls) == 1 and "\n" not in str(error.value)
 
 
@@ -295,7 +300,8 @@ def test_the_prompt_needs_the_outcome_of_the_tests(tmp_path):
 
 
 @pytest.mark.parametrize("mode, critique", [
-    ("cot", "c"), ("no_cot", "c"), (DENSE, "Said."), ("align", WORDS), (STEPS, "Correct: cat (r)")])
+    ("cot", "c"), ("no_cot", "c"), (DENSE, "Said."), ("align", WORDS),
+    (STEPS, "Correct: cat (r)")])
 # Alg. 2 l.28
 def test_every_mode_ends_in_the_same_kind_of_row(tmp_path, monkeypatch, mode, critique):
     critic = SimpleNamespace(judge=lambda row, response: REPLIES[mode])

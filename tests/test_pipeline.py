@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from functools import partial

@@ -14,7 +14,7 @@ from data import InputError
 from helpers import HOSTILE, Page, assert_closed, often, read_jsonl, run_main
 from hypothesis import given
 from hypothesis import strategies as st
-from policy import batch_metrics, sample_row, score_response
+from policy import batch_metrics, sample_row
 from report import (LIMITS, NOTES, above_limits, before_and_after, colour_tokens,
                     critique_block, curves, heatmap, html_table, print_examples, run_report,
                     split_text, svg_line, table)
@@ -274,11 +274,11 @@ def test_a_mean_above_its_limit_is_one_line_with_a_remedy(run, name, excess):
     """The mean over all iterations counts. The note names the limit, which for KL is 3 times
     the target; with a fixed β there is none."""
     rows = [{"iteration": i, **HEALTHY} for i in range(1, 9)]
-    assert above_limits(rows) == []
+    assert above_limits(rows) == above_limits([]) == []
     rows[3][name] += 8 * excess
     line, = above_limits(rows)
     mean = HEALTHY[name] + excess
-    assert line == f"{name} is {mean:.2g}: {NOTES[name]}"
+    assert line == f"{name} is {mean:.3g}: {NOTES[name]}"
     limit, remedy = re.search(r"healthy (?:under|at) (\S+).*, otherwise (.+)", line).groups()
     assert float(limit) == LIMITS.get(name, 3) and remedy
     write(run, {"metrics.jsonl": rows})
