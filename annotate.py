@@ -653,8 +653,8 @@ def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -
     if a response could not be annotated, unless --skip_failed is set.
     """
     check_annotator(config, dry_run)
-    if os.path.realpath(data) == os.path.realpath(output):
-        raise InputError(f"--data and --output are one file, {data}; choose another --output")
+    if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
+        raise InputError(f"--output {output} is a directory or --data; name another file")
     with Journal(f"{output}.journal", *config.prices) as journal:
         questions = annotation_questions(config, data, limit, dry_run)
         unwritten = sum(question.context["response"] == NO_RESPONSE for question in questions)

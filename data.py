@@ -220,6 +220,8 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
                 place = f"{path}, line {number}"
                 if line.strip():
                     rows.append((place, json.loads(line)))
+        for place, row in rows:
+            json.dumps(row, ensure_ascii=False).encode()             # no half surrogate pairs
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise InputError(f"{place}: not rows of JSON in UTF-8 ({error}); check the path, or "
                          f"fix the row. The package datasets converts other formats: "

@@ -307,6 +307,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
     ranks change the update. A harmful step is skipped and counted. Raises InputError if all
     steps are harmful.
     """
+    for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
+        assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
     parameters = optimizer_parameters(optimizer)
     steps = []
     skipped = 0
@@ -518,8 +520,6 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
             counts = advantages(batch, state["beta"], config) or {}                # l.14–17
-            for x in (batch.rewards, batch.advantages, batch.returns):
-                assert x.shape == batch.mask.shape, "Alg. 4 l.14–17: one r, A, R per token"
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")

@@ -158,7 +158,7 @@ def test_a_fault_of_a_mode_is_one_line_and_loses_no_reply(work, server, monkeypa
 
     monkeypatch.setitem(sys.modules, "mode_of_the_test", SimpleNamespace(
         MODE=Mode("Judge.", {"textual_feedback": "…"}, read)))
-    for error, message in ((KeyError("labels"), "the reply to row row-5 in .*KeyError"),
+    for error, message in ((KeyError("labels"), "the reply to row row-5: KeyError"),
                            (FeedbackError("no labels"), "1 responses .*row-5: no labels")):
         work.fails(message, random_rows(20), mode="mode_of_the_test:MODE")
     assert len(server.requests) == 21                # row-5, which was refused, is asked again
@@ -174,7 +174,7 @@ def test_a_fault_of_a_mode_is_one_line_and_loses_no_reply(work, server, monkeypa
       for url in ("ftp://h/", "localhost:8000/v1", "http://h:port/v1", "http://")],
     *[(f"OPENAI_API_KEY={key}", "OPENAI_API_KEY") for key in ("", "sk-secr\u00e8t", "sk\n")],
     ("--max_usd 1", "--max_usd needs"), ("--output {}/x/../rows.jsonl", "are one file"),
-    ("--output {}", "is a directory"), ("--mode cots", "no such name; use cot, no_cot, align"),
+    ("--output {}", "is a directory"), ("--mode cots", "one of: cot, no_cot, align"),
     ("--mode experiments.modes:LABELS", "--mode.*found a dict"),
     *[(f"--annotator_function={name}", "--annotator_function")
       for name in ("toy", "toy:absent", "no_such_module:f", "toy:SLOTS")]])

@@ -135,6 +135,9 @@ BROKEN = [
     ("log π_ref of a probability", {"policy.token_logprobs": log_probs_of(-1, 1)}, score),
     ("H ≥ 0", {"policy.token_entropy": lambda hidden, *_: -torch.ones(len(hidden))}, score),
     ("no r_t on padding", {}, lambda *objects: advance(*objects, mask=2)),
+    ("one r_t, A_t, R_t per token", {}, lambda *_: policy.ppo_update(
+        SimpleNamespace(mask=ONES, rewards=ONES, advantages=ONES, returns=SHORT),
+        None, None, None, None, None)),
     ("A_T = r_T − V", {"policy.gae": moved_gae(1, 0)}, advance),
     ("R_T = r_T", {"policy.gae": moved_gae(0, 1)}, advance),
     ("ρ = 1 until θ moves", {}, update),
