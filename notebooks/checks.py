@@ -22,8 +22,9 @@ import toy
 from annotate import Span
 from model import ValueHead, add_lora, load_model, lora_parameters, use_lora
 from notebooks.mistakes import MISTAKES, OURS
-from policy import PolicyConfig, Rollouts, add_scores, ppo_loss
+from policy import Rollouts, add_scores, ppo_loss
 from sampling import generate, pad_batch
+from settings import PolicyConfig
 
 MASK = (torch.arange(7) < torch.tensor([[7], [1], [4], [6]])).float()     # 4 rows, [B, T]
 
@@ -185,9 +186,11 @@ def try_generate(function, seed):
     uniforms[2:, -1] = 1.5
     eos = generate(toy_model(), prompts, 10, 0.7, uniforms=uniforms)[0][3]
     positions = []                                  # of the columns in each call, [B, n]
-    with toy_model().model.register_forward_pre_hook(
-            lambda *arguments: positions.append(arguments[-1]["position_ids"].clone()),
-            with_kwargs=True):
+
+    def record(_, arguments, options):              # our `Decoder` gives it as the third
+        positions.append(options.get("position_ids", *arguments[2:3]).clone())
+
+    with toy_model().model.register_forward_pre_hook(record, with_kwargs=True):
         result = function(toy_model(), prompts, uniforms, 0.7, eos)
     return {"the result": result,
             "the number of columns read beyond those needed (8 of all prompts together, then "

@@ -39,7 +39,7 @@ def our_update(rollouts, index, model, value_head, optimizer, config, policy_los
     parameters = optimizer_parameters(optimizer)
     with patch("policy.ppo_loss", lambda *terms: policy_loss(*terms[:5])):
         add_gradients(rollouts, index, model, value_head, parameters,
-                      replace(config, micro_batch_size=len(index), **settings))
+                      replace(config, **settings))
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     for p in parameters:
         p.grad *= sign
@@ -66,7 +66,7 @@ def touched(text, offsets, spans):
 
 def our_generate(model, prompts, uniforms, temperature, eos):
     """`sampling.generate`, with the signature of the notebook."""
-    return generate(model, prompts, uniforms.shape[1], temperature, eos, uniforms=uniforms)
+    return generate(model, prompts, uniforms.shape[1], temperature, [eos], uniforms)
 
 
 OURS = {"token_rewards": token_rewards, "z_loss": z_loss, "lora_forward": our_lora_forward,
@@ -117,7 +117,7 @@ MISTAKES = {
             [y[: y.index(eos)] if eos in y else y
              for y in our_generate(model, prompts, u, temperature, eos)],
         "an answer ends with its first EOS": lambda model, prompts, u, temperature, _:
-            our_generate(model, prompts, u, temperature, None),
+            our_generate(model, prompts, u, temperature, -1),
         "logits are divided by the temperature": lambda model, prompts, u, temperature, eos:
             our_generate(model, prompts, u, 1.0, eos),
         "the attention mask is 0 on padding": lambda model, prompts, u, temperature, eos:

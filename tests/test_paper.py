@@ -30,7 +30,7 @@ from helpers import toy_config, ROOT
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import read_judgement, write_critiques
 from sampling import generate
-from data import preset
+from settings import Config, parse_flags
 from policy import gae, sample_rollouts, whiten
 from text2grad import write_responses
 
@@ -195,21 +195,21 @@ def test_presets_are_the_release_s_hyperparameters():
     paper = {"slf5k": (1e-6, "linear", 12, 0.2, 6.0, 89, 500, 5000),
              "kodcode": (5e-7, "cosine", 64, 0.07, 1.0, 256, 768, 10000),     # §4.1 says 9K
              "ultrafeedback": (1e-6, "cosine", 64, 0.05, 3.0, 512, 768, 10000)}
+    rewards = {"slf5k": (1e-5, 3e-7, "q_proj,v_proj", 0.05, 1400, 500),
+               "ultrafeedback": (1e-5, 3e-7, "q_proj,v_proj", 0.1, 1250, 768),
+               "kodcode": (2e-5, 0.01, "q_proj,k_proj,v_proj,o_proj", 0.1, 1250, 768)}
     for task, values in paper.items():
-        c = toy_config(**preset(task))
+        c = parse_flags(Config, argv=["--task", task])
         assert values == (c.learning_rate, c.schedule, c.batch_size, c.kl_coef, c.kl_target,
                           c.max_new_tokens, c.max_critique_tokens, c.annotated_rows)
         assert (c.ppo_epochs, c.value_coef, c.clip, c.value_clip, c.gamma, c.lam, c.lora_r,
                 c.lora_alpha, c.temperature) == (4, 0.1, 0.2, 0.2, 1.0, 0.95, 16, 32, 0.6)
         assert c.minibatch_size == c.batch_size and c.kl_horizon == 10000
-    rewards = {"slf5k": (1e-5, 3e-7, "q_proj,v_proj", 0.05, 1400, 500),
-               "ultrafeedback": (1e-5, 3e-7, "q_proj,v_proj", 0.1, 1250, 768),
-               "kodcode": (2e-5, 0.01, "q_proj,k_proj,v_proj,o_proj", 0.1, 1250, 768)}
-    for task, values in rewards.items():
-        c = RewardConfig(**preset(task, "reward"))
-        assert values == (c.learning_rate, c.weight_decay, c.lora_targets, c.lora_dropout,
-                          c.max_tokens, c.max_critique_tokens)
-        assert (c.lora_r, c.lora_alpha, c.epochs) == (16, 32, 3)
+        assert c.value_rate_factor == 1 and c.passes == 4
+        assert rewards[task] == (
+            c.reward_learning_rate, c.reward_weight_decay, c.reward_lora_targets,
+            c.reward_lora_dropout, c.reward_max_tokens, c.max_critique_tokens)
+        assert (c.reward_lora_r, c.reward_lora_alpha, c.reward_epochs) == (16, 32, 3)
 
 
 def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
@@ -422,7 +422,7 @@ def test_the_slips_of_the_paper_by_hand(slug, printed, here):
     ("alg-4-l-14", "rewards = (rollouts.delta - beta * kl) * mask"),
     ("eq-3-5-total-reward", "rewards = (rollouts.delta - beta * kl) * mask"),
     # Its tag is on the line below.
-    ("alg-4-l-11", "ids += generate(model, part_prompts, config.max_new_tokens"),
+    ("alg-4-l-11", "ids = generate(model, prompt_ids[RANK::WORLD_SIZE]"),
     ("alg-4-l-23", "gain = torch.minimum("),                                        # above
     ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
     ("alg-4-l-19", "for _ in range(config.ppo_epochs):"),                 # the head of a block

@@ -15,18 +15,17 @@ import toy
 from data import InputError, read_rows
 from experiments import baselines
 from experiments.designs import true_critic
-from helpers import toy_config, ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
+from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
-from data import preset
 from policy import train
+from settings import Config, parse_flags
 from text2grad import start_policy
 
 BASE = os.environ.get("SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
                                 "SmolLM2-135M-Instruct: a real instruct model is not tested")
 SHORT = ["--task", "toy:PROSE", "--model", BASE, "--batch_size", 2, "--minibatch_size", 2,
-         "--micro_batch_size", 4, "--max_new_tokens", 8, "--eval_rows", 1, "--probe_rows", 1,
-         "--iterations", 1, "--ppo_epochs", 1]
+         "--max_new_tokens", 8, "--eval_rows", 1, "--iterations", 1, "--ppo_epochs", 1]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_an_unreadable_reward_model_ends_the_run_after_phase_2(tmp_path):
                  "--output_dir", tmp_path)
     phases = read_rows(tmp_path / "phases.jsonl")
     assert [row["phase"][:7] for row in phases] == ["phase 1", "phase 1", "phase 2"]
-    assert all(row["GB"] > 0.5 and row["seconds"] > 0 for row in phases)
+    assert all(row["seconds"] > 0 for row in phases)
     config = json.loads((tmp_path / "reward" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.abspath(BASE)
 
@@ -56,9 +55,7 @@ def trained(smollm2, tmp_path_factory):
 
 def learn(smollm2, out):
     """`train` under the true critic, from whatever lies in `out`."""
-    config = toy_config(**{**preset("toy:PROSE"), "task": "toy:PROSE", "batch_size": 2,
-                       "minibatch_size": 2, "max_new_tokens": 8, "iterations": 2,
-                       "save_every": 1, "probe_rows": 0, "ppo_epochs": 1})
+    config = parse_flags(Config, argv=[*map(str, SHORT), "--iterations", "2"])
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
     train(model, tokenizer, toy.PROSE.rows("train", 8, 0), config, out, true_critic)
@@ -66,8 +63,7 @@ def learn(smollm2, out):
 
 
 def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
-    shutil.copytree(trained / "checkpoint-1", tmp_path / "checkpoint-1")
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("checkpoint-000001.safetensors", "metrics.jsonl", "samples.jsonl"):
         shutil.copy(trained / name, tmp_path)
     learn(smollm2, tmp_path)
     for name in ("policy/adapter_model.safetensors", "value_head.safetensors"):
@@ -77,7 +73,7 @@ def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
 
 def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = ["true", *SHORT, "--probe_rows", 0]
+    flags = ["true", *SHORT]
     both = start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags)
     baselines.main([*map(str, flags), "--output_dir", str(tmp_path / "1")])
     finish(both)
