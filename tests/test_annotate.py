@@ -602,7 +602,8 @@ def test_rows_become_messages_with_their_texts(task, file, count, expected, requ
     (b'{"post": "a"}\n["b"]\n', "line 2: expected a JSON object, found a list"),
     (b'3\n', "line 1: .* a int"), (b"", "no rows"), (b" \n\n", "no rows"),
     ('{"post": "café"}\n'.encode("latin-1"), "UTF-8|utf-8"),
-    (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"), (b"[" * 100_000, "not rows of JSON"),
+    (b'{"post": "a"}\n{"post": ' + b"1" * 5000 + b"}", "line 2"),
+    (b"[" * 100_000, "not rows of JSON"),
     (b'{"post": "a", "response": ["a"]}', "line 1: the row does not fit .* response is not"),
     (b'{"post": "a", "id": "\\ud83d"}', "line 1: .*surrogates not allowed")])
 def test_the_error_of_a_bad_row_names_file_line_and_field(tmp_path, content, message):

@@ -55,7 +55,6 @@ def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_pa
 
 @pytest.mark.parametrize("flags, message", [
     (("--annotator_function", "none"), "set --max_usd with --price_in and --price_out"),
-    (("--mode", "align"), "use --critic reward_model"),
     (("--critic", "people"), "--critic: invalid choice: 'people'")])
 def test_a_critic_that_cannot_judge_is_one_line(tmp_path, monkeypatch, flags, message):
     monkeypatch.setenv("OPENAI_API_KEY", "any")

@@ -9,16 +9,7 @@ import socket
 
 import pytest
 import runtime
-<<<<<<< ours
-from data import InputError, append_row, examples, get_task, read_rows, run_script, write_rows
-from helpers import PHASE_3, ROOT, error_message, read_jsonl, run_main
-from model import fingerprint
-from transformers import LlamaConfig, LlamaForCausalLM
-=======
-from annotate import annotate
 from data import InputError, examples, get_task, run_script, write_rows
-from helpers import read_jsonl, toy_config
->>>>>>> theirs
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -113,79 +104,3 @@ def test_a_null_response_is_no_response():
     assert [example["response"] for example in examples(task, [row])] == ["stored"]
     assert task.all_responses({"prompt": "p", "response": None}) == []
     assert task.all_responses({"prompt": "p", "response": ""}) == [{"response": ""}]
-
-
-<<<<<<< ours
-@pytest.mark.parametrize("field", ["critique", "feedback", "test", "test_code"])
-@pytest.mark.parametrize("value", [["a"], {"a": 1}, 7, True])
-def test_a_field_that_is_no_text_is_one_line(tmp_path, field, value):
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", field: value}])
-    with pytest.raises(InputError, match=f"line 1: field '{field}' must be a text, not"):
-        read_rows(tmp_path / "rows.jsonl")
-
-
-# ── The logs of a finished run
-
-@pytest.mark.parametrize("name, field", [("metrics.jsonl", "delta"),
-                                         ("samples.jsonl", "prompt")])
-def test_changed_lines_of_a_log_are_left_out(unbroken, reward, tmp_path, capsys, name, field):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    lines = (out / name).read_text().splitlines()
-    lines[2] = json.dumps(json.loads(lines[2]) | {field: 3})
-    (out / name).write_text("\n".join([*lines, ""]))
-    run_main(*PHASE_3, "--reward_model", reward, "--output_dir", out)
-    output = capsys.readouterr().out
-    assert f"{out / name} has changed since the checkpoint after iteration 6" in output
-    assert (out / name).read_text() == ""
-    for other in {"metrics.jsonl", "samples.jsonl"} - {name}:
-        assert (out / other).read_bytes() == (unbroken / other).read_bytes()
-
-
-# ── What a run says of itself
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc")
-def test_peak_memory_is_what_linux_counts():
-    """About: the other figure also counts the process that started this one."""
-    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
-    assert runtime.peak_memory() == pytest.approx(int(kilobytes) * 1024 / 1e9, rel=0.5)
-
-
-def test_each_lap_has_its_own_seconds(monkeypatch):
-    times = iter([10.0, 13.0, 14.0])
-    monkeypatch.setattr("runtime.time.time", lambda: next(times))
-    timer = runtime.Timer()
-    timer.lap("rollout")
-    timer.lap("update")
-    assert timer.seconds == {"seconds_rollout": 3.0, "seconds_update": 1.0}
-
-
-def test_bases_that_differ_in_the_head_alone_have_other_fingerprints():
-    config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=16,
-                         num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(config)
-    before = fingerprint(model)
-    model.lm_head.weight.data += 1
-    assert fingerprint(model) != before
-=======
-def test_other_data_do_not_replace_an_output(tmp_path):
-    def run(name, posts):
-        rows = [{"id": post, "post": post, "facts": {}, "response": f"About {post}."}
-                for post in posts]
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-        config = toy_config(task="slf5k", annotator_function="test_files:critic")
-        return annotate(config, tmp_path / f"{name}.jsonl", tmp_path / "feedback.jsonl")
-
-    run("first", ["a", "b"])
-    before = (tmp_path / "feedback.jsonl").read_bytes()
-    for posts in (["c"], ["a"], ["a", "c"]):
-        with pytest.raises(InputError, match="has feedback for [12] responses that are not in"):
-            run("second", posts)
-        assert (tmp_path / "feedback.jsonl").read_bytes() == before
-    run("first", ["a", "b", "c"])                                          # rows were added
-    assert len(read_jsonl(tmp_path / "feedback.jsonl")) == 3
-
-
-def critic(row, response):
-    """An annotator that praises the first word."""
-    return {"textual_feedback": "Good.", "good_spans": [response.split()[0]], "poor_spans": []}
->>>>>>> theirs

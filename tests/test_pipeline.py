@@ -73,13 +73,13 @@ def test_the_policy_starts_as_the_base_and_every_value_at_zero(finished_run):
 
 
 @pytest.mark.parametrize("unreadable, quote, message", [
-    (1, "", ""), (2, "", "33% of the critiques cannot be read and give no reward (the first:"),
-    (4, "", "67% of the critiques cannot be read"),
-    (0, "xylophone", "δ is nearly the same for every token of the 6 held-out responses (0% "),
-    (0, "", "δ is nearly the same for every token of the 6 held-out responses (100% good, ")])
+    (1, "", ""), (4, "", "67% of the critiques cannot be read"),
+    (0, "xylophone", "δ is nearly the same for every token"),
+    (0, "", "δ is nearly the same for every token")])
 def test_a_critic_without_rewards_is_reported_before_training(
         toy_model, tmp_path, monkeypatch, capsys, unreadable, quote, message):
-    """Of six critiques one may be unreadable; two give a warning, and four an error."""
+    """Of six critiques one may be unreadable, and four are an error. The responses and the
+    shares of their tokens are shown before training."""
     def critic(rollouts, model, tokenizer, config):
         replies = [json.dumps({"critique": "Well done.", "good_spans": [quote or text],
                                "poor_spans": []}) for text in rollouts.texts]
@@ -98,6 +98,8 @@ def test_a_critic_without_rewards_is_reported_before_training(
     else:
         run()
         assert f"warning: {message}" in printed[0] if message else "warning" not in printed[0]
+        assert printed[0].count("response: ") == 5 and f"unparseable {unreadable / 6:.0%}" in (
+            printed[0])
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["before"]["truncated"] == 1
 
@@ -264,9 +266,9 @@ REFUSED = [
     (f"{TASK} bad_tasks:MISSPELT",
      "the settings of --task bad_tasks:MISSPELT: unrecognized arguments: --kl_coeff"),
     ("--task bad_tasks:ROWS --annotator_function toy:critique",
-     "row 10 of its `rows`: the row does not fit"),
-    (f"{CODE} {{}}/solved.jsonl", "5 of 5 rows have no test outcome"),
-    (f"{CODE} {{}}/tested.jsonl", "rows have no test outcome"),
+     "its `rows`: the row does not fit"),
+    (f"{CODE} {{}}/solved.jsonl", "needs the outcomes of the tests"),
+    (f"{CODE} {{}}/tested.jsonl", "needs the outcomes of the tests"),
     ("--reward_model {}", "adapter_config.json is missing or damaged"),
     ("--model {}/none", "{}/none"),
     ("--schedule square", "--schedule: invalid choice: 'square'"),
@@ -354,11 +356,10 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
     rows = [{"prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)]
     config = toy_config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
     assert drop_long_rows(rows, *toy_model, config) == rows[:3] + rows[4:]
-    assert "rows.jsonl: left out 1 of 6 rows" in capsys.readouterr().out
+    assert "left out: 1 of 6 prompts have more than" in capsys.readouterr().out
     for setting, message in (
-            ({"max_new_tokens": 480}, r"the shortest prompt has \d+ tokens, and the longest "
-             r"that fits has 0: of the model's 512 .*; lower --max_new_tokens .480. or"),
-            ({"max_prompt_tokens": 4}, "that fits has 4: .* raise --max_prompt_tokens")):
+            ({"max_new_tokens": 480}, "6 of 6 prompts have more than .*lower --max_new_tokens"),
+            ({"max_prompt_tokens": 4}, "more than 4 tokens: .* raise --max_prompt_tokens")):
         with pytest.raises(InputError, match=message):
             drop_long_rows(rows, *toy_model, replace(config, **setting))
 
@@ -374,7 +375,7 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
     with closing(lock_directory(out)):
         assert "another process" in error_message("reward_model.py", *flags)
     output = capsys.readouterr().out
-    assert "next: python text2grad.py" in output and "poor tokens precision" in output
+    assert "next: python text2grad.py" in output and "poor_precision" in output
     before = checksum(*out.glob("adapter/*"))
     message = error_message("reward_model.py", *flags, "--seed", 1, "--micro_batch_tokens", 99)
     assert message.endswith("(seed was 0, is 1); choose another --output_dir")
