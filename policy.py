@@ -422,6 +422,17 @@ def decay(config: PolicyConfig, iteration: int) -> float:
     return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
+def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
+    """The metrics of one response that its judgement gives; shares are of its tokens."""
+    delta = judgement.delta
+    tokens = max(1, len(delta))
+    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(is_truncated),
+            "unparseable": float(bool(judgement.reason)),
+            "conflicting": judgement.conflicts / tokens}
+
+
 def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
     """The shares of all quotes that give no reward, because their place is unknown."""
     quotes = max(1, sum(judgement.quotes for judgement in judgements))
@@ -430,22 +441,12 @@ def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
 
 
 def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
-    """The metrics of each response, task.truth first; curves and tables show their means.
-
-    Shares are of the tokens of the response.
-    """
+    """The metrics of each response, task.truth first; curves and tables show their means."""
     scores = []
-    for i, judgement in enumerate(rollouts.feedback):
-        delta = judgement.delta
-        tokens = max(1, len(delta))
-        scores.append({
-            name: float(measure(rollouts.rows[i], rollouts.texts[i]))
-            for name, measure in task.truth.items()} | {
-            "delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
-            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
-            "truncated": float(rollouts.truncated[i]),
-            "unparseable": float(bool(judgement.reason)),
-            "conflicting": judgement.conflicts / tokens})
+    for row, text, judgement, is_truncated in zip(
+            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
+        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
+        scores.append(truth | score_response(judgement, is_truncated))
     return scores
 
 

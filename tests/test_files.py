@@ -10,6 +10,7 @@ import socket
 import pytest
 import runtime
 from data import InputError, examples, get_task, run_script, write_rows
+from helpers import read_jsonl
 
 
 @pytest.mark.parametrize("depth", [1, 2])
