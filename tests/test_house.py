@@ -30,8 +30,9 @@ MAY = {"data": set(), "ask": {"data"}, "sampling": {"data"}, "report": {"data"},
        "eval": BASE | {"reward_model", "policy", "report", "toy", "measures",
                        "text2grad"}}
 MAY["experiments"] = set(MAY)
+MAY["tiny"] = {"toy"}                                # nothing imports tiny
 TOP = {"annotate", "ask", "reward_model", "policy", "text2grad", "eval", "model", "sampling",
-       "runtime", "data", "report", "sample"}
+       "runtime", "data", "report", "sample", "tiny"}
 # file → what else it imports, and only inside the function that needs it
 EXCEPT = {"text2grad.py": "measures", "reward_model.py": "measures",
           "toy/build.py": "tokenizers", "measures/cell.py": "pytest"}
