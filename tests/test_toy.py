@@ -211,7 +211,9 @@ def test_no_temperature_solves_the_committed_base(toy_model, length):
     rows = toy.rows("eval", 200 if SLOW else 64, 0, length)
     prompts = [encode_prompt(tokenizer, toy.prompt(row)) for row in rows]
     for temperature in (0, 0.3, 0.5, 0.7, 1):
-        ids = generate(model, prompts, 28 * length, temperature, tokenizer.eos_token_id,
-                       generator=torch.Generator().manual_seed(0))
+        uniforms = torch.rand(len(prompts), 28 * length,
+                              generator=torch.Generator().manual_seed(0))
+        ids = generate(model, prompts, 28 * length, temperature, [tokenizer.eos_token_id],
+                       uniforms)
         texts = [tokenizer.decode(y, skip_special_tokens=True) for y in ids]
         assert 0.3 <= mean(map(toy.fact_accuracy, rows, texts)) <= 0.75, temperature
