@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import runtime
-from annotate import AnnotateConfig, annotate
 from data import InputError, append_row, examples, get_task, read_rows, run_script, write_rows
 from helpers import PHASE_3, ROOT, error_message, read_jsonl, run_main
 from model import fingerprint
