@@ -294,7 +294,7 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
         end = whole
         if whole < run_start + len(rest):                  # the token ends inside a character
             end += 1
-        elif end == start and text[:end].endswith(MARK):   # it is a part of this MARK
+        elif end == start and text[end - 1 : end] == MARK:         # it is a part of this MARK
             start -= 1
         offsets.append((start, end))
         if piece and piece == rest and piece[-1] != MARK:

@@ -1,5 +1,6 @@
 """annotate.py against independent implementations, public cases and real rows."""
 
+import copy
 import json
 import random
 import re
@@ -13,6 +14,7 @@ import pytest
 import regex
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 import annotate
 import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
@@ -120,7 +122,7 @@ def test_nesting_of_any_depth_is_a_feedback_error():
 
 # ── Public cases, and damaged replies
 
-TEXT = ('The cat sat on the mat. It said \\frac{1}{2} and re.sub("\\d+", x).\n'
+TEXT = ('The cat sat on the mat. It said \\frac{1}{2} and re.sub("\\d+", x) or \\beta.\n'
         'Then it left early.')
 
 
@@ -152,7 +154,8 @@ def test_public_replies_are_read_or_refused(shared):
 @pytest.mark.parametrize("literal, passage", [
     # JSON reads these backslashes as control characters
     (r"\frac{1}{2}", r"\frac{1}{2}"), (r"said \frac{1}{2} and", r"said \frac{1}{2} and"),
-    ("x).\\nThen it", "x).\nThen it"), ("left\u00a0early", "left early"),
+    (r"\beta", r"\beta"),
+    ("beta.\\nThen it", "beta.\nThen it"), ("left\u00a0early", "left early"),
     # not repaired: other escapes, added quotation marks, characters of zero width
     (r"\\\\frac{1}{2}", None), (r"\"left early\"", None), ("left \u200bearly", None)])
 def test_a_quote_is_found_as_the_response_has_it(literal, passage):
@@ -322,9 +325,10 @@ def cuts(text: str) -> set[int]:
 @pytest.mark.parametrize("text, quote, spans", [
     ("concatenate the cat", "cat", 1), ("self.size", "size", 1), ("1️⃣First", "First", 1),
     ("👩‍🚀 flies", "👩", 0), ("👩‍🚀 flies", "👩‍🚀", 1), ("👩‍🚀 flies", "🚀", 0),
-    ("ｱｲｳ", "ｲｳ", 1), ("我爱北京", "北京", 1), ("это слово", "слов", 0),
-    ("서울에서", "서울", 1),
-    ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("الكتاب هنا", "كتاب", 0),
+    *[(text, text[1:3], 1) for text in ("ｱｲｳ", "我爱北京", "\U00020000\U00020001\U00020002",
+                                        "\uf900\uf901\uf902", "서울에서", "ျမနမာ", "ខ្មែរ")],
+    ("हिन्दी में", "हिन्दी", 1), ("हिन्दी", "हि", 0), ("में है।", "है", 1), ("الكتاب هنا", "كتاب", 0),
+    ("это слово", "слов", 0),
     # A letter does not match without its accent, nor a syllable by one of its parts.
     ("vi\u00ea\u0323t", "vi\u00eat", 0), ("x a\u0301\u0300 y", "x \u00e1 y", 0),
     ("x a\u0301\u0300 y", "\u00e1", 0), ("x \ud55c y", "\u1112\u1161", 0),
@@ -501,6 +505,40 @@ def test_offsets_are_those_of_the_bytes(tokenizer, data):
         assert start <= covered and start <= end <= len(text), "a gap, or outside the text"
         covered = max(covered, end)
     assert covered == len(text), "no token covers the end of the text"
+
+
+@pytest.mark.parametrize("data", [b"\xe4" * 9, b"\xff" + "é".encode() * 9, b"a\xc3", b"\xa9b",
+                                  "aé".encode(), "🎉中".encode()])
+def test_offsets_of_one_token_per_byte(tokenizer, data):
+    """SentencePiece decodes a run of bytes that is broken to one U+FFFD per byte. A special
+    token inside a character has an empty interval."""
+    has_bytes = "<0x00>" in tokenizer.get_vocab()
+    if has_bytes:
+        ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
+    else:
+        vocabulary = {token_bytes(tokenizer, [i])[0]: i for i in range(3, len(tokenizer))}
+        ids = [vocabulary[bytes([byte])] for byte in data]
+    text, offsets = token_offsets(tokenizer, ids)
+    expected = offsets_from_bytes([bytes([byte]) for byte in data])
+    if has_bytes and "\ufffd" in expected[0]:
+        assert len(text) == len(ids) and offsets[-1][1] == len(text)
+    else:
+        assert (text, offsets) == expected
+    for i in range(len(ids) + 1):
+        special = [*ids[:i], tokenizer.eos_token_id, *ids[i:]]
+        with_special = token_offsets(tokenizer, special)[1]
+        start, end = with_special.pop(i)
+        assert with_special == offsets and start == end
+
+
+def test_a_token_without_text_has_an_empty_interval(tokenizer):
+    """`<file>` is no token of the template, so it is not in `all_special_ids`."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(AddedToken("<file>", special=True))
+    ids = tokenizer.encode("the<file> plot", add_special_tokens=False)
+    text, offsets = token_offsets(tokenizer, ids)
+    start, end = offsets[ids.index(len(tokenizer) - 1)]
+    assert start == end == 3 and text.split() == ["the", "plot"]
 
 
 # ── token_rewards
