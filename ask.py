@@ -231,7 +231,8 @@ def ask(questions, journal, model, read, concurrency=8, retries=6):
                 for result, question, trial in arrived():
                     reply = result.get()               # raises the error of a local function
                     reason = _why_unusable(question, journal, read)
-                    bar.set_postfix_str(reason or "")
+                    if reason:
+                        bar.set_postfix_str(reason)
                     has_answered |= reply.status == 200
                     is_temporary = reply.status >= 429     # too many requests, or its failure
                     if is_temporary and trial < retries:

@@ -77,6 +77,9 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     """
     if is_sharded and WORLD_SIZE == 1:
         raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
+    if os.path.exists(os.path.join(path, ADAPTER_FILES[0])):
+        raise InputError(f"{path} is an adapter; give its base as --model, and the adapter as "
+                         f"--adapter or --reward_model")
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
@@ -89,8 +92,8 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     except Exception as error:      # reading a damaged directory can raise any exception
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
-                         f"give --model a hub id or a directory in Hugging Face format, and an "
-                         f"adapter as --adapter or --reward_model") from error
+                         f"give --model a hub id or a directory in Hugging Face format"
+                         ) from error
     missing = report["missing_keys"]
     if missing:
         raise InputError(f"{path}: {len(missing)} weights are missing, the first is "

@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-from data import InputError, next_command, run_script, whole_rows
+from data import InputError, next_command, read_rows, run_script, whole_rows
 
 # ── The terminal
 
@@ -387,7 +387,7 @@ def print_result(out: Path, hint: str):
 
     hint: flag that a run with other settings needs, or "".
     """
-    print(table(*before_and_after(*(whole_rows(out / name) for name in _RESULT))))
+    print(table(*before_and_after(*(read_rows(out / name) for name in _RESULT))))
     for text in above_limits(whole_rows(out / "metrics.jsonl")):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"

@@ -68,7 +68,7 @@ class FakeServer:
         self.lock = threading.Lock()
         self.requests = []                                       # bodies
         self.billed = []                                         # (prompt, completion) tokens
-        self.open = self.most_open = 0
+        self.open = 0                                            # requests without an answer
 
     def answer(self, body: dict, number: int) -> Answer:
         """The responder's text, billed at four characters per token."""
@@ -84,7 +84,6 @@ class FakeServer:
         with self.lock:
             self.requests.append(json.loads(content))
             self.open += 1
-            self.most_open = max(self.most_open, self.open)
             answer = self.answer(self.requests[-1], len(self.requests))
             self.billed.append(answer.billed)
         time.sleep(answer.wait)

@@ -173,7 +173,7 @@ def test_a_fault_of_a_mode_is_one_line_and_loses_no_reply(work, server, monkeypa
     *[(f"--base_url {url}", "--base_url")
       for url in ("ftp://h/", "localhost:8000/v1", "http://h:port/v1", "http://")],
     *[(f"OPENAI_API_KEY={key}", "OPENAI_API_KEY") for key in ("", "sk-secr\u00e8t", "sk\n")],
-    ("--max_usd 1", "--max_usd needs"),
+    ("--max_usd 0", "--max_usd needs"),
     ("--output {}/x/../rows.jsonl", "is a directory or --data"),
     ("--output {}", "is a directory"), ("--mode cots", "one of: cot, no_cot, align"),
     ("--mode experiments.modes:LABELS", "--mode.*found a dict"),

@@ -447,7 +447,7 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     ("dpo --annotator_function none:x", "import"),
     ("grpo", "grpo compares responses to one prompt: set --responses_per_prompt"),
     ("group_tokens", "set --responses_per_prompt"),
-    ("rloo --responses_per_prompt 3", "--batch_size 64 is not a multiple of"),
+    ("rloo --responses_per_prompt 3", "set --batch_size to a multiple of 3"),
     ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt: expected")])
 def test_a_design_or_a_baseline_that_cannot_be_is_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
@@ -552,8 +552,9 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     baselines.start_policy(toy_model[0], config)
     baselines.METHODS[name](*toy_model, toy.rows("train", 48), config, tmp_path)
     ((n, losses, settings),) = fits
-    assert abs(settings.epochs * n - 6 * 8 * 2) <= n / 2 and settings.batch_size == 8
-    assert len(losses) == settings.epochs * math.ceil(n / 8)
+    assert abs(settings.reward_epochs * n - 6 * 8 * 2) <= n / 2
+    assert settings.reward_batch_size == 8
+    assert len(losses) == settings.reward_epochs * math.ceil(n / 8)
     # The ratio over eight seeds: .59 ± .01 (SFT), .65 ± .10 (ILF), .58 ± .12 (DPO).
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
 
@@ -582,7 +583,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     sample = read("true_end", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "true_end" / "reward").exists()
-    assert read("true_end", "config.json")["critic of phase 3"] == "toy:critique"
+    assert read("true_end", "config.json")["critic_name"] == "toy:critique"
     function = "--annotator_function", "toy:fact_accuracy"
     run("score", *function)
     assert function[0] not in " ".join(flags_of("score"))

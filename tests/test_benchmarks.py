@@ -68,8 +68,8 @@ EMPTY = SHARED | {"plus_input": {}}                      # MBPP+ v0.2.0 has such
 @pytest.mark.parametrize("row", [HUMANEVAL, PLUS, FULL, MBPP, SANITIZED, SHARED, EMPTY])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_path):
-    misleading_path = tmp_path / ("rows.jsonl" if zipped else "rows.jsonl.gz")
-    [task] = read_problems(write(misleading_path, row, array=row is SANITIZED, zipped=zipped))
+    path_of_rows = tmp_path / ("rows.jsonl.gz" if zipped else "rows.jsonl")
+    [task] = read_problems(write(path_of_rows, row, array=row is SANITIZED, zipped=zipped))
     assert task.task_id == str(row["task_id"]) or task.task_id == f"Mbpp/{row['task_id']}"
     assert task.entry_point == row.get("entry_point", "grow")
     assert (task.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
@@ -355,7 +355,7 @@ def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
     """The rows have three or five choices; one question is longer than the context."""
     five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
     long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
-    rows = read_arc(write(tmp_path / "a", arc_row(), five, long, zipped=True))
+    rows = read_arc(write(tmp_path / "a.gz", arc_row(), five, long, zipped=True))
     question = {"id": "q", "question": "Which colour is it?"}
     assert rows[:2] == [
         question | {"choices": ["red", "blue", "a dark green"], "answer": 1},

@@ -429,7 +429,7 @@ def test_an_own_task_with_chat_prompts_is_judged_by_every_critic(own_rows, adapt
         result, printed = run(task="chats:CHAT", data=data, model="toy/base", adapter=adapter,
                               annotator_function="chats:critic", max_new_tokens=24,
                               judge_model="judge", base_url=server.url)
-    assert printed.count("left out 1 of 7 rows") == 1
+    assert printed.count("left out: 1 of 7 prompts") == 1
     _, tokenizer = load_model("toy/base", device="cpu")
     for name in ("before", "after"):
         rows = read_rows(tmp_path / "out" / f"{name}.jsonl")
@@ -495,7 +495,8 @@ def test_two_runs_without_a_common_held_out_prompt_are_refused(own_rows, adapter
     policies = [tmp_path / f"run{seed}" / "policy" for seed in (0, 1)]
     for seed, policy in enumerate(policies):
         shutil.copytree(adapter, policy)
-        write_rows(policy.parent / "config.json", [{"data": str(data)}])
+        write_rows(policy.parent / "config.json", [{
+            "task": "chats:CHAT", "data": str(data), "model": "toy/base"}])
         write_rows(policy.parent / "held_out.jsonl", own_rows[seed : seed + 1])
     message = error_message("eval.py", *arguments(
         task="chats:CHAT", data=data, model="toy/base", before=policies[0],

@@ -153,7 +153,9 @@ def test_two_ranks_are_one_rank_in_phases_1_and_2(flags, tmp_path):
     for run in ("one", "two"):                             # phase 3 counts as finished
         (tmp_path / run).mkdir()
         write_rows(tmp_path / run / "result.json", [{"before": {}, "after": {}}])
-        (tmp_path / run / "metrics.jsonl").touch()
+        for side in ("before", "after"):
+            write_rows(tmp_path / run / f"{side}_samples.jsonl", [{"scores": {}}])
+        write_rows(tmp_path / run / "metrics.jsonl", [])
     run_main(*phases, "--output_dir", tmp_path / "one")
     on_two_ranks(tmp_path / "two", *phases, "--shard", "--micro_batch_tokens", 400)
     on_two_ranks(tmp_path / "fit", "--data", tmp_path / "one" / "feedback.jsonl",

@@ -59,7 +59,7 @@ def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp
 # killed twice.
 KILLS = [("text2grad.sample_rollouts", 1), ("text2grad.write_rows", 1),      # phase 1, respond
          ("ask.Journal.append", 50), ("annotate.write_rows", 1),             # phase 1, annotate
-         ("reward_model._optimizer_step", 5), ("runtime.save_tensors", 2),   # phase 2
+         ("reward_model.add_gradients", 5), ("runtime.save_tensors", 2),   # phase 2
          ("policy.ppo_update", 2), ("runtime.save_tensors", 3)]              # phase 3
 
 
@@ -223,8 +223,8 @@ def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, flags, tmp
 
 @pytest.mark.parametrize("files, message", [
     ({"config.json": zeros}, "config.json, line 1: not rows of JSON"),
-    ({"result.json": zeros}, "result.json, line 1: not rows of JSON"),
-    ({"result.json": lambda path: path.write_text("")}, "result.json: the file has no rows"),
+    ({"after_samples.jsonl": zeros}, "after_samples.jsonl, line 1: not rows of JSON"),
+    ({"after_samples.jsonl": remove}, "after_samples.jsonl: not rows of JSON"),
     ({"feedback.jsonl": remove, "responses.jsonl": append(HALF)}, "responses.jsonl, line 121"),
     (IN_PHASE_2 | {"feedback.jsonl": append(HALF)}, "feedback.jsonl, line 121: not rows of"),
     ({"config.json": lambda path: path.write_text('{"train": {}, "torch": "2.13"}')},
@@ -308,4 +308,5 @@ def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypa
 
 def test_a_learning_rate_that_ruins_the_policy_is_reported(flags, tmp_path, capsys):
     run_main(*flags, tmp_path, "--iterations", 2, "--learning_rate", 1)
-    assert "warning: fact accuracy is unhealthy: -" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert re.search("warning: (kl|policy_kl|clip_fraction|skipped_steps) is", output)
