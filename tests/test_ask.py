@@ -151,7 +151,7 @@ def test_the_cap_holds_and_the_bill_is_booked(server, tmp_path, kind):
         server.answer = answer
         for _ in range(2):
             replies, message, booked = run(path, n, dollars, concurrency, retries=1)
-        assert open_at[:2] == [1, 1] and max(open_at) <= concurrency
+        assert open_at[:2] in ([1], [1, 1]) and max(open_at) <= concurrency
         bills = [usd(*billed) for billed in server.billed]
         assert sum(bills) <= booked * (1 + 1e-9)
         if dollars:

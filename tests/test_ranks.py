@@ -154,7 +154,9 @@ def test_two_ranks_are_one_rank_in_phases_1_and_2(flags, tmp_path):
         (tmp_path / run).mkdir()
         write_rows(tmp_path / run / "result.json", [{"before": {}, "after": {}}])
         for side in ("before", "after"):
-            write_rows(tmp_path / run / f"{side}_samples.jsonl", [{"scores": {}}])
+            write_rows(tmp_path / run / f"{side}_samples.jsonl", [{
+                "id": "x", "prompt": "x", "response": "", "critique": "", "unreadable": "",
+                "tokens": [], "delta": [], "scores": {}}])
         write_rows(tmp_path / run / "metrics.jsonl", [])
     run_main(*phases, "--output_dir", tmp_path / "one")
     on_two_ranks(tmp_path / "two", *phases, "--shard", "--micro_batch_tokens", 400)
