@@ -336,7 +336,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     try:
         config = json.loads(config_path.read_text("utf-8"))
         r = config["r"]
-        alpha = config["lora_alpha"]
+        alpha = float(config["lora_alpha"])
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"{config_path} is missing or damaged ({error!r})") from error
     tensors, saved_config = load_tensors(path)

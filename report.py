@@ -21,8 +21,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean
 
-from data import (InputError, next_command, run_script,
-                  whole_rows)
+from data import InputError, next_command, read_rows, run_script, whole_rows
 
 # ── The terminal
 
@@ -587,7 +586,7 @@ def print_result(config, out: Path, prompts: int, hint: str):
     config: text2grad.Config. prompts: number of held-out prompts. hint: flag that a run with
     other settings needs, or "".
     """
-    result, = whole_rows(out / "result.json")
+    result, = read_rows(out / "result.json")
     print(table([f"{prompts} held-out prompts", "before", "after"], _before_after(result)))
     for state, text in health(out):
         if state == "unhealthy":

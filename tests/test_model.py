@@ -439,7 +439,9 @@ Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     (WEIGHTS, lambda path: flip_bit(path, -72), "its sha256 is not the one in its metadata"),
     (CONFIG, edit(lambda x: x.pop("r")), f"{CONFIG} is missing or damaged (KeyError('r'))"),
     (CONFIG, edit(lambda x: x.pop("lora_alpha")), "(KeyError('lora_alpha'))"),
-    (CONFIG, lambda path: path.write_text("[]"), f"{CONFIG} is missing or damaged")])
+    (CONFIG, edit(lambda x: x.update(lora_alpha=[])), f"{CONFIG} is missing or damaged (Type"),
+    (CONFIG, lambda path: path.write_text("[]"), f"{CONFIG} is missing or damaged"),
+    (WEIGHTS, edit(lambda x: x[Q_B].fill_(torch.nan)), "(128, 16), expected finite numbers")])
 def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused(toy_model, tmp_path, file,
                                                                 damage, message):
     model, path = toy_model[0], tmp_path / "adapter"
@@ -488,9 +490,10 @@ def test_an_adapter_for_another_base_is_refused_or_named(toy_model, tiny, tmp_pa
     peft_adapter(small, tmp_path / "small")
     peft_adapter(small, tmp_path / "head", targets=("lm_head",))
     for other, adapter, message in (
-            (small, "toy", "q_proj.lora_A.weight has the shape (3, 128), expected (3, 32)"),
+            (small, "toy", "q_proj.lora_A.weight has the shape (3, 128), expected finite "
+                           "numbers of the shape (3, 32)"),
             (shallow, "small", "layers.1.self_attn.q_proj.lora_A.weight has the shape (3, 32), "
-                               "expected None"),
+                               "expected finite numbers of the shape None"),
             (small, "head", "model.lm_head.")):
         assert "does not fit --model" in refused(message, load_lora, other, "policy",
                                                  tmp_path / adapter)
@@ -573,21 +576,18 @@ def test_a_template_that_refuses_or_loses_a_turn_is_named(bos_tokenizer, templat
     refused(reason, encode_prompt, bos_tokenizer, TURNS)
 
 
-# Two styles of Llama's templates: 3.1 has its own default date, 3.2 has today's.
-DATE_3_1 = """{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}"""
-DATE_3_2 = """{% if not date_string is defined %}{% if strftime_now is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") %}{% endif %}{% endif %}"""
-
-
-@pytest.mark.parametrize("date", [DATE_3_1, DATE_3_2])
-def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(tmp_path, date):
+# The default date of the templates of Llama 3.1 and of Llama 3.2.
+@pytest.mark.parametrize("date", ["'26 Jul 2024'", "strftime_now('%d %b %Y')"])
+def test_a_template_that_prints_the_date_gives_the_same_prompt_on_any_day(
+        toy_model, monkeypatch, date):
     """A run that resumes on another day, R_φ and the evaluation all use the same prompt."""
-    base = shutil.copytree(ROOT / "toy" / "base", tmp_path / "base")
-    (base / "chat_template.jinja").write_text(
-        date + "Today Date: {{ date_string }}\n\n{{ messages[0]['content'] }}")
-    _, tokenizer = load_model(base, device="cpu")
+    tokenizer = toy_model[1]
+    tokenizer.chat_template = (
+        f"{{% if not date_string is defined %}}{{% set date_string = {date} %}}{{% endif %}}"
+        "Today Date: {{ date_string }}, {{ messages[0]['content'] }}")
+    monkeypatch.setattr("model.DATE", "31 Jul 2024")
     ids = encode_prompt(tokenizer, "Hello")
-    assert tokenizer.decode(ids) == "Today Date: 26 Jul 2024\n\nHello"
+    assert tokenizer.decode(ids) == "Today Date: 31 Jul 2024, Hello"
 
 
 @pytest.mark.parametrize("name, stored", [("toy/base", str(ROOT / "toy" / "base")),
@@ -786,8 +786,9 @@ def test_tensors_and_state_come_back_bit_for_bit(tmp_path):
         assert torch.equal(ours, theirs), name
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     saved = path.read_bytes()
-    save_tensors(path, tensors, state)
-    assert path.read_bytes() == saved, "equal runs write equal files"
+    for _ in range(9):
+        save_tensors(path, tensors, state)
+        assert path.read_bytes() == saved, "equal runs write equal files"
 
 
 def train_to(run, count, made_of=None):

@@ -1,24 +1,33 @@
-"""Resuming runs after SIGKILL or with damaged files, and harmful steps."""
+"""Resuming runs after SIGKILL, Ctrl-C or with damaged files, and harmful steps.
+
+`SLOW=1 python -m pytest -n 0 tests/test_restart.py` kills 20 times and flips 100 bits.
+"""
 
 import gc
-import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 from itertools import count
+from multiprocessing import get_context
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from safetensors.torch import load_file
 import policy
 import reward_model
+import text2grad
 from data import InputError
 from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, flip_bit, kill_after, read_jsonl, run_main)
+                     error_message, flip_bit, kill_after, read_jsonl, run_main, toy_config)
 from model import load_model, lora_parameters
-from reward_model import RewardConfig, z_loss
-from runtime import checkpoints
+from reward_model import z_loss
+from runtime import checkpoints, load_tensors
+
+REWARD = "reward/adapter/adapter_model.safetensors"
 
 
 @pytest.fixture()
@@ -27,51 +36,110 @@ def flags(reward):
     return [*PHASE_3, "--reward_model", reward, "--output_dir"]
 
 
+def numbers(run) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return [int(path.stem.removeprefix("checkpoint-")) for path in checkpoints(run)]
+
+
 # ── Stopped runs
 
 @pytest.mark.parametrize("number", range(20 if SLOW else 1))
-def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, unbroken, flags,
-                                                               tmp_path, number):
-    """After SIGKILL the same command gives the adapters, metrics and samples of an
-    uninterrupted run. SLOW=1 kills in any phase, otherwise only in phase 3."""
-    reference, flags, begins = (
-        (finished_run, [*SMALL, "--output_dir"], "responses.jsonl") if SLOW else
-        (unbroken, flags, "before_samples.jsonl"))
-    start, end = ((reference / name).stat().st_mtime for name in (begins, "result.json"))
-    out = tmp_path / "killed"
-    kill_after(begins, out, *flags[:-1], seconds=random.Random(number).random() * (end - start))
-    run_main(*flags, out)
-    assert_equal_runs(out, reference)
-    if SLOW:
-        assert_equal_tensors(*(run / "reward/adapter/adapter_model.safetensors"
-                               for run in (out, reference)))
+def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number):
+    """After SIGKILL the same command gives the files of an uninterrupted run."""
+    start, end = ((finished_run / name).stat().st_mtime
+                  for name in ("responses.jsonl", "result.json"))
+    kill_after("responses.jsonl", tmp_path, *SMALL,
+               seconds=random.Random(number).random() * (end - start))
+    run_main(*SMALL, "--output_dir", tmp_path)
+    assert_equal_runs(tmp_path, finished_run)
+    assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
 
 
-@pytest.mark.parametrize("killed_after", [1, 3])
+# Where a run is killed: a function, and the number of the call at which it is. Each phase is
+# killed twice.
+KILLS = [("text2grad.sample_rollouts", 1), ("text2grad.write_rows", 1),      # phase 1, respond
+         ("ask.Journal.append", 50), ("annotate.write_rows", 1),             # phase 1, annotate
+         ("reward_model._optimizer_step", 5), ("runtime.save_tensors", 2),   # phase 2
+         ("policy.ppo_update", 2), ("runtime.save_tensors", 3)]              # phase 3
+
+
+def run_and_die(out, name, number):
+    """Run all phases, and end this process by SIGKILL at a call of a function."""
+    owner, _, attribute = name.rpartition(".")
+    function = resolve_name(name)
+    calls = count(1)
+
+    def deadly(*arguments, **options):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    setattr(resolve_name(owner), attribute, deadly)
+    for module in (reward_model, policy):                # they have imported save_tensors
+        vars(module).update({attribute: deadly} if attribute in vars(module) else {})
+    reward_model.SAVE_EVERY = 3
+    run_main(*SMALL, "--output_dir", out)
+
+
+def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp_path):
+    for name, number in KILLS:
+        process = get_context("fork").Process(target=run_and_die, args=(tmp_path, name, number))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, name
+    assert numbers(tmp_path / "reward")[-1] == 14 and numbers(tmp_path) == [2, 3]
+    run_main(*SMALL, "--output_dir", tmp_path)
+    assert_equal_runs(tmp_path, finished_run)
+    assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
+
+
+@pytest.mark.parametrize("iterations_done", [0, 3])
 def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, flags, tmp_path, spy,
-                                                              killed_after):
-    """Stop before and after the first checkpoint (2), with half a line in metrics.jsonl."""
-    out, stops = tmp_path / "stopped", [killed_after + 1]
+                                                              iterations_done):
+    """Ctrl-C before the log of an iteration is written, with half a line in metrics.jsonl."""
+    stops = [iterations_done + 1]
 
     def stop(metrics, *_):
         if metrics["iteration"] in stops:
             stops.clear()
-            append(b'{"iteration": 9')(out / "metrics.jsonl")
+            append(b'{"iteration": 9')(tmp_path / "metrics.jsonl")
             raise KeyboardInterrupt
 
-    spy("policy.write_metrics", stop)
+    spy("policy.log_iteration", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_main(*flags, out)
+        run_main(*flags, tmp_path)
     gc.collect()                                         # release the lock of the stopped run
-    run_main(*flags, out)
-    assert_equal_runs(out, unbroken)
+    run_main(*flags, tmp_path)
+    assert_equal_runs(tmp_path, unbroken)
 
 
-def fitted(out, stops_after=None, seed=0):
+def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(flags, tmp_path, spy,
+                                                                         monkeypatch):
+    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
+    tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
+            "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
+    started = []
+
+    def stop(rows, config, iteration):
+        started.append(iteration + 1)
+        if started == [1, 2, 3, 4, 5, 6, 7]:
+            raise KeyboardInterrupt
+
+    spy("policy.batch_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(*flags, tmp_path, *tiny)
+    gc.collect()
+    run_main(*flags, tmp_path, *tiny)
+    assert started == [*range(1, 8), *range(7, 17)] and numbers(tmp_path) == [15, 16]
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in metrics] == [*range(1, 17)]
+
+
+def fitted(out, stops_after=None, rows=30, **changes):
     """The losses, tensors and step count of a fit with dropout, which may stop early."""
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
-    pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(30)]
-    config = RewardConfig(batch_size=4, epochs=2, lora_dropout=0.3, seed=seed)
+    pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(rows)]
+    config = toy_config(reward_batch_size=4, reward_lora_dropout=0.3, **changes)
     steps = []
 
     def loss(model, part):
@@ -85,16 +153,19 @@ def fitted(out, stops_after=None, seed=0):
 
 
 def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
-    """A fit killed in step 11 of 16 resumes after step 9; with another seed it starts over."""
+    """A fit killed in step 11 of 16 resumes after step 9. With other rows, another seed or
+    another setting it starts anew."""
     monkeypatch.setattr(reward_model, "SAVE_EVERY", 3)
     losses, tensors, _ = fitted(None)
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, stops_after=11)
-    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-9"]
+    assert numbers(tmp_path) == [6, 9]
+    for changes in ({"rows": 31}, {"seed": 1}, {"reward_learning_rate": 1e-3}):
+        other = shutil.copytree(tmp_path, tmp_path / str(changes))
+        assert fitted(other, **changes)[2] == 16 and numbers(other) == [15, 16]
     resumed_losses, resumed, steps = fitted(tmp_path)
     assert resumed_losses == losses and len(losses) == 16 and steps == 7
     assert all(torch.equal(a, b) for a, b in zip(tensors, resumed, strict=True))
-    assert fitted(tmp_path, seed=1)[2] == 16
 
 
 # ── Damaged files
@@ -113,73 +184,85 @@ def remove(path):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-# As if the run had stopped right after its last checkpoint.
+def damaged_copy(run, out, damages):
+    """Copy a run directory, and damage files of the copy: {name: function}."""
+    shutil.copytree(run, out, dirs_exist_ok=True)
+    for name, damage in damages.items():
+        damage(out / name)
+    return out
+
+
+# As if the run had stopped right after its last checkpoint, or that of phase 2.
 STOPPED = dict.fromkeys(["policy", "result.json", "value_head.safetensors"], remove)
+IN_PHASE_2 = STOPPED | dict.fromkeys(
+    ["checkpoint-000003.safetensors", "checkpoint-000004.safetensors", "reward/adapter",
+     "reward/metrics.json"], remove)
+HALF = b'{"id": 1, "response": "half'
 # Name → {file: its damage}, and what the next run prints.
 DAMAGES = {
     "a flipped bit of a checkpoint": (
-        STOPPED | {"checkpoint-6/tensors.safetensors": lambda path: flip_bit(path, -8000)},
-        ["skipping .*/checkpoint-6 ", "resumed after iteration 4"]),
-    "half a character, zeros and half a value": (
+        STOPPED | {"checkpoint-000006.safetensors": lambda path: flip_bit(path, -8000)},
+        ["skipping a checkpoint: .*/checkpoint-000006", "resumed after step 5"]),
+    "half a character and zeros": (
         STOPPED | {"metrics.jsonl": append('{"iteration": 9, "x": "δ'.encode()[:-1]),
-                   "samples.jsonl": append(b"\0" * 99), "phases.jsonl": append(b"[1, 2\n"),
-                   "result.json": lambda path: path.write_bytes(b"")},   # counts as missing
-        ["metrics.jsonl, line", "samples.jsonl, line", "phases.jsonl, line"]),
-    "no result": ({"result.json": remove}, ["resumed after iteration 6"]),
-    "a damaged result": ({"result.json": zeros}, ["/result.json is missing or has changed"]),
-    "no policy": ({"policy": remove}, ["/policy/.* is missing or has changed"]),
-    "a damaged value head": ({"value_head.safetensors": zeros},
-                             ["/value_head.safetensors is missing or has changed"]),
-    "no samples": ({"after_samples.jsonl": remove},
-                   ["/after_samples.jsonl is missing or has changed"]),
-}
+                   "samples.jsonl": append(b"\0" * 99), ".result.json.new": append(HALF)},
+        ["metrics.jsonl, line", "samples.jsonl, line", "resumed after step 6"]),
+    "no result": ({"result.json": remove}, ["resumed after step 6"])}
 
 
 @pytest.mark.parametrize("files, messages", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, flags, tmp_path, capsys,
                                                             files, messages):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    for name, damage in files.items():
-        damage(out / name)
+    out = damaged_copy(unbroken, tmp_path, files)
     run_main(*flags, out)
     output = capsys.readouterr().out
     assert all(re.search(message, output) for message in messages), output
     assert_equal_runs(out, unbroken)
-    assert [p.name for p in checkpoints(out)] == ["checkpoint-4", "checkpoint-6"]
+    assert numbers(out) == [5, 6] and [path.name for path in out.glob(".*")] == [".lock"]
 
 
 @pytest.mark.parametrize("files, message", [
-    ({"config.json": zeros}, "config.json, line 1: not JSON.*fix it or remove"),
-    ({"policy": remove, "checkpoint-4": remove, "checkpoint-6": remove},
-     "policy/.* is missing or has changed.*restore it, or remove")])
-def test_a_damaged_run_without_a_way_out_is_refused(unbroken, flags, tmp_path, files, message):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    for name, damage in files.items():
-        damage(out / name)
-    assert re.search(message, error_message("text2grad.py", *flags, out))
+    ({"config.json": zeros}, "config.json, line 1: not rows of JSON"),
+    ({"result.json": zeros}, "result.json, line 1: not rows of JSON"),
+    ({"result.json": lambda path: path.write_text("")}, "result.json: the file has no rows"),
+    ({"feedback.jsonl": remove, "responses.jsonl": append(HALF)}, "responses.jsonl, line 121"),
+    (IN_PHASE_2 | {"feedback.jsonl": append(HALF)}, "feedback.jsonl, line 121: not rows of"),
+    ({"config.json": lambda path: path.write_text('{"train": {}, "torch": "2.13"}')},
+     "was written by version 4 of this project; choose another --output_dir")])
+def test_a_damaged_run_without_a_way_out_is_refused(finished_run, tmp_path, files, message):
+    """Also one of the fourth version."""
+    out = damaged_copy(finished_run, tmp_path, files)
+    assert re.search(message, error_message("text2grad.py", *SMALL, "--output_dir", out))
 
 
-def test_a_lost_log_is_named_and_files_of_killed_writers_are_replaced(unbroken, flags, tmp_path,
-                                                                      capsys):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    for name, damage in {**STOPPED, "metrics.jsonl": remove}.items():
-        damage(out / name)
-    for name in (".result.json.new", ".samples.jsonl.new", ".policy.new/adapter_config.json",
-                 ".policy.old/adapter_config.json"):
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text("{")
-    run_main(*flags, out)
-    message = f"{out / 'metrics.jsonl'} has changed since the checkpoint after iteration 6"
-    assert message in capsys.readouterr().out
-    assert [path.name for path in out.glob(".*")] == [".lock"]
+@pytest.mark.parametrize("damages, file", [
+    (IN_PHASE_2, "reward/checkpoint-000014.safetensors"), (STOPPED, REWARD),
+    (STOPPED, "reward/adapter/adapter_config.json"),
+    (STOPPED, "checkpoint-000004.safetensors"), ({}, "value_head.safetensors")])
+def test_a_flipped_bit_is_named_or_harmless(finished_run, tmp_path, capsys, damages, file):
+    """Each run names the file, or ends with the weights of the first run."""
+    for number in range(20 if SLOW else 1):
+        out = damaged_copy(finished_run, tmp_path / str(number), damages)
+        bits = 8 * (out / file).stat().st_size
+        flip_bit(out / file, random.Random(f"{file} {number}").randrange(bits))
+        try:
+            run_main(*SMALL, "--output_dir", out)
+            assert_equal_tensors(out / REWARD, finished_run / REWARD)
+            assert_equal_runs(out, finished_run) if damages else None
+            output = capsys.readouterr().out
+            assert not damages or f"skipping a checkpoint: {out / file}" in output
+        except InputError as error:
+            assert "reward/adapter" in str(error) and "damaged" in str(error)
+            assert file.startswith("reward/adapter")
+        gc.collect()                                  # closes the lock of a failed run
 
 
 def test_metrics_and_state_are_json_alone(unbroken):
     """A run directory contains no pickle files (invariant 8)."""
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
-    state = json.loads((unbroken / "checkpoint-6" / "state.json").read_text())
-    assert state["iteration"] == 6 and state["ranks"] == 1
+    _, state = load_tensors(unbroken / "checkpoint-000006.safetensors")
+    assert state.keys() == {"step", "beta"} and state["step"] == 6
 
 
 # ── Harmful steps
@@ -211,16 +294,16 @@ def test_harmful_steps_are_skipped_and_counted(flags, tmp_path, monkeypatch, cap
     metrics = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
     assert capsys.readouterr().out.count("3 of 4 optimizer steps were harmful") == 1
-    tensors = load_file(tmp_path / "checkpoint-6" / "tensors.safetensors")
+    tensors = load_file(tmp_path / "checkpoint-000006.safetensors")
     assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
 
 
 def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypatch):
-    """The last checkpoint stays, and the error suggests a lower --learning_rate."""
+    """The last checkpoints stay, and the error suggests a lower --learning_rate."""
     spoil(monkeypatch, dict.fromkeys(range(13, 17), WITHOUT_GRADIENT))
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
         run_main(*flags, tmp_path)
-    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert numbers(tmp_path) == [2, 3]
 
 
 def test_a_learning_rate_that_ruins_the_policy_is_reported(flags, tmp_path, capsys):
