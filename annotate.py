@@ -353,7 +353,6 @@ class Mode:
     form: dict                       # template of the reply; its keys are in writing order
     read: Callable                   # function (example, reply) → (Feedback, Grounding)
     shows: tuple[str, ...] = ()      # extra fields in the prompt: "critique", "reference"
-    usual_tokens: int = 350          # typical reply length in tokens, for the cost forecast
     max_tokens: int | None = None    # maximum reply length in tokens; None: the task's limit
 
 
@@ -379,14 +378,14 @@ MODES = {
     "no_cot": Mode(
         "Write a critique of a few sentences, then quote the parts that it speaks of."
         f"\n{_QUOTE}",
-        {"textual_feedback": "…", **_SPANS}, read_quotes, usual_tokens=200),
+        {"textual_feedback": "…", **_SPANS}, read_quotes),
     # Alg. 2 l.10–11: the critique is human, the annotator adds the spans
     "align": Mode(
         "A person has written the critique below. Quote the parts of the response that it "
         "speaks of: those it praises are good spans, those it finds fault with are poor spans. "
         f"Add no opinion of your own.\n{EXACT}, and is long enough to occur only once.",
         _SPANS, lambda example, reply: read_quotes(example, reply, example.get("critique")),
-        shows=("critique",), usual_tokens=80),
+        shows=("critique",)),
 }
 
 

@@ -165,8 +165,8 @@ def forecast(questions, journal, read):
     """One line with the number of missing replies and their maximum cost."""
     todo = _missing(questions, journal, read)
     usd = sum(journal.usd(journal.largest(question)) for question in todo)
-    return (f"{len(todo)} requests to send, at most ${usd:,.4f} at --price_in and --price_out "
-            f"(usually about a quarter of it)")
+    cost = f"at most ${usd:,.4f}" if usd else "USD unknown without prices"
+    return f"{len(todo)} requests to send, {cost}"
 
 
 def hide_key(text):

@@ -66,7 +66,7 @@ DENSE = Mode(
     "leaving none out: good, poor, or neutral where the critique says nothing of it. A word is "
     "what stands between white space.",
     {"textual_feedback": "…", "labels": [{"word": "…", "label": "|".join(LABELS)}]},
-    read_labels, usual_tokens=1500, max_tokens=4096)
+    read_labels, max_tokens=4096)
 
 
 # ── Steps (Appendix N)
@@ -112,4 +112,4 @@ STEPS = Mode(
     "statements or blocks of a program. Quote each step, say in a few words what speaks for or "
     f"against it, then whether it is correct.\n{EXACT}.",
     {"steps": [{"step": "…", "reason": "…", "correct": True}]},
-    read_steps, shows=("reference",), usual_tokens=500, max_tokens=4096)
+    read_steps, shows=("reference",), max_tokens=4096)

@@ -92,13 +92,13 @@ def words(node: ast.AST) -> list[str]:
 
 # ── The size of the house: what was reached, and 2 % more
 
-TOKENS = {"annotate": 4_114, "ask": 2_040, "data": 2_247, "eval": 4_555,
-          "experiments": 14_522, "measures": 15_268, "model": 2_982, "policy": 4_149,
+TOKENS = {"annotate": 4_101, "ask": 2_047, "data": 2_247, "eval": 4_555,
+          "experiments": 14_514, "measures": 15_268, "model": 2_982, "policy": 4_149,
           "report": 2_290, "reward_model": 3_242, "runtime": 1_847, "sample": 467,
           "sampling": 3_235, "settings": 2_062, "text2grad": 1_803, "tiny": 2_227,
           "toy": 4_054}
-TEST_LINES = 14_219
-WORDS = {"README.md": 1_114, "all": 55_364}
+TEST_LINES = 14_222
+WORDS = {"README.md": 1_115, "all": 55_328}
 
 
 def count_tokens(path: Path) -> int:
