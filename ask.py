@@ -171,7 +171,7 @@ def forecast(questions, journal, read):
 
 def hide_key(text):
     """The text without the API key. A key of at most nine letters is a word, such as "none"."""
-    key = os.environ.get("OPENAI_API_KEY", "")
+    key = os.getenv("OPENAI_API_KEY", "")
     return text.replace(key, "…") if len(key) > 9 else text
 
 
@@ -381,7 +381,7 @@ def check_asking(config):
     """
     if config.max_usd is not None and None in config.prices:
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
-    if not re.fullmatch("[!-~]+", os.environ.get("OPENAI_API_KEY", "")):
+    if not re.fullmatch("[!-~]+", os.getenv("OPENAI_API_KEY", "")):
         raise InputError("OPENAI_API_KEY is missing or has characters that no key has; export "
                          "a key, or any word for a local server")
     if not re.fullmatch(r"https?://([^\s/]+@)?([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?(/\S*)?",

@@ -232,8 +232,8 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
         for needed in (*needs, *(task.needs if task else ())):
             names = [needed] if isinstance(needed, str) else needed
             if all(row.get(name) in (None, "") for name in names):
-                fields_text = " or ".join(map(repr, names))
-                raise InputError(f"{place}: field {fields_text} is missing or empty")
+                raise InputError(f"{place}: field {' or '.join(map(repr, names))} is missing "
+                                 f"or empty")
         if task:
             task.check(row, place)
     if not rows:

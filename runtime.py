@@ -196,7 +196,7 @@ def resume(run: Path, optimizer, state: dict):
         try:
             tensors, saved = load_tensors(path)
         except InputError as error:
-            print_rank0(f"warning: skipping a checkpoint: {error}")
+            print_rank0(f"skipping a checkpoint: {error}")
             continue
         if saved.get("made_of") == state.get("made_of"):
             break
@@ -237,11 +237,12 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
             write_rows(log, rows)
     for step in tqdm(range(start, count), name, count, initial=start, disable=RANK > 0):
         yield step
-        state["step"] = step + 1
-        is_due = state["step"] % every == 0 or state["step"] == count
+        done = step + 1
+        state["step"] = done
+        is_due = done % every == 0 or done == count
         if run and is_due and RANK == 0:
-            path = run / f"checkpoint-{step + 1:06d}.safetensors"
-            save_tensors(path, optimizer_tensors(optimizer), state)
+            save_tensors(run / f"checkpoint-{done:06d}.safetensors",
+                         optimizer_tensors(optimizer), state)
             for old in checkpoints(run)[:-2]:
                 old.unlink()
 
@@ -317,7 +318,7 @@ def save_settings(config, directory: Path, **names):
 
 def reward_model_hint(directory: Path) -> str:
     """The flag that reuses the R_φ of this run in another run; "" without an R_φ."""
-    adapter = directory / "reward" / "adapter"
+    adapter = directory / "reward/adapter"
     return f", with --reward_model {adapter}" if adapter.exists() else ""
 
 

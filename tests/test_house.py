@@ -92,12 +92,12 @@ def words(node: ast.AST) -> list[str]:
 
 # ── The size of the house: what was reached, and 2 % more
 
-TOKENS = {"annotate": 4_101, "ask": 2_047, "data": 2_247, "eval": 4_555,
+TOKENS = {"annotate": 4_101, "ask": 2_038, "data": 2_234, "eval": 4_555,
           "experiments": 14_514, "measures": 15_268, "model": 2_982, "policy": 4_149,
-          "report": 2_290, "reward_model": 3_242, "runtime": 1_847, "sample": 467,
+          "report": 2_290, "reward_model": 3_242, "runtime": 1_836, "sample": 467,
           "sampling": 3_235, "settings": 2_062, "text2grad": 1_803, "tiny": 2_227,
           "toy": 4_054}
-TEST_LINES = 14_222
+TEST_LINES = 14_223
 WORDS = {"README.md": 1_115, "all": 55_328}
 
 
