@@ -20,7 +20,6 @@ and in rare cases so does a token.
 import math
 import os
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -257,12 +256,6 @@ def _draw(logits, uniforms, temperature: float) -> Tensor:
     return ids.clamp(max=logits.shape[1] - 1)
 
 
-@cache
-def _side_stream():
-    """The CUDA stream for all captures: cuBLAS allocates a workspace for every new stream."""
-    return torch.cuda.Stream()
-
-
 def can_capture(model) -> bool:
     """Whether a decoding step can be captured in a CUDA graph, because it runs only on the GPU.
 
@@ -338,28 +331,11 @@ class Decoder:
     def captured_step(self):
         """Capture `step` in a CUDA graph and return a function that runs the graph.
 
-        Raises torch.OutOfMemoryError if the graph does not fit into memory.
+        `step` must have run with these tensors before: its first run prepares CUDA libraries.
         """
-        # A trial step on the side stream initializes CUDA libraries. Its changes are undone.
-        state = self.cache.cache_position, self.positions, self.ids
-        saved = [x.clone() for x in state]
-        stream = _side_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        for x, value in zip(state, saved):
-            x.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                self.step()
-        except RuntimeError as error:
-            # Leaving a failed capture raises a second error, which hides the first one.
-            cause = error
-            while cause and not isinstance(cause, torch.OutOfMemoryError):
-                cause = cause.__context__
-            raise cause or error
+        with torch.cuda.graph(graph):
+            self.step()
         return graph.replay
 
     def keep(self, alive: Tensor):
@@ -402,7 +378,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     bucket = 64 if is_cuda else 1                        # keeps the number of shapes small
     answers = []
     parts = chunks(range(len(prompt_ids)), batch_size)
-    is_quiet = len(parts) < 2 or os.environ.get("RANK", "0") != "0"
+    is_quiet = os.environ.get("RANK", "0") != "0"
     for part in tqdm(parts, "generate", delay=2, leave=False, disable=is_quiet):
         part_prompts = [prompt_ids[i] for i in part]
         prompts, attention, *_ = pad_batch(part_prompts, [], model.device, bucket)
@@ -410,16 +386,21 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
         part_uniforms = uniforms[part.start : part.stop].to(model.device)
         decoder = Decoder(model, temperature, prompts, attention, part_uniforms, columns)
         decoder.prefill(prompts, attention)
-        tokens, lengths = _decode(decoder, part_uniforms, eos_token_id,
-                                  cuda_graph and is_cuda and can_capture(model))
-        answers += [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
+        tokens = _decode(decoder, part_uniforms, eos_token_id,
+                         cuda_graph and is_cuda and can_capture(model))
+        for row in tokens.tolist():
+            ends = [t for t, token in enumerate(row) if token in eos_token_id]
+            answers.append(row[: ends[0] + 1] if ends else row)
     assert all(y and not set(eos_token_id) & set(y[:-1]) for y in answers), \
         "Alg. 4 l.11: y has a token, and an EOS at its end alone"
     return answers
 
 
 def _decode(decoder: Decoder, uniforms, eos, capture: bool):
-    """Decode after `prefill`; return the ids of all new tokens [B, T] and the lengths [B]."""
+    """Decode after `prefill`; return the ids of all new tokens, [B, T].
+
+    The ids after the EOS of a row mean nothing.
+    """
     cache = decoder.cache
     # On CUDA, a check for ended rows synchronizes with the host, and a new width or batch size
     # needs a new graph.
@@ -431,19 +412,20 @@ def _decode(decoder: Decoder, uniforms, eos, capture: bool):
     P = cache.width
     ends = torch.tensor(eos, dtype=torch.long, device=uniforms.device)
     tokens = ends.new_zeros(B, T)
-    lengths = ends.new_zeros(B)
     step = None
     for t in range(T):
         if t > 0:
             width = min(cache.columns, round_up(P + t, width_step))
-            if step is None or width != cache.width:
+            if width != cache.width:
                 cache.width = width
                 step = None       # frees the old graph before the next capture
-                step = decoder.captured_step() if capture else decoder.step
             decoder.uniforms.copy_(uniforms[decoder.rows, t : t + 1])
-            step()
+            if step:
+                step()
+            else:
+                decoder.step()
+                step = decoder.captured_step() if capture else decoder.step
         tokens[decoder.rows, t] = decoder.ids[:, 0]
-        lengths[decoder.rows] += ~decoder.has_ended
         decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
         if eos and (t + 1) % check_every == 0:
             alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
@@ -452,4 +434,4 @@ def _decode(decoder: Decoder, uniforms, eos, capture: bool):
             if len(alive) <= max_active * len(decoder.rows):
                 decoder.keep(alive)
                 step = None
-    return tokens, lengths
+    return tokens

@@ -6,15 +6,12 @@ Independent side: SDPA in float32, the step that is not captured, what a killed 
 import os
 import signal
 import weakref
-from contextlib import nullcontext
 from functools import partial
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import model as model_file
-import sampling
 from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
@@ -116,35 +113,9 @@ def test_rope_that_asks_the_host_is_not_captured(grouped, rope, is_captured):
     assert can_capture(grouped) is is_captured
 
 
-@pytest.mark.parametrize("cause, raised", [
-    (torch.OutOfMemoryError("2 GiB"), torch.OutOfMemoryError),
-    (ValueError("in the step"), RuntimeError)])
-def test_out_of_memory_in_a_capture_stays_out_of_memory(monkeypatch, cause, raised):
-    """PyTorch reports the broken capture, but the scripts have a remedy for its cause."""
-    class BrokenCapture(nullcontext):
-        def __exit__(self, *_):
-            raise RuntimeError("capture was invalidated")
-
-    cuda = MagicMock()
-    cuda.graph.return_value = BrokenCapture()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(sampling, "_side_stream", MagicMock())
-    decoder = MagicMock()
-    decoder.step.side_effect = [None, cause]            # the trial step, and the captured one
-    with pytest.raises(raised):
-        Decoder.captured_step(decoder)
-
-
-def test_all_captures_use_one_stream(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    sampling._side_stream.cache_clear()
-    assert sampling._side_stream() is sampling._side_stream()
-    sampling._side_stream.cache_clear()
-
-
 @torch.no_grad()
 def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
-    """On a CPU the cache is read one column further each step, so each step is captured."""
+    """Each width gets a graph, after a step that is not captured."""
     prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
     uniforms = torch.rand(2, 9)
     decoder = Decoder(toy_model[0], 0.8, prompts, torch.ones_like(prompts), uniforms, 12)
@@ -158,7 +129,7 @@ def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
         return graph
 
     monkeypatch.setattr(Decoder, "captured_step", capture)
-    tokens, _ = _decode(decoder, uniforms, [], capture=True)
+    tokens = _decode(decoder, uniforms, [], capture=True)
     assert tokens.shape == (2, 9) and len(graphs) == 8
 
 
