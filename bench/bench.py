@@ -1,455 +1,412 @@
-"""Measure all speed and memory figures of this repository, as ratios to other implementations:
+"""Measure time and memory beside PyTorch, PEFT, a plain PPO loop and TRL; print the tables.
 
-    python bench/bench.py --write                  # all CPU measurements → BENCHMARKS.md
-    python bench/bench.py --only ppo decode          # some groups
-    python bench/bench.py --device cuda --shape llama3-8b --write FILE      # random weights
-    python bench/bench.py --tiny                     # the GPU cases at toy size, on a CPU
+    python bench/bench.py                                       # on a CPU, four minutes
+    python bench/bench.py --device cuda --shape llama3-8b       # on one GPU of 80 GB
+    python bench/bench.py --trl_python trl/bin/python           # also TRL, see README.md
 
-Two peers need separate Python environments; without one, its rows say how to create it:
-
-    --trl_python PATH     TRL 0.11.3's PPOTrainer.step, the engine of the authors' release
-    --trl1_python PATH    TRL 1.x's chunked log-probs
-
-Method. Each side of a comparison runs in its own process (bench_work.py) with the same weights
-and inputs. After a warm-up, one call measures the memory (resident set; on CUDA torch's
-allocator) and returns a number that must be equal for all sides. Then the sides take turns for
---rounds rounds, each with .3 s or one call per side. Rounds stop after --patience seconds, but
-not before the second. On CUDA one side runs after the other, because the GPU may not hold two.
-A ratio is that of the fastest runs, with the smallest and largest ratio of a round in brackets.
+The sides of a table do the same work on the same random weights and inputs, and their results
+must agree. The first side is ours. Texts are random tokens.
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib.metadata
+import ctypes
+import gc
+import io
 import json
-import math
 import os
-import platform
+import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from datetime import date
-from itertools import product
+from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_work import ENVIRONMENT, SHAPES, once                           # noqa: E402
+import policy                                                                   # noqa: E402
+from model import ValueHead, add_lora, lora_parameters, use_lora                # noqa: E402
+from sampling import generate, head_weight, pad_batch, token_logprobs           # noqa: E402
+from settings import Config                                                     # noqa: E402
 
-PIP = "python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl=="
-TRL = "trl_python", PIP + ("0.11.3 transformers==4.45.2 peft==0.13.2 accelerate==1.0.1 "
-                           "'numpy<2' 'pyarrow<20' 'datasets<3.2' rich")
-ELSEWHERE = {"trl-full": TRL, "trl-k1": TRL, "trl1": ("trl1_python", PIP + "1.16.0")}
-SIDES = {"naive": "log_softmax, gather", "products": "its two matrix products alone",
-         "trl1": "TRL 1.x, chunked", "merged": "PEFT, merged",
-         "peft": "PEFT", "static": "PEFT, static cache", "eager": "the same, not captured",
-         "trl-full": "TRL 0.11.3, full KL", "trl-k1": "TRL 0.11.3, sampled KL",
-         "copy": "copying as many bytes"}
-
-
-# ── The rows
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison of our code with one or more peers.
-
-    peers maps each peer to the upper limits of ours / peer: (time, memory), None without limit.
-    whole: a single process measures both sides. rounds: the minimal number of rounds.
-    """
-    group: str
-    what: str
-    build: str
-    peers: dict[str, tuple]
-    options: dict = field(default_factory=dict)
-    whole: bool = False
-    rounds: int = 2
-    ranks: int = 0
+TABLES = ["logprobs", "iteration", "ppo", "peft"]
+# Layers, hidden size, inner size, query heads, key-value heads and vocabulary of a Llama.
+SHAPES = {"toy": (3, 128, 320, 4, 4, 719), "small": (3, 128, 320, 4, 4, 32_000),
+          "llama3-1b": (16, 2048, 8192, 32, 8, 128_256),
+          "llama3-8b": (32, 4096, 14_336, 32, 8, 128_256)}
+# logprobs: tokens, hidden size, vocabulary. batch, new: rows and tokens to decode. ppo: rows,
+# tokens of a prompt, tokens of a response or critique. "toy" only tries out this script.
+SIZES = {"toy": {"logprobs": (256, 128, 900), "batch": 4, "new": 8, "ppo": (4, 16, 16)},
+         "cpu": {"logprobs": (1024, 512, 128_256), "batch": 32, "new": 100,
+                 "ppo": (32, 64, 64)},
+         "cuda": {"logprobs": (8192, 4096, 128_256), "batch": 64, "new": 100,
+                  "ppo": (32, 128, 128)}}
+PEAK = 989e12              # FLOP/s of an H100 or H200 in bfloat16, by the data sheet
 
 
-GROUPS = {
-    "logprobs": "Log-probs of N tokens: forward, and backward to the hidden states. Every side "
-                "has the two products h Wᵀ and pᵀW to make",
-    "decode": "Decoding 100 tokens a row, LoRA r 16 on q and v, as the product does it (merged "
-              "where float32), beside transformers' `generate`",
-    "ppo": "A PPO update of 32 rows, 4 epochs: old log-probs, values, reference, GAE, steps. "
-           "Theirs adds the entropy of every position and statistics, on padded rows",
-    "lora": "LoRA r 16 on q and v, forward and backward",
-    "iteration": "One iteration of Algorithm 4; paper, Table 13: 1.09–1.11 with feedback",
-    "growth": "Cost beside linear growth: the last size's over the first's times what it grew",
-    "rest": "Asserts, ranks and annotation"}
-GRID = sorted(product((256, 1024, 4096), (512, 2048), (32000, 128256, 151936)), key=math.prod)
+# ── Models and inputs
+
+def random_model(shape: str, device: str):
+    """A frozen Llama with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    layers, hidden, inner, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).requires_grad_(False).eval()
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    for name, weight in sorted(model.named_parameters()):
+        if "norm" not in name:
+            weight.normal_(std=0.02)         # the same weights with all versions of libraries
+    return model
 
 
-def sweep(what: str, build: str, key: str, points, options: dict) -> Case:
-    """A case that runs the same work at growing sizes; points: (size, value of option key)."""
-    options = {"build": build, "key": key, "points": points} | options
-    return Case("growth", what, "growth", {"linear": (1, None)}, options, whole=True)
+def add_peft(model):
+    """The model with an adapter by PEFT, or None where PEFT is not installed."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        return None
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32,
+                                            target_modules=["q_proj", "v_proj"]))
 
 
-def cpu_cases(stories: str) -> list[Case]:
-    """The cases for a CPU."""
-    found = []
-    for n, h, v in [(256, 128, 900), (1344, 128, 900), *GRID]:
-        peers = {"naive": (0.8 if v > 900 else 1, 1 / 8 if v >= 128000 else None),
-                 "products": (None, None)}
-        if (n, h, v) == (1024, 512, 128256):
-            peers["trl1"] = (None, None)
-        size = {"N": n, "H": h, "V": v, "GB": 4 * v * (2 * h + 3 * n) / 1e9}
-        found.append(Case("logprobs", f"N {n:,}, H {h:,}, V {v:,}", "logprobs", peers, size))
-    for model in (str(ROOT / "toy/base"), stories):
-        for batch in (1, 8, 32, 128):
-            peers = {"peft": (0.8, None), "merged": (None, None)}
-            peers |= {"static": (None, None)} if batch == 32 else {}
-            size = {"model": model, "batch": batch, "new": 100, "prompts": (20, 60)}
-            title = f"{Path(model).name.replace('base', 'toy/base')}, batch {batch}"
-            found.append(Case("decode", title, "decode", peers, size))
-    ppo = {"shape": "small", "batch": 32, "micro": 16, "epochs": 4}
-    ragged = ppo | {"prompts": (20, 100), "responses": (10, 120)}
-    equal = ppo | {"V": 512, "prompts": (60, 60), "responses": (65, 65)}
-    full = {"trl-full": (0.2, 0.25)}
-    found += [Case("ppo", "3 layers × 128, V 32,000, ragged lengths", "ppo",
-                   full | {"trl-k1": (None, None)}, ragged, rounds=5),
-              Case("ppo", "3 layers × 128, V 512, equal lengths", "ppo",
-                   {"trl-full": (1, None)}, equal, rounds=5),
-              Case("lora", "8 layers × 512, 8 × 128 tokens", "lora", {"peft": (None, None)},
-                   {"shape": "middle", "batch": 8, "prompts": (128, 128)})]
-    found.append(Case("iteration", "3 layers × 128, V 32,000, 16 rollouts of 64, critiques of "
-                      "64", "iteration", {"without feedback": (1.3, None),
-                                          "the weights": (None, None)},
-                      {"shape": "small", "batch": 16, "new": 64, "micro": 8}, whole=True))
-    few = {"shape": "small", "prompts": (32, 32)}
-    update, short = few | {"batch": 8, "micro": 8, "epochs": 4}, {"responses": (64, 64)}
-    decode, ends = few | {"batch": 8, "new": 32}, (32, 128, 512)
-    sizes, rows = [(v, v) for v in (2000, 8000, 32000)], [(b, b) for b in (8, 32, 128)]
-    found += [
-        sweep("log-probs, N (H 512, V 32,000)", "logprobs", "N",
-              [(n, n) for n in (256, 1024, 4096)], {"H": 512, "V": 32000}),
-        sweep("log-probs, V (N 256, H 512)", "logprobs", "V",
-              [(v, v) for v in (8000, 32000, 128000)], {"N": 256, "H": 512}),
-        sweep("update, response tokens (batch 8)", "ppo", "responses",
-              [(t, (t, t)) for t in ends], update),
-        sweep("update, batch (64 tokens)", "ppo", "batch", rows, update | short),
-        sweep("update, V (batch 8)", "ppo", "V", sizes, update | short),
-        sweep("decode, new tokens (batch 8)", "decode", "new", [(t, t) for t in ends], decode),
-        sweep("decode, batch (32 tokens)", "decode", "batch", rows, decode),
-        sweep("decode, V (batch 8)", "decode", "V", sizes, decode)]
-    annotated = {"a bare loop over the same client": (1 / 0.9, None), "500 rows": (None, None),
-                 "rows, where the server fails": (1.25, None)}
-    return [*found, *rest_cases(), Case("rest", "annotation, 2,000 rows, 64 at once, replies "
-                                        "in 200 ms", "annotation", annotated, whole=True)]
+def random_ids(rows: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """The same random ids in each call, without special ids. The shortest row has a quarter."""
+    rng = random.Random(longest)
+    return [[rng.randrange(4, vocabulary) for _ in range(rng.randint(longest // 4, longest))]
+            for _ in range(rows)]
 
 
-def rest_cases() -> list[Case]:
-    """The cases for both devices in which one process measures both sides."""
-    ranks = {"not sharded": (0.55, None), "of a rollout of 10 tokens": (1, None)}
-    return [Case("rest", "asserts, an iteration of the toy world", "asserts",
-                 {"the iteration": (0.01, None)}, whole=True),
-            Case("rest", "2 ranks (FSDP2): a rank's parameters; all-gathers of a rollout of "
-                 "100 tokens", "fsdp", ranks, {"shape": "small"}, whole=True, ranks=2)]
-
-
-def cuda_cases(shape: str, tiny: bool) -> list[Case]:
-    """The cases for a GPU; tiny makes all of them small enough for a CPU."""
-    n, h, v, batch = (256, 128, 900, 4) if tiny else (8192, 4096, 128256, 64)
-    rollouts, new = (4, 8) if tiny else (32, 128)
-    peers = {"eager": (1 / 1.5, None)}                # the gain that justifies the CUDA graph
-    many = {"peft": (0.8, None), "static": (0.8, None), "merged": (None, None)}
-    base = {"shape": shape, "prompts": (20, 60), "new": 8 if tiny else 100}
-    card = ("the weights", None) if tiny else ("a card of 40 GB", 40e9)
-    whole = {"without feedback": (None, None), card[0]: (card[1] and 1, None),
-             "rollout and critique, not captured": (1 / 1.5, None)}
-    return [
-        Case("logprobs", f"N {n:,}, H {h:,}, V {v:,}", "logprobs",
-             {"naive": (1.05, 1 / 20), "trl1": (1, 1)}, {"N": n, "H": h, "V": v}),
-        Case("decode", f"{shape}, batch 1", "decode", peers | {"copy": (1 / 0.75, None)},
-             base | {"batch": 1}),
-        Case("decode", f"{shape}, batch {batch}", "decode", peers | many,
-             base | {"batch": batch}),
-        Case("lora", f"{shape}, 4 × 256 tokens", "lora", {"peft": (None, None)},
-             {"shape": shape, "batch": 4, "prompts": (256, 256)}),
-        Case("iteration", f"{shape}, {rollouts} rollouts of {new}, critiques of {new}",
-             "iteration", whole, {"shape": shape, "batch": rollouts, "new": new, "micro": 1,
-                                  "card": card[1], "eager": True}, whole=True),
-        *rest_cases()]
+def word_tokenizer(vocabulary: int):
+    """A tokenizer with one word for each id, because random weights write every id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, "t3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t3")
 
 
 # ── Measuring
 
-LONG = 4.0         # s: for longer calls, the call that measures memory also counts as a round
+def resident(name: str) -> int:
+    """The memory that this process holds (VmRSS), or held at most (VmHWM), in bytes."""
+    return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-class Worker:
-    """A process that runs one side of a comparison."""
+def measure(function) -> tuple[float, int, float | None]:
+    """(seconds of the fastest call, most bytes that a call holds, result of the first call).
 
-    def __init__(self, python: str):
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [python, str(HERE / "bench_work.py")], stdin=subprocess.PIPE, text=True,
-            stdout=subprocess.PIPE, stderr=self.errors, env=ENVIRONMENT)
-
-    def ask(self, mode: str, **task):
-        """Send a task and return the result; RuntimeError with stderr if the process ends."""
-        print(json.dumps({"mode": mode, **task}), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line[7:])
-        self.errors.seek(0)
-        raise RuntimeError(self.errors.read().strip()[-2000:] or "the process printed no error")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-
-
-def compare(case: Case, arguments) -> dict[str, dict]:
-    """The figures of each peer and of ours, or {"note": reason} if there are none."""
-    options, found = case.options | {"device": arguments.device}, {}
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    if options.get("GB", 0) > free:
-        note = f"needs {options['GB']:.1f} GB, {free:.1f} were free"
-        return {side: {"note": note} for side in case.peers}
-    if not Path(options.get("model", ROOT)).is_dir():
-        return {side: {"note": "the model is not here: --stories PATH"} for side in case.peers}
-    there = {}
-    with tempfile.TemporaryDirectory() as work, ExitStack() as ends:
-        options |= {"work": work} if case.build == "ppo" else {}
-        for side in ("ours", *case.peers):
-            flag, remedy = ELSEWHERE.get(side, ("", ""))
-            python = getattr(arguments, flag) if flag else sys.executable
-            build = "trl-ppo" if flag == "trl_python" else case.build
-            try:
-                if not python:
-                    raise RuntimeError(f"--{flag}: {remedy}")
-                worker = ends.enter_context(Worker(python))
-                worker.ask("build", build=build, side=side, options=options)
-                found[side] = worker.ask("first")
-                if arguments.device != "cpu":          # the GPU may not hold two sides
-                    take_turns({side: worker}, found, case, arguments)
-                    worker.__exit__()
-                there[side] = worker
-            except RuntimeError as error:
-                found[side] = {"note": str(error).splitlines()[-1]}
-                print(error, file=sys.stderr)
-        if "ours" not in there:
-            return {side: found["ours"] for side in case.peers}
-        agree(case, {side: found[side]["check"] for side in there}, arguments.device)
-        if arguments.device == "cpu":
-            take_turns(there, found, case, arguments)
-    ours = found.pop("ours")
-    return {side: {key: [ours[key], x[key]] for key in ("seconds", "bytes")}
-            | {"note": ours["note"]} if "bytes" in x else x for side, x in found.items()}
+    The first call only warms up. The second one measures the memory above what was held before:
+    that of tensors on a GPU, otherwise of the process. Calls are timed for a second, or twice.
+    """
+    result = function()
+    gc.collect()
+    is_cuda = torch.cuda.is_initialized()
+    allocator = ctypes.CDLL("libc.so.6")
+    allocator.mallopt(-3, 1 << 16)          # freed memory goes back at once: the peak is in use
+    allocator.malloc_trim(0)
+    held = torch.cuda.memory_allocated() if is_cuda else resident("VmRSS")
+    start_peak()
+    times = []
+    while len(times) < 2 or sum(times) < 1:
+        start = time.perf_counter()
+        function()
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        if len(times) == 1:
+            peak = read_peak()
+            allocator.mallopt(-3, 1 << 25)              # from here on as in a long run
+    return min(times), peak - held, result
 
 
-def take_turns(workers: dict[str, Worker], found: dict, case: Case, arguments):
-    """Time all sides and store the seconds of each round in found[side]["seconds"]."""
-    long, start = min(found[side]["seconds"] for side in workers) > LONG, time.time()
-    for side in workers:
-        found[side]["seconds"] = [found[side]["seconds"]] * long
-    for n in range(long, max(arguments.rounds, case.rounds)):
-        if n >= case.rounds and time.time() - start > arguments.patience:
-            break
-        for side, worker in workers.items():
-            found[side]["seconds"].append(min(worker.ask("time", least=0.3)))
-
-
-def agree(case: Case, checks: dict[str, float | None], device: str):
-    """Raise RuntimeError if results differ; None marks a side that does part of the work."""
-    tolerance = 1e-3 if device == "cpu" else 2e-2
-    apart = [side for side, x in checks.items()
-             if x is not None and not math.isclose(x, checks["ours"], rel_tol=tolerance)]
-    if apart:
-        raise RuntimeError(f"{case.what}: {checks}; the row would compare different work")
-
-
-def measure(case: Case, arguments) -> list[dict]:
-    """The table rows of a case, as dictionaries from column to cell."""
-    if case.ranks and arguments.device != "cpu" and torch.cuda.device_count() < case.ranks:
-        return [cells(case, peer) for peer in case.peers]
-    if not case.whole:
-        found = compare(case, arguments)
+def start_peak():
+    """Start to record the peak of the memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     else:
-        rounds = {"device": arguments.device, "rounds": arguments.rounds}
-        task = {"mode": case.build, "options": case.options | rounds}
-        found = dict(zip(case.peers, once(task, ranks=case.ranks)))
-    return [cells(case, peer, found[peer]) for peer in case.peers]
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-# ── The table and its page
-
-def cells(case: Case, peer: str, found: dict | None = None) -> dict[str, str]:
-    """One table row as {column: text}, with the measured figures or only the limits."""
-    time_limit, memory_limit = case.peers[peer]
-    row = {"what": case.what, "peer": SIDES.get(peer, peer), "group": case.group}
-    if not found or found.keys() == {"note"}:
-        must = "" if time_limit is None else f", must be ≤ {time_limit:.3g}"
-        return row | {"ours / peer": f"not measured{must}", **(found or {})}
-    row |= {"note": found.get("note", ""), "load": f"{os.getloadavg()[0]:.1f}",
-            "date": date.today().isoformat()}
-    if times := found.get("seconds"):
-        row |= {"ours, s": spread(times[0]), "peer, s": spread(times[1])}
-        rounds = [a / b for a, b in zip(*times)]
-        row["ours / peer"] = judged(min(times[0]) / min(times[1]), time_limit, rounds)
-    if numbers := found.get("numbers"):
-        row |= {"ours, s": f"{numbers[0]:,}", "peer, s": f"{numbers[1]:,}"}
-        row["ours / peer"] = judged(numbers[0] / numbers[1], time_limit)
-    if both := found.get("bytes"):
-        own = memory_limit if times else time_limit
-        row |= {"ours, MB": f"{both[0] / 1e6:,.1f}", "peer, MB": f"{both[1] / 1e6:,.1f}",
-                "ours / peer, memory": judged(both[0] / max(both[1], 1), own)}
-    return row
+def read_peak() -> int:
+    """The most bytes held since `start_peak`, of tensors on a GPU or of the process."""
+    return torch.cuda.max_memory_allocated() or resident("VmHWM")
 
 
-def spread(times: list[float]) -> str:
-    """The times of the fastest and of the slowest round, as text."""
-    return f"{min(times):.3g}–{max(times):.3g}" if len(times) > 1 else f"{times[0]:.3g}"
+def print_table(title: str, header: list[str], lines: list[list[str]]):
+    """Print a table in Markdown."""
+    print(f"\n**{title}**\n")
+    for line in header, ["---"] * len(header), *lines:
+        print("| " + " | ".join(line) + " |", flush=True)
 
 
-def judged(ratio: float, limit: float | None, rounds=()) -> str:
-    """A ratio with its range; ≈ if the range includes 1; ✓ or ✗ if there is a limit."""
-    text = f"**{ratio:.3g}**"
-    if len(rounds) > 1:
-        text += f" ({min(rounds):.3g}–{max(rounds):.3g})"
-        text += " ≈" if min(rounds) <= 1 <= max(rounds) else ""
-    return text if limit is None else f"{text} {'✓' if ratio <= limit else '✗'} ≤ {limit:.3g}"
+def compare(title: str, sides: dict):
+    """Measure all sides and print one table. Raises RuntimeError where results differ.
+
+    sides: name → a function, what `measure` returned, or a text that says why it is missing.
+    A result of None is not compared.
+    """
+    lines = []
+    ours = None
+    for name, side in sides.items():
+        if isinstance(side, str):
+            lines.append([name, side, "", "", ""])
+            continue
+        seconds, memory, result = measure(side) if callable(side) else side
+        ours = ours or (seconds, memory, result)
+        if result is not None and abs(result - ours[2]) > 0.02 * abs(ours[2]):
+            raise RuntimeError(f"{title}: {name} computes {result}, and ours {ours[2]}")
+        lines.append([name, f"{seconds:.3g}", f"{ours[0] / seconds:.2f}",
+                      f"{memory / 1e6:,.0f}", f"{ours[1] / max(memory, 1):.2f}"])
+    print_table(title, ["side", "seconds", "ours / side", "MB", "ours / side"], lines)
 
 
-COLUMNS = ["what", "peer", "ours, s", "peer, s", "ours / peer", "ours, MB", "peer, MB",
-           "ours / peer, memory", "note", "load", "date"]
+# ── Tables beside other implementations
+
+def compare_logprobs(N: int, H: int, V: int, device: str):
+    """log π(y) of N tokens and its gradient: ours, log_softmax, the two products alone."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
+    hidden = torch.randn(N, H, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.randint(V, (N,), device=device)
+
+    def log_softmax(hidden, weight, targets):
+        return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])
+
+    def gradient(logprobs_of) -> float:
+        hidden.grad = None
+        logprobs = logprobs_of(hidden, weight, targets)
+        logprobs.sum().backward()
+        return logprobs.mean().item()
+
+    @torch.no_grad()
+    def products():
+        for rows in hidden.split(1024):
+            for part in weight.split(8192):
+                (rows @ part.T) @ part
+
+    compare(f"Log-probs of {N:,} tokens with their gradient, H {H:,}, V {V:,}",
+            {"ours": partial(gradient, token_logprobs),
+             "log_softmax, gather": partial(gradient, log_softmax),
+             "the products h Wᵀ and pᵀW alone": products})
 
 
-def machine(device: str) -> str:
-    """The processor or GPU, cores, memory, and the versions of the main packages."""
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    cores = len(os.sched_getaffinity(0))
-    where = f"{cores} cores of {(names or ['?'])[0]}, {torch.get_num_threads()} of them " \
-            f"used, {gigabytes:.0f} GB"
-    if device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        where = f"{card.name}, {card.total_memory / 1e9:.0f} GB; host {where}"
-    packages = "torch", "transformers", "peft"
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
-    return f"{where}; Python {platform.python_version()}, {versions}"
+def compare_peft(model, peft_model, batch: int, new: int):
+    """Decoding, and a forward and backward pass of the blocks: ours and PEFT."""
+    prompts = random_ids(batch, 60, model.config.vocab_size)
+    ids = torch.randint(4, model.config.vocab_size, (4, 256), device=model.device)
+
+    def decode(cuda_graph: bool) -> int:
+        with use_lora(model, "policy", merge=True):
+            return sum(map(len, generate(model, prompts, new, cuda_graph=cuda_graph)))
+
+    @torch.no_grad()
+    def decode_by_peft() -> int:
+        inputs, mask, *_ = pad_batch(prompts, [[]] * batch, model.device)
+        answers = peft_model.generate(
+            input_ids=inputs, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
+            top_p=1.0, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+        return answers[:, inputs.shape[1] :].numel()
+
+    def gradient(blocks, adapter) -> float:
+        with adapter:
+            loss = blocks(ids, use_cache=False).last_hidden_state.float().square().mean()
+        loss.backward()
+        blocks.zero_grad()
+        return loss.item()
+
+    decoding = {"ours": partial(decode, True)}
+    if model.device.type == "cuda":
+        decoding["ours without CUDA graph"] = partial(decode, False)
+    decoding["PEFT, `generate`"] = peft_gradient = "PEFT is not installed"
+    if peft_model:
+        decoding["PEFT, `generate`"] = decode_by_peft
+        blocks = peft_model.base_model.model.model
+        peft_gradient = partial(gradient, blocks, nullcontext())
+    compare(f"Decoding {new} tokens for each of {batch} rows", decoding)
+    compare("LoRA, forward and backward, 4 rows of 256 tokens",
+            {"ours": lambda: gradient(model.base_model, use_lora(model, "policy")),
+             "PEFT": peft_gradient})
 
 
-def pipes(header: list[str], rows: list[list]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def compare_ppo(model, rows: int, prompt: int, response: int, trl: str | tuple):
+    """Old log-probs, values, reference, GAE and 4 epochs: ours, plain PyTorch, TRL.
+
+    The learning rate is 0, so that all calls do the same work. trl: TRL's side of the table.
+    """
+    vocabulary = model.config.vocab_size
+    padded = pad_batch(random_ids(rows, prompt, vocabulary),
+                       random_ids(rows, response + 1, vocabulary), model.device)
+    prompt_ids, prompt_mask, response_ids, mask = padded
+    value_head = ValueHead(model.config.hidden_size, model.device)
+    parameters = [*lora_parameters(model, "policy"), *value_head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
+    delta = torch.zeros(mask.shape, device=model.device)
+    delta[range(rows), mask.sum(1) - 1] = torch.ones(rows, device=model.device)
+    config = Config(batch_size=rows, minibatch_size=rows, ppo_epochs=4, temperature=1.0,
+                    micro_batch_tokens=rows // 2 * (prompt + response + 1))
+
+    def step() -> float:
+        rollouts = policy.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
+                                   delta=delta)
+        policy.add_scores(rollouts, model, value_head, config)
+        policy.add_advantages(rollouts, 0.2, config)
+        policy.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
+        return rollouts.logprobs_old[mask.bool()].mean().item()
+
+    def score(index, adapter):
+        ids = torch.cat([prompt_ids, response_ids], 1)[index]
+        attention = torch.cat([prompt_mask, mask], 1)[index]
+        with use_lora(model, adapter):
+            hidden = model.base_model(ids, attention, (attention.cumsum(1) - 1).clamp(min=0),
+                                      use_cache=False).last_hidden_state
+        hidden = hidden[:, prompt_ids.shape[1] - 1 : -1]
+        logprobs = model.get_output_embeddings()(hidden).float().log_softmax(-1)
+        logprobs = logprobs.gather(2, response_ids[index][..., None]).squeeze(2)
+        return logprobs, value_head(hidden.detach())
+
+    def plain_step() -> float:
+        parts = torch.arange(rows).chunk(2)
+        with torch.no_grad():
+            scores = [score(index, "policy") for index in parts]
+            reference = torch.cat([score(index, None)[0] for index in parts])
+        old, values = (torch.cat(tensors) for tensors in zip(*scores))
+        rewards = (delta - 0.2 * (old - reference)) * mask
+        advantages, returns = policy.gae(rewards, values, mask, 1.0, 0.95)
+        advantages = policy.whiten(advantages, mask)
+        for _ in range(4):
+            for i in parts:
+                logprobs, new_values = score(i, "policy")
+                loss = policy.ppo_loss(logprobs, old[i], advantages[i], mask[i], 0.2)
+                loss += policy.value_loss(new_values, values[i], returns[i], mask[i], 5.0)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return old[mask.bool()].mean().item()
+
+    compare(f"A PPO step of {rows} rows, 4 epochs, prompts of {prompt // 4} to {prompt} "
+            f"tokens, responses of {response // 4} to {response + 1}",
+            {"ours": step, "plain PyTorch": plain_step, "TRL, `PPOTrainer.step`": trl})
 
 
-def tables(rows: list[dict]) -> str:
-    """One table for each group, without its empty columns."""
-    out = ""
-    for group, title in GROUPS.items():
-        if mine := [row for row in rows if row["group"] == group]:
-            header = [c for c in COLUMNS if any(row.get(c) for row in mine)]
-            lines = [[row.get(c, "") for c in header] for row in mine]
-            out += f"**{group}.** {title}.\n\n{pipes(header, lines)}\n\n"
-    return out
+def measure_trl(python: str | None, *arguments) -> str | tuple:
+    """TRL's side of `compare_ppo`, measured in a process of TRL's environment."""
+    if python is None:
+        return "TRL is not installed: --trl_python"
+    command = [python, __file__, "--trl_worker", *map(str, arguments)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        return f"failed: {process.stderr.strip().splitlines()[-1]}"
+    return tuple(json.loads(process.stdout.splitlines()[-1]))
 
 
-def old_rows(text: str) -> list[dict]:
-    """Parse the tables that `tables` wrote."""
-    rows, group, header = [], "", None
-    for line in text.splitlines():
-        if found := re.match(r"\*\*(\w+)\.\*\*", line):
-            group, header = found[1], None
-        elif line.startswith("| "):
-            texts = [cell.strip() for cell in line.strip("| ").split(" | ")]
-            texts += [""] * (len(header or []) - len(texts))
-            if header is None:
-                header = texts
-            elif texts[0] != "---":
-                rows.append(dict(zip(header, texts), group=group))
-    return rows
+def trl_worker(shape: str, rows: int, prompt: int, response: int):
+    """Print what `measure` returns for TRL 0.11.3's PPOTrainer.step on a CPU."""
+    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        add_peft(random_model(shape, "cpu")))
+    vocabulary = SHAPES[shape][-1]
+    prompts = random_ids(rows, prompt, vocabulary)
+    responses = random_ids(rows, response + 1, vocabulary)
+    config = PPOConfig(batch_size=rows, mini_batch_size=rows // 2, ppo_epochs=4,
+                       gradient_accumulation_steps=2, learning_rate=0.0, kl_penalty="full")
+    trainer = PPOTrainer(config, model, None, word_tokenizer(vocabulary))
+
+    def step() -> float:
+        stats = trainer.step([*map(torch.tensor, prompts)], [*map(torch.tensor, responses)],
+                             [torch.tensor(1.0)] * rows)
+        logprobs = torch.as_tensor(stats["objective/logprobs"])
+        return torch.cat([row[len(x) - 1 :][: len(y)] for row, x, y in
+                          zip(logprobs, prompts, responses)]).mean().item()
+
+    print(json.dumps(measure(step)))
 
 
-def write_page(page: Path, rows: list[dict], cases: list[Case], section: str, arguments):
-    """Write the rows to their section of the page, and keep the machine's other rows."""
-    text, here = page.read_text() if page.exists() else "", machine(arguments.device)
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
-    known = {(case.what, SIDES.get(peer, peer)): cells(case, peer)
-             for case in cases for peer in case.peers}
-    old = sections.get(section, "")
-    for row in [*(old_rows(old) if here in old else []), *rows]:
-        key = row["what"], row["peer"]
-        if key in known and (row.get("date") or not known[key].get("date")):
-            known[key] = row
-    load = f"{date.today()}, load average {os.getloadavg()[1]:.1f}"
-    command = " ".join("PATH" if x.startswith("/") else x for x in sys.argv[1:])
-    sections[section] = f"\nMachine: {here}.\n\nLast command, {load}: `python bench/bench.py " \
-                        f"{command}`\n\n{tables(list(known.values()))}"
-    if "Machine:" not in sections.get("cuda", "") and section == "cpu":
-        wanting = [cells(case, peer) for case in cuda_cases("llama3-8b", False)
-                   for peer in case.peers]
-        sections["cuda"] = "\nNo GPU was used yet; several GPUs (NCCL) never. The command: " \
-                           f"`tests/gpu.sh`\n\n{tables(wanting)}"
-    body = "".join(f"## {name}\n{part.rstrip()}\n\n" for name, part in sections.items())
-    page.write_text(f"{INTRODUCTION}\n{body.rstrip()}\n")
-    print(f"written: {page}")
+# ── One iteration of Algorithm 4 (Table 13)
 
+def measure_iteration(model, rows: int, prompt: int, response: int):
+    """Print seconds, memory and model FLOP utilisation (MFU), by the tokens of a pass.
 
-INTRODUCTION = """\
-# Benchmarks
-
-Written by `python bench/bench.py --write`; no figure was typed by hand. Each row compares our
-code with a peer in the same run. The ratio "ours / peer" is that of the fastest runs, and below
-1 if ours is faster or smaller; in brackets are the smallest and the largest ratio of a round.
-Seconds are those of the fastest and the slowest round. ≈ means that the rounds disagree on
-which side is faster. ✓ and ✗ mean that a target was or was not met. Memory is the peak of one
-call above what was held before it. Load is the load average of the machine at the end of the
-row, to which the benchmark itself adds only the cores it uses. If it is higher, other programs
-were running, and the seconds mean little. The top of `bench.py` explains the method.
-"""
+    A forward pass has 2 FLOP for each weight and token, and a backward pass as many, because
+    the weights are frozen. Products of attention are left out.
+    """
+    weights = sum(p.numel() for p in model.base_model.layers.parameters()
+                  if not p.requires_grad)
+    head = head_weight(model)
+    forward = 2 * rows * (weights * (prompt + response) + head.numel() * response)
+    flop = {"rollout": forward, "score": 2 * forward, "update": 4 * 2 * forward}
+    matrix = torch.randn(2048, 2048)
+    peak = PEAK if head.is_cuda else 2 * 2048**3 / measure(lambda: (matrix @ matrix).sum())[0]
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(4, vocabulary, (rows, prompt - 1)).tolist()   # and one of the template
+    data = [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids]
+    config = Config(task="ultrafeedback", batch_size=rows, minibatch_size=rows, ppo_epochs=4,
+                    max_new_tokens=response, max_critique_tokens=response, iterations=2,
+                    learning_rate=1e-5)
+    add_lora(model, "reward", 16, 32)
+    lines = []
+    for tokens in 4096, prompt + response:
+        config = replace(config, micro_batch_tokens=tokens)
+        start_peak()
+        with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as out:
+            policy.train(model, word_tokenizer(vocabulary), data, config, Path(out))
+            metrics = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[-1])
+        seconds = {name: metrics[f"seconds_{name}"]
+                   for name in ("rollout", "critique", "score", "update")}
+        share = seconds["critique"] / (sum(seconds.values()) - seconds["critique"])
+        usage = [f"{work / seconds[name] / peak:.1%}" for name, work in flop.items()]
+        lines.append([f"{tokens:,}", *(f"{x:.3g}" for x in seconds.values()), f"+{share:.0%}",
+                      f"{read_peak() / 1e9:.1f}", *usage])
+    print_table(f"One iteration: {rows} rollouts, prompts of {prompt} tokens, responses and "
+                f"critiques of {response}, 4 epochs; MFU of {peak / 1e12:.3g} TFLOP/s",
+                ["tokens of a pass", "rollout s", "critique s", "score s", "update s",
+                 "feedback adds", "peak GB", *(f"MFU {name}" for name in flop)], lines)
 
 
 def main():
-    """Measure the selected groups and print or write their tables."""
+    """Measure the tables and print them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="GROUP", choices=GROUPS, default=[*GROUPS])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES, help="GPU model")
-    parser.add_argument("--tiny", action="store_true", help="GPU cases at toy size")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of timing")
-    parser.add_argument("--patience", type=float, default=15.0, help="time limit per case (s)")
-    parser.add_argument("--trl_python", help="an interpreter with TRL 0.11.3")
-    parser.add_argument("--trl1_python", help="an interpreter with TRL 1.x")
-    parser.add_argument("--stories", default=str(ROOT.parent / "shared/models/stories260K"))
-    parser.add_argument("--write", nargs="?", type=Path, const=HERE / "BENCHMARKS.md")
+    parser.add_argument("--shape", default="small", choices=SHAPES)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--trl_python", help="Python of an environment with TRL 0.11.3")
+    parser.add_argument("--trl_worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    section = "tiny" if arguments.tiny else arguments.device
-    cases = cpu_cases(arguments.stories) if section == "cpu" else cuda_cases(
-        "toy" if arguments.tiny else arguments.shape, arguments.tiny)
-    rows, failures, start = [], 0, time.time()
-    for case in (case for case in cases if case.group in arguments.only):
-        try:
-            more = measure(case, arguments)
-        except RuntimeError as error:                # only this case failed; measure the others
-            print(f"{case.what} was not measured: {error}", file=sys.stderr)
-            failures += 1
-            continue
-        for row in more:
-            shown = [row.get(column, "") for column in COLUMNS[:-2]]
-            passed = f"{time.time() - start:4.0f} s"
-            print(" | ".join([passed, *filter(None, shown)]), flush=True)
-        rows += more
-        if arguments.write:
-            write_page(arguments.write, rows, cases, section, arguments)
-    if failures:
-        sys.exit(f"{failures} rows were not measured")
+    if arguments.trl_worker:
+        shape, *numbers = arguments.trl_worker
+        return trl_worker(shape, *map(int, numbers))
+    sizes = SIZES["toy" if arguments.shape == "toy" else arguments.device]
+    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else \
+        f"{torch.get_num_threads()} threads"
+    print(f"`python bench/bench.py {' '.join(sys.argv[1:])}`, {date.today()}: {machine}, torch "
+          f"{torch.__version__}, transformers {transformers.__version__}, load average "
+          f"{os.getloadavg()[0]:.1f}", flush=True)
+    if "logprobs" in arguments.only:
+        compare_logprobs(*sizes["logprobs"], arguments.device)
+    model = random_model(arguments.shape, arguments.device)
+    add_lora(model, "policy", 16, 32)
+    if "iteration" in arguments.only:
+        measure_iteration(model, *sizes["ppo"])
+    if "ppo" in arguments.only:
+        trl = measure_trl(arguments.trl_python, arguments.shape, *sizes["ppo"])
+        compare_ppo(model, *sizes["ppo"], trl)
+    if "peft" in arguments.only:
+        peft_model = add_peft(random_model(arguments.shape, arguments.device))
+        compare_peft(model, peft_model, sizes["batch"], sizes["new"])
 
 
 if __name__ == "__main__":
