@@ -378,7 +378,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     bucket = 64 if is_cuda else 1                        # keeps the number of shapes small
     answers = []
     parts = chunks(range(len(prompt_ids)), batch_size)
-    is_quiet = os.environ.get("RANK", "0") != "0"
+    is_quiet = len(parts) < 2 or os.environ.get("RANK", "0") != "0"
     for part in tqdm(parts, "generate", delay=2, leave=False, disable=is_quiet):
         part_prompts = [prompt_ids[i] for i in part]
         prompts, attention, *_ = pad_batch(part_prompts, [], model.device, bucket)
