@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_
 
 SEED = 0
 CRITIC = "reward_model"            # who judges the policy's answers; or "annotator"
-ROWS = 2000                        # posts of all three phases
+ROWS = 1500                        # posts of all three phases
 RANK = 16                          # r of LoRA
 ALPHA = 32                         # α of LoRA
 REWARD_BATCH = 8                   # rows in a step of R_φ
