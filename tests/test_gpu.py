@@ -170,7 +170,7 @@ def test_two_iterations_are_finite(dtype, tmp_path):
     """All three phases: no step is skipped, and the ratio starts at 1 up to rounding."""
     run_main(*RUN, "--iterations", 2, "--dtype", dtype, "--output_dir", tmp_path)
     reward, = read_jsonl(tmp_path / "reward" / "metrics.json")
-    assert reward["skipped_steps"] == 0 and reward["held_out_loss"] < 10
+    assert reward["skipped_steps"] == 0
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
