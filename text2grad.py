@@ -16,9 +16,10 @@ Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file, to read
         φ ← R_φ trained on all (x, y, z)                fit                  l.13–14  phase 2
         θ ← π_θ trained with the critiques of R_φ       train_and_evaluate   l.16–19  phase 3
 
-`run_phases` makes these four calls. Departures: a row of --data that already has a
-response is not sampled again. Held-out prompts are judged before and after phase 3. The same
-command continues a stopped run.
+`run_phases` makes these four calls. In phase 3 a critic judges each new response: R_φ, or the
+annotator itself (--critic). It is not the critic of actor–critic, which is V_ψ, the value head.
+Departures: a row of --data that already has a response is not sampled again. Held-out prompts
+are judged before and after phase 3. The same command continues a stopped run.
 """
 
 import math

@@ -28,8 +28,6 @@ ONES, SHORT = torch.ones(2, 3), torch.ones(2, 2)
 IDS = torch.ones(1, 2).long()
 HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)
 TARGETS = torch.zeros(5).long()
-SHORTER = SimpleNamespace(base_model=lambda ids, **_: SimpleNamespace(
-    last_hidden_state=torch.zeros(1, ids.shape[1] - 1, 4)))       # a model that drops a column
 CONFIG = toy_config(minibatch_size=6)
 ROW = {"prompt": "x", "response": "y", "critique": "c", "good_spans": [], "poor_spans": []}
 
@@ -119,7 +117,6 @@ BROKEN = [
      lambda model, *_: reward_model.z_loss(model, [([5], [6, 7])])),
     ("y_1 follows the last of x", {},
      lambda model, *_: response_hidden(model, IDS, torch.tensor([[1, 0]]), IDS, IDS)),
-    ("one h_t for each y_t", {}, lambda *_: response_hidden(SHORTER, IDS, IDS, IDS, IDS)),
     ("one y_i for each token", {}, lambda *_: token_logprobs(HIDDEN, HEAD, TARGETS[:3])),
     ("the head is frozen here", {},
      lambda *_: token_logprobs(HIDDEN, HEAD.clone().requires_grad_(), TARGETS)),

@@ -277,7 +277,7 @@ REFUSED = [
     ("--kl_target nan", "--kl_target: "), ("--gamma 3", "--gamma: "),
     ("--clip -0.1", "--clip: "), ("--dtype fp16", "--dtype: "), ("--seed -1", "--seed: "),
     (f"--iterations {'9' * 5000}", "--iterations: "), ("--learning_rat 1", "--learning_rat"),
-    ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"), ("--shard", "torchrun"),
+    ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"),
     ("--learning-rates 1", "similar: --learning_rate"), ("--xyz", "--xyz (--help"),
     ("--max_usd 1 --annotator_function none", "--max_usd needs --price_in")]
 
