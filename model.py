@@ -75,11 +75,8 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     has an id without embedding, or if the logits are not exactly `hidden @ weight.T`, for
     example because they are not finite.
     """
-    if is_sharded and WORLD_SIZE == 1:
-        raise InputError("--shard spreads the base over ranks: use torchrun --nproc_per_node N")
-    if os.path.exists(os.path.join(path, ADAPTER_FILES[0])):
-        raise InputError(f"{path} is an adapter; give its base as --model, and the adapter as "
-                         f"--adapter or --reward_model")
+    if Path(path, ADAPTER_FILES[0]).exists():
+        raise InputError(f"{path} is an adapter; give its base as --model")
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
@@ -101,12 +98,11 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     largest_id = max(tokenizer.get_vocab().values())               # with added tokens
     if largest_id >= model.config.vocab_size:
         raise InputError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
-                         f"{model.config.vocab_size}; use the model's own tokenizer, or resize "
-                         f"its embeddings")
+                         f"{model.config.vocab_size}; use the model's own tokenizer")
     model.requires_grad_(False).eval()
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, device) if is_sharded else model.to(device)
+    shard(model, device) if is_sharded and WORLD_SIZE > 1 else model.to(device)
     # Sampling and scoring compute only hidden @ weight.T. With FSDP, this pass finds the root
     # module. The ids start at 1, because the embedding of id 0 may be all zeros (padding).
     ids = torch.arange(1, 9, device=device)[None]
@@ -190,6 +186,7 @@ class LoRALinear(nn.Module):
         A is initialized like the weight of nn.Linear. It is drawn on the CPU, so that its
         values do not depend on the device.
         """
+        assert name not in self.lora_A, f"the adapter {name!r} exists"
         base = self.base_layer
         A = nn.Linear(base.in_features, r, bias=False).weight.data
         B = torch.zeros(base.out_features, r)
@@ -253,7 +250,6 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 
     Raises InputError if a target does not exist.
     """
-    assert not _lora_layers(model, name), f"the adapter {name!r} exists"
     for path in target_layers(model, target_modules):
         _wrap(model, path).add(name, r, alpha, dropout)
     return lora_parameters(model, name)
@@ -318,7 +314,7 @@ def save_lora(model, name: str, directory):
     r = len(layer.lora_A[name])
     base = model.config._name_or_path
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r,
-              "lora_alpha": layer.scaling[name] * r, "lora_dropout": layer.dropout[name],
+              "lora_alpha": layer.scaling[name] * r,
               "target_modules": sorted({path.rpartition(".")[2] for path in layers}),
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base}
     config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
@@ -334,7 +330,6 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     the adapter is not plain LoRA (but DoRA, rsLoRA, PiSSA, …), if A or B of a layer is missing
     or does not fit, or if there are other tensors. The model then stays unchanged.
     """
-    assert not _lora_layers(model, name), f"the adapter {name!r} exists"
     config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
     try:
         config = json.loads(config_path.read_text("utf-8"))
@@ -366,7 +361,7 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
                     f"{model.config._name_or_path}")
     for path in sorted(paths):
         layer = _wrap(model, path)
-        layer.add(name, r, alpha, config.get("lora_dropout", 0.0))
+        layer.add(name, r, alpha, 0.0)          # dropout would change π while it is trained
         layer.lora_A[name].data.copy_(tensors[f"{PREFIX}{path}.lora_A.weight"])
         layer.lora_B[name].data.copy_(tensors[f"{PREFIX}{path}.lora_B.weight"])
     return lora_parameters(model, name)
@@ -383,8 +378,8 @@ class ValueHead(nn.Module):
     def __init__(self, hidden_size: int, device=None):
         super().__init__()
         self.linear = nn.Linear(hidden_size, 1, device=device)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        for parameter in self.linear.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] → [...]"""
@@ -407,7 +402,6 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     columns = torch.arange(longest, device=ids.device) + prompts.shape[1] - lengths
     packed = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))            # [x ; y ; padding]
     hidden = model.base_model(packed, use_cache=False).last_hidden_state
-    assert hidden.shape[1] == longest, "Alg. 4 l.22: one h_t for each y_t"
     before = lengths - 1 + torch.arange(responses.shape[1], device=ids.device)   # of each h_t
     return hidden.take_along_dim(before.clamp(max=longest - 1)[..., None], dim=1)
 

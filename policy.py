@@ -11,34 +11,37 @@
             ρ_t = π_θ(y_t) / π_θold(y_t)
             θ, ψ ← AdamW on −L_CLIP − β_H H + c_V L_VF               minibatch_loss     21–30
 
-Start with `train`, at the end of this file; the functions above it are its steps, in order.
-`critic` is the function that criticises the rollouts: R_φ, or another that `train` is given.
-V_ψ is called the value head. β is the KL coefficient, and β_H the weight of the entropy, which
-the paper calls β; c_V is the weight of the value loss (`value_coef`).
+Start with `train`. The functions above it are its steps, in order; the functions below it only
+measure and log. `critic` is the function that criticises the rollouts: R_φ, or another one that
+`train` is given. It is not the critic of actor–critic, which is V_ψ, here called value head.
+c_V is the weight of the value loss. β_H is the weight of the entropy, which the paper calls β;
+here β is the KL coefficient.
 
-Departures. We correct errors of the paper: its objective, which is maximised, subtracts the
-entropy, so our loss is −L_CLIP − β_H H. The sum of GAE ends at T − t, and V is 0 after the last
-token. The paper has two δ_t; here they are `delta` and `td_error`. From the release (the code
-that the authors published, with settings for SLF5K, KodCode and UltraFeedback, named in this
-order): A_t is whitened (there over the responses of one process, here over all), β adapts to
-a target KL, the target of V is A_t + V_t, the value loss is halved and clipped, one optimizer
-steps θ and ψ (there Adafactor for SLF5K) with one gradient clip (there none for SLF5K), and a
-step whose mean ρ_t is above 10 is skipped. Our own: all π are at the sampling temperature. R_φ
-writes z' greedily. A step whose loss or gradient is not finite is also skipped, and all skipped
-steps are counted. The KL term is of the sampled token alone. The release pays the exact KL_t of
-the whole distribution, which is the same for every y_t and therefore gives no gradient at y_t.
+Departures. "Release" is the code that the authors published.
+
+    entropy     the loss is −L_CLIP − β_H H; to maximise the paper's L_CLIP − β H lowers H
+    GAE         the sum ends at T − t, not at T − t − 1; V is 0 after the last token
+    δ_t         the paper has two: `delta`, of the critique, and `td_error`, of GAE
+    sampling    all π are at the sampling temperature, and R_φ writes z' greedily
+    KL          of the sampled token; the release pays the exact KL_t of all tokens, which is
+                the same for every y_t and so gives no gradient at y_t
+    release     A_t is whitened (there in each process, here over all), the target of V is
+                A_t + V_t, the value loss is halved and clipped, β adapts to a target KL, one
+                optimizer with one gradient clip steps θ and ψ, and a step whose mean ρ_t is
+                above 10 is skipped; for SLF5K it has Adafactor and no gradient clip
+    ours        a step whose loss or gradient is not finite is skipped, too
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
-tokens of some rows, H hidden size. Each rank samples, judges and trains on rows
-[RANK::WORLD_SIZE], and every rank holds the full batch. Every random draw depends only on the
-seed, the iteration and the position in the batch. On a CPU, an interrupted run that continues
-ends with bit-identical weights. A GPU does not guarantee this.
+tokens of some rows, H hidden size. Each rank samples, judges and trains on the rows
+[RANK::WORLD_SIZE], and every rank holds the full batch. A random draw depends only on the seed,
+the iteration and the position in the batch. On a CPU, an interrupted run that continues ends
+with bit-identical weights. A GPU does not guarantee this.
 """
 
 import importlib
 import math
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -151,7 +154,7 @@ class Rollouts:
     prompt_mask: Tensor                   # [B, P]
     response_ids: Tensor                  # y
     mask: Tensor                          # 1 on sampled tokens, EOS included
-    feedback: list[Judgement] = field(default_factory=list)
+    feedback: list[Judgement] = None
     delta: Tensor = None              # δ'_t
     logprobs_old: Tensor = None       # log π_θold(y_t)
     entropy: Tensor = None            # H(π_θold(·|x, y_<t))
@@ -160,7 +163,7 @@ class Rollouts:
     rewards: Tensor = None            # r_t = δ'_t + r_t^KL
     advantages: Tensor = None         # A_t, whitened
     returns: Tensor = None            # targets of V
-    truncated: list[bool] = field(default_factory=list)       # no EOS within max_new_tokens
+    truncated: list[bool] = None      # no EOS within max_new_tokens
 
     def sampled(self, index) -> Tensor:
         """Whether each column of these rows holds a sampled token, [len(index), T]."""
@@ -169,8 +172,22 @@ class Rollouts:
     def groups(self, index, config: PolicyConfig) -> list[list[int]]:
         """Rows by the length of x and y, in groups for the ranks; see `token_groups`."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
-        order = sorted(index, key=lengths.__getitem__)
-        return token_groups(order, lengths, config.micro_batch_tokens)
+        return token_groups(index, lengths, config.micro_batch_tokens)
+
+
+def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
+    """The rows of an iteration. Each epoch visits all rows once, in a new random order.
+
+    A row is repeated --responses_per_prompt times.
+    """
+    n = len(rows)
+    prompts = config.batch_size // config.responses_per_prompt
+    start = iteration * prompts
+    order = []                                      # of the epochs that this iteration is in
+    for epoch in range(start // n, (start + prompts - 1) // n + 1):
+        order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
+    iteration_rows = order[start % n :][:prompts]
+    return [row for row in iteration_rows for _ in range(config.responses_per_prompt)]
 
 
 def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
@@ -190,7 +207,6 @@ def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
     assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
         "Alg. 4 l.11: y ends with its EOS, or is cut off"
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
-    assert [*map(len, offsets)] == [*map(len, ids)], "Alg. 4 l.11: each y_t has its characters"
     padded = pad_batch(prompt_ids, ids, model.device)
     return Rollouts(rows, prompts, list(texts), list(offsets), *padded,                  # l.8
                     truncated=truncated)
@@ -221,7 +237,6 @@ def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
         assert len(judgement.delta) == n, \
             "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
         rollouts.delta[row, :n] = torch.tensor(judgement.delta)
-    assert not (rollouts.delta * (1 - rollouts.mask)).any(), "Alg. 4 l.13: no δ' on padding"
 
 
 @torch.no_grad()
@@ -241,16 +256,13 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
         logprobs = token_logprobs(hidden, weight, targets, config.temperature)           # l.7
         entropy = token_entropy(hidden, weight, config.temperature)
         logprobs_ref = token_logprobs(hidden_ref, weight, targets, config.temperature)
-        part = torch.zeros(4, *rollouts.mask[index].shape, device=model.device)
-        part[:, rollouts.sampled(index)] = torch.stack(
-            [logprobs, entropy, logprobs_ref, value_head(hidden)])
+        values = value_head(hidden)
+        sampled = rollouts.sampled(index)
+        part = torch.zeros(4, *sampled.shape, device=model.device)
+        part[:, sampled] = torch.stack([logprobs, entropy, logprobs_ref, values])
         scores[:, index] = part
     (rollouts.logprobs_old, rollouts.entropy,
      rollouts.logprobs_ref, rollouts.values) = all_sum(scores)
-    # NaN passes these asserts: `ppo_update` skips and counts such a step.
-    assert not rollouts.logprobs_old.max() > 1e-3, "Alg. 4 l.22: log π_θold of a probability"
-    assert not rollouts.logprobs_ref.max() > 1e-3, "Alg. 4 l.14: log π_ref of a probability"
-    assert not rollouts.entropy.min() < -1e-2, "Alg. 4 l.25: H ≥ 0"
 
 
 def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tensor, Tensor]:
@@ -276,21 +288,14 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     kl = rollouts.logprobs_old - rollouts.logprobs_ref
     rewards = (rollouts.delta - beta * kl) * mask                                        # l.14
     rollouts.rewards = rewards
-    assert not (rewards * (1 - mask)).any(), "Alg. 4 l.14: no r_t on padding"
     advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
-    if config.value_target == "return":                # l.24: Σ_k γ^{k−t} r_k, λ = 1 and V = 0
+    if config.value_target == "return":     # l.24: Σ_k γ^{k−t} r_k, as GAE with λ = 1 and V = 0
         no_values = torch.zeros_like(values)
         rollouts.returns, _ = gae(rewards, no_values, mask, config.gamma, 1.0)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
-    assert_equal_at(last, advantages, rewards - values, "§3.5, V = 0 after y: A_T = r_T − V")
-    assert_equal_at(last, rollouts.returns, rewards, "Alg. 4 l.24: R_T = r_T")
+    errors = (advantages + values - rewards).gather(1, last).abs()
+    assert not errors.max() > 1e-4, "§3.5, V = 0 after y: A_T = r_T − V"      # NaN passes
     rollouts.advantages = whiten(advantages, mask)
-
-
-def assert_equal_at(index: Tensor, x: Tensor, y: Tensor, equation: str):
-    """Assert x = y in column index[b] of each row b; x and y are [B, T], index is [B, 1]."""
-    pair = x.gather(1, index), y.gather(1, index)
-    assert torch.allclose(*pair, atol=1e-5, equal_nan=True), equation
 
 
 # ── The update (Alg. 4 l.19–32)
@@ -307,8 +312,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
     ranks change the update. A harmful step is skipped and counted. Raises InputError if all
     steps are harmful.
     """
-    for x in (rollouts.rewards, rollouts.advantages, rollouts.returns):
-        assert x.shape == rollouts.mask.shape, "Alg. 4 l.14–17: one r_t, A_t, R_t per token"
+    assert rollouts.advantages.shape == rollouts.returns.shape == rollouts.mask.shape, \
+        "Alg. 4 l.17: one A_t, R_t per token"
     parameters = optimizer_parameters(optimizer)
     steps = []
     skipped = 0
@@ -320,9 +325,9 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = norm.item()
             if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
-                is_first = not (steps or skipped)         # half precision may round ρ off 1
-                is_exact = is_first and model.dtype == torch.float32
-                assert not is_exact or abs(stats["ratio"] - 1) < 0.1, \
+                # ρ may differ from 1 after the first step, or because half precision rounds.
+                may_differ = steps or skipped or model.dtype != torch.float32
+                assert may_differ or abs(stats["ratio"] - 1) < 0.1, \
                     "Alg. 4 l.22: ρ = 1 until θ moves"
                 optimizer.step()                                                   # l.29–30
                 steps.append(stats)
@@ -331,12 +336,9 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             optimizer.zero_grad()
     model.eval()
     if not steps:
-        raise InputError(f"all optimizer steps of an iteration were skipped, because they were "
-                         f"not finite or their mean ratio exceeded {MAX_RATIO} (the last: "
-                         f"{stats}); lower --learning_rate")
-    if skipped > len(steps):
-        print_rank0(f"warning: {skipped} of {skipped + len(steps)} optimizer steps were "
-                    f"harmful and skipped; stop the run and lower --learning_rate")
+        raise InputError(f"all optimizer steps of an iteration were skipped: not finite, or "
+                         f"with a mean ratio above {MAX_RATIO} (the last: {stats}); lower "
+                         f"--learning_rate")
     means = {key: sum(step[key] for step in steps) / len(steps) for key in stats}
     return means | {"skipped_steps": skipped}
 
@@ -348,7 +350,7 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
     totals = []
     for group in rollouts.groups(minibatch, config):
         index = group[RANK::WORLD_SIZE]
-        with use_lora(model, "policy"):       # the backward pass may run the blocks again
+        with use_lora(model, "policy"):    # --activation_checkpointing: also while backward
             loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
             loss.backward()
         totals.append(torch.stack(list(stats.values())).detach())
@@ -365,12 +367,12 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
     hidden, targets = forward(model, rollouts, index, "policy")
     weight = head_weight(model)
     sampled = rollouts.sampled(index)                              # picks N of [rows, T] tokens
-    mask = rollouts.mask[index][sampled]                                            # all are 1
     logprobs_old = rollouts.logprobs_old[index][sampled]
     advantages = rollouts.advantages[index][sampled]
     values_old = rollouts.values[index][sampled]
     returns = rollouts.returns[index][sampled]
     logprobs = token_logprobs(hidden, weight, targets, config.temperature)
+    mask = torch.ones_like(logprobs)              # the padding is not among the N tokens
     values = value_head(hidden.detach())          # the value loss does not move the policy
     policy = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
     value = value_loss(values, values_old, returns, mask, config.value_clip, count)      # l.28
@@ -383,116 +385,23 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
         ratio = log_ratio.exp()
         stats = {
             "policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
-            "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # KL(π_old ‖ π), k3: ≥ 0
+            "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # estimates KL(π_old ‖ π)
             "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
         }
     return loss, stats
 
 
-# ── Helpers of the loop: rows, rates, logs
+# ── Algorithm 4
 
 def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
-    """Set the learning rates of θ and ψ for an iteration (Appendix D.2)."""
-    rate = config.learning_rate
-    for group, peak in zip(optimizer.param_groups, (rate, rate * config.value_rate_factor)):
-        group["lr"] = peak * decay(config, iteration)
+    """Set the rates of θ and ψ, which fall from their peaks to 0 (Appendix D.2)."""
+    factor = 1 - iteration / config.iterations
+    if config.schedule == "cosine":
+        factor = 0.5 * (1 - math.cos(math.pi * factor))
+    theta, psi = optimizer.param_groups
+    theta["lr"] = config.learning_rate * factor
+    psi["lr"] = config.learning_rate * config.value_rate_factor * factor
 
-
-def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
-    """The rows of an iteration. Each epoch visits all rows once, in a new random order.
-
-    A row is repeated --responses_per_prompt times.
-    """
-    n = len(rows)
-    prompts = config.batch_size // config.responses_per_prompt
-    start = iteration * prompts
-    end = start + prompts
-    order = []
-    for epoch in range(start // n, (end - 1) // n + 1):
-        order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
-    drawn = order[start % n :][:prompts]
-    return [row for row in drawn for _ in range(config.responses_per_prompt)]
-
-
-def decay(config: PolicyConfig, iteration: int) -> float:
-    """Factor of the learning rates, from 1 to 0: linear or cosine (Appendix D.2)."""
-    remaining = 1 - iteration / config.iterations
-    if config.schedule == "linear":
-        return remaining
-    return 0.5 * (1 - math.cos(math.pi * remaining))
-
-
-def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
-    """The metrics of one response that its judgement gives; shares are of its tokens."""
-    delta = judgement.delta
-    tokens = max(1, len(delta))
-    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
-            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
-            "truncated": float(is_truncated),
-            "unparseable": float(bool(judgement.reason)),
-            "conflicting": judgement.conflicts / tokens}
-
-
-def quote_shares(judgements: list[Judgement]) -> dict[str, float]:
-    """The shares of all quotes that give no reward, because their place is unknown."""
-    quotes = max(1, sum(judgement.quotes for judgement in judgements))
-    return {"unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
-            "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes}
-
-
-def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
-    """The metrics of each response, task.truth first; curves and tables show their means."""
-    scores = []
-    for row, text, judgement, is_truncated in zip(
-            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
-        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
-        scores.append(truth | score_response(judgement, is_truncated))
-    return scores
-
-
-def batch_metrics(rollouts: Rollouts, task) -> dict[str, float]:
-    """The means of `response_scores`, and metrics of the policy; report.NOTES explains them."""
-    scores = response_scores(rollouts, task)
-    metrics = {name: fmean(score[name] for score in scores) for name in scores[0]}
-    sampled = rollouts.mask.bool()
-    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
-    returns = rollouts.returns[sampled].double()
-    errors = returns - rollouts.values[sampled].double()
-    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    return metrics | quote_shares(rollouts.feedback) | {
-        "kl": kl.sum().item() / len(scores),                      # nats per response
-        "entropy": rollouts.entropy[sampled].double().mean().item(),
-        "explained_variance": 1 - unexplained.item()}
-
-
-def sample_row(rollouts: Rollouts, row: int) -> dict:
-    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
-    judgement = rollouts.feedback[row]
-    offsets = rollouts.offsets[row]
-    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
-              "critique": judgement.critique, "unreadable": judgement.reason,
-              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
-    if rollouts.advantages is not None:
-        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
-    return sample
-
-
-def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Path):
-    """Write an iteration's metrics and one sample; the metrics also go to --wandb."""
-    iteration = metrics["iteration"]
-    sample = sample_row(batch, (iteration - 1) % len(batch.rows))
-    append_row(out / "metrics.jsonl", metrics)
-    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
-    if config.wandb:
-        wandb = importlib.import_module("wandb")
-        if wandb.run is None:
-            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
-        wandb.log(metrics, step=iteration)
-    if iteration % 10 == 1:
-        print_rank0(f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")
-
-
-# ── Algorithm 4
 
 def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward_model_critic,
           advantages=add_advantages):
@@ -534,3 +443,76 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33
         save_tensors(out / "value_head.safetensors", value_head.state_dict(), {})
+
+
+# ── What is measured and logged
+
+def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
+    """The metrics of one response that its judgement gives; shares are of its tokens."""
+    delta = judgement.delta
+    tokens = max(1, len(delta))
+    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(is_truncated),
+            "unparseable": float(bool(judgement.reason)),
+            "conflicting": judgement.conflicts / tokens}
+
+
+def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
+    """The metrics of each response, task.truth first; curves and tables show their means."""
+    scores = []
+    for row, text, judgement, is_truncated in zip(
+            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
+        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
+        scores.append(truth | score_response(judgement, is_truncated))
+    return scores
+
+
+def mean_scores(scores: list[dict], judgements: list[Judgement]) -> dict[str, float]:
+    """The means of `response_scores`, and the shares of quotes whose place is unknown."""
+    means = {name: fmean(score[name] for score in scores) for name in scores[0]}
+    quotes = max(1, sum(judgement.quotes for judgement in judgements))
+    return means | {
+        "unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
+        "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes}
+
+
+def batch_metrics(rollouts: Rollouts, task) -> dict[str, float]:
+    """The means of the scores, and metrics of the policy; report.NOTES explains them."""
+    scores = response_scores(rollouts, task)
+    sampled = rollouts.mask.bool()
+    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
+    returns = rollouts.returns[sampled].double()
+    errors = returns - rollouts.values[sampled].double()
+    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    return mean_scores(scores, rollouts.feedback) | {
+        "kl": kl.sum().item() / len(scores),                      # nats per response
+        "entropy": rollouts.entropy[sampled].double().mean().item(),
+        "explained_variance": 1 - unexplained.item()}
+
+
+def sample_row(rollouts: Rollouts, row: int) -> dict:
+    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
+    judgement = rollouts.feedback[row]
+    offsets = rollouts.offsets[row]
+    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
+              "critique": judgement.critique, "unreadable": judgement.reason,
+              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
+    if rollouts.advantages is not None:
+        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
+    return sample
+
+
+def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Path):
+    """Write an iteration's metrics and one sample; the metrics also go to --wandb."""
+    iteration = metrics["iteration"]
+    sample = sample_row(batch, (iteration - 1) % len(batch.rows))
+    append_row(out / "metrics.jsonl", metrics)
+    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
+    if config.wandb:
+        wandb = importlib.import_module("wandb")
+        if wandb.run is None:
+            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
+        wandb.log(metrics, step=iteration)
+    if iteration % 10 == 1:
+        print_rank0(f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")

@@ -371,7 +371,7 @@ def run_report(directory) -> Path:
     settings = whole_rows(out / "config.json")
     if not settings:
         raise InputError(f"{out} has no config.json; name the --output_dir of a run")
-    facts = "model {model} · task {task} · critic: {critic_name}"
+    facts = "model {model} · task {task} · critic: {critic}"
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
         files = [whole_rows(out / name) for name in names]

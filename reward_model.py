@@ -22,27 +22,25 @@ B rows, T tokens of a response, N tokens of z in a flat batch, H hidden size.
 """
 
 import math
-import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from annotate import (Feedback, FeedbackError, Span, annotation_question, ask_annotator,
                       conflicting_tokens, ground, parse_feedback, token_offsets,
                       token_rewards)
-from ask import Journal
+from ask import Journal, Reply
 from data import (InputError, Task, chunks, examples, get_task, next_command, read_rows,
                   reward_prompt, run_script, write_rows)
 from model import (add_lora, encode_answer, encode_prompt, encode_text, eos_ids, gathered,
                    load_model, lora_parameters, response_hidden, save_lora, use_lora)
 from runtime import (RANK, WORLD_SIZE, all_sum, check_ranks, checkpointed, checksum,
-                     gather_rows, lock_directory, print_rank0, run_collective, save_settings,
-                     start_ranks, token_groups)
+                     gather_rows, lock_directory, print_rank0, save_settings, start_ranks,
+                     stop_ranks, token_groups)
 from sampling import context_length, generate, head_weight, pad_batch, token_logprobs
 from settings import FitConfig, RewardConfig, derive_settings, parse_flags
 
@@ -55,12 +53,13 @@ SAVE_EVERY = 100                                          # steps between checkp
 
 def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """−Σ_j log p_φ(z_j | z_<j, x, y) of all pairs (§3.4, Algorithm 3): a scalar in nats."""
-    prompts, z_ids = zip(*pairs)
-    *inputs, mask = pad_batch(prompts, z_ids, model.device)
-    indices = mask.flatten().nonzero().squeeze(1)           # tokens of z in the flat batch, [N]
-    hidden = response_hidden(model, *inputs, mask).flatten(0, 1)[indices]              # [N, H]
+    x_ids, z_ids = zip(*pairs)                              # x_ids: of the instruction, x and y
+    prompts, prompt_mask, z, z_mask = pad_batch(x_ids, z_ids, model.device)
+    indices = z_mask.flatten().nonzero().squeeze(1)         # tokens of z in the flat batch, [N]
+    hidden = response_hidden(model, prompts, prompt_mask, z, z_mask)                # h of all z
+    hidden = hidden.flatten(0, 1)[indices]                                             # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
-    targets = inputs[2].flatten()[indices]                                                # [N]
+    targets = z.flatten()[indices]                                                        # [N]
     return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
 
 
@@ -70,7 +69,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
 
     The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
     count_of(pair): the number of terms in this sum, by default the tokens of z. out: directory
-    of checkpoints; training continues from the newest one, if its rows and settings are these.
+    of checkpoints; training continues from the newest one, if it was made of the same pairs.
     The ranks share each batch. Raises InputError where a loss or gradient is not finite.
     """
     torch.manual_seed(config.seed)
@@ -83,8 +82,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     batches = []
     for _ in range(config.reward_epochs):
         batches += chunks(rng.sample(pairs, len(pairs)), config.reward_batch_size)
-    settings = [value for key, value in vars(config).items() if key.startswith("reward_")]
-    state = {"losses": [], "made_of": checksum(state=[config.seed, settings, pairs])}
+    state = {"losses": [], "made_of": checksum(state=pairs)}
     check_ranks(state)
     warm_up = max(1, len(batches) // 20)                                              # steps
     model.train()
@@ -113,32 +111,24 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
 def add_gradients(model, batch, config: RewardConfig, loss_of, count_of) -> float:
     """Add the gradients of this rank's part of a batch; return the mean loss of the batch."""
     terms = sum(map(count_of, batch))
-    mean_loss = 0.0
-    for group in pair_groups(batch, config):
-        rank_pairs = group[RANK::WORLD_SIZE]
+    lengths = [sum(map(len, pair)) for pair in batch]                       # tokens of x, y, z
+    mean_loss = 0.0                                         # this rank's share of the mean
+    for group in token_groups(range(len(batch)), lengths, config.micro_batch_tokens):
+        index = group[RANK::WORLD_SIZE]
         # FSDP needs all ranks in every forward pass; a rank without rows uses weight 0.
-        weight = 1 if rank_pairs else 0
-        loss = loss_of(model, rank_pairs or group[:1]) / terms * weight
+        weight = 1 if index else 0
+        rank_pairs = [batch[i] for i in index or group[:1]]
+        loss = loss_of(model, rank_pairs) / terms * weight
         loss.backward()
         mean_loss += loss.item()
     return sum(gather_rows([mean_loss]))
 
 
-def pair_groups(pairs: list[tuple], config: RewardConfig) -> list[list[tuple]]:
-    """The pairs, sorted by length, in groups for the ranks; see `token_groups`."""
-    lengths = [sum(map(len, pair)) for pair in pairs]
-    order = sorted(range(len(pairs)), key=lengths.__getitem__)
-    groups = token_groups(order, lengths, config.micro_batch_tokens)
-    return [[pairs[i] for i in group] for group in groups]
-
-
 # ── Phase 2: rows of feedback, [x ; y ; z]
 
 def _feedback_prompt(row: dict) -> str:
-    """x of a row of feedback.jsonl. Raises TypeError where a field is not a text or a list."""
-    texts = row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("the critique, the prompt and the spans must be texts")
+    """x of a row of feedback.jsonl. `join` raises TypeError where a field is not of texts."""
+    "".join(row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]])
     return row["prompt"]
 
 
@@ -170,17 +160,17 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     return kept_rows, pairs
 
 
-def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row: row["prompt"],
-               least: int = 0) -> tuple[list[dict], list[dict]]:
+def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of
+               ) -> tuple[list[dict], list[dict]]:
     """Split rows into (training rows, held-out rows) by their prompts (§4.1).
 
     All rows of a prompt are in the same part, and both parts keep the order of `rows`.
-    held_out: number of held-out prompts. It is reduced to a tenth of all prompts, but not below
-    `least`. prompt_of(row): the prompt of a row.
+    held_out: number of held-out prompts. It is reduced to a tenth of all prompts, or to one if
+    there are fewer than ten. A single prompt is not held out. prompt_of(row): the prompt.
     """
     prompts = sorted({str(prompt_of(row)) for row in rows})
     random.Random(seed).shuffle(prompts)
-    count = max(least, min(held_out, len(prompts) // 10))
+    count = min(held_out, max(1, len(prompts) // 10), len(prompts) - 1)
     held_out_prompts = set(prompts[:count])
     training = []
     evaluation = []
@@ -190,8 +180,8 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of=lambda row:
     return training, evaluation
 
 
-def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
-    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the metrics.
+def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> str:
+    """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the summary.
 
     data: the annotated rows. out: directory for the adapter, metrics and samples. Raises
     InputError if every training row is too long.
@@ -199,9 +189,10 @@ def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
     rows = read_rows(data, task=FEEDBACK)
     limit = min(config.reward_max_tokens, context_length(model))
     _lock = lock_directory(out)                       # held until the function ends
-    training, evaluation = split_rows(rows, config.reward_held_out, config.seed)
+    training, evaluation = split_rows(rows, config.reward_held_out, config.seed,
+                                      FEEDBACK.policy_prompt)
     _, pairs = encode_rows(training, tokenizer, limit)
-    held_out, held_pairs = encode_rows(evaluation, tokenizer, limit)
+    held_out, _ = encode_rows(evaluation, tokenizer, limit)
     too_long = len(rows) - len(pairs) - len(held_out)
     problem = (f"{data}: {too_long} of {len(rows)} rows have more than {limit} tokens "
                f"(--reward_max_tokens, or the model's context)")
@@ -210,17 +201,10 @@ def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
     if too_long:
         print_rank0(f"left out: {problem}")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
-    metrics = {"training_rows": len(pairs), "too_long": too_long, "steps": len(losses),
-               "final_loss": losses[-1]}
-    with gathered(model), torch.no_grad():
+    with gathered(model):
         figures, samples = judge_rows(model, tokenizer, held_out, config.max_critique_tokens)
-        with use_lora(model, "reward"):                                          # L_R(φ)
-            held_losses = [z_loss(model, group[RANK::WORLD_SIZE]).item()
-                           for group in pair_groups(held_pairs, config)
-                           if group[RANK::WORLD_SIZE]]
-    if held_out:
-        loss = sum(gather_rows([sum(held_losses)])) / sum(len(z) for _, z in held_pairs)
-        metrics |= {"held_out_rows": len(held_out), "held_out_loss": loss, **figures}
+    metrics = {"training_rows": len(pairs), "too_long": too_long, "final_loss": losses[-1],
+               "held_out_rows": len(held_out), **figures}
     if RANK == 0:
         save_lora(model, "reward", out / "adapter")                                      # l.8
         write_rows(out / "losses.jsonl", [{"iteration": step, "loss in nats per token of z": x}
@@ -228,7 +212,7 @@ def fit(model, tokenizer, config: RewardConfig, data, out: Path) -> dict:
         write_rows(out / "samples.jsonl", samples)
         # This file is written last, because its presence marks the phase as finished.
         write_rows(out / "metrics.json", [metrics])
-    return metrics
+    return summary(metrics)
 
 
 # ── Critiques of R_φ and of the annotator: z' ~ R_φ(z' | x, y) and its δ'
@@ -254,8 +238,7 @@ def read_judgement(critique: str, text: str, offsets, repeats_are_poor=False) ->
     """
     try:
         if not critique:
-            raise FeedbackError("no critique: the response is empty or too long for R_φ, or "
-                                "R_φ wrote nothing")
+            raise FeedbackError("no critique: the response is empty or too long for R_φ")
         feedback = parse_feedback(critique, response=text)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
@@ -266,7 +249,6 @@ def read_judgement(critique: str, text: str, offsets, repeats_are_poor=False) ->
 def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:
     """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
     delta = token_rewards(text, offsets, grounding.spans)                              # l.13
-    assert len(delta) == len(offsets), "Alg. 4 l.13: one δ'_t per token of y"
     return Judgement(critique, delta, "", len(feedback.good_spans + feedback.poor_spans),
                      len(grounding.unmatched), grounding.ambiguous,
                      conflicting_tokens(text, offsets, grounding.spans), grounding.spans)
@@ -292,9 +274,8 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     with use_lora(model, "reward", merge=True):
         critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, temperature,
                                 eos_ids(tokenizer, model), u, batch_size)
-    assert len(critique_ids) == len(prompt_ids), "Alg. 4 l.12: one z' for each y"
     critiques = [""] * len(responses)
-    for i, ids in zip(prompt_ids, critique_ids):
+    for i, ids in zip(prompt_ids, critique_ids, strict=True):
         critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
     return critiques
 
@@ -310,22 +291,21 @@ def judge_by_annotator(batch, config) -> list[Judgement]:
     if task.tests and config.allow_code_execution:
         from measures.sandbox import add_outcomes
         rows = add_outcomes(rows, task)
-    questions = {i: annotation_question(example, config)
-                 for i, example in enumerate(examples(task, rows)) if batch.texts[i].strip()}
+    questions = [annotation_question(example, config) for example in examples(task, rows)
+                 if example["response"].strip()]
     path = Path(config.output_dir, "feedback.jsonl.journal")
     with Journal(path, *config.prices) as journal:
-        replies = ask_annotator([*questions.values()], journal, config)
-    judgements = [Judgement("", [0.0] * len(offsets), "the response is empty")
-                  for offsets in batch.offsets]
-    for i, reply in zip(questions, replies):
+        replies = iter(ask_annotator(questions, journal, config))
+    judgements = []
+    for text, offsets in zip(batch.texts, batch.offsets):
+        reply = next(replies) if text.strip() else Reply("", "the response is empty")
         if reply.reason:
-            judgements[i] = replace(judgements[i], critique=reply.text, reason=reply.reason)
+            judgements.append(Judgement(reply.text, [0.0] * len(offsets), reply.reason))
             continue
         feedback, grounding = reply.value
         if task.repeats_are_poor:
-            grounding = ground(batch.texts[i], feedback, repeats_are_poor=True)
-        judgements[i] = reward_tokens(reply.text, batch.texts[i], batch.offsets[i], feedback,
-                                      grounding)
+            grounding = ground(text, feedback, repeats_are_poor=True)
+        judgements.append(reward_tokens(reply.text, text, offsets, feedback, grounding))
     return judgements
 
 
@@ -379,8 +359,7 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     critiques = write_critiques(model, tokenizer, [row["prompt"] for row in rank_rows],
                                 [row["response"] for row in rank_rows], max_critique_tokens)
     for row, z in zip(rank_rows, critiques):
-        ids = encode_text(tokenizer, row["response"])
-        text, offsets = token_offsets(tokenizer, ids)
+        text, offsets = token_offsets(tokenizer, encode_text(tokenizer, row["response"]))
         annotation = Feedback("", row["good_spans"], row["poor_spans"])
         truth = token_rewards(text, offsets, ground(text, annotation).spans)
         judgement = read_judgement(z, text, offsets)
@@ -395,28 +374,19 @@ def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     return figures | token_figures(counts), gather_rows(samples)
 
 
-FEW_TOKENS = 30                          # fewer poor tokens do not tell what R_φ finds
-LEAST_RECALL = 0.2
-
-
 def summary(metrics: dict) -> str:
-    """One line with the held-out loss of R_φ and the precision and recall of its tokens.
+    """One line with the precision and recall of the tokens that R_φ marks, and a warning.
 
-    A second line warns of a weak R_φ: it finds less than a fifth of the poor tokens, or is not
-    more precise than random marks.
+    R_φ is weak if it finds less than a fifth of the poor tokens, or if random marks would be as
+    precise.
     """
-    if "held_out_loss" not in metrics:
+    if not metrics["held_out_rows"]:
         return "trained, but not evaluated: too few rows to hold any out"
     figures = ", ".join(f"{name} {metrics[name] or 0.0:.3f}" for name in (
-        "held_out_loss", "poor_precision", "poor_recall", "good_precision", "good_recall",
-        "unparseable"))
-    count = metrics["poor_tokens"]
-    share = count / max(1, metrics["tokens"])
+        "poor_precision", "poor_recall", "good_precision", "good_recall", "unparseable"))
+    share = metrics["poor_tokens"] / max(1, metrics["tokens"])
     text = f"{figures}; {share:.3f} of {metrics['tokens']} held-out tokens are poor"
-    if count < FEW_TOKENS:
-        return f"{text}\nwarning: too few poor tokens to say what R_φ finds; annotate more rows"
-    if (metrics["poor_recall"] or 0.0) < LEAST_RECALL or (
-            metrics["poor_precision"] or 0.0) <= share:
+    if (metrics["poor_recall"] or 0.0) < 0.2 or (metrics["poor_precision"] or 0.0) <= share:
         text += ("\nwarning: R_φ is weak; annotate more rows, raise --reward_epochs, or use "
                  "--critic annotator")
     return text
@@ -427,22 +397,20 @@ def summary(metrics: dict) -> str:
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
     config = parse_flags(FitConfig, __doc__)
-    if os.path.isfile(config.data):
-        task = read_rows(config.data)[0].get("task") or config.task
-        # If the command line has a --task, it comes later and has priority.
-        config = parse_flags(FitConfig, __doc__, ["--task", task, *sys.argv[1:]])
+    task = read_rows(config.data)[0].get("task") or config.task
+    # If the command line has a --task, it comes later and has priority.
+    config = parse_flags(FitConfig, __doc__, ["--task", task, *sys.argv[1:]])
     out = Path(config.output_dir)
-    device = start_ranks()
-    model, tokenizer = load_model(config.model, config.dtype, device, config.shard,
+    model, tokenizer = load_model(config.model, config.dtype, start_ranks(), config.shard,
                                   config.activation_checkpointing)
     config = derive_settings(config, 0, model)
     save_settings(config, out)
-    metrics = fit(model, tokenizer, config, config.data, out)
+    text = fit(model, tokenizer, config, config.data, out)
     data = None if get_task(config.task).rows else "ROWS"           # the toy world makes rows
     command = next_command("text2grad.py", task=config.task, model=config.model, data=data,
                            reward_model=out / "adapter", output_dir=f"{out}-policy")
-    print_rank0(f"{out}: {summary(metrics)}\n{command}")
-    run_collective(dist.destroy_process_group)
+    print_rank0(f"{out}: {text}\n{command}")
+    stop_ranks()
 
 
 if __name__ == "__main__":

@@ -60,6 +60,11 @@ def start_ranks() -> torch.device:
     return device
 
 
+def stop_ranks():
+    """Leave the other ranks, if any."""
+    run_collective(dist.destroy_process_group)
+
+
 def run_collective(collective, *args, **options):
     """Run a collective operation of torch.distributed; with one rank, do nothing.
 
@@ -93,15 +98,16 @@ def all_sum(x: Tensor) -> Tensor:
     return x
 
 
-def token_groups(order: list[int], lengths: list[int], limit: int) -> list[list[int]]:
-    """Cut rows into groups; each rank takes group[RANK::WORLD_SIZE] in one forward pass.
+def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
+    """Rows by their length, in groups; each rank takes group[RANK::WORLD_SIZE] in one pass.
 
-    lengths[i]: tokens of row i. With padding, the share of a rank has at most `limit` tokens,
-    or one row. All ranks have equally many passes, as FSDP needs.
+    index: numbers of the rows. lengths[i]: tokens of row i. With padding, the share of a rank
+    has at most `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
     """
     groups = []
+    order = sorted(index, key=lengths.__getitem__)
     for rows in chunks(order, WORLD_SIZE):               # one row for each rank
-        longest = max(lengths[i] for i in groups[-1] + rows) if groups else limit
+        longest = lengths[rows[-1]]                      # of the sorted rows so far
         if groups and (len(groups[-1]) // WORLD_SIZE + 1) * longest <= limit:
             groups[-1] += rows
         else:
@@ -256,12 +262,12 @@ CHANGEABLE = set("""
     rollout_batch_size activation_checkpointing shard wandb allow_code_execution
     torch transformers commit""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
-# "reward_", may change until phase 2 has ended. All others bind once a phase has ended.
+# "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
 POLICY_SETTINGS = set("""
     reward_model critic iterations passes learning_rate value_rate_factor batch_size
     minibatch_size responses_per_prompt kl_coef kl_target kl_horizon gamma lam ppo_epochs
     schedule clip value_clip value_coef value_target entropy_coef lora_r lora_alpha
-    lora_targets critic_name""".split())
+    lora_targets""".split())
 VERSION = 5                                          # of the files in a run directory
 
 
@@ -280,7 +286,7 @@ def lock_directory(directory: Path):
 def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    names: further entries, such as the critic of phase 3.
+    names: further entries, such as a hash of the annotator's source.
     """
     def exists(*patterns) -> bool:
         return any(path for pattern in patterns for path in directory.glob(pattern))
@@ -297,7 +303,7 @@ def save_settings(config, directory: Path, **names):
         raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
                          f"this project; choose another --output_dir")
     has_policy = exists("checkpoint-*", "result.json")
-    has_reward_model = has_policy or exists("metrics.json", "reward/metrics.json")
+    has_reward_model = has_policy or exists("reward/checkpoint-*", "reward/metrics.json")
     has_rows = has_reward_model or exists("responses.jsonl")
     changes = []
     for name in saved.keys() & settings.keys() - CHANGEABLE:
@@ -322,17 +328,16 @@ def reward_model_hint(directory: Path) -> str:
     return f", with --reward_model {adapter}" if adapter.exists() else ""
 
 
-def run_phase(name: str, result: str, directory: Path, function):
-    """Run a phase, unless its last file exists. function() returns a summary."""
+def run_phase(name: str, result: str, directory: Path, function, *args):
+    """Run a phase, unless its last file exists. The function returns a summary."""
     if gather_rows([(directory / result).exists()])[0]:                # as rank 0 sees it
         print_rank0(f"{name}: reused {directory / result}")
         return
     start = time.time()
-    summary = function()
+    summary = function(*args)
     if RANK == 0:
         row = {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
-               "seconds": time.time() - start, "summary": summary,
-               "GB on the GPU": torch.cuda.max_memory_allocated() / 1e9}  # 0 without one
+               "seconds": time.time() - start, "summary": summary}
         append_row(directory / "phases.jsonl", row)
         print_rank0(f"{name}: {summary} ({row['seconds']:.0f} s)")
 

@@ -77,8 +77,7 @@ def write_merged(model, tokenizer, directory):
     os.mkdir(directory)
     merge_lora(model, "policy")
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-    model.generation_config = GenerationConfig(do_sample=False,
-                                               eos_token_id=eos_ids(tokenizer, model))
+    model.generation_config = GenerationConfig(eos_token_id=eos_ids(tokenizer, model))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     print(f"{directory}/ holds the merged model")
@@ -88,8 +87,7 @@ def main():
     """Answer a prompt with the base and the policy, or write the merged model."""
     config = parse_flags(SampleConfig, __doc__)
     path = Path(config.adapter, "adapter_config.json")
-    adapter_config = json.loads(path.read_text())
-    base = config.model or adapter_config["base_model_name_or_path"]
+    base = config.model or json.loads(path.read_text())["base_model_name_or_path"]
     model, tokenizer = load_model(base, "float32" if config.merge else None)
     load_lora(model, "policy", config.adapter)
     if config.merge:

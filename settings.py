@@ -93,9 +93,9 @@ class RewardConfig(BaseConfig):
     reward_epochs: int = flag(5, "passes over the annotated rows", least=1)
     reward_batch_size: int = flag(4, "rows per optimizer step", least=1)
     reward_learning_rate: float | None = flag(
-        None, "peak rate; none: by the size of the model", most=10)
-    reward_weight_decay: float = flag(0.0, "weight decay", most=10)
-    reward_lora_r: int = flag(16, "rank of the adapter", least=1, most=10**4)
+        None, "peak rate; none: by the size of the model")
+    reward_weight_decay: float = flag(0.0, "weight decay")
+    reward_lora_r: int = flag(16, "rank of the adapter", least=1)
     reward_lora_alpha: float = flag(32, "the update is scaled by alpha / r")
     reward_lora_dropout: float = flag(0.0, "dropout", most=0.99)
     reward_lora_targets: str = flag(
@@ -131,7 +131,7 @@ class PolicyConfig(BaseConfig):
     ppo_epochs: int = flag(2, "passes over each batch", least=1)
     minibatch_size: int = flag(8, "rollouts per optimizer step, all ranks", least=1)
     learning_rate: float | None = flag(
-        None, "peak rate; none: by the size of the model", most=10)
+        None, "peak rate; none: by the size of the model")
     value_rate_factor: float = flag(10.0, "rate of the value head / of the policy")
     schedule: str = flag("cosine", "learning rate decay", ("linear", "cosine"))
     clip: float = flag(0.2, "PPO clip range ε")
@@ -139,7 +139,7 @@ class PolicyConfig(BaseConfig):
     value_coef: float = flag(0.1, "weight of the value loss")
     value_target: str = flag("gae", "target of V: A + V, or Alg. 4 l.24", ("gae", "return"))
     entropy_coef: float = flag(0.0, "weight β_H of the entropy bonus")
-    lora_r: int = flag(16, "rank of the adapter", least=1, most=10**4)
+    lora_r: int = flag(16, "rank of the adapter", least=1)
     lora_alpha: float = flag(32, "the update is scaled by alpha / r")
     lora_targets: str = flag("q_proj,k_proj,v_proj,o_proj", "layers with an adapter")
     allow_code_execution: bool = flag(False, "kodcode: run tests of responses")

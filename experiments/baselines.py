@@ -458,7 +458,8 @@ def main(argv=None):
     if name in METHODS:
         train_baseline(name, config)
     elif name in designs:
-        text2grad.main(config, designs[name], name in LEARNT)
+        critic_name = "reward_model" if name in LEARNT else "annotator"
+        text2grad.main(replace(config, critic=critic_name), designs[name])
     else:
         text2grad.main(config, advantages=ADVANTAGES[name])
 
@@ -470,7 +471,8 @@ def train_baseline(name: str, config: Config):
     if WORLD_SIZE > 1:
         raise InputError(f"{name} runs in one process only: start it without torchrun")
     out = Path(config.output_dir)
-    check_config(config, out, name != "sft")
+    if name != "sft":
+        check_config(config, out)
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
     rows, heldout_rows = (drop_long_rows(part, model, tokenizer, config)

@@ -1,6 +1,6 @@
 // Recomputes one response while it or its critique is edited: quotes → spans → δ → r → A.
 // `parse`, `ground` and `rewards` follow annotate.py (Algorithm 2), `advantages` follows
-// text2grad.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
+// policy.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
 // Not supported: replies with several JSON objects or errors of JSON that annotate.py reads,
 // and languages without spaces between words.
 "use strict";
@@ -71,11 +71,11 @@ function ground(response, { good, poor }) {
 }
 
 // δ_t of each token: +1 in a good span, −1 in a poor span, else 0 (§3.3, Alg. 2 l.15–28).
-// `conflicts` lists the tokens in spans of both signs, `half` the tokens partly in a span.
+// `conflicts` lists the tokens in spans of both signs.
 function rewards(text, offsets, spans) {
   const units = [0];    // Python offsets count characters, JavaScript counts UTF-16 units
   for (const char of text) units.push(units.at(-1) + char.length);
-  const result = { delta: [], conflicts: [], half: [] };
+  const result = { delta: [], conflicts: [] };
   offsets.forEach(([first, last], t) => {
     const piece = text.slice(units[first], units[last]), word = piece.trim() || piece;
     const start = units[first] + piece.indexOf(word), end = start + word.length;
@@ -83,8 +83,6 @@ function rewards(text, offsets, spans) {
     const labels = new Set(spans.filter(holds).map((span) => span.label));
     result.delta.push(labels.has(1) - labels.has(-1));
     if (labels.size > 1) result.conflicts.push(t);
-    const part = (s) => text.slice(Math.max(start, s.start), Math.min(end, s.end)).trim();
-    if (!labels.size && spans.some(part)) result.half.push(t);
   });
   return result;
 }
@@ -148,13 +146,12 @@ function update() {
   const response = byId("response").value;
   const { text, tokens, offsets } = response === PAGE.text ? PAGE : split(response);
   const { spans, unmatched, ambiguous } = ground(text, quotes);
-  const { delta, conflicts, half } = rewards(text, offsets, spans);
+  const { delta, conflicts } = rewards(text, offsets, spans);
   const logRatio = delta.map((_, t) => ((7 * t) % 9 - 4) / 10);
   const values = delta.map(() => set.value);
   const { r, A, white } = advantages(delta, logRatio, values, set);
   const limit = delta.some(Boolean) ? 2 : Infinity;    // no colour if nothing is rewarded
   const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
-    "tokens half inside": half.map((t) => tokens[t]),
     "tokens in spans of both signs": conflicts.map((t) => tokens[t]) };
   const lines = Object.entries(unrewarded).filter(([, items]) => items.length)
     .map(([name, items]) => `${name}: ‹${items.join("› ‹")}›`);

@@ -343,4 +343,4 @@ def test_what_was_sampled_with_a_cache_is_scored_alike_wherever_a_run_is_accepte
 def test_an_adapter_is_no_base(tmp_path, toy_model):
     add_lora(toy_model[0], "policy", 4, 8)
     save_lora(toy_model[0], "policy", tmp_path / "adapter")
-    assert "and the adapter as --adapter" in refusal(load_model, tmp_path / "adapter")
+    assert "is an adapter; give its base" in refusal(load_model, tmp_path / "adapter")

@@ -583,7 +583,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     sample = read("true_end", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "true_end" / "reward").exists()
-    assert read("true_end", "config.json")["critic_name"] == "toy:critique"
+    assert read("true_end", "config.json")["critic"] == "annotator"
     function = "--annotator_function", "toy:fact_accuracy"
     run("score", *function)
     assert function[0] not in " ".join(flags_of("score"))

@@ -50,7 +50,7 @@ def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_pa
     assert "elsewhere" in message                      # R_φ needs an adapter that is there
     message = error_message("text2grad.py", *RUN, "--output_dir", tmp_path / "run",
                             "--annotator_function", "toy:fact_accuracy")
-    assert "critic_name was toy:critique, is toy:fact_accuracy" in message
+    assert "annotator_function was toy:critique, is toy:fact_accuracy" in message
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -64,7 +64,7 @@ def test_a_critic_that_cannot_judge_is_one_line(tmp_path, monkeypatch, flags, me
 
 def test_every_name_that_binds_a_run_is_a_flag():
     flags = {setting.name for setting in fields(Config)}
-    assert POLICY_SETTINGS - {"critic_name"} <= flags
+    assert POLICY_SETTINGS <= flags
     assert CHANGEABLE - {"torch", "transformers", "commit"} <= flags
 
 

@@ -19,8 +19,8 @@ from model import add_lora, encode_prompt, lora_parameters, response_hidden, use
 from reward_model import Judgement, encode_rows, fit_adapter, read_judgement, split_rows, z_loss
 from sampling import head_weight, token_logprobs
 from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scores, batch_rows,
-                    decay, gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
-                    value_loss, whiten)
+                    gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
+                    set_learning_rates, value_loss, whiten)
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
@@ -540,10 +540,15 @@ def test_every_pass_takes_every_rollout_once(policy, spy):  # Alg. 4 l.19; Alg. 
 def test_learning_rate_is_torchs_schedule(schedule, oracle):
     """From the peak at iteration 0 to zero after the last, every step against torch."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
+    ours = torch.optim.SGD([{"params": torch.zeros(1)}, {"params": torch.zeros(1)}])
+    config = toy_config(schedule=schedule, iterations=10, learning_rate=3e-4)
     scheduler = oracle(optimizer, 10)
     for iteration in range(11):
-        rate = 3e-4 * decay(toy_config(schedule=schedule, iterations=10), iteration)
-        assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-6, abs=1e-12)
+        set_learning_rates(ours, config, iteration)
+        rates = [group["lr"] for group in ours.param_groups]
+        expected = scheduler.get_last_lr()[0]
+        assert rates == pytest.approx([expected, expected * config.value_rate_factor],
+                                      rel=1e-6, abs=1e-12)
         optimizer.step()
         scheduler.step()
 
@@ -621,13 +626,13 @@ def test_encode_rows_leaves_out_rows_that_are_too_long(toy_model):
 @given(st.integers(1, 60), st.integers(0, 8), seeds)
 def test_split_rows_keeps_a_prompt_on_one_side(n, held_out, seed):
     """No prompt, here a list of messages, is both trained on and judged by; none is lost; at
-    most a tenth is held out."""
+    most a tenth is held out, or one prompt of fewer than ten."""
     rows = [{"x": [{"role": "user", "content": str(i % n)}], "id": i} for i in range(2 * n)]
     split = lambda count, seed: split_rows(rows, count, seed, lambda row: row["x"])
     train, held = split(held_out, seed)
     assert not any(row["x"] == other["x"] for row in train for other in held)
     assert sorted(train + held, key=lambda row: row["id"]) == rows
-    assert len(held) == 2 * min(held_out, n // 10)
+    assert len(held) == 2 * min(held_out, max(1, n // 10), n - 1)
     assert (train, held) == split(held_out, seed)
     others = [split(8, seed)[1] for seed in range(9)]
     assert n < 20 or others != others[:1] * 9, "another seed holds out other prompts"

@@ -237,8 +237,6 @@ from data import Task
 BAD = Task("bad", lambda row: row["question"], settings={
     "reward_lora_targets": "q_prj", "max_new_tokens": 9, "max_critique_tokens": 9})
 MISSPELT = Task("misspelt", lambda row: row["question"], settings={"kl_coeff": 0.3})
-ROWS = Task("rows", lambda row: row["text"],
-            rows=lambda split, n, seed: [{"text": "a"}] * 9 + [{"txt": "a"}])
 """
 SOLVED = {"test": "assert f()", "response": "def f(): return 1"}
 FILES = {
@@ -256,7 +254,7 @@ SLF5K = "--task slf5k --data {}/none --reward_model {}/r"
 REFUSED = [
     (BASE, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of"),
     (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
-    (f"{LOCAL} --data {{}}/same.jsonl", "same.jsonl: all rows have the same prompt; add rows"),
+    (f"{LOCAL} --data {{}}/same.jsonl", "no prompt is left for training or evaluation"),
     (f"{BASE} --data {{}}/prompts.jsonl", "OPENAI_API_KEY"),
     (SLF5K, "No such file"),
     ("--annotator_function toy:nothing", "--annotator_function toy:nothing"),
@@ -265,8 +263,6 @@ REFUSED = [
     (f"{TASK} bad_tasks:BAD", "has no linear layer named q_prj"),
     (f"{TASK} bad_tasks:MISSPELT",
      "the settings of --task bad_tasks:MISSPELT: unrecognized arguments: --kl_coeff"),
-    ("--task bad_tasks:ROWS --annotator_function toy:critique",
-     "its `rows`: the row does not fit"),
     (f"{CODE} {{}}/solved.jsonl", "needs the outcomes of the tests"),
     (f"{CODE} {{}}/tested.jsonl", "needs the outcomes of the tests"),
     ("--reward_model {}", "adapter_config.json is missing or damaged"),
@@ -281,7 +277,7 @@ REFUSED = [
     ("--kl_target nan", "--kl_target: "), ("--gamma 3", "--gamma: "),
     ("--clip -0.1", "--clip: "), ("--dtype fp16", "--dtype: "), ("--seed -1", "--seed: "),
     (f"--iterations {'9' * 5000}", "--iterations: "), ("--learning_rat 1", "--learning_rat"),
-    ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"), ("--shard", "torchrun"),
+    ("--kl_penalty 0", "unrecognized arguments: --kl_penalty"),
     ("--learning-rates 1", "similar: --learning_rate"), ("--xyz", "--xyz (--help"),
     ("--max_usd 1 --annotator_function none", "--max_usd needs --price_in")]
 

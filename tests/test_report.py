@@ -160,9 +160,9 @@ def run(tmp_path):
         **{f"{when}_samples.jsonl": [
             row_of(i, f"{when} {i}", id=f"row-{i}", scores={"fact accuracy": i / 20 + gain})
             for i in range(20)] for when, gain in (("before", 0.0), ("after", .25))},
-        "config.json": [{"task": "toy", "model": "toy/base", "critic_name": "R_φ",
+        "config.json": [{"task": "toy", "model": "toy/base", "critic": "annotator",
                          "temperature": 0.7}],
-        "reward/metrics.json": [{"held_out_loss": .25}],
+        "reward/metrics.json": [{"poor_recall": .25}],
         "reward/losses.jsonl": [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)],
         "phases.jsonl": [{"phase": "policy", "seconds": 4.1}]})
     return tmp_path / "my run"
@@ -175,13 +175,13 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run):
     assert_closed(text)
     assert "does not exist" not in text and page.all("h1")[0][1] == "Text2Grad: my run"
     first, limits, *_ = [text for attributes, text in page.all("div", **{"class": "text"})]
-    assert first == "model toy/base · task toy · critic: R_φ" and limits == "none"
+    assert first == "model toy/base · task toy · critic: annotator" and limits == "none"
     assert [text for _, text in page.all("h2")] == [
         "Before and after", "Metrics above their limits", "Curves",
         "Held-out examples, before and after training", "Samples, by iteration", "Loss of R_φ",
         "Reward model", "Phases", "Settings"]
     assert len(page.all("figure")) == len(NOTES) + 2
-    for line in ("held_out_loss: 0.25", "phase: policy\nseconds: 4.1", "temperature: 0.7"):
+    for line in ("poor_recall: 0.25", "phase: policy\nseconds: 4.1", "temperature: 0.7"):
         assert line in text
 
 
@@ -232,7 +232,7 @@ def test_no_text_of_a_run_becomes_markup(run, text):
         "samples.jsonl": [{"iteration": i, **row} for i in range(1, 9)],
         "before_samples.jsonl": [row] * 20, "after_samples.jsonl": [row] * 20,
         "config.json": [{"task": text, "model": text, text: text, "temperature": 1,
-                         "critic_name": text}],
+                         "critic": text}],
         "phases.jsonl": [{"phase": text, text: 1.0}],
         "metrics.jsonl": [row | {text: row.pop("fact accuracy")} for row in metrics],
         "reward/losses.jsonl": [{"iteration": i, text: 1 / i} for i in (1, 2, 3)]})

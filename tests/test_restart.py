@@ -135,11 +135,11 @@ def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(flags, 
     assert [row["iteration"] for row in metrics] == [*range(1, 17)]
 
 
-def fitted(out, stops_after=None, rows=30, **changes):
+def fitted(out, stops_after=None, rows=30):
     """The losses, tensors and step count of a fit with dropout, which may stop early."""
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(rows)]
-    config = toy_config(reward_batch_size=4, reward_lora_dropout=0.3, **changes)
+    config = toy_config(reward_batch_size=4, reward_lora_dropout=0.3)
     steps = []
 
     def loss(model, part):
@@ -153,16 +153,14 @@ def fitted(out, stops_after=None, rows=30, **changes):
 
 
 def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
-    """A fit killed in step 11 of 16 resumes after step 9. With other rows, another seed or
-    another setting it starts anew."""
+    """A fit killed in step 11 of 16 resumes after step 9. With other rows it starts anew."""
     monkeypatch.setattr(reward_model, "SAVE_EVERY", 3)
     losses, tensors, _ = fitted(None)
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, stops_after=11)
     assert numbers(tmp_path) == [6, 9]
-    for changes in ({"rows": 31}, {"seed": 1}, {"reward_learning_rate": 1e-3}):
-        other = shutil.copytree(tmp_path, tmp_path / str(changes))
-        assert fitted(other, **changes)[2] == 16 and numbers(other) == [15, 16]
+    other = shutil.copytree(tmp_path, tmp_path / "other")
+    assert fitted(other, rows=31)[2] == 16 and numbers(other) == [15, 16]
     resumed_losses, resumed, steps = fitted(tmp_path)
     assert resumed_losses == losses and len(losses) == 16 and steps == 7
     assert all(torch.equal(a, b) for a, b in zip(tensors, resumed, strict=True))
@@ -286,14 +284,13 @@ def spoil(monkeypatch, harms):
 
 
 def test_harmful_steps_are_skipped_and_counted(flags, tmp_path, monkeypatch, capsys):
-    """Six of 24 steps are harmful, so AdamW takes 18. A warning appears if most steps of an
-    iteration are skipped."""
+    """Six of 24 steps are harmful, so AdamW takes 18. A warning follows at the end."""
     spoil(monkeypatch, {2: WITHOUT_GRADIENT, 7: FAR_OFF, 12: INFINITE, 21: FAR_OFF,
                         22: INFINITE, 24: FAR_OFF})
     run_main(*flags, tmp_path)
     metrics = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
-    assert capsys.readouterr().out.count("3 of 4 optimizer steps were harmful") == 1
+    assert "warning: skipped_steps is 1: " in capsys.readouterr().out
     tensors = load_file(tmp_path / "checkpoint-000006.safetensors")
     assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
 

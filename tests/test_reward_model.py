@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from data import InputError, reward_prompt, write_rows
-from helpers import randomise, toy_config, toy_feedback
+from helpers import randomise, read_jsonl, toy_config, toy_feedback
 from model import add_lora, load_lora, lora_parameters, use_lora
 from reward_model import (count_tokens, encode_rows, fit, fit_adapter, split_rows, summary,
                           token_figures, write_critiques, z_loss)
@@ -102,8 +102,8 @@ def test_a_step_that_is_not_finite_ends_the_fit_in_one_line(toy_model):
 
 # ── Phase 2
 
-def test_the_held_out_loss_is_of_r_phi_per_token_of_z(toy_model, tmp_path, spy):
-    """metrics.json against `z_loss` of the saved adapter, and against the base's loss.
+def test_the_loss_of_held_out_rows_falls(toy_model, tmp_path, spy):
+    """`z_loss` per token of the saved adapter against that of the base.
 
     No held-out row is among those that R_φ is fitted to. After two passes over 40 rows the
     ratio of the two losses is .288 ± .046 (8 seeds and sets of rows); the bound is 4 standard
@@ -114,9 +114,9 @@ def test_the_held_out_loss_is_of_r_phi_per_token_of_z(toy_model, tmp_path, spy):
     write_rows(tmp_path / "rows.jsonl", rows)
     config = toy_config(reward_epochs=2, reward_held_out=4, max_critique_tokens=8)
     fitted = spy("reward_model.fit_adapter", lambda model, pairs, *_, **__: pairs)
-    metrics = fit(model, tokenizer, config, tmp_path / "rows.jsonl", tmp_path / "r")
+    fit(model, tokenizer, config, tmp_path / "rows.jsonl", tmp_path / "r")
     load_lora(model, "saved", tmp_path / "r" / "adapter")
-    _, held_out = split_rows(rows, 4, config.seed)
+    _, held_out = split_rows(rows, 4, config.seed, lambda row: row["prompt"])
     _, pairs = encode_rows(held_out, tokenizer, 512)
     assert len(fitted[0]) == 36 and not any(pair in pairs for pair in fitted[0])
     tokens = sum(len(z) for _, z in pairs)
@@ -124,8 +124,6 @@ def test_the_held_out_loss_is_of_r_phi_per_token_of_z(toy_model, tmp_path, spy):
     for name in (None, "saved"):
         with use_lora(model, name), torch.no_grad():
             loss[name] = z_loss(model, pairs).item() / tokens
-    assert metrics["held_out_rows"] == 4
-    assert metrics["held_out_loss"] == pytest.approx(loss["saved"], rel=1e-4)
     assert loss["saved"] < 0.47 * loss[None]
 
 
@@ -136,7 +134,8 @@ def test_rows_that_are_too_long_are_counted_on_the_terminal(toy_model, tmp_path,
         row["critique"] = "word " * 600
     write_rows(data, rows)
     config = toy_config(reward_epochs=1, reward_held_out=0)
-    metrics = fit(*toy_model, config, data, tmp_path / "r")
+    assert fit(*toy_model, config, data, tmp_path / "r").startswith("trained, but not evalu")
+    metrics, = read_jsonl(tmp_path / "r" / "metrics.json")
     assert (metrics["training_rows"], metrics["too_long"]) == (2, 2)
     assert f"left out: {data}: 2 of 4 rows have more than 512" in capsys.readouterr().out
 
@@ -190,11 +189,10 @@ def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model, spy)
 
 @pytest.mark.parametrize("figures, warning", [
     ({}, None), ({"poor_recall": .19}, "R_φ is weak"), ({"poor_precision": .1}, "R_φ is weak"),
-    ({"poor_recall": 0.0, "poor_precision": None}, "R_φ is weak"),
-    ({"poor_tokens": 29}, "too few poor tokens")])
+    ({"poor_recall": 0.0, "poor_precision": None}, "R_φ is weak")])
 def test_a_weak_reward_model_is_one_warning(figures, warning):
     """It finds less than a fifth of the poor tokens, or random marks are as precise."""
-    metrics = {"held_out_loss": 1.0, "held_out_rows": 9, "tokens": 1000, "poor_tokens": 100,
+    metrics = {"held_out_rows": 9, "tokens": 1000, "poor_tokens": 100,
                "poor_recall": .7, "poor_precision": .8, "good_recall": 1.0,
                "good_precision": 1.0, "unparseable": 0.0, **figures}
     _, _, line = summary(metrics).partition("\n")
