@@ -247,7 +247,8 @@ REWRITING = Task("rewriting", str)                      # each row of this task 
 def rewrite(model, tokenizer, triples, config: Config) -> list[str]:
     """y⁺: each response, rewritten as its critique asks.
 
-    triples: [(prompt, response, critique)]. In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref.
+    triples: [(prompt, response, critique)]. In the toy world `mend` computes y⁺. In other tasks
+    y⁺ is sampled from π_ref.
     """
     if config.task == "toy":
         return [mend(response, critique) for _, response, critique in triples]
