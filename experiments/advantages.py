@@ -34,7 +34,7 @@ def without_values(advantages_of):
     return fill
 
 
-def definition_1(rewards: Tensor, mask: Tensor, config) -> Tensor:
+def definition_1(rewards: Tensor, mask: Tensor, config) -> Tensor:  # noqa: ARG001
     """A_t = r_t, the weight of log π(y_t) in Definition 1 (§3.1)"""
     return rewards                                                                  # [B, T]
 
@@ -60,7 +60,7 @@ def grpo(rewards, mask, config):
     return A.flatten()[:, None] * lengths.mean() / lengths
 
 
-def rloo(rewards, mask, config):
+def rloo(rewards, mask, config):  # noqa: ARG001
     """A = R minus the mean R of the other responses to the prompt (2402.14740)"""
     K = config.responses_per_prompt
     A = group_rewards(rewards, config) * K / (K - 1)

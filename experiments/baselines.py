@@ -371,7 +371,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, name: str):
 
 # ── Evaluation without a critic
 
-def no_reward(rollouts, model, tokenizer, config) -> list[Judgement]:
+def no_reward(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
     """A critic that gives no reward: the evaluation then measures task.truth alone."""
     return [Judgement("", [0.0] * len(offsets)) for offsets in rollouts.offsets]
 
