@@ -1,32 +1,23 @@
 """Baselines of Text2Grad (§4.3, Tables 2 and 3, Appendix N), with LoRA on the same base model.
 
-    python -m experiments.baselines dpo                  # on the toy world; sft, ilf, …
+    python -m experiments.baselines --help               # every name, with one line
+    python -m experiments.baselines dpo                  # on the toy world
     python -m experiments.baselines sft --task slf5k --data rows.jsonl --model MODEL
-    python -m experiments.baselines end                  # a reward design: see designs.py
+    python -m experiments.baselines ppo grpo --responses_per_prompt 4
+    python -m experiments.baselines late definition_1 --critic annotator
     python -m experiments.baselines score --annotator_function toy:fact_accuracy
 
-    sft           SFT on references: −E log π(y*|x)
-    ilf           SFT on refinements: responses that were rewritten with the help of a critique
-    reflection    SFT; at test time y ~ π, z' ~ R_φ(x, y), and the answer is y' ~ π'(x, y, z').
-                  It needs --reward_model and writes its answers to held-out rows for eval.py
-    dpo           −log σ(β(Δ_w − Δ_l)), Δ = log π(y|x) − log π_ref(y|x), on preference pairs
-    ppo           Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)
-    prm_ppo       Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps
-    grpo, rloo    Algorithm 4 with PPO's scalar reward and the advantages of groups
-    score         Algorithm 4 with your own numbers: --annotator_function (row, response)
-                  returns a reward for the response, or a list with one for each token
-
-The names in advantages.py, such as reward_to_go, run Text2Grad with other advantages.
-The flags after the name are those of text2grad.py. SFT needs one of the fields data.REFERENCES
-in each row. Critiques and step labels come from phase 1. Preferences are those of the rows (see
-`recorded_pair`). If the rows have none, phase 1 annotates two responses to each prompt, and the
-chosen one has the larger sum of labels.
+Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
+an advantage function (advantages.py). Designs and advantages change any method that samples
+rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques and step labels
+come from phase 1. Preferences are those of the rows (see `recorded_pair`). If the rows have
+none, phase 1 annotates two responses to each prompt, and the chosen one has the larger sum of
+labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
 follow instructions outside its training data. In the toy world, the function `mend` therefore
-computes refinements from the critique alone, without the post. For reflection, an adapter is
-trained on these refinements so that it can rewrite. With another base, the base is prompted to
+rewrites a response from the critique alone, without the post. Another base is prompted to
 rewrite its response.
 
 B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size.
@@ -38,6 +29,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -49,15 +41,18 @@ from annotate import Span, annotate, token_offsets
 from data import (REFERENCES, InputError, Task, chunks, get_task, next_command, prompt_text,
                   read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
-from experiments.designs import (ANNOTATORS, LEARNT, SCORED, TRUE, mark_ends, token_scores)
-from model import (encode_answer, encode_prompt, load_lora, load_model,
-                   lora_parameters, response_hidden, save_lora, use_lora)
-from policy import Rollouts, add_advantages, sample_rollouts, train
-from reward_model import fit_adapter, write_critiques
-from runtime import WORLD_SIZE, lock_directory, save_settings
+from experiments.designs import (CHANGES, SCORED, mark_ends, replace_delta, score_critic,
+                                 token_scores)
+from model import (encode_answer, encode_prompt, load_lora, load_model, lora_parameters,
+                   response_hidden, save_lora, use_lora)
+from policy import add_advantages, reward_model_critic, sample_rollouts
+from report import print_result
+from reward_model import Judgement, annotator_critic, fit_adapter, write_critiques
+from runtime import WORLD_SIZE, lock_directory, run_phase, save_settings
 from sampling import head_weight, pad_batch, token_logprobs
 from settings import Config, derive_settings, parse_flags
-from text2grad import check_config, drop_long_rows, load_rows, start_policy, write_responses
+from text2grad import (check_config, drop_long_rows, evaluate, load_rows, start_policy,
+                       train_and_evaluate, write_responses)
 
 
 # ── The losses
@@ -249,38 +244,24 @@ def mend(response: str, critique: str) -> str:
 REWRITING = Task("rewriting", str)                      # each row of this task is a prompt
 
 
-def rewrite(model, tokenizer, prompts, config: Config, adapter, generator) -> list[str]:
-    """Sample rewritten texts y' ~ π'(· | x, y, c). The prompts come from `rewrite_prompt`."""
-    config = replace(config, task="experiments.baselines:REWRITING")
-    return sample_rollouts(model, tokenizer, prompts, config, adapter, generator).texts
+def rewrite(model, tokenizer, triples, config: Config) -> list[str]:
+    """y⁺: each response, rewritten as its critique asks.
 
-
-def refinements(model, tokenizer, rows, config: Config, out: Path,
-                with_critique=False) -> list[tuple]:
-    """Pairs (x, y⁺) of texts, where y⁺ is a response y of phase 1 rewritten as z asks.
-
-    In the toy world `mend` computes y⁺. In other tasks y⁺ is sampled from π_ref. Empty y⁺ are
-    left out. with_critique: return `rewrite_prompt` of x, y and z in place of x.
+    triples: [(prompt, response, critique)]. In the toy world `mend` computes y⁺. In other tasks
+    y⁺ is sampled from π_ref.
     """
-    rows = annotate_rows(model, tokenizer, rows[: config.annotated_rows], config, out)
-    prompts = [row["prompt"] for row in rows]
-    rewrite_prompts = [rewrite_prompt(row["prompt"], row["response"], row["critique"])
-                       for row in rows]
     if config.task == "toy":
-        texts = [mend(row["response"], row["critique"]) for row in rows]
-    else:
-        generator = torch.Generator().manual_seed(config.seed)
-        texts = rewrite(model, tokenizer, rewrite_prompts, config, config.reference, generator)
-    if with_critique:
-        prompts = rewrite_prompts
-    pairs = zip(prompts, texts)
-    return [(prompt, text) for prompt, text in pairs if text.strip()]
+        return [mend(response, critique) for _, response, critique in triples]
+    prompts = [rewrite_prompt(*triple) for triple in triples]
+    config = replace(config, task="experiments.baselines:REWRITING")
+    generator = torch.Generator().manual_seed(config.seed)
+    return sample_rollouts(model, tokenizer, prompts, config, config.reference, generator).texts
 
 
 # ── The methods: each trains the adapter "policy", which main() has created
 
-def fit_policy(model, tokenizer, texts, config: Config, out: Path, name="policy", **loss):
-    """Train the adapter `name` on texts, by default on (x, y) with the loss −E log π(y|x).
+def fit_policy(model, tokenizer, texts, config: Config, out: Path, **loss):
+    """Train the policy on texts, by default on (x, y) with the loss −E log π(y|x).
 
     The number of epochs is chosen so that the number of optimizer steps is close to that of
     Algorithm 4. loss: the arguments `loss_of` and `count_of` of `fit_adapter`. Raises
@@ -296,8 +277,8 @@ def fit_policy(model, tokenizer, texts, config: Config, out: Path, name="policy"
         reward_learning_rate=config.learning_rate, reward_weight_decay=0.0,
         reward_batch_size=config.minibatch_size,
         reward_epochs=max(1, round(responses / len(texts))))
-    fit_adapter(model, encode_texts(tokenizer, texts), name, settings,
-                out=out / f"fit-{name}", **loss)
+    fit_adapter(model, encode_texts(tokenizer, texts), "policy", settings,
+                out=out / "fit-policy", **loss)
 
 
 def sft(model, tokenizer, rows, config: Config, out: Path):
@@ -319,20 +300,15 @@ def sft(model, tokenizer, rows, config: Config, out: Path):
 
 
 def ilf(model, tokenizer, rows, config: Config, out: Path):
-    """Imitation learning from language feedback (Scheurer et al. 2023): −E log π(y⁺|x)."""
-    texts = refinements(model, tokenizer, rows, config, out)
-    fit_policy(model, tokenizer, texts, config, out)
+    """Imitation learning from language feedback (Scheurer et al. 2023): −E log π(y⁺|x).
 
-
-def reflection(model, tokenizer, rows, config: Config, out: Path):
-    """SFT of the policy, and in the toy world of an adapter "rewriter" on y⁺ given x, y and c.
-
-    In other tasks the base follows the instruction to rewrite, see `reflect`.
+    Empty y⁺ are left out.
     """
-    sft(model, tokenizer, rows, config, out)
-    if config.task == "toy":
-        texts = refinements(model, tokenizer, rows, config, out, with_critique=True)
-        fit_policy(model, tokenizer, texts, config, out, "rewriter")
+    rows = annotate_rows(model, tokenizer, rows[: config.annotated_rows], config, out)
+    triples = [(row["prompt"], row["response"], row["critique"]) for row in rows]
+    refinements = rewrite(model, tokenizer, triples, config)
+    texts = [(row["prompt"], y) for row, y in zip(rows, refinements) if y.strip()]
+    fit_policy(model, tokenizer, texts, config, out)
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
@@ -352,21 +328,20 @@ def _count_labels(example: tuple) -> int:
     return sum(map(abs, example[2]))
 
 
-def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: str,
-               **changes) -> float:
-    """Train the adapter "reward" as a "scalar" or "steps" reward model → held-out accuracy.
+def fit_scores(model, tokenizer, rows, config: Config, out: Path, name: str):
+    """Train the adapter "reward" as the reward model of "ppo" or "prm_ppo".
 
-    One tenth of the examples is held out. The learning rate is a fifth of R_φ's, and there are
-    twice as many epochs. changes: fields of the config with other values.
+    One tenth of the examples is held out; the share of them that the reward model gets right
+    is printed and stands in metrics.json. The learning rate is a fifth of R_φ's, and there are
+    twice as many epochs.
     """
     rows = rows[: config.annotated_rows]
-    if reward_type == "steps":
+    if name == "prm_ppo":
         losses = labelled_losses
         count_of = _count_labels
-        function, mode = ANNOTATORS["steps"]
-        if config.task != "toy":
-            function = config.annotator_function
-        step_config = replace(config, mode=mode, annotator_function=function)
+        step_config = replace(config, mode="experiments.modes:STEPS")
+        if config.task == "toy":
+            step_config.annotator_function = "experiments.designs:critique_steps"
         rows = annotate_rows(model, tokenizer, rows, step_config, out)
         examples = [labelled_steps(row, tokenizer) for row in rows if row["spans"]]
     else:
@@ -375,121 +350,155 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, reward_type: s
         texts = preferences(model, tokenizer, rows, config, out)
         examples = encode_texts(tokenizer, texts)
     if len(examples) < 2:
-        raise InputError(f"{reward_type} rewards need two labelled examples, and there are "
+        raise InputError(f"{name} needs two labelled examples, and there are "
                          f"{len(examples)}: the others are ties or have no label; add rows")
-    settings = replace(config, **{"reward_learning_rate": config.reward_learning_rate / 5,
-                                  "reward_epochs": 2 * config.reward_epochs} | changes)
+    settings = replace(config, reward_learning_rate=config.reward_learning_rate / 5,
+                       reward_epochs=2 * config.reward_epochs)
     n_heldout = max(1, len(examples) // 10)
 
     def loss_of(model, part):
         return losses(model, tokenizer, part).sum()
 
-    fit_adapter(model, examples[n_heldout:], "reward", settings, loss_of, count_of)
-    save_lora(model, "reward", out / "reward" / "adapter")
+    fit_adapter(model, examples[n_heldout:], "reward", settings, loss_of, count_of, out)
     with torch.no_grad(), use_lora(model, "reward"):
         parts = chunks(examples[:n_heldout], 64)
         heldout_losses = torch.cat([losses(model, tokenizer, part) for part in parts])
-    return (heldout_losses < math.log(2)).float().mean().item()
+    right = (heldout_losses < math.log(2)).float().mean().item()
+    save_lora(model, "reward", out / "adapter")
+    write_rows(out / "metrics.json", [{"right": right}])
+    return f"right on {right:.3f} of {len(heldout_losses)} held-out comparisons or steps"
 
 
-def ppo(model, tokenizer, rows, config: Config, out: Path, reward_type="scalar",
-        advantages=add_advantages):
-    """PPO of Tables 2 and 3: Algorithm 4 with r(x, y) at the last token.
+# ── Evaluation without a critic
 
-    reward_type="steps" is PRM-PPO (Appendix N), with a score at the end of every step. The
-    reward model is trained first, unless --reward_model names one of an earlier run.
-    """
-    if not lora_parameters(model, "reward"):
-        fit_scores(model, tokenizer, rows, config, out, reward_type)
-    train(model, tokenizer, rows, config, out, SCORED[reward_type], advantages)
+def no_reward(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
+    """A critic that gives no reward: the evaluation then measures task.truth alone."""
+    return [Judgement("", [0.0] * len(offsets)) for offsets in rollouts.offsets]
 
 
-METHODS = {
-    "sft": sft,
-    "ilf": ilf,
-    "reflection": reflection,
-    "dpo": dpo,
-    "ppo": ppo,
-    "prm_ppo": partial(ppo, reward_type="steps"),
-    "grpo": partial(ppo, advantages=ADVANTAGES["grpo"]),
-    "rloo": partial(ppo, advantages=ADVANTAGES["rloo"])}
-
-
-# ── Reflection at test time, and the command line
-
-def reflect(rollouts: Rollouts, model, tokenizer, config: Config, generator) -> list[str]:
-    """Rewrite the responses y: sample texts y' ~ π'(· | x, y, z') with critiques z' of R_φ.
-
-    π' is the adapter "rewriter" in the toy world, and π_ref in other tasks.
-    """
+def reflect(rollouts, model, tokenizer, config) -> list[Judgement]:
+    """No reward, but each response y is replaced by y', rewritten with z' ~ R_φ(·|x, y)."""
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
-    prompts = [*map(rewrite_prompt, rollouts.prompts, rollouts.texts, critiques)]
-    adapter = "rewriter" if config.task == "toy" else config.reference
-    return rewrite(model, tokenizer, prompts, config, adapter, generator)
+    triples = zip(rollouts.prompts, rollouts.texts, critiques)
+    rollouts.texts = rewrite(model, tokenizer, [*triples], config)
+    # A sample shows the rewritten text as one token, because its own tokens are not kept.
+    rollouts.offsets = [[(0, len(text))] + [(len(text), len(text))] * (len(offsets) - 1)
+                        for text, offsets in zip(rollouts.texts, rollouts.offsets)]
+    return no_reward(rollouts, model, tokenizer, config)
 
 
-def write_reflections(model, tokenizer, rows, config: Config, path: Path):
-    """Answer held-out rows in two passes, y and then y', and write rows with the final y'."""
-    generator = torch.Generator().manual_seed(config.seed)
-    rollouts = sample_rollouts(model, tokenizer, rows, config, "policy", generator)
-    texts = reflect(rollouts, model, tokenizer, config, generator)
-    write_rows(path, [{"id": str(i), **row, "response": text}
-                      for i, (row, text) in enumerate(zip(rows, texts))])
+# ── The command line
+
+FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo}
+METHODS = {
+    "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
+    "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
+    "prm_ppo": "Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps",
+    "score": "Algorithm 4 with the numbers that --annotator_function (row, response) returns",
+    "sft": "supervised fine-tuning on references, −E log π(y*|x)",
+    "ilf": "supervised fine-tuning on responses that were rewritten as a critique asks",
+    "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
+    "dpo": "−log σ(β(Δ_w − Δ_l)) on preference pairs; β is --kl_coef"}
+NAMES = METHODS | {name: function.__doc__.partition("\n")[0]
+                   for name, function in (CHANGES | ADVANTAGES).items()}
+
+
+def split_names(words: list[str], choices) -> tuple[list[str], list[str]]:
+    """The names in front of the flags, and the flags. Raises InputError for a wrong name."""
+    names = [*takewhile(lambda word: not word.startswith("-"), words)]
+    for name in names:
+        if name not in choices:
+            raise InputError(f"unknown name {name!r}: in front of the flags stand names out of "
+                             f"{', '.join(choices)}")
+    return names, words[len(names) :]
 
 
 def main(argv=None):
-    """Train a policy by one reward design or baseline and save its adapter for eval.py."""
-    name, *flags = argv or sys.argv[1:] or [""]
-    designs = LEARNT | TRUE
-    choices = METHODS | designs | ADVANTAGES
-    if name not in choices:
-        problem = f"unknown method {name!r}" if name else "no method was given"
-        raise InputError(f"{problem}: choose one of {', '.join(choices)}, followed by flags of "
-                         f"text2grad.py")
+    """Train a policy as the names say, evaluate it, and save its adapter for eval.py."""
+    names, flags = split_names(argv or sys.argv[1:], NAMES)
+    if {"-h", "--help"} & {*flags}:
+        print("Names in front of the flags:")
+        for name, line in NAMES.items():
+            print(f"  {name:<14}{line}")
+    elif not names:
+        raise InputError(f"no name was given: choose from {', '.join(NAMES)}")
     # Later flags override earlier ones.
-    flags = ["--output_dir", f"runs/{name}", *flags]
-    config = parse_flags(Config, __doc__, flags)
-    if name in TRUE and not config.annotator_function:
-        raise InputError(f"{name} needs --annotator_function: set it to module:function")
-    if name in GROUPED and config.responses_per_prompt < 2:
-        raise InputError(f"{name} compares responses to one prompt: set "
+    config = parse_flags(Config, __doc__, ["--output_dir", f"runs/{'_'.join(names)}", *flags])
+    method, *more_methods = [name for name in names if name in METHODS] or ["text2grad"]
+    functions = [ADVANTAGES[name] for name in names if name in ADVANTAGES]
+    changes = [CHANGES[name] for name in names if name in CHANGES]
+    if more_methods or len(functions) > 1 or (method in FITTED and functions + changes):
+        raise InputError(f"{' '.join(names)}: these names exclude each other; choose one of "
+                         f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
+                         f"{', '.join(FITTED)} stand alone")
+    if method == "score" and not config.annotator_function:
+        raise InputError("score needs --annotator_function: set it to module:function")
+    if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
+        raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
                          f"--responses_per_prompt to 2 or more, such as 4")
-    if name in METHODS:
-        train_baseline(name, config)
-    elif name in designs:
-        critic_name = "reward_model" if name in LEARNT else "annotator"
-        text2grad.main(replace(config, critic=critic_name), designs[name])
+    critic = annotator_critic if config.critic == "annotator" else reward_model_critic
+    critic = ({"score": score_critic} | SCORED).get(method, critic)
+    for change in changes:
+        critic = replace_delta(critic, change)
+    advantages, = functions or [add_advantages]
+    if method in {*FITTED, *SCORED}:
+        train_baseline(method, config, critic, advantages)
     else:
-        text2grad.main(config, advantages=ADVANTAGES[name])
+        text2grad.main(config, critic, advantages)
 
 
-def train_baseline(name: str, config: Config):
-    """Train a policy by one of METHODS, save it, and print the command that evaluates it."""
-    if name == "reflection" and not config.reward_model:
+def train_baseline(method: str, config: Config, critic, advantages):
+    """Train a policy on fixed texts, or with a reward model of scalars or steps."""
+    if method == "reflection" and not config.reward_model:
         raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
-        raise InputError(f"{name} runs in one process only: start it without torchrun")
+        raise InputError(f"{method} runs in one process only: start it without torchrun")
     out = Path(config.output_dir)
-    if name != "sft":
+    if method not in ("sft", "reflection"):
         check_config(config, out)
     _lock = lock_directory(out)                                # held until the process exits
     model, tokenizer = load_model(config.model, config.dtype)
-    rows, heldout_rows = (drop_long_rows(part, model, tokenizer, config)
-                          for part in load_rows(config))
+    rows, held_out = (drop_long_rows(part, model, tokenizer, config)
+                      for part in load_rows(config))
     config = derive_settings(config, len(rows), model)
-    save_settings(config, out)
+    save_settings(config, out, method=method)
     start_policy(model, config)
-    if config.reward_model:
-        load_lora(model, "reward", config.reward_model)
-    METHODS[name](model, tokenizer, rows, config, out)
-    save_lora(model, "policy", out / "policy")
-    flags = {"adapter": out / "policy"}
-    if name == "reflection":
+    adapter = config.reward_model
+    if method in SCORED and not adapter:
+        run_phase("reward model", "reward/metrics.json", out, fit_scores, model, tokenizer,
+                  rows, config, out / "reward", method)
+        adapter = out / "reward" / "adapter"
+    if adapter and not lora_parameters(model, "reward"):
+        load_lora(model, "reward", adapter)
+    arguments = model, tokenizer, rows, held_out, config, out
+    if method in SCORED:
+        run_phase("phase 3, policy", "result.json", out, train_and_evaluate, *arguments,
+                  critic, advantages)
+    else:
+        run_phase(method, "result.json", out, fit_and_evaluate, method, *arguments)
+    print_result(out, "")
+    if method == "reflection":
         answers = out / "answers.jsonl"
-        write_reflections(model, tokenizer, heldout_rows, config, answers)
-        flags = {"adapter": answers, "data": answers}
-    print(next_command("eval.py", **flags))
+        print(next_command("eval.py", adapter=answers, data=answers))
+
+
+def fit_and_evaluate(method, model, tokenizer, rows, held_out, config: Config, out: Path):
+    """Train on fixed texts, with an evaluation before and after; write policy/ and results."""
+    before, samples = evaluate(model, tokenizer, held_out, config, config.reference, no_reward)
+    write_rows(out / "held_out.jsonl", held_out)
+    write_rows(out / "before_samples.jsonl", samples)
+    FITTED[method](model, tokenizer, rows, config, out)
+    save_lora(model, "policy", out / "policy")
+    critic = reflect if method == "reflection" else no_reward
+    after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
+    write_rows(out / "after_samples.jsonl", samples)
+    if method == "reflection":
+        write_rows(out / "answers.jsonl", [
+            {"id": str(i), **row, "response": sample["response"]}
+            for i, (row, sample) in enumerate(zip(held_out, samples))])
+    write_rows(out / "result.json", [{"before": before, "after": after}])
+    return f"{len(held_out)} held-out prompts"
 
 
 if __name__ == "__main__":

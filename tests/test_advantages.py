@@ -11,7 +11,7 @@ V, T, BETA = 4, 3, 0.7
 
 
 def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
-    """Rollouts with the given δ, [B, T], after an advantage function; and its metrics."""
+    """Rollouts with the given δ, [B, T], after an advantage function."""
     delta = torch.as_tensor(delta, dtype=torch.double)
     lengths = lengths or [delta.shape[1]] * len(delta)
     mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).long()
@@ -20,7 +20,8 @@ def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
     rollouts.delta, rollouts.values = delta, torch.zeros_like(delta)
     rollouts.logprobs_ref = torch.zeros_like(delta)
     rollouts.logprobs_old = torch.zeros_like(delta) + kl
-    return rollouts, ADVANTAGES[name](rollouts, beta, config)
+    ADVANTAGES[name](rollouts, beta, config)
+    return rollouts
 
 
 # ── Gradients, against the enumeration of all responses
@@ -59,7 +60,7 @@ def assert_same_gradient(got, want):
 def test_definition_1_by_enumeration(tabular):
     """Σ_t E[r_t ∇ log π(y_t)]: the derivative of each π(y_t | prefix), at fixed prefixes."""
     p = tabular
-    rollouts, _ = filled("definition_1", p.delta, toy_config(), kl=p.kl.detach(), beta=BETA)
+    rollouts = filled("definition_1", p.delta, toy_config(), kl=p.kl.detach(), beta=BETA)
     got = p.gradient((p.probability.detach()[:, None] * rollouts.advantages * p.logp).sum())
     reward = (p.delta - BETA * p.kl).detach()
     want = 0
@@ -72,20 +73,18 @@ def test_definition_1_by_enumeration(tabular):
     assert_same_gradient(got, p.gradient(want))
 
 
-@pytest.mark.parametrize("name, K, share", [
-    ("reward_to_go", 1, 1), ("rloo", 2, 1), ("group_tokens", 2, 1), ("dr_grpo", 2, 0.5)])
-def test_sums_are_the_gradient_of_the_expected_reward(tabular, name, K, share):
-    """Over all groups of K responses. Dr. GRPO's baseline holds the response itself, which
-    scales the gradient by 1 − 1/K."""
+@pytest.mark.parametrize("name, K", [("reward_to_go", 1), ("rloo", 2)])
+def test_sums_are_the_gradient_of_the_expected_reward(tabular, name, K):
+    """Over all groups of K responses."""
     p = tabular
     y = torch.cartesian_prod(*[torch.arange(V**T)] * K).flatten()
     config = toy_config(responses_per_prompt=K)
-    rollouts, _ = filled(name, p.delta[y], config, kl=p.kl[y].detach(),
+    rollouts = filled(name, p.delta[y], config, kl=p.kl[y].detach(),
                          beta=BETA)
     weight = p.probability.detach()[y].view(-1, K).prod(1).repeat_interleave(K)
     got = p.gradient((weight[:, None] * rollouts.advantages * p.logp[y]).sum() / K)
     want = p.gradient((p.probability * (p.delta - BETA * p.kl).sum(1)).sum())
-    assert_same_gradient(got, share * want)
+    assert_same_gradient(got, want)
 
 
 # ── Tables by hand
@@ -96,40 +95,32 @@ LENGTHS = [3, 2, 3, 3]
 
 @pytest.mark.parametrize("name, expected", [
     ("definition_1", DELTA),
-    # G = (0 −1 −1), (2 1), (−1 −1 0), (1 1 1); means .5, 0, 0
-    ("position_mean", [[-.5, -1, -1], [1.5, 1, 0], [-1.5, -1, 0], [.5, 1, 1]]),
-    # γλ = .5: G = (.75 −.5 −1), (1.5 1), (−.5 −1 0), (.25 .5 1)
-    ("decayed_to_go", [[.75, -.5, -1], [1.5, 1, 0], [-.5, -1, 0], [.25, .5, 1]]),
+    ("reward_to_go", [[0, -1, -1], [2, 1, 0], [-1, -1, 0], [1, 1, 1]]),
     # R = 0, 2, −1, 1 in groups of two
     ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3]),
-    ("dr_grpo", [[-1] * 3, [1, 1, 0], [-1] * 3, [1] * 3]),
     # A = ∓1 in both groups; the mean length is 2.75
-    ("grpo", [[-2.75 / 3] * 3, [2.75 / 2, 2.75 / 2, 0], [-2.75 / 3] * 3, [2.75 / 3] * 3]),
-    ("group_tokens", [[-2, -2, -1], [2, 2, 0], [-2, -2, -1], [2, 2, 1]])])
+    ("grpo", [[-2.75 / 3] * 3, [2.75 / 2, 2.75 / 2, 0], [-2.75 / 3] * 3, [2.75 / 3] * 3])])
 def test_advantages_by_hand(name, expected, monkeypatch):
     monkeypatch.setattr(advantages, "whiten", lambda x, mask: x)
-    rollouts, _ = filled(name, DELTA, toy_config(lam=0.5, responses_per_prompt=2), LENGTHS)
+    rollouts = filled(name, DELTA, toy_config(lam=0.5, responses_per_prompt=2), LENGTHS)
     expected = torch.tensor(expected, dtype=torch.double)
     torch.testing.assert_close(rollouts.advantages, expected, rtol=1e-3, atol=1e-9)
     assert torch.equal(rollouts.returns, rollouts.values)
 
 
-@pytest.mark.parametrize("name", ["whitened_rewards", "reward_to_go", "decayed_to_go",
-                                  "position_mean", "group_tokens"])
-def test_whitened_advantages_have_mean_0_and_variance_1(name):
-    rollouts, _ = filled(name, DELTA, toy_config(responses_per_prompt=2), LENGTHS)
+def test_whitened_advantages_have_mean_0_and_variance_1():
+    rollouts = filled("reward_to_go", DELTA, toy_config(responses_per_prompt=2), LENGTHS)
     values = rollouts.advantages[rollouts.mask.bool()]
     assert values.mean().abs() < 1e-6 and values.var(correction=0) == pytest.approx(1, abs=1e-4)
 
 
 # ── Groups
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
-def test_a_group_of_equal_rewards_gets_0_and_is_counted(name):
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_a_group_of_equal_rewards_gets_0(name):
     delta = [[1, 0], [0, 1], [1, 1], [0, 0]]
-    rollouts, metrics = filled(name, delta, toy_config(responses_per_prompt=2))
+    rollouts = filled(name, delta, toy_config(responses_per_prompt=2))
     assert not rollouts.advantages[:2].any() and rollouts.advantages[2:].all()
-    assert metrics == {"equal_groups": 1}
 
 
 def test_a_batch_holds_every_prompt_as_often_as_the_group_is_large():

@@ -1,6 +1,5 @@
 """Reward designs and baselines: critics and losses against closed forms, then small runs."""
 
-import json
 import math
 import random
 import re
@@ -25,9 +24,8 @@ from experiments import baselines, designs
 from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses,
                                    labelled_steps, mend, pair_losses, preference_loss,
                                    preferences, recorded_pair)
-from experiments.designs import (ANNOTATORS, DESIGNS, OTHERS, SCORED, damage, damaged,
-                                 mark_ends, marks, replace_delta, span_weights, step_spans,
-                                 token_scores, true_critic, weigh)
+from experiments.designs import (CHANGES, OTHERS, SCORED, mark_ends, marks, replace_delta,
+                                 score_critic, step_spans, token_scores)
 from helpers import toy_config, ROOT, error_message, noise, randomise
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
@@ -160,16 +158,18 @@ def pieces(text):
 def test_importance_by_a_hand_made_list(text, content):  # Table 11
     """Appendix I.1: 1.0 on content words, 0.2 on others and on marks."""
     want = [1.0 if text[a:b].strip() in content.split() else OTHERS for a, b in pieces(text)]
-    assert span_weights(text, pieces(text), "importance") == want
+    assert designs.word_weights(text, pieces(text)) == want
 
 
-@pytest.mark.parametrize("text, ends, weighting, want", [
-    ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], "importance", [.2, 1, 1, .2, .2, .2]),
-    ("John's boss couldn’t, it's", [4, 6, 11, 18, 20, 26], "importance", [1, 1, 1, .2, .2, .2]),
-    ("the wheelbarrow,", [3, 9, 15, 16], "linear_decay", [1, .7, .4, .1]),
-    ("the", [3], "linear_decay", [1])])
-def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weighting, want):
-    assert span_weights(text, [*zip([0, *ends], ends)], weighting) == pytest.approx(want)
+@pytest.mark.parametrize("text, ends, weights_of, want", [
+    ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], designs.word_weights,
+     [.2, 1, 1, .2, .2, .2]),
+    ("John's boss couldn’t, it's", [4, 6, 11, 18, 20, 26], designs.word_weights,
+     [1, 1, 1, .2, .2, .2]),
+    ("the wheelbarrow,", [3, 9, 15, 16], designs.decay_weights, [1, .7, .4, .1]),
+    ("the", [3], designs.decay_weights, [1])])
+def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weights_of, want):
+    assert weights_of(text, [*zip([0, *ends], ends)]) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("text, code, steps", [
@@ -193,7 +193,7 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
     seen = set()
     for row in toy.rows("train", 12):
         text = faulty(row)
-        spans = spans_of(text, designs.critique_steps(row, text), ANNOTATORS["steps"][1])
+        spans = spans_of(text, designs.critique_steps(row, text), "experiments.modes:STEPS")
         wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
         want = [(step.end, -1 if any(step.start < end <= step.end for end in wrong) else 1)
                 for step in step_spans(text)]
@@ -207,6 +207,14 @@ def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 
 
 
 # ── Annotators of the toy world
+
+STEPS = "experiments.designs:critique_steps", "experiments.modes:STEPS"
+DENSE = "experiments.designs:critique_dense", "experiments.modes:DENSE"
+ANNOTATORS = {"careful": ("toy:critique", "cot"),
+              "no_cot": ("experiments.designs:critique_no_cot", "no_cot"),
+              "spans": ("experiments.designs:critique_spans", "no_cot"),
+              "steps": STEPS, "dense": DENSE}
+
 
 @pytest.mark.parametrize("name", ANNOTATORS)
 def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
@@ -230,48 +238,17 @@ def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
                 start = truth.start + 2 * (truth.name == "repetition")
                 assert {s.label for s in grounding.spans
                         if s.start <= start and truth.end <= s.end} == {truth.label}, text
-    assert kinds > {"repetition", "month"} or name in ("spans", "hasty", "human", "steps")
+    assert kinds > {"repetition", "month"} or name in ("spans", "steps")
     assert (reasons > 0) == (name in ("careful", "dense", "steps"))
-
-
-@pytest.mark.parametrize("share, wrong", [(0.1, 1), (0.4, 4), (0, 0)])
-def test_of_ten_labels_exactly_the_share_is_damaged(share, wrong):
-    text = "abc " * 30
-    words = [(4 * i, 4 * i + 3) for i in range(30)]
-    spans = [Span(12 * i, 12 * i + 3, 1 if i % 3 else -1) for i in range(9)]
-    spans.append(Span(108, 115, 1))                                   # of two words
-    undone = {replace(span, label=-span.label) for span in spans}
-    for seed in range(20):
-        flipped, dropped, shifted, wide = (
-            damaged(text, spans, kind, share, random.Random(seed))
-            for kind in ("flipped", "dropped", "shifted", "widened"))
-        assert len({*flipped} & undone) == wrong
-        assert len(dropped) == 10 - wrong and {*dropped} <= {*spans}
-        for changed in (flipped, shifted, wide):
-            assert len(changed) == 10 and len({*changed} & {*spans}) == 10 - wrong
-        for span in {*wide} - {*spans}:                                # two words and one more
-            around = [s for s in spans if span.start <= s.start and s.end + 4 == span.end]
-            assert [s.start - span.start for s in around] in ([8], [0])
-        assert sorted(s.label for s in shifted) == sorted(s.label for s in spans)
-        for span in {*shifted} - {*spans}:                             # a word, next to a fact
-            assert (span.start, span.end) in words
-            assert min(abs(span.start - lost.start) for lost in {*spans} - {*shifted}) <= 8
-
-
-def test_the_share_of_damaged_labels_is_exact_in_the_mean():
-    """Of 7 labels 0.7 are dropped; the standard error of the mean is 0.007."""
-    spans = [Span(4 * i, 4 * i + 3, 1) for i in range(7)]
-    n = [len(damaged("abc " * 7, spans, "dropped", 0.1, random.Random(i))) for i in range(4000)]
-    assert {*n} == {6, 7} and 7 - mean(n) == pytest.approx(0.7, abs=0.03)
 
 
 # ── Reward designs
 
 @pytest.mark.parametrize("name", ["careful", "dense", "steps"])
-def test_the_true_critic_judges_rollouts_as_phase_1_does(toy_model, name):
+def test_the_annotator_judges_rollouts_as_phase_1_does(toy_model, tmp_path, name):
     rollouts, (function, mode) = faulty_rollouts(toy_model[1]), ANNOTATORS[name]
-    config = toy_config(annotator_function=function, mode=mode)
-    *judged, empty = true_critic(rollouts, *toy_model, config)
+    config = toy_config(annotator_function=function, mode=mode, output_dir=str(tmp_path))
+    *judged, empty = annotator_critic(rollouts, *toy_model, config)
     critic = load_object("--annotator_function", function)
     for row, text, offsets, judgement in zip(rollouts.rows, rollouts.texts, rollouts.offsets,
                                              judged):
@@ -295,60 +272,30 @@ def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monke
                     if place <= start < end <= place + len(reply)) for start, end in offsets]
     config = toy_config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
     monkeypatch.setattr("policy.write_critiques", lambda *_, **__: [toy.critique(row, text)])
-    for critic in (policy.reward_model_critic, true_critic, annotator_critic):
+    for critic in (policy.reward_model_critic, annotator_critic):
         assert critic(rollouts, *toy_model, config)[0].delta == expected
 
 
-@pytest.mark.parametrize("critic, change", [
-    (DESIGNS["true_end"], lambda delta: [0.0] * (len(delta) - 1) + [sum(delta)]),
-    (DESIGNS["true_poor"], lambda delta: [min(d, 0.0) for d in delta]),
-    (replace_delta(true_critic, damage, "flipped", 100), lambda delta: [-d for d in delta]),
-    (replace_delta(true_critic, damage, "dropped", 100), lambda delta: [0.0] * len(delta))])
-def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model, critic, change):
-    """Appendix A: r_T = Σ δ_t and 0 before. Others only punish, or pay by damaged spans."""
-    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config()
-    by_token = true_critic(*arguments)
-    assert critic(*arguments) == [replace(a, delta=change(a.delta)) for a in by_token]
+def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model, tmp_path):
+    """Appendix A: r_T = Σ δ_t and 0 before. A second design changes the δ of the first one."""
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config(output_dir=str(tmp_path))
+    by_token = annotator_critic(*arguments)
+    at_end = replace_delta(annotator_critic, designs.end)
+    for critic, sign in ((at_end, 1), (replace_delta(at_end, lambda *_: [
+            -d for d in _[2].delta]), -1)):
+        assert critic(*arguments) == [
+            replace(a, delta=[0.0 * sign] * (len(a.delta) - 1) + [sign * sum(a.delta)])
+            for a in by_token]
     assert any(sum(judgement.delta) for judgement in by_token)
 
 
-def test_damage_depends_on_the_text_alone(toy_model):
-    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config()
-    clean, first, second = (DESIGNS[name](*arguments) for name in (
-        "true", "true_flipped_40", "true_flipped_40"))
-    assert first == second != clean
-
-
 def test_late_credit_by_hand():
-    """Three labelled words. The last label is paid at the last token; half late pays half."""
+    """Three labelled words. Each label is paid at the next one, the last at the last token."""
     text = "a b c ."
     spans = [Span(4, 5, 1), Span(0, 1, 1), Span(2, 3, -1)]
-    arguments = text, pieces(text), Judgement("", [1.0, -1.0, 1.0, 0.0], spans=spans)
-    assert designs.pay_late(*arguments, 1.0) == [0.0, 1.0, -1.0, 1.0]
-    assert designs.pay_late(*arguments, 0.5) == [0.5, 0.0, 0.0, 0.5]
-    assert designs.pay_late(*arguments, 0.0) == [1.0, -1.0, 1.0, 0.0]
-    assert designs.follow_errors(*arguments) == [1.0, -1.0, -1.0, 0.0]
-    good = Judgement("", [1.0, 0.0, 0.0, 0.0], spans=[Span(0, 1, 1)])
-    assert designs.follow_errors(text, pieces(text), good) == good.delta
-    assert designs.pay_late("a", pieces("a"), Judgement("", [0.0]), 1.0) == [0.0]
-
-
-def test_omissions_by_hand(toy_model):
-    """No praise; −1 at the last token per missing fact; σ(6 − (n − s)) for token n. The true
-    critique of a response that states one fact of three names the other two."""
-    critique = "The job nurse is missing. The city York is missing."
-    arguments = "a b c", pieces("a b c"), Judgement(critique, [1.0, -1.0, 0.5])
-    assert designs.remove_praise(*arguments) == [0.0, -1.0, 0.0]
-    assert designs.charge_omissions(*arguments) == [1.0, -1.0, -1.5]
-    close(designs.damp_length(*arguments, -5), [0.5, -0.26894, 0.05960], atol=1e-5, rtol=0)
-    close(designs.damp_length(*arguments, 48), [1.0, -1.0, 0.5], atol=1e-6, rtol=0)
-    (row,) = toy.rows("train", 1)
-    rollouts = rollouts_of(toy_model[1], [row], [f"It was in {row['facts']['month']}."])
-    plain, charged, poor, both = (
-        DESIGNS[name](rollouts, *toy_model, toy_config())[0].delta
-        for name in ("true", "true_omission", "true_poor", "true_poor_omission"))
-    assert sum(plain) > 0 and charged == [*plain[:-1], plain[-1] - 2]
-    assert not any(poor) and both == [*poor[:-1], -2]
+    judgement = Judgement("", [1.0, -1.0, 1.0, 0.0], spans=spans)
+    assert designs.late(text, pieces(text), judgement) == [0.0, 1.0, -1.0, 1.0]
+    assert designs.late("a", pieces("a"), Judgement("", [0.0])) == [0.0]
 
 
 @pytest.mark.parametrize("weighting, good, poor", [
@@ -361,31 +308,7 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, p
     offsets = pieces(text)
     judgement = Judgement("z", token_rewards(text, offsets, spans), spans=spans)
     want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
-    assert weigh(text, offsets, judgement, weighting) == pytest.approx(want)
-
-
-def test_graded_delta_is_the_mean_over_sampled_critiques(toy_model, monkeypatch):
-    """Critiques that say good, good, poor and nothing readable give δ = (1 + 1 − 1 + 0) / 4.
-    The random numbers of a critique depend on its rollout, not on the batch."""
-    def write(model, tokenizer, prompts, texts, most, temperature=0.0, uniforms=None):
-        calls.append((texts, temperature, uniforms))
-        return [good, good, poor, "?"] * (len(texts) // 4)
-
-    config, alone, calls = toy_config(), faulty_rollouts(toy_model[1], 2, 3), []
-    text = alone.texts[0]
-    start, _, fact = toy.said_facts(text)[0]
-    good, poor = (f"So.\n{json.dumps({'good_spans': g, 'poor_spans': p})}"
-                  for g, p in (([fact], []), ([], [fact])))
-    monkeypatch.setattr(designs, "write_critiques", write)
-    (graded,) = designs.graded(alone, *toy_model, config)
-    designs.graded(faulty_rollouts(toy_model[1]), *toy_model, config)
-    discrete = token_rewards(text, alone.offsets[0], [Span(start, start + len(fact), 1)])
-    assert [4 * d for d in graded.delta] == discrete and any(discrete)
-    assert graded.quotes == 1 and not graded.reason
-    (texts, temperature, draws), (*_, all_draws) = calls
-    assert texts == [text] * 4 and temperature == 1.0 and len({*draws[:, 0].tolist()}) == 4
-    assert draws.shape == (4, config.max_critique_tokens)
-    assert torch.equal(draws, all_draws[8:12]) and not torch.equal(draws, all_draws[:4])
+    assert CHANGES[weighting](text, offsets, judgement) == pytest.approx(want)
 
 
 def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
@@ -406,8 +329,8 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
     monkeypatch.setattr(designs, "RANK", 1)
     monkeypatch.setattr(designs, "WORLD_SIZE", 2)
-    for name in ("steps", "true", "true_importance"):
-        judged = DESIGNS[name](rollouts, model, tokenizer, config)
+    for critic in (SCORED["prm_ppo"], replace_delta(SCORED["ppo"], designs.end)):
+        judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
         assert [len(judgement.delta) for judgement in judged] == lengths
 
@@ -432,26 +355,36 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     arguments = rollouts, *toy_model, toy_config(annotator_function="my_score:score")
     if isinstance(delta, str):
         with pytest.raises(InputError, match=f"my_score:score, row {row['id']}: {delta}"):
-            DESIGNS["score"](*arguments)
+            score_critic(*arguments)
     else:
-        (judgement,) = DESIGNS["score"](*arguments)
+        (judgement,) = score_critic(*arguments)
         assert judgement.delta == delta and not judgement.reason
     assert calls == [(row["facts"], "It was", ["It", " was", ""])]
 
 
 @pytest.mark.parametrize("flags, message", [
     ("score --annotator_function none", "score needs --annotator_function"),
-    ("true --annotator_function none", "needs --annotator_function"),
-    ("best", "'best': choose one of sft, .* critique, "), ("", "no method.*: choose one of"),
+    ("late --critic annotator --annotator_function none", "--annotator_function"),
+    ("best", "unknown name 'best': .* names out of text2grad, .* rloo"),
+    ("late best --seed 1", "unknown name 'best'"), ("", "no name was given: choose from"),
+    ("ppo dpo", "ppo dpo: these names exclude each other"),
+    ("grpo rloo", "exclude each other"), ("late dpo", "exclude each other; .* stand alone"),
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
-    ("grpo", "grpo compares responses to one prompt: set --responses_per_prompt"),
-    ("group_tokens", "set --responses_per_prompt"),
+    ("ppo grpo", "compare responses to one prompt: set --responses_per_prompt"),
     ("rloo --responses_per_prompt 3", "set --batch_size to a multiple of 3"),
     ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt: expected")])
-def test_a_design_or_a_baseline_that_cannot_be_is_refused(flags, message, tmp_path):
+def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))
+
+
+def test_help_has_one_line_for_each_name(capsys):
+    with pytest.raises(SystemExit):
+        baselines.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in baselines.NAMES:
+        assert sum(line.split()[:1] == [name] for line in lines) == 1
 
 
 # ── Rows
@@ -516,13 +449,13 @@ def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path
     assert fitted == [("x", "y")] * (not is_none)
 
 
-@pytest.mark.parametrize("reward_type", ["scalar", "steps"])
+@pytest.mark.parametrize("reward_type", ["ppo", "prm_ppo"])
 def test_a_reward_model_without_labels_is_one_line(reward_type, tmp_path):
     """There are two rows with equal labels, or a row whose steps have no label."""
     rows = [{"prompt": "p", "response": "r", "spans": []}] * 2
     for name in ("responses", "feedback"):
         write_rows(tmp_path / f"{name}.jsonl", rows)
-    with pytest.raises(InputError, match=f"{reward_type} rewards need two labelled examples"):
+    with pytest.raises(InputError, match=f"{reward_type} needs two labelled examples"):
         baselines.fit_scores(None, None, [{}] * 2, small(tmp_path), tmp_path, reward_type)
 
 
@@ -550,7 +483,7 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     config, fits, fit = small(tmp_path, iterations=6), [], baselines.fit_adapter
     monkeypatch.setattr(baselines, "fit_adapter", watch)
     baselines.start_policy(toy_model[0], config)
-    baselines.METHODS[name](*toy_model, toy.rows("train", 48), config, tmp_path)
+    baselines.FITTED[name](*toy_model, toy.rows("train", 48), config, tmp_path)
     ((n, losses, settings),) = fits
     assert abs(settings.reward_epochs * n - 6 * 8 * 2) <= n / 2
     assert settings.reward_batch_size == 8
@@ -560,14 +493,21 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
-    """They print the command that evaluates them. A function that returned numbers is not the
-    annotator of this evaluation. true_end rewards the last token and trains no R_φ, prm_ppo the
-    ends of steps; reflection writes its second answers to the held-out rows."""
-    def run(name, *more):
+    """All write result.json, and print the command that evaluates them. A function that
+    returned numbers is not the annotator of this evaluation. With the annotator as critic, no
+    R_φ is trained. prm_ppo rewards the ends of steps. reflection evaluates its second answers
+    and writes them to the held-out rows."""
+    def run(names, *more):
+        out = tmp_path / names.replace(" ", "_")
         flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8,
                  "--eval_rows", 3, "--iterations", 1, "--ppo_epochs", 1, *more]
-        baselines.main([name, *map(str, flags), "--output_dir", str(tmp_path / name)])
-        return capsys.readouterr().out
+        baselines.main([*names.split(), *map(str, flags), "--output_dir", str(out)])
+        (result,) = read_rows(out / "result.json")
+        assert 0 <= min(part["fact accuracy"] for part in (result["before"], result["after"]))
+        output = capsys.readouterr().out
+        assert f"eval.py --adapter {out}/policy" in output
+        assert (out / "policy" / "adapter_model.safetensors").exists()
+        return output
 
     def read(name, file):
         return read_rows(tmp_path / name / file)[0]
@@ -576,18 +516,18 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
         return run_flags(EvalConfig(adapter=str(tmp_path / name / "policy")))
 
     monkeypatch.chdir(ROOT)
-    assert f"eval.py --adapter {tmp_path}/sft/policy" in run("sft")
-    assert (tmp_path / "sft" / "policy" / "adapter_model.safetensors").exists()
-    run("true_end")
-    assert "--annotator_function=toy:critique" in flags_of("true_end")
-    sample = read("true_end", "samples.jsonl")
+    run("sft")
+    assert "reused" in run("sft")                              # a second start trains nothing
+    run("late end definition_1", "--critic", "annotator")
+    assert "--annotator_function=toy:critique" in flags_of("late_end_definition_1")
+    sample = read("late_end_definition_1", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
-    assert not (tmp_path / "true_end" / "reward").exists()
-    assert read("true_end", "config.json")["critic"] == "annotator"
+    assert not (tmp_path / "late_end_definition_1" / "reward").exists()
+    assert read("late_end_definition_1", "config.json")["critic"] == "annotator"
     function = "--annotator_function", "toy:fact_accuracy"
     run("score", *function)
     assert function[0] not in " ".join(flags_of("score"))
-    run("prm_ppo")
+    assert "held-out comparisons or steps" in run("prm_ppo")
     sample = read("prm_ppo", "samples.jsonl")
     ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
     text = sample["response"]
@@ -596,14 +536,26 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")
-    rewrite, calls = baselines.rewrite, []
-    monkeypatch.setattr(baselines, "rewrite",
-                        lambda *args: calls.append(args) or rewrite(*args))
+    monkeypatch.setattr(baselines, "mend", lambda response, critique: f"mended {response}")
     output = run("reflection", "--max_critique_tokens", 16,
                  "--reward_model", tmp_path / "reward")
-    ((_, _, questions, _, adapter, _),) = calls
-    assert all("\n\nCritique: " in text for text in questions) and adapter == "rewriter"
     answers = read_rows(tmp_path / "reflection" / "answers.jsonl")
+    samples = read_rows(tmp_path / "reflection" / "after_samples.jsonl")
     assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
-    assert all(isinstance(row["response"], str) and row["id"] for row in answers)
+    assert all(row["response"].startswith("mended ") and row["id"] for row in answers)
+    assert [row["response"] for row in samples] == [row["response"] for row in answers]
     assert f"--adapter {tmp_path}/reflection/answers.jsonl" in output
+
+
+def test_another_base_is_prompted_to_rewrite(toy_model, monkeypatch):
+    """Outside the toy world, π_ref answers a prompt with the critique, without its JSON."""
+    triples = [("Ask.", "It was.", 'It lacks facts.\n{"good_spans": []}')]
+    model, tokenizer = toy_model
+    seen = []
+    sample = baselines.sample_rollouts
+    monkeypatch.setattr(baselines, "sample_rollouts",
+                        lambda *arguments: seen.append(arguments) or sample(*arguments))
+    (text,) = baselines.rewrite(model, tokenizer, triples, toy_config(task="slf5k"))
+    ((_, _, prompts, _, adapter, _),) = seen
+    assert isinstance(text, str) and adapter is None
+    assert "Critique: It lacks facts.\n\n" in prompts[0] and "good_spans" not in prompts[0]

@@ -1,6 +1,6 @@
 """--critic annotator: the annotator judges the rollouts, so a run needs no R_φ.
 
-Independent side: `true_critic` of experiments/, which calls the annotator function directly.
+Independent side: a direct call of the annotator function, and `read_judgement` of its reply.
 """
 
 from dataclasses import fields
@@ -9,13 +9,12 @@ import pytest
 import torch
 import toy
 from annotate import token_offsets
-from experiments.designs import true_critic
 from helpers import error_message, random_rollouts, run_main, toy_config
 from model import add_lora, encode_text
 from policy import sample_rollouts
 from runtime import CHANGEABLE, POLICY_SETTINGS
 from settings import Config
-from reward_model import annotator_critic
+from reward_model import annotator_critic, read_judgement
 
 RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
        "--critic", "annotator"]
@@ -32,7 +31,10 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
         ids = encode_text(tokenizer, f"{text} {text}")
         batch.texts[i], batch.offsets[i] = token_offsets(tokenizer, ids)
     batch.texts[3] = ""
-    expected = true_critic(batch, model, tokenizer, config)
+    replies = [toy.critique(row, text) if text else ""
+               for row, text in zip(rows, batch.texts)]
+    expected = [read_judgement(reply, text, offsets, task == "toy:PROSE")
+                for reply, text, offsets in zip(replies, batch.texts, batch.offsets)]
     for _ in range(2):                                 # the second time from the journal
         judgements = annotator_critic(batch, model, tokenizer, config)
         assert [x.delta for x in judgements] == [x.delta for x in expected]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import toy
 from data import InputError, read_rows
 from experiments import baselines
-from experiments.designs import true_critic
 from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
 from policy import train
+from reward_model import annotator_critic
 from settings import Config, parse_flags
 from text2grad import start_policy
 
@@ -49,16 +49,17 @@ def test_an_unreadable_reward_model_ends_the_run_after_phase_2(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(smollm2, tmp_path_factory):
-    """Two iterations under the true critic, a checkpoint after each."""
+    """Two iterations with the annotator as critic, a checkpoint after each."""
     return learn(smollm2, tmp_path_factory.mktemp("trained"))
 
 
 def learn(smollm2, out):
-    """`train` under the true critic, from whatever lies in `out`."""
-    config = parse_flags(Config, argv=[*map(str, SHORT), "--iterations", "2"])
+    """`train` with the annotator as critic, from whatever lies in `out`."""
+    config = parse_flags(Config, argv=[*map(str, SHORT), "--iterations", "2",
+                                       "--output_dir", str(out)])
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
-    train(model, tokenizer, toy.PROSE.rows("train", 8, 0), config, out, true_critic)
+    train(model, tokenizer, toy.PROSE.rows("train", 8, 0), config, out, annotator_critic)
     return out
 
 
@@ -73,7 +74,7 @@ def test_a_resumed_run_has_the_same_bits(smollm2, trained, tmp_path):
 
 def test_two_ranks_are_one_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = ["true", *SHORT]
+    flags = ["text2grad", "--critic", "annotator", *SHORT]
     both = start(2, tmp_path / "2", script="experiments/baselines.py", settings=flags)
     baselines.main([*map(str, flags), "--output_dir", str(tmp_path / "1")])
     finish(both)
