@@ -372,7 +372,7 @@ def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, 
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
     ("ppo grpo", "compare responses to one prompt: set --responses_per_prompt"),
-    ("rloo --responses_per_prompt 3", "set --batch_size to a multiple of 3"),
+    ("rloo --responses_per_prompt 3", "--batch_size must be a multiple of 3"),
     ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt: expected")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
