@@ -260,7 +260,7 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path)
-    assert message.endswith("--minibatch_size to a multiple of 8")
+    assert message.endswith("a multiple of 8, and --minibatch_size of 8")
 
 
 def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
@@ -269,7 +269,7 @@ def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
     rows = [posts[0] | {"response": "stored"}, *posts[1:]]
     config = replace(CONFIG, temperature=1.5, annotated_responses_per_prompt=3)
     text = write_responses(*toy_model, rows, config, tmp_path)
-    assert text == "7 responses, 6 of them sampled"
+    assert text == "6 responses sampled"
     written = read_jsonl(tmp_path / "responses.jsonl")
     assert [row["id"] for row in written] == [post["id"] for post in (
         posts[0], *[posts[1]] * 3, *[posts[2]] * 3)]
@@ -287,7 +287,7 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
             {"id": "c", "prompt": "q", "response": "text"}]
     config = toy_config(task="ultrafeedback", annotator_function="toy:critique")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
-        "3 responses, 0 of them sampled")
+        "0 responses sampled")
     responses = tmp_path / "responses.jsonl"
     questions = annotation_questions(config, responses)
     assert [question.id for question in questions] == ["a/0", "c"]
