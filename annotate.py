@@ -214,7 +214,7 @@ def quote_places(response: str, quote: str) -> list[Interval]:
 
     An interval does not begin or end inside a word.
     """
-    if not quote.strip():
+    if not re.search(r"[^\s\b]", quote):
         return []
     for as_pattern in (re.escape, _loose):
         # A lookahead also finds the matches that overlap.
