@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import (FeedbackError, Span, annotator_reply, call_function, get_mode, ground,
-                      token_rewards, tokens_inside)
+from annotate import (FeedbackError, Span, annotation_question, get_mode, ground,
+                      load_annotator, token_labels, token_rewards)
 from data import InputError, chunks, get_task, load_object
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
@@ -53,6 +53,12 @@ from sampling import head_weight, pad_batch
 def row_share(rollouts) -> range:
     """Indices of the rows that this rank judges."""
     return range(RANK, len(rollouts.rows), WORLD_SIZE)
+
+
+def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
+    """The indices of the tokens inside each span."""
+    return [[t for t, labels in enumerate(token_labels(text, offsets, [span])) if labels]
+            for span in spans]
 
 
 # ── Critics that change the rewards of another critic
@@ -185,15 +191,16 @@ def true_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
 
     The function is not called for empty responses, which get δ = 0.
     """
-    critic = load_object("--annotator_function", config.annotator_function, Callable)
+    annotator = load_annotator(config)
     repeats_are_poor = get_task(config.task).repeats_are_poor
     judgements = []
     for i in row_share(rollouts):
         text = rollouts.texts[i]
         offsets = rollouts.offsets[i]
         row = rollouts.rows[i]
-        example = {"id": row.get("id", i), "row": row, "response": text}
-        reply = annotator_reply(critic, example, config) if text.strip() else ""
+        example = {"id": row.get("id", i), "row": row, "response": text, "prompt": ""}
+        question = annotation_question(example, config)
+        reply = annotator(question).text if text.strip() else ""
         try:
             feedback, grounding = get_mode(config.mode).read(example, reply)
             if repeats_are_poor:
@@ -211,8 +218,8 @@ def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     One number is paid at the last token, such as `run_python(code_of(response), row["test"])
     .passed` of measures/sandbox.py, where True is 1. A list has one number for each token. For
     this, the row also has the field "response_tokens", the texts of the tokens; the text of EOS
-    is "". Empty responses are scored, too. Raises InputError if the function fails or returns
-    anything else.
+    is "". Empty responses are scored, too. Raises InputError if the function returns anything
+    else.
     """
     function = load_object("--annotator_function", config.annotator_function, Callable)
     judgements = []
@@ -220,7 +227,7 @@ def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
         tokens = split_text(rollouts.texts[i], rollouts.offsets[i])
         row = rollouts.rows[i] | {"response_tokens": tokens}
         place = f"--annotator_function {config.annotator_function}, row {row.get('id', i)}"
-        value = call_function(place, function, row, rollouts.texts[i])
+        value = function(row, rollouts.texts[i])
         try:
             scores = torch.as_tensor(value, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):

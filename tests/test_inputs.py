@@ -80,10 +80,10 @@ def accepted(read, path, *words: str):
 def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path):
     row, fields_read = ROWS[task]
     path = tmp_path / "rows.jsonl"
-    config = AnnotateConfig(task=task)
+    config = AnnotateConfig(task=task, annotator_function="toy:critique")
     for line, name in mutated_lines(row, 300 if SLOW else 60, task):
         path.write_bytes(json.dumps(row).encode() + b"\n" + line + b"\n")
-        questions = accepted(lambda: annotation_questions(config, path, dry_run=True), path,
+        questions = accepted(lambda: annotation_questions(config, path), path,
                              ", line 2: ",
                              name) or []
         for question in questions:
