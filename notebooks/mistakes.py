@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 import annotate
-from annotate import Span, token_rewards, tokens_inside
+from annotate import Span, token_labels, token_rewards
 from model import LoRALinear
 from policy import MAX_GRAD_NORM, add_gradients, gae, ppo_loss
 from reward_model import z_loss
@@ -57,11 +57,16 @@ def patched(function, owner, name, replacement):
 
 
 def touched(text, offsets, spans):
-    """The tokens that a span touches: neither wholly to its left nor wholly to its right."""
+    """The labels of the spans that touch each token: it is neither left nor right of them."""
     def inside(*place):
-        return {*tokens_inside(text, offsets, [Span(*place, 1)])[0]}
-    return [inside(0, len(text)) - inside(0, span.start) - inside(span.end, len(text))
-            for span in spans]
+        return {t for t, labels in enumerate(token_labels(text, offsets, [Span(*place, 1)]))
+                if labels}
+
+    labels = [set() for _ in offsets]
+    for span in spans:
+        for t in inside(0, len(text)) - inside(0, span.start) - inside(span.end, len(text)):
+            labels[t].add(span.label)
+    return labels
 
 
 def our_generate(model, prompts, uniforms, temperature, eos):
@@ -74,7 +79,7 @@ OURS = {"token_rewards": token_rewards, "z_loss": z_loss, "lora_forward": our_lo
 MISTAKES = {
     "token_rewards": {
         "a token that is only partly in a span gets 0":
-            patched(token_rewards, annotate, "tokens_inside", touched),
+            patched(token_rewards, annotate, "token_labels", touched),
         "the character at `end` is not in the span, so a token may end there":
             lambda text, offsets, spans: token_rewards(
                 text, offsets, [replace(span, end=span.end - 1) for span in spans]),

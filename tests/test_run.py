@@ -374,7 +374,7 @@ def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path, toy_model):
             if task == "feedback":
                 encode_rows(read_rows(path, task=FEEDBACK), toy_model[1], 512)
                 continue
-            questions = annotation_questions(AnnotateConfig(task=task), path, dry_run=True)
+            questions = annotation_questions(AnnotateConfig(task=task, annotator_function="toy:critique"), path)
         except InputError as error:
             assert f"{path}, line 2: " in str(error) and "\n" not in str(error)
             assert re.search(f"{name}|surrogates not allowed|the response is empty", str(error))

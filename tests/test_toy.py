@@ -10,8 +10,9 @@ from statistics import mean
 import pytest
 import torch
 import toy
-from annotate import Feedback, read_reply, token_offsets, tokens_inside
+from annotate import Feedback, read_reply, token_offsets
 from data import InputError, reward_prompt
+from experiments.designs import tokens_inside
 from helpers import ROOT, SLOW
 from model import encode_answer, encode_prompt
 from reward_model import read_judgement
