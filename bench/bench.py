@@ -77,7 +77,7 @@ def add_peft(model):
         from peft import LoraConfig, get_peft_model
     except ImportError:
         return None
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32,
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM",
                                             target_modules=["q_proj", "v_proj"]))
 
 

@@ -83,7 +83,7 @@ assert not kernels.cudnn_sdp_enabled()'
 }
 export -f facts
 
-small=(--annotated_rows 40 --iterations 2 --batch_size 8 --minibatch_size 8 --eval_rows 8)
+small=(--annotated_rows 120 --iterations 2 --batch_size 8 --minibatch_size 8 --eval_rows 8)
 if [ -n "$tiny" ]; then
     gpus=2 bench=(--shape toy)
 else
