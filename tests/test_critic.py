@@ -21,7 +21,7 @@ RUN = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows
        "--critic", "annotator"]
 
 
-@pytest.mark.parametrize("task", ["toy", "toy:PROSE"])              # PROSE: repeats are poor
+@pytest.mark.parametrize("task", ["toy", "notebooks.prose:TASK"])    # prose: repeats are poor
 def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task):
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)

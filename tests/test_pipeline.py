@@ -383,8 +383,9 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("task, flags, message", [
-    ("toy:PROSE", [], "SmolLM2-135M-Instruct"),                      # the base of this task
-    ("toy:PROSE", ["--task", "toy", "--model", "none/none"], "none/none"),      # flags go first
+    ("notebooks.prose:TASK", [], "SmolLM2-135M-Instruct"),           # the base of this task
+    ("notebooks.prose:TASK", ["--task", "toy", "--model", "none/none"],     # flags go first
+     "none/none"),
     ("nowhere:TASK", [], "--task nowhere:TASK: cannot import it")])
 def test_the_reward_model_script_takes_the_task_of_its_rows(tmp_path, task, flags, message):
     write_rows(tmp_path / "rows.jsonl", [row | {"task": task} for row in toy_feedback(9)])

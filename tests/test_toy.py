@@ -1,4 +1,4 @@
-"""The toy world: its splits, its critic and its base model."""
+"""The toy world and the task of notebooks/prose.py: splits, critics and the base model."""
 
 import json
 import random
@@ -10,10 +10,11 @@ from statistics import mean
 import pytest
 import torch
 import toy
-from annotate import Feedback, read_reply, token_offsets, tokens_inside
+from annotate import Feedback, read_reply, token_offsets
 from data import InputError, reward_prompt
 from helpers import ROOT, SLOW
 from model import encode_answer, encode_prompt
+from notebooks import prose
 from reward_model import read_judgement
 from sampling import generate
 
@@ -46,11 +47,8 @@ def test_rows_are_a_function_of_split_seed_and_length():
 @pytest.mark.parametrize("call, error, message", [
     (partial(toy.rows, "eval", 100_000), InputError,
      "100000 posts are too many; .* split 'eval' at length 1"),
-    (partial(toy.rows, "test", 1), KeyError, "no split 'test'"),
     *[(partial(toy.rows, "train", 1, 0, length), InputError,
        f"cannot have {length!r} sentences; choose 1 to 4") for length in (0, 5, 1.5)],
-    *[(partial(toy.write_summary, {}, random.Random(0), rate), InputError, "not a probability")
-      for rate in (-0.1, 1.5, float("nan"))],
     (partial(toy.critique, {}, " "), ValueError, "empty")])
 def test_what_cannot_be_is_refused(call, error, message):
     with pytest.raises(error, match=message):
@@ -58,7 +56,7 @@ def test_what_cannot_be_is_refused(call, error, message):
 
 
 @pytest.mark.parametrize("rows", [*(partial(toy.rows, length=n) for n in toy.LENGTHS),
-                                  toy.PROSE.rows])
+                                  prose.TASK.rows])
 def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(rows):
     """Summaries in which the critics find nothing poor."""
     for row in rows("train", 100, 0):
@@ -67,15 +65,15 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(rows):
             assert sorted(phrases) == sorted(row["facts"].values())
         reply = toy.critique(row, row["reference"])
         assert json.loads(reply.split("\n")[1])["poor_spans"] == []
-        assert toy.critique_prose(row, row["reference"]) == reply
+        assert prose.critique(row, row["reference"]) == reply
         assert toy.fact_accuracy(row, row["reference"]) == 1
-        assert toy.supported_words(row, row["reference"]) == 1
-        assert toy.repeated_facts(row, row["reference"]) == 0
+        assert prose.supported_words(row, row["reference"]) == 1
+        assert prose.repeated_facts(row, row["reference"]) == 0
 
 
 def test_prose_posts_have_no_sentence_with_all_facts_and_references_of_four_forms():
     """A policy that copies a sentence of such a post cannot state every fact."""
-    rows = toy.PROSE.rows("train", 400, 0)
+    rows = prose.TASK.rows("train", 400, 0)
     openings = Counter()
     for row in rows:
         for sentence in re.split(r'(?<=\.)"? ', row["post"]):
@@ -85,7 +83,7 @@ def test_prose_posts_have_no_sentence_with_all_facts_and_references_of_four_form
             text = text.replace(fact, slot)
         openings[text] += 1
     assert len(openings) == 4 and min(openings.values()) > 60
-    held_out = {row["post"] for row in toy.PROSE.rows("eval", 200, 0)}
+    held_out = {row["post"] for row in prose.TASK.rows("eval", 200, 0)}
     assert len(held_out) == 200 and not held_out & {row["post"] for row in rows}
 
 
@@ -169,36 +167,33 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
     (POST, "It is what it is.", [], [], "", 1, 0)])
 def test_what_the_critic_says(row, response, good, poor, said, value, ambiguous):
     is_prose = row is POST
-    critic, truth = ((toy.critique_prose, toy.supported_words) if is_prose
+    critic, truth = ((prose.critique, prose.supported_words) if is_prose
                      else (toy.critique, toy.fact_accuracy))
     feedback, grounding = read(response, critic(row, response))
     assert feedback == Feedback(feedback.critique, good, poor) and said in feedback.critique
     assert ("has no" in feedback.critique) == (is_prose and bool(said))
     assert truth(row, response) == pytest.approx(value)
-    assert is_prose or toy.repeated_facts(row, response) == ambiguous
+    assert is_prose or prose.repeated_facts(row, response) == ambiguous
     assert grounding.ambiguous == ambiguous and not grounding.unmatched
 
 
 # ── The base model
 
-def test_drafts_have_all_kinds_of_spans_and_fit_the_limits_of_the_toy_run(toy_model):
-    """Critiques fit in max_critique_tokens, and with prompt and instruction in the context."""
+def test_critiques_fit_the_limits_of_the_toy_run(toy_model):
+    """max_new_tokens, max_critique_tokens, and the context, with prompt and instruction."""
     _, tokenizer = toy_model
-    rng, counts = random.Random(1), Counter()
-    for length in (1, 2):
-        for row in toy.rows("train", 400, length=length):
-            ids = encode_answer(tokenizer, toy.write_draft(row["facts"], rng))
-            text, offsets = token_offsets(tokenizer, ids)
-            critique = toy.critique(row, text)
-            x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), text))
-            z = encode_answer(tokenizer, critique)
-            assert length == 2 or len(ids) <= 32 and len(z) <= 96 and len(x) + len(z) <= 256
-            found = read_judgement(critique, text, offsets)
-            inside = tokens_inside(text, offsets, found.spans)
-            counts.update(several=sum(len(tokens) > 1 for tokens in inside), spans=len(inside),
-                          ambiguous=found.ambiguous, conflicting=found.conflicts)
-    assert counts["several"] >= 0.5 * counts["spans"]
-    assert min(counts["ambiguous"], counts["conflicting"]) > 30, counts
+    rng = random.Random(1)
+    marked = Counter()
+    for row in toy.rows("train", 400):
+        ids = encode_answer(tokenizer, toy.write_draft(row["facts"], rng))
+        text, offsets = token_offsets(tokenizer, ids)
+        critique = toy.critique(row, text)
+        x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), text))
+        z = encode_answer(tokenizer, critique)
+        assert len(ids) <= 32 and len(z) <= 96 and len(x) + len(z) <= 256
+        judgement = read_judgement(critique, text, offsets)
+        marked.update(ambiguous=judgement.ambiguous, conflicting=judgement.conflicts)
+    assert min(marked["ambiguous"], marked["conflicting"]) > 10, marked
 
 
 @pytest.mark.parametrize("length", [1, 2])
