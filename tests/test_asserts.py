@@ -1,7 +1,6 @@
 """Each assert of the core modules, except annotate.py's, fails once its equation is broken.
 
-test_annotate.py breaks those of annotate.py. bench.py measures the cost of the asserts, and
-test_pipeline.py checks that -O removes them.
+test_annotate.py breaks those of annotate.py, and test_pipeline.py checks that -O removes them.
 """
 
 import ast
