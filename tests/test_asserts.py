@@ -1,6 +1,6 @@
 """Each assert of the core modules, except annotate.py's, fails once its equation is broken.
 
-test_annotate.py breaks those of annotate.py. bench.py measures the cost of the asserts.
+test_annotate.py breaks those of annotate.py.
 """
 
 import ast

@@ -258,7 +258,8 @@ def test_the_annotator_judges_rollouts_as_phase_1_does(toy_model, tmp_path, name
     assert not any(empty.delta) and empty.reason
 
 
-@pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
+@pytest.mark.parametrize("task, first, second", [("toy", 0, 0),
+                                                 ("notebooks.prose:TASK", 1, -1)])
 def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
                                                       first, second):
     """R_φ and the annotator as critic read a fact that is praised once alike."""

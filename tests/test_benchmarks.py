@@ -7,7 +7,6 @@ no namespaces.
 import gzip
 import json
 import math
-import runpy
 from itertools import combinations, cycle, product
 
 import numpy as np
@@ -379,10 +378,3 @@ def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
         (0, 1), (1, 0), (0, 0)]
     with pytest.raises(InputError, match="ARC row q: .* not finite"):
         arc_scores(rows, 3 * [[-1.0, math.nan, -1.0]])
-
-
-# ── bench/
-
-def test_the_tables_of_scaling_follow_from_its_script():
-    page = (ROOT / "bench" / "SCALING.md").read_text("utf-8")
-    assert runpy.run_path(str(ROOT / "bench" / "bench_scaling.py"))["update"](page) == page

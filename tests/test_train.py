@@ -324,7 +324,7 @@ def test_every_name_that_binds_a_run_is_a_flag():
 
 # ── The annotator as the critic
 
-@pytest.mark.parametrize("task", ["toy", "toy:PROSE"])              # PROSE: repeats are poor
+@pytest.mark.parametrize("task", ["toy", "notebooks.prose:TASK"])    # prose: repeats are poor
 def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, monkeypatch):
     """Independent side: direct calls. Of two ranks, each gets the judgements of its rows."""
     model, tokenizer = toy_model
@@ -338,7 +338,7 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     batch.texts[3] = ""
     replies = [toy.critique(row, text) if text else ""
                for row, text in zip(rows, batch.texts)]
-    expected = [read_judgement(reply, text, offsets, task == "toy:PROSE")
+    expected = [read_judgement(reply, text, offsets, task == "notebooks.prose:TASK")
                 for reply, text, offsets in zip(replies, batch.texts, batch.offsets)]
     for _ in range(2):                                 # the second time from the journal
         judgements = annotator_critic(batch, model, tokenizer, config)
