@@ -28,7 +28,7 @@ SLOW = ("test_notebooks", "test_notebook6", "test_asking", "test_attacks", "test
         "test_ranks", "test_restart", "test_pipeline", "test_smollm2", "test_sharding",
         "test_sample", "test_eval", "test_files", "test_studies", "test_train",
         "test_benchmarks", "test_toy", "test_critic", "test_baselines",
-        "test_ask", "test_adapters", "test_gpu", "test_metrics")
+        "test_ask", "test_adapters", "test_gpu", "test_measures")
 
 
 def pytest_collection_modifyitems(items):
