@@ -56,8 +56,8 @@ DAMAGE = "tests/test_damage.py"
 EVAL = "tests/test_eval.py"
 GPU = "tests/test_gpu.py"
 INPUTS = "tests/test_inputs.py"
-JUDGES = "tests/test_judges.py"
-METRICS = "tests/test_metrics.py"
+JUDGES = "tests/test_measures.py"
+METRICS = "tests/test_measures.py"
 MODEL = "tests/test_model.py"
 MODES = "tests/test_modes.py"
 PIPELINE = "tests/test_pipeline.py"
@@ -66,7 +66,7 @@ RESTART = "tests/test_restart.py"
 REWARD = "tests/test_reward_model.py"
 SANDBOX = "tests/test_sandbox.py"
 SHARDING = "tests/test_sharding.py"
-SPANS = "tests/test_spans.py"
+SPANS = "tests/test_measures.py"
 STUDIES = "tests/test_studies.py"
 TOY = "tests/test_toy.py"
 TRAIN = "tests/test_train.py"
@@ -458,7 +458,7 @@ MUTATIONS = [
     Mutation("reward_model.py", "if task.repeats_are_poor:\n                grounding",
              "if False:\n                grounding",
              "tests/test_critic.py -k direct", "the annotator praises repeats"),
-    Mutation("measures/judge.py", r"(?<![\w)\]])", "", "tests/test_judges.py",
+    Mutation("measures/judge.py", r"(?<![\w)\]])", "", "tests/test_measures.py",
              "code in double brackets is a verdict"),
     Mutation("runtime.py", "shutil.rmtree(new, ignore_errors=True)           # from", "#",
              RESTART, "a directory of a killed writer is not replaced"),
