@@ -1,10 +1,8 @@
 """The studies: statistics, cached runs, remedies, Appendix A, and the committed pages."""
 
-import json
 import math
 import random
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,6 @@ from experiments.studies import (RATES, STUDIES, Arm, Run, Study, arm_figure, co
                                  tune)
 from helpers import toy_config, ROOT
 from model import add_lora, response_hidden, use_lora
-from notebooks import smollm2
 from policy import nl_gradient_loss, sample_rollouts
 from reward_model import Judgement
 from sampling import head_weight
@@ -397,51 +394,3 @@ def test_a_record_without_its_rate_is_named(tmp_path):
     with pytest.raises(InputError, match="records.jsonl, line 1: the record does not name its "
                                          "learning rate"):
         studies.read_records(tmp_path / "records.jsonl")
-
-
-def test_figures_quoted_from_a_study_stand_on_its_page():
-    """In README.md, a cell of PAPER.md, or a line of a notebook that names a study."""
-    figures = {path.stem.split("_")[0]: {*DECIMALS.findall(path.read_text())} for path in PAGES}
-    texts = (ROOT / "README.md").read_text().split("\n\n")
-    texts += re.split(r"[|\n]", (ROOT / "PAPER.md").read_text())
-    for notebook in NOTEBOOKS.glob("*.ipynb"):
-        for cell in json.loads(notebook.read_text())["cells"]:
-            if cell["cell_type"] == "markdown":
-                texts += "".join(cell["source"]).split("\n")
-    count = 0
-    for text in texts:
-        numbers = re.findall(r"studies/(\d+)_|[Ss]tudy (\d+)", text)
-        known = set().union(*(figures[a or b] for a, b in numbers))
-        quoted = {*re.findall(r"(?<!\d)\.\d\d+", text)} if numbers else set()
-        assert quoted <= known, text
-        count += len(quoted)
-    assert count > 10
-
-
-# ── The page of SmolLM2
-
-def test_a_record_of_smollm2_has_the_figures_of_its_run(finished_run):
-    record = smollm2.read_run("R_φ", 3, finished_run)
-    metrics = read_rows(finished_run / "metrics.jsonl")
-    answers = read_rows(finished_run / "after_samples.jsonl")[:10]
-    (result,) = read_rows(finished_run / "result.json")
-    assert record["before"] == result["before"] and record["after"] == result["after"]
-    assert record["curves"]["kl"] == [row["kl"] for row in metrics]
-    assert record["responses"]["after"] == [row["response"] for row in answers]
-    assert all(f"Post: {post}" in row["prompt"] for post, row in zip(record["posts"], answers))
-    assert [name for name, *_ in record["phases"]] == [
-        row["phase"] for row in read_rows(finished_run / "phases.jsonl")]
-
-
-def test_the_committed_page_of_smollm2_follows_from_its_records(tmp_path):
-    """Tables and figure are rebuilt; the README quotes only figures of this page."""
-    page = tmp_path / "smollm2.md"
-    for suffix in (".md", ".jsonl"):
-        shutil.copy(smollm2.PAGE.with_suffix(suffix), tmp_path)
-    smollm2.write_page(page)
-    for suffix in (".md", ".svg"):
-        committed_text = smollm2.PAGE.with_suffix(suffix).read_text()
-        assert page.with_suffix(suffix).read_text() == committed_text
-    section = (ROOT / "README.md").read_text().partition("## A real language model")[2]
-    quoted = DECIMALS.findall(section.partition("\n## ")[0])
-    assert len(quoted) > 5 and {*quoted} <= {*DECIMALS.findall(page.read_text())}
