@@ -102,7 +102,7 @@ SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.1
         "Eq. §3.5 GAE": "Alg. 4 l.15–16", "Eq. §3.4 L_R": "Alg. 3 l.5–6",
         "Eq. §3.5 PPO": "Alg. 4 l.23"}
 HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #8885; }
-@media (min-width: 60rem) { .row { grid-template-columns: 2fr 3.6fr; } }
+@media (min-width: 60rem) { .row { grid-template-columns: 2.1fr 3.5fr; } }
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
 a { color: inherit; } label { display: block; }
@@ -115,7 +115,7 @@ math { font-family: "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", mat
     linear-gradient(90deg, var(--shade)) 0 / 1rem 100% scroll no-repeat,
     linear-gradient(270deg, var(--shade)) 100% / 1rem 100% scroll no-repeat; }
 .formula math { math-style: normal;
-  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.1rem; }
+  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.05rem; }
 #worked { white-space: pre-line; } small { opacity: .75; }
 .slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
   padding: 0 .15em; }</style>
