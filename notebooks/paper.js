@@ -68,11 +68,11 @@ function ground(response, { good, poor }) {
 }
 
 // δ_t of each token: +1 in a good span, −1 in a poor span, else 0 (§3.3, Alg. 2 l.15–28).
-// `conflicts` lists the tokens in spans of both signs, `half` the tokens partly in a span.
+// `conflicts` lists the tokens in spans of both signs.
 function rewards(text, offsets, spans) {
   const units = [0];    // Python offsets count characters, JavaScript counts UTF-16 units
   for (const char of text) units.push(units.at(-1) + char.length);
-  const result = { delta: [], conflicts: [], half: [] };
+  const result = { delta: [], conflicts: [] };
   offsets.forEach(([first, last], t) => {
     const piece = text.slice(units[first], units[last]), word = piece.trim() || piece;
     const start = units[first] + piece.indexOf(word), end = start + word.length;
@@ -80,8 +80,6 @@ function rewards(text, offsets, spans) {
     const labels = new Set(spans.filter(holds).map((span) => span.label));
     result.delta.push(labels.has(1) - labels.has(-1));
     if (labels.size > 1) result.conflicts.push(t);
-    const part = (s) => text.slice(Math.max(start, s.start), Math.min(end, s.end)).trim();
-    if (!labels.size && spans.some(part)) result.half.push(t);
   });
   return result;
 }
@@ -144,12 +142,11 @@ function update() {
   const response = byId("response").value;
   const { text, tokens, offsets } = response === PAGE.text ? PAGE : split(response);
   const { spans, unmatched, ambiguous } = ground(text, quotes);
-  const { delta, conflicts, half } = rewards(text, offsets, spans);
+  const { delta, conflicts } = rewards(text, offsets, spans);
   const values = delta.map(() => set.value);
   const { A, white } = advantages(delta, values, set);
   const limit = delta.some(Boolean) ? 2 : Infinity;    // no colour if nothing is rewarded
   const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
-    "tokens half inside": half.map((t) => tokens[t]),
     "tokens in spans of both signs": conflicts.map((t) => tokens[t]) };
   const lines = Object.entries(unrewarded).filter(([, items]) => items.length)
     .map(([name, items]) => `${name}: ‹${items.join("› ‹")}›`);

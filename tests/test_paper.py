@@ -98,7 +98,7 @@ def test_every_row_of_the_map_has_its_code_which_names_it_and_its_test():
             if place.startswith("Alg."):
                 is_named = tags("", place) <= tags(doc, source)
             else:
-                is_named = section_of(place) in source.replace("App. A", "Appendix A")
+                is_named = section_of(place) in source.replace("App. ", "Appendix ")
             missing += [] if is_named else [f"{place}: not named in {name}"]
     assert all("`test_" in row[-1] for row in paper("Errata of the paper")[1:])
     assert not missing, "\n".join(missing)
