@@ -1,6 +1,7 @@
 """The checks of notebook 6: a student's function against its solution, on small inputs first.
 
     check("gae", gae)                # prints "right", or raises `Wrong`: what is wrong
+    solution("gae", show=True)       # prints the solution
     chosen = complete(gae, update)   # the functions by name; the solution instead of a blank
 
 cases_NAME() gives the inputs of an exercise from the smallest on, so the first failing case is
@@ -51,9 +52,8 @@ def check(name: str, function):
     """Print "right" or "not done yet", or raise `Wrong` with what is wrong and where."""
     if is_blank(function):
         return print("not done yet")
-    solution = getattr(solutions, name)
     for case in cases(name):
-        expected = results_of(solution, case)
+        expected = results_of(getattr(solutions, name), case)
         found = results_of(function, case)
         if isinstance(found, Exception):
             problem = error_message(function, found)
@@ -63,6 +63,12 @@ def check(name: str, function):
             hint = hint_for(name, function, case)
             raise Wrong("\n".join([problem, *hint, "", *show(case, found, expected)]))
     print("right")
+
+
+def solution(name: str, show: bool):
+    """Print the solution of an exercise, if it is to be shown."""
+    if show:
+        print(inspect.getsource(getattr(solutions, name)))
 
 
 def complete(*functions) -> SimpleNamespace:

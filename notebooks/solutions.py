@@ -1,7 +1,7 @@
 """The solutions of notebook 6, and typical mistakes in them.
 
-Each function is the solution of the exercise with its name, in the order of the notebook, and
-the notebook shows the same lines. MISTAKES has the hints of notebooks/checks.py: an edit of a
+Each function is the solution of the exercise with its name, in the order of the notebook, which
+prints it on request. MISTAKES has the hints of notebooks/checks.py: an edit of a
 solution makes the mistake, and its hint says what is wrong.
 """
 
@@ -69,6 +69,7 @@ def token_rewards(text, offsets, spans):
         word = piece.strip() or piece
         start += piece.index(word)
         end = start + len(word)
+        # A set: two good spans give {1}, and praise with blame gives {1, −1}, whose sum is 0.
         labels = {span.label for span in spans if span.start <= start < end <= span.end}
         delta.append(sum(labels))
     return delta
@@ -78,6 +79,7 @@ def z_loss(model, pairs):
     loss = torch.zeros(())
     for prompt, z in pairs:
         logits = model(torch.tensor([prompt + z])).logits[0]           # [L, M]
+        # The last token of the prompt predicts z_1, and the last token of z predicts nothing.
         log_p = logits[len(prompt) - 1 : -1].log_softmax(-1)           # predict z, [J, M]
         loss = loss - log_p[range(len(z)), z].sum()
     return loss
@@ -94,6 +96,7 @@ def add_penalty(delta, logprobs_old, logprobs_ref, mask, beta):
 
 
 def gae(rewards, values, mask, gamma, lam):
+    # After these two lines, the padding has only rewards and values of 0, so A_t is 0 there.
     rewards = rewards * mask
     values = values * mask
     advantages = torch.zeros_like(rewards)
@@ -111,10 +114,12 @@ def whiten(advantages, mask):
     count = mask.sum()
     mean = (advantages * mask).sum() / count
     variance = ((advantages - mean) ** 2 * mask).sum() / count
+    # The small number avoids a division by 0.
     return (advantages - mean) / (variance + 1e-8).sqrt() * mask
 
 
 def ppo_loss(logprobs, logprobs_old, advantages, mask, clip):
+    # This mask keeps exp finite on padding, which the check does not test: ∞ · 0 is NaN.
     ratio = torch.exp((logprobs - logprobs_old) * mask)
     clipped = ratio.clamp(1 - clip, 1 + clip)
     gain = torch.minimum(ratio * advantages, clipped * advantages)
@@ -148,6 +153,7 @@ def update(rollouts, index, model, value_head, optimizer, config, policy_loss):
 
 
 def lora_forward(x, W, down, up, alpha):
+    # `up @ down` is never computed: it is as large as W.
     return x @ W.T + (alpha / len(down)) * (x @ down.T @ up.T)
 
 
@@ -162,6 +168,7 @@ def generate(model, prompts, uniforms, temperature, eos):
     for u in uniforms.T:                                                             # [B]
         logits, cache = next_logits(model, ids, attention, positions, cache)
         sums = (logits / temperature).softmax(-1).cumsum(-1)                         # [B, M]
+        # The number of sums that are at most u is the id of the first sum above it.
         ids = (sums <= u[:, None]).sum(-1, keepdim=True)                             # [B, 1]
         ids = ids.clamp(max=logits.shape[1] - 1)
         for answer, token in zip(answers, ids[:, 0].tolist()):

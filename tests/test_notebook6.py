@@ -26,7 +26,6 @@ MISTAKES = solutions.MISTAKES
 # Other right versions: the solution with an edit, or a function of the project
 RIGHT = [
     ("find_spans", ("places.append((start, end))", "places.insert(0, [start, end])")),
-    ("find_spans", ("set(quotes)", "sorted(set(quotes))")),
     ("token_rewards", ("return delta", "return torch.tensor(delta, dtype=torch.float64)")),
     ("token_rewards", ("sum(labels)", "float(1 in labels) - (-1 in labels)")),
     ("z_loss", ("loss - log_p[range(len(z)), z].sum()",
@@ -46,8 +45,6 @@ RIGHT = [
                   "torch.where(advantages > 0, ratio.clamp(max=1 + clip), ratio.clamp(min=1 - "
                   "clip)) * advantages")),
     ("update", ("    optimizer.step()\n", "    optimizer.step()\n    optimizer.zero_grad()\n")),
-    ("update", ("norm.item()", "float(norm)")),
-    ("lora_forward", ("x @ down.T @ up.T", "x @ (up @ down).T")),
     ("generate", ("(sums <= u[:, None]).sum(-1, keepdim=True)",
                   "torch.searchsorted(sums, u[:, None].contiguous(), right=True)")),
     ("token_rewards", token_rewards), ("z_loss", reward_model.z_loss), ("gae", policy.gae),
@@ -55,8 +52,6 @@ RIGHT = [
 ]
 # Wrong versions without a known mistake, or with two: (edits, part of the message); no hint
 WRONG = [
-    ("find_spans", "expected", ("range(len(response) - len(quote) + 1)",
-                                "range(len(response) - len(quote))")),
     ("find_spans", "expected", ("response[start:end] == quote",
                                 "response[start:end].lower() == quote.lower()")),
     ("token_rewards", "is 0, expected -1", ("sum(labels)", "max(0, sum(labels))")),
@@ -64,17 +59,15 @@ WRONG = [
     ("z_loss", "should be a tensor", ("return loss", "return loss.item()")),
     ("z_loss", "cut off", ("return loss", "return loss.detach()")),
     ("nl_gradient", "wrong shape", ("list(torch", "list(x.flatten() for x in torch")),
-    ("add_penalty", "expected", ("delta - beta", "delta * beta")),
     ("gae", "expected", ("+ gamma * next_value", "+ lam * next_value")),
     ("gae", "expected", ("gamma * lam * next", "gamma * next"),
      ("advantages + values", "advantages - values")),
     ("whiten", "expected", ("** 2", "** 4")),
     ("ppo_loss", "cut off", ("(logprobs - ", "(logprobs.detach() - ")),
-    ("ppo_loss", "expected", ("1 - clip, 1 + clip", "1 / (1 + clip), 1 + clip")),
     ("ppo_loss", "expected", ("return -(", "return ("), ("minimum", "maximum")),
     ("update", "expected", ("config.clip)", "config.value_clip)")),
     ("update", "RuntimeError in line 2", ("loss.back", "(loss + mask).back")),
-    ("lora_forward", "RuntimeError in line 2 of your", ("x @ W.T", "x @ W @ W")),
+    ("lora_forward", "RuntimeError in line 3 of your", ("x @ W.T", "x @ W @ W")),
     ("generate", "columns read twice is", (
         "next_logits(model, ids, attention, positions, cache)",
         "next_logits(model, (seen := torch.cat([seen, ids], 1) if cache else ids), attention, "
@@ -98,13 +91,6 @@ def message(name: str, function) -> str:
     assert error.value._render_traceback_() == [f"wrong: {error.value}"]
     assert "\n────" in str(error.value), "the case is a table"
     return str(error.value)
-
-
-def test_each_folded_solution_is_the_one_that_is_compared():
-    folded = [cell.source for cell in CELLS if cell.source.startswith("<details>")]
-    assert len(folded) == len(MISTAKES) == 11
-    for name, text in zip(MISTAKES, folded):
-        assert f"```python\n{inspect.getsource(getattr(solutions, name))}```" in text
 
 
 @pytest.mark.parametrize("name, right", [*RIGHT, *((name, ("", "")) for name in MISTAKES)])
