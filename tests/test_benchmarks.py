@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from data import InputError
-from helpers import ROOT, SLOW
+from helpers import SLOW
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
                                  extract_code, read_arc, read_problems)
