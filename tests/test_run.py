@@ -481,7 +481,8 @@ def test_a_pipeline_on_the_merged_directory_answers_as_the_project(name, shared,
     load_lora(model, "policy", adapter)
     merged = transformers.pipeline("text-generation", f"{tmp_path}/merged", device="cpu")
     changed = 0
-    for turns in ([{"role": "user", "content": toy.prompt(row)}] for row in toy.rows("eval", 6)):
+    for row in toy.rows("eval", 6):
+        turns = [{"role": "user", "content": toy.prompt(row)}]
         expected = answer(model, tokenizer, turns, "policy")
         output, = merged(turns, max_new_tokens=48)
         assert output["generated_text"][-1] == {"role": "assistant", "content": expected}
