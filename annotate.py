@@ -9,9 +9,10 @@
         c, A(y) ← the JSON object in the reply               parse_feedback       13
         s_k, ℓ_k ← the place in y of each quote in A(y)      ground               16–17
         y_1, …, y_T ← the characters of each sampled id      token_offsets
-        δ_t = 0 for each t                                   token_rewards        15
-        for each span s_k and each y_t inside it:
-            δ_t = ℓ_k: +1 if good, −1 if poor                                     18–25
+        for each token y_t:                                  token_labels         18–25
+            {ℓ_k of each span s_k that contains y_t}
+        δ_t = +1 if all these labels are good, −1 if all     token_rewards        15–28
+            are poor, else 0
         return c, A(y), δ                                                         28
 
 The functions stand in this order: reading, places, offsets, rewards, then the prompts. The last
@@ -32,24 +33,18 @@ import json
 import os
 import re
 import sys
-import traceback
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from itertools import islice
-from pathlib import Path
+from functools import partial
 from typing import Callable
 
-from tqdm import tqdm
-
-from ask import (FREE, Journal, Question, Reply, Server, ask, check_asking, forecast, one_line,
+from ask import (FREE, Journal, Question, Reply, Server, ask, check_asking, forecast,
                  question_key)
-from data import (InputError, Task, checksum, examples, get_task, load_object, next_command,
+from data import (InputError, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
-from settings import AnnotateConfig, AnnotatorConfig, parse_flags
-
-Interval = tuple[int, int]                 # characters [start, end) of a text
+from report import colour_tokens
+from settings import AnnotateConfig, parse_flags
 
 
 class FeedbackError(ValueError):
@@ -77,7 +72,7 @@ CRITIQUE_KEYS = ("textualfeedback", "codefeedback", "critique", "feedback")
 SPAN_KEYS = ("goodspans", "poorspans", "wrongcode", "improvementcode")
 
 
-def parse_feedback(text: str, critique: str | None = None, response: str = "") -> Feedback:
+def parse_feedback(text: str, critique=None, response="") -> Feedback:
     """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13; see `find_object`).
 
     critique: a human critique, which replaces the critique in the reply. Both lists of the code
@@ -93,18 +88,16 @@ def parse_feedback(text: str, critique: str | None = None, response: str = "") -
     return Feedback(critique or read_critique(value, prose), good, sum(poor, []))
 
 
-def find_object(text: str, keys: tuple[str, ...], response: str = "") -> tuple[dict, str]:
+def find_object(text, keys, response=""):
     """Find the one JSON object that has any of the keys; return it and the prose before it.
 
-    The object may stand in prose, in a code fence, in a list or in another object. `<think>`
-    text is ignored. Nothing is repaired. Raises FeedbackError, with the reason, if there is not
-    exactly one such object, if it is a copy from the response, or if one of its keys stands
-    outside of it. Then the reply is a larger JSON text that is broken or cut off, and the
-    missing part may contradict the object.
+    The object is a dict, with its keys reduced to letters. It may stand in prose, in a code
+    fence, in a list or in another object. `<think>` text is ignored. Nothing is repaired.
+    Raises FeedbackError, with the reason, if there is not exactly one such object, if it is a
+    copy from the response, or if one of its keys stands outside of it. Then the reply is a
+    larger JSON text that is broken or cut off, and the missing part may contradict the object.
     """
     answer = text.rpartition("</think>")[2]
-    if len(answer) > 50_000:                               # reading takes quadratic time
-        raise FeedbackError(f"the reply has {len(answer)} characters, which is too long")
     objects = _json_objects(answer, keys)
     if len(objects) != 1:
         raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with {' or '.join(keys)}; "
@@ -154,7 +147,7 @@ def _json_objects(text, keys):
     return objects
 
 
-def read_critique(value: dict, prose: str) -> str:
+def read_critique(value, prose):
     """The critique in the object, or else the prose. Raises FeedbackError if there is none."""
     critique = next((value[key] for key in CRITIQUE_KEYS if key in value), prose)
     if not isinstance(critique, str) or not critique.strip():
@@ -179,12 +172,12 @@ class Grounding:
     unmatched: quotes that do not occur in the response. ambiguous: number of distinct quotes
     that occur more often than they were quoted; these quotes have no span.
     """
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span]
     unmatched: list[str] = field(default_factory=list)
     ambiguous: int = 0
 
 
-def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) -> Grounding:
+def ground(response: str, feedback: Feedback, repeats_are_poor=False) -> Grounding:
     """Find each quote in the response (§3.3, Appendix L; see `quote_places`).
 
     If a quote is repeated, the k-th repeat gets the k-th occurrence. Repeats without an
@@ -202,27 +195,26 @@ def ground(response: str, feedback: Feedback, repeats_are_poor: bool = False) ->
             if len(places) > repeats and not (repeats_are_poor and label > 0):
                 ambiguous += 1
                 continue
-            spans += [Span(*place, label) for place in places[:repeats]]
-            spans += [Span(*place, -1) for place in places[repeats:]]
+            for k, place in enumerate(places):
+                spans.append(Span(*place, label if k < repeats else -1))
             unmatched += [quote] * (repeats - len(places))
     spans.sort(key=lambda span: (span.start, span.end))
     return Grounding(spans, unmatched, ambiguous)
 
 
-def quote_places(response: str, quote: str) -> list[Interval]:
+def quote_places(response, quote):
     """The intervals of the response that equal the quote, exactly or else as `_loose` allows.
 
     An interval does not begin or end inside a word.
     """
-    if not quote.strip():
+    if not re.search(r"[^\s\b]", quote):
         return []
     for as_pattern in (re.escape, _loose):
         # A lookahead also finds the matches that overlap.
         matches = re.finditer(f"(?=({as_pattern(quote)}))", response)
-        places = [match.span(1) for match in matches]
-        places = [place for place in places
+        places = [match.span(1) for match in matches
                   if not any(_INSIDE_WORD.fullmatch(response, edge - 1, edge + 1)
-                             for edge in place)]
+                             for edge in match.span(1))]
         if places:
             return places
     return []
@@ -261,7 +253,7 @@ def _loose(quote):
 MARK = "\ufffd"                                 # the decoded text of an incomplete character
 
 
-def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]:
+def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple]]:
     """Decode the ids; return the text and the interval of each token in it (Appendix L).
 
     The text is not tokenized again. Ids are decoded in runs, and each run ends with a whole
@@ -288,60 +280,50 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[Interval]]
             continue
         run.append(token_id)
         piece = decode(context + run)[len(decode(context)) :]
-        rest = text[run_start : run_start + len(piece)]
         start = whole
-        whole = max(start, run_start + len(os.path.commonprefix([piece, rest])))
-        end = whole
-        if whole < run_start + len(rest):                  # the token ends inside a character
-            end += 1
-        elif end == start and text[end - 1 : end] == MARK:         # it is a part of this MARK
-            start -= 1
+        whole = max(start, run_start + len(piece.rstrip(MARK)))
+        end = whole + 1 if piece.endswith(MARK) else whole
         offsets.append((start, end))
-        if piece and piece == rest and piece[-1] != MARK:
+        if piece and end == whole and text.startswith(piece, run_start):
             run_start = whole
             context = run
             run = []
-    assert whole == len(text), (
+    assert run or whole == len(text), (
         "Appendix L: the runs are the text, one offset per sampled token")
     return text, offsets
 
 
-def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
-    """The indices of the tokens inside each span.
+def token_labels(text, offsets, spans):
+    """For each token, the set of the labels of the spans that contain it (Alg. 2 l.16–25).
 
-    offsets: the interval of each token. Whitespace around a token is ignored, unless the whole
-    token is whitespace.
+    offsets: the interval of each token. A token that is only partly inside a span counts as
+    outside. Whitespace around a token is ignored, unless the whole token is whitespace.
     """
-    words = []
+    labels = []
     for start, end in offsets:
         piece = text[start:end]
         word = piece.strip() or piece
         start += piece.index(word)
-        words.append((start, start + len(word)))
-    return [[t for t, (start, end) in enumerate(words) if span.start <= start < end <= span.end]
-            for span in spans]
+        end = start + len(word)
+        labels.append({span.label for span in spans
+                       if span.start <= start < end <= span.end})
+    return labels
 
 
 def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
     """δ_t ∈ {−1, 0, +1} of each token (§3.3, Alg. 2 l.15–28). offsets: the token intervals.
 
-    A token that is only partly inside a span counts as outside. A token in both a good and a
-    poor span gets 0, whereas l.16–25 would give it the label of the later span.
+    A token in both a good and a poor span gets 0, whereas l.16–25 would give it the label of
+    the later span.
     """
-    labels = [set() for _ in offsets]                                            # l.15
-    for span, inside in zip(spans, tokens_inside(text, offsets, spans)):         # l.16–17
-        for t in inside:                                                         # l.18–25
-            labels[t].add(span.label)
-    delta = [float(sum(token_labels)) for token_labels in labels]
+    delta = [float(sum(labels)) for labels in token_labels(text, offsets, spans)]  # l.15–25
     assert all(-1 <= d <= 1 for d in delta), "§3.3: δ_t lies in [−1, 1]"
-    return delta                                                                 # l.28
+    return delta                                                                   # l.28
 
 
-def conflicting_tokens(text: str, offsets, spans: list[Span]) -> int:
-    """Count the tokens that are in both a good and a poor span: inside, but with δ_t = 0."""
-    delta = token_rewards(text, offsets, spans)
-    inside = set().union(*tokens_inside(text, offsets, spans))
-    return sum(delta[t] == 0 for t in inside)
+def conflicting_tokens(text, offsets, spans):
+    """Count the tokens that are in both a good and a poor span."""
+    return sum(len(labels) > 1 for labels in token_labels(text, offsets, spans))
 
 
 # ── The annotator's prompts (Appendix B)
@@ -356,8 +338,8 @@ class Mode:
     max_tokens: int | None = None    # maximum reply length in tokens; None: the task's limit
 
 
-def read_quotes(example: dict, reply: str, critique=None) -> tuple[Feedback, Grounding]:
-    """Parse a reply and ground its quotes (Alg. 2 l.13). critique: a human one, if any."""
+def read_quotes(example, reply, critique=None):
+    """(Feedback, Grounding) of a reply (Alg. 2 l.13). critique: a human one, if any."""
     feedback = parse_feedback(reply, critique, example["response"])
     return feedback, ground(example["response"], feedback)
 
@@ -394,7 +376,7 @@ def get_mode(name: str) -> Mode:
     return load_object("--mode", name, Mode, MODES)
 
 
-def fenced(parts: dict[str, str]) -> tuple[str, str]:
+def fenced(parts):
     """Put each part between tags, against prompt injection; return (instruction, tagged parts).
 
     The instruction tells the model not to obey text between the tags. The tags contain a hash
@@ -407,29 +389,26 @@ def fenced(parts: dict[str, str]) -> tuple[str, str]:
     return instruction, "\n\n".join(sections)
 
 
-def annotation_messages(task: Task, example: dict, mode: str = "cot") -> list[dict]:
+def annotation_messages(task, example, mode="cot"):
     """The prompt for R_LLM(x, y) = (c, A(y)) as chat messages (Alg. 2 l.5–12, Appendix B)."""
     mode = get_mode(mode)
-    if "critique" in mode.shows and not example.get("critique"):
-        raise InputError(f"row {example['id']} has no critique; add a field 'critique' or "
-                         f"'feedback' that a person wrote, or choose another --mode")
-    fields = {"request": "prompt", "response": "response", "tests": "outcome"}
-    fields |= {name: name for name in mode.shows}
-    tag_instruction, user = fenced({name: example[field] for name, field in fields.items()
-                                    if example.get(field)})
+    tags = {"prompt": "request", "outcome": "tests"}           # other fields keep their names
+    shown = ("prompt", "response", "outcome", *mode.shows)
+    tag_instruction, user = fenced({tags.get(name, name): example[name] for name in shown
+                                    if example.get(name)})
     form = json.dumps(mode.form, ensure_ascii=False)
     system = (f"{task.judge} Judge {task.criteria}.\n"
               f"{mode.instruction.replace('{quotes}', task.quotes)}\n{tag_instruction}\n"
               f"Reply with one JSON object of this form and nothing after it:\n{form}")
     if mode.form.keys() <= task.example.keys():
-        names = ["request", "response"] + ["textual_feedback"] * len(mode.shows)
-        inputs = "\n".join(f"{name}: {task.example[name]}" for name in names)
+        critique = f"textual_feedback: {task.example['textual_feedback']}\n" * len(mode.shows)
         reply = json.dumps({name: task.example[name] for name in mode.form}, ensure_ascii=False)
-        system += f"\nAn example of another case.\n{inputs}\nreply: {reply}"
+        system += (f"\nAn example of another case.\nrequest: {task.example['request']}\n"
+                   f"response: {task.example['response']}\n{critique}reply: {reply}")
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def reply_schema(form) -> dict:
+def reply_schema(form):
     """The JSON schema of a mode's `form`, for the `response_format` of a server.
 
     Each value of the form is an example of its type. A list holds an example of its items.
@@ -443,11 +422,11 @@ def reply_schema(form) -> dict:
             "additionalProperties": False}
 
 
-def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, Grounding]:
-    """Parse a reply in the format of a mode and ground its quotes (Alg. 2 l.13).
+def read_reply(example, reply, mode="cot"):
+    """(Feedback, Grounding) of a reply in the format of a mode (Alg. 2 l.13).
 
-    Raises FeedbackError if the reply is invalid, and TypeError if the mode returns anything but
-    (Feedback, Grounding) with spans inside the response and labels ±1.
+    Raises FeedbackError if the reply is invalid, and InputError if the mode returns anything
+    but (Feedback, Grounding) with spans inside the response and labels ±1.
     """
     value = get_mode(mode).read(example, reply)
     match value:
@@ -455,130 +434,79 @@ def read_reply(example: dict, reply: str, mode: str = "cot") -> tuple[Feedback, 
                 0 <= span.start < span.end <= len(example["response"])
                 and span.label in (1, -1) for span in spans):
             return value
-    raise TypeError(f"the mode returned {value!r:.80} and must return (Feedback, Grounding) "
-                    f"with spans inside the response and labels ±1")
-
-
-def feedback_row(task: str, example: dict, feedback: Feedback, grounding: Grounding,
-                 annotator: str) -> dict:
-    """One row of 𝒟_R (Alg. 1 l.9–10): x, y, the feedback z and the spans of its quotes."""
-    return {"id": example["id"], "task": task, "prompt": example["prompt"],
-            "response": example["response"], **asdict(feedback), **asdict(grounding),
-            "annotator": annotator}
+    raise InputError(f"--mode {mode}, row {example['id']}: the mode returned {value!r:.80}, "
+                     f"not (Feedback, Grounding) with spans in the response and labels ±1")
 
 
 # ── Phase 1: feedback for every response (Alg. 1 l.4–11)
 
-def load_annotator(config: AnnotatorConfig) -> Callable[[Question], Reply]:
-    """The server of --annotator_model, or the function of --annotator_function."""
-    task = get_task(config.task)
-    get_mode(config.mode)
-    if not config.annotator_function:
-        return Server(config.annotator_model, config.base_url, task.temperature, config.timeout)
-    function = load_object("--annotator_function", config.annotator_function, Callable)
-    return lambda question: Reply(annotator_reply(function, question.context, config),
-                                  usage=FREE)
+def annotate(config, data, output, dry_run=False):
+    """Annotate the responses in the file `data` and write `output` (Alg. 1 l.5–11).
 
-
-def function_hash(name: str) -> str:
-    """A hash of the source of --annotator_function: a critic that was edited is another one.
-
-    name: module:function. It is the hash of the module's file, without the helpers that the
-    module imports. A notebook has no such file; there the source of the function counts.
+    config: an AnnotatorConfig. Returns a summary. dry_run: only forecast the cost. A second run
+    only sends requests that have no usable reply in the journal, OUTPUT.journal. Raises
+    InputError if a response could not be annotated, unless --skip_failed is set.
     """
-    module, _, _ = name.partition(":")
-    return _source_hash(module, load_object("--annotator_function", name, Callable))
+    if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
+        raise InputError(f"--output {output} is a directory or --data; name another file")
+    questions = annotation_questions(config, data)
+    with Journal(f"{output}.journal", *config.prices) as journal:
+        cost = forecast(questions, journal, partial(read_reply, mode=config.mode))
+        if dry_run:
+            return cost
+        if not config.annotator_function:
+            print(cost)
+        rows = []                                                                    # l.5
+        failures = []
+        for question, reply in zip(questions, ask_annotator(questions, journal, config)):
+            if reply.reason:
+                failures.append(f"{question.id}: {reply.reason[:150]}")
+                continue
+            row = feedback_row(config.task, question.context, *reply.value,        # l.8–10
+                               config.annotator)
+            rows.append(row | {"usage": reply.usage,
+                               "usd": journal.usd(reply.usage) or None})    # unknown, or free
+    if failures and not (config.skip_failed and rows):
+        raise InputError(
+            f"{len(failures)} responses have no feedback, so {output} is not written "
+            f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Repeat the "
+            f"command to ask again, or set --skip_failed to leave them out")
+    write_rows(output, rows)
+    print_feedback(rows)
+    return (f"{output}: {len(rows)} responses with feedback, {len(failures)} skipped; "
+            f"${journal.spent:.4f} in all runs")
 
 
-@cache                                 # of the source that was loaded, not of a later edit
-def _source_hash(module, function):
-    path = getattr(sys.modules[module], "__file__", None)
-    return checksum(Path(path)) if path else checksum(state=inspect.getsource(function))
-
-
-def call_function(place: str, function: Callable, *arguments):
-    """Call a user's function. place: its flag, its name and the row, for the message.
-
-    Raises InputError if the function fails, with the last file and line outside of libraries.
-    """
-    try:
-        return function(*arguments)
-    except (Exception, SystemExit) as error:   # user code may raise anything
-        frame = [frame for frame in traceback.extract_tb(error.__traceback__)
-                 if "/lib/python3" not in frame.filename][-1]
-        message = one_line(f"{type(error).__name__}: {error}")
-        raise InputError(f"{place}: {message} ({frame.filename}, line {frame.lineno})"
-                         ) from error
-
-
-def annotator_reply(function: Callable, example: dict, config) -> str:
-    """Call --annotator_function with (row, response) and return its reply as a text.
-
-    Raises InputError if the function fails, or if it returns neither a text nor a dict or
-    Feedback that --mode can read.
-    """
-    place = f"--annotator_function {config.annotator_function}, row {example['id']}"
-    value = call_function(place, function, example["row"], example["response"])
-    if isinstance(value, str):
-        return value
-    form = get_mode(config.mode).form
-    place += f": returned {value!r:.60}; return a Feedback, a dict such as {form}, or its JSON"
-    reply = call_function(place, partial(json.dumps, default=asdict), value)
-    call_function(place, read_reply, example, reply, config.mode)
-    return reply
-
-
-def check_annotator(config: AnnotatorConfig, is_free=False):
-    """Raise InputError if the annotator's settings are invalid, before any request is sent.
-
-    is_free: no request will be sent.
-    """
-    load_annotator(config)
-    if not (is_free or config.annotator_function):
-        check_asking(config)
-
-
-NO_RESPONSE = "(none)"                    # in a dry run, for a row without a response
-
-
-def annotation_questions(config: AnnotatorConfig, data, limit=None, dry_run=False):
-    """The request for each response in the file `data`, in order: a list of Question.
+def annotation_questions(config, data):
+    """The `annotation_question` of each response in the file `data`, in order.
 
     Empty responses are left out. Raises InputError if no request is left.
     """
     task = get_task(config.task)
-    questions = []
-    empty = []                                   # ids of the empty responses
-    rows = read_rows(data, task=task)
-    if dry_run:
-        rows = [row if task.all_responses(row) else row | {"response": NO_RESPONSE}
-                for row in rows]
-    for example in tqdm(islice(examples(task, rows), limit), "read", delay=2):
-        place = f"{data}, row {example['id']}"
-        if not example["response"].strip():
-            empty.append(example["id"])
-            continue
-        needs_outcome = task.tests and not (config.annotator_function or dry_run)
-        if needs_outcome and "outcome" not in example:
-            raise InputError(f"{place}: the field 'outcome' with the results of the tests is "
-                             f"missing; first run python -m measures.sandbox {data} "
-                             f"--task {config.task}")
-        questions.append(annotation_question(example, config))
-    if not questions:
-        raise InputError(f"{data}: " + (
-            "every response is empty; if text2grad.py sampled them, choose another --model"
-            if empty else "no row has a response; add a field 'response', or let text2grad.py "
-            "sample the responses"))
-    if empty:
-        print(f"{data}: left out {len(empty)} empty responses (the first: row {empty[0]})",
-              file=sys.stderr)
-    return questions
+    responses = list(examples(task, read_rows(data, task=task)))
+    full = [example for example in responses if example["response"].strip()]
+    print(f"{data}: {len(responses)} responses, {len(full)} of them not empty")
+    if not full:
+        raise InputError(f"{data}: no response to annotate; add a field 'response', or choose "
+                         f"another --model if text2grad.py sampled empty ones")
+    return [annotation_question(example, config) for example in full]
 
 
-def annotation_question(example: dict, config: AnnotatorConfig) -> Question:
-    """The request for the annotation of one response. Its context is the example."""
+def annotation_question(example, config):
+    """The Question for the annotation of one response. Its context is the example.
+
+    Raises InputError if the row lacks a person's critique or the outcome of the tests.
+    """
     task = get_task(config.task)
     mode = get_mode(config.mode)
+    needs = {"critique"}.intersection(mode.shows)
+    if task.tests and not config.annotator_function:
+        needs.add("outcome")
+    missing = needs - example.keys()
+    if missing:
+        raise InputError(f"row {example['id']}: field {missing} is missing; a person writes a "
+                         f"'critique', or choose another --mode; python -m measures.sandbox "
+                         f"--task {config.task} writes the 'outcome' of the tests")
     messages = annotation_messages(task, example, config.mode)
     parts = [task.name, config.annotator, messages]
     if config.annotator_function:
@@ -588,115 +516,91 @@ def annotation_question(example: dict, config: AnnotatorConfig) -> Question:
                     mode.max_tokens or task.max_tokens, reply_schema(mode.form))
 
 
-def read_feedback(config: AnnotatorConfig, example: dict, text: str):
-    """(Feedback, Grounding) of a reply. Raises FeedbackError if the reply is unusable.
-
-    Raises InputError where the mode has a fault.
-    """
-    place = f"--mode {config.mode}, the reply to row {example['id']}"
-    try:
-        return call_function(place, read_reply, example, text, config.mode)
-    except InputError as error:
-        if isinstance(error.__cause__, FeedbackError):
-            raise error.__cause__ from None
-        raise
-
-
-def ask_annotator(questions: list[Question], journal: Journal,
-                  config: AnnotatorConfig) -> list[Reply]:
+def ask_annotator(questions, journal, config):
     """The reply to each question; the value of a usable reply is (Feedback, Grounding)."""
-    replies = ask(questions, journal, load_annotator(config), partial(read_feedback, config),
-                  config.concurrency, config.retries)
+    replies = ask(questions, journal, load_annotator(config),
+                  partial(read_reply, mode=config.mode), config.concurrency, config.retries)
     return [replies[question.key] for question in questions]
 
 
-def describe_feedback(rows: list[dict]) -> str:
-    """What an annotation is worth: one line of figures, and a warning for each unhealthy one.
+def load_annotator(config):
+    """The server of --annotator_model, or the function of --annotator_function.
+
+    No request is sent. Raises InputError if a setting is invalid. The function must return a
+    text, or a dict or Feedback, which becomes one.
+    """
+    mode = get_mode(config.mode)
+    if not config.annotator_function:
+        check_asking(config)
+        return Server(config.annotator_model, config.base_url,
+                      get_task(config.task).temperature, config.timeout)
+    function = load_object("--annotator_function", config.annotator_function, Callable)
+
+    def reply(question):
+        value = function(question.context["row"], question.context["response"])
+        if isinstance(value, dict | Feedback):
+            value = json.dumps(value, default=asdict)
+        if not isinstance(value, str):
+            raise InputError(f"--annotator_function {config.annotator_function}, row "
+                             f"{question.id}: returned {value!r:.60}; return a Feedback, a "
+                             f"dict such as {mode.form}, or its JSON")
+        return Reply(value, usage=FREE)
+    return reply
+
+
+def function_hash(name):
+    """A hash of the source of --annotator_function: a critic that was edited is another one.
+
+    name: module:function. It is the hash of the module's file, without the helpers that the
+    module imports. A notebook has no such file; there the source of the function counts.
+    """
+    function = load_object("--annotator_function", name)
+    path = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    return checksum(path) if path else checksum(state=inspect.getsource(function))
+
+
+def feedback_row(task, example, feedback, grounding, annotator):
+    """One row of 𝒟_R (Alg. 1 l.9–10): x, y, the feedback z and the spans of its quotes.
+
+    task, annotator: their names.
+    """
+    return {"id": example["id"], "task": task, "prompt": example["prompt"],
+            "response": example["response"], **asdict(feedback), **asdict(grounding),
+            "annotator": annotator}
+
+
+def print_feedback(rows):
+    """Print three responses with their spans in colour, and the quotes that give no reward.
 
     rows: annotated rows, see `feedback_row`.
     """
-    quotes = 0
-    unmatched = []
-    ambiguous = []
-    no_span = []                                  # the responses without a span
+    for row in rows[:3]:
+        delta = token_rewards(row["response"],                # each character is a token
+                              [(i, i + 1) for i in range(len(row["response"]))],
+                              [Span(**span) for span in row["spans"]])
+        print(f"\n  response: {colour_tokens(row['response'], delta)}\n"
+              f"  critique: {row['critique']}")
+    found = defaultdict(list)                       # what became of a quote → the quotes
     for row in rows:
-        response = row["response"]
-        quotes += len(row["good_spans"] + row["poor_spans"])
-        for quote in row["unmatched"]:
-            is_cut = quote in response and not quote_places(response, quote)
-            unmatched.append(f"inside a word: {quote}" if is_cut else quote)
-        several = [quote for texts in (row["good_spans"], row["poor_spans"]) for quote in texts
-                   if len(quote_places(response, quote)) > texts.count(quote)]
-        ambiguous += several[: row["ambiguous"]]
-        if not row["spans"]:
-            no_span.append(response)
-    text = f"feedback: {quotes} quotes"
-    warnings = ""
-    for name, texts, total, limit, remedy in (
-            ("quotes unmatched", unmatched, quotes, 0.05, "quote whole words, exactly"),
-            ("quotes ambiguous", ambiguous, quotes, 0.05, "quote more words, found only once"),
-            ("responses without a span", no_span, len(rows), 0.5, "quote more")):
-        share = len(texts) / max(1, total)
-        text += f", {share:.0%} of the {name}"
-        if share > limit:
-            warnings += (f"\nwarning: {share:.0%} of the {name} (healthy: up to {limit:.0%}); "
-                         f"{remedy}; for example {one_line(texts[0])[:60]!r}")
-    return text + warnings
-
-
-def annotate(config: AnnotatorConfig, data, output, limit=None, dry_run=False) -> str:
-    """Annotate the responses in the file `data` and write `output` (Alg. 1 l.5–11) → summary.
-
-    limit: number of responses; None: all. dry_run: only forecast the cost. A second run only
-    sends requests that have no usable reply in the journal, OUTPUT.journal. Raises InputError
-    if a response could not be annotated, unless --skip_failed is set.
-    """
-    check_annotator(config, dry_run)
-    if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
-        raise InputError(f"--output {output} is a directory or --data; name another file")
-    with Journal(f"{output}.journal", *config.prices) as journal:
-        questions = annotation_questions(config, data, limit, dry_run)
-        unwritten = sum(question.context["response"] == NO_RESPONSE for question in questions)
-        if unwritten:
-            print(f"{unwritten} rows have no response; the forecast counts their prompts alone")
-        cost = forecast(questions, journal, partial(read_feedback, config))
-        summary = f"{len(questions)} responses, {cost}"
-        if not (config.annotator_function or dry_run):
-            print(summary)
-        if not dry_run:
-            ask_annotator(questions, journal, config)
-        rows = []                                                                    # l.5
-        failures = []
-        for question in questions:                                                   # l.8–10
-            reply = journal.replies.get(question.key, Reply("", "no reply yet"))
-            if reply.value:
-                row = feedback_row(config.task, question.context, *reply.value,
-                                   config.annotator)
-                usd = journal.usd(reply.usage) or None                  # None: unknown, or free
-                rows.append(row | {"usage": reply.usage, "usd": usd})
-            else:
-                failures.append(f"{question.id}: {reply.reason[:150]}")
-        if dry_run:
-            return f"{summary}\n{describe_feedback(rows)}" if rows else summary
-        if failures and not (config.skip_failed and rows):
-            raise InputError(
-                f"{len(failures)} responses have no feedback, so {output} is not written "
-                f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Run the "
-                f"command again to retry these requests, or set --skip_failed to leave them "
-                f"out")
-        write_rows(output, rows)
-        print(describe_feedback(rows))
-        skipped = f", {len(failures)} skipped" if failures else ""
-        spent = f"; ${journal.spent:.4f} in all runs" if journal.spent else ""
-        return f"{output}: {len(rows)} responses with feedback{skipped}{spent}"
+        quotes = row["good_spans"] + row["poor_spans"]
+        for quote in quotes:
+            places = quote_places(row["response"], quote)
+            name = "found" if places else "unmatched"
+            if row["ambiguous"] and len(places) > quotes.count(quote):
+                name = "ambiguous"
+            if not places and quote in row["response"]:
+                name = "inside a word"
+            found[name].append(quote)
+    print(f"\nfeedback: {sum(not row['spans'] for row in rows)} of {len(rows)} responses have "
+          f"no span")
+    for name, quotes in found.items():
+        print(f"{len(quotes)} quotes {name}, for example {quotes[0][:60]!r}")
 
 
 def main():
     """Annotate the responses in a file, with settings from the command line."""
     config = parse_flags(AnnotateConfig, __doc__)
-    if not config.data:
-        raise InputError("--data is missing; name a JSON lines file of rows with responses")
-    print(annotate(config, config.data, config.output, config.limit, config.dry_run))
+    print(annotate(config, config.data, config.output, config.dry_run))
     if not config.dry_run:
         print(next_command("reward_model.py", task=config.task, data=config.output,
                            model="MODEL"))

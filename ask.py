@@ -170,7 +170,7 @@ def forecast(questions, journal, read):
 
 
 def hide_key(text):
-    """The text without the API key. A key of at most nine letters is a word, such as "none"."""
+    """The text without the API key. A key below ten characters is a word such as "none"."""
     key = os.getenv("OPENAI_API_KEY", "")
     return text.replace(key, "…") if len(key) > 9 else text
 
@@ -234,18 +234,18 @@ def ask(questions, journal, model, read, concurrency=8, retries=6):
                     if reason:
                         bar.set_postfix_str(reason)
                     has_answered |= reply.status == 200
-                    is_temporary = reply.status >= 429     # too many requests, or its failure
-                    if is_temporary and trial < retries:
+                    # From 429 on: too many requests, or a failure of the server.
+                    if reply.status >= 429 and trial < retries:
                         waiting.appendleft((question, trial + 1))
                         continue
                     bar.update()
                     is_new = question.key not in old_keys or not has_answered
                     failures = failures + is_new if reason else 0
                     if failures == (MOST_FAILURES_IN_A_ROW if has_answered else 1):
-                        raise InputError(
-                            f"{model}: {failures} unusable replies in a row, the last for "
-                            f"{question.id}: {reason}; check OPENAI_API_KEY, the URL and the "
-                            f"model's name, and the replies in {journal.path}")
+                        advice = (f"read them in {journal.path}" if has_answered else
+                                  f"check OPENAI_API_KEY, and {model}")
+                        raise InputError(f"{failures} unusable replies in a row, the last for "
+                                         f"{question.id}: {reason}; {advice}")
         finally:
             stop.set()
             if running:
@@ -282,7 +282,7 @@ class Server:
     refused: frozenset = frozenset()
 
     def __str__(self):
-        return f"{self.client.base_url} with model {self.model!r}"
+        return f"the URL {self.client.base_url} and the model's name, {self.model!r}"
 
     @cached_property
     def client(self):
@@ -346,8 +346,7 @@ def _read_answer(status, text, question):
     if status >= 400:
         return Reply("", reason, usage or (FREE if is_free else None), status)
     if re.search(r'(?i)"finish_reason"\s*:\s*"\w*(length|max|limit|error)', text):
-        reason = (f"cut off after {question.max_tokens} tokens, or failed; raise `max_tokens` "
-                  f"of the task or mode")
+        reason = f"cut off after {question.max_tokens} tokens, or failed; raise `max_tokens`"
     else:
         reason = None if content else one_line(f"the reply is empty: {message}")
     return Reply(content, reason, usage)
@@ -377,13 +376,13 @@ def _read_usage(report, question):
 def check_asking(config):
     """Raise InputError for wrong settings of a server, before any request.
 
-    config: an annotate.ServerConfig.
+    config: a settings.ServerConfig.
     """
     if config.max_usd is not None and None in config.prices:
         raise InputError("--max_usd needs --price_in and --price_out, USD per million tokens")
     if not re.fullmatch("[!-~]+", os.getenv("OPENAI_API_KEY", "")):
-        raise InputError("OPENAI_API_KEY is missing or has characters that no key has; export "
-                         "a key, or any word for a local server")
+        raise InputError("OPENAI_API_KEY is missing or is no key; export a key, or any word "
+                         "for a local server")
     if not re.fullmatch(r"https?://([^\s/]+@)?([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?(/\S*)?",
                         config.base_url or "https://h"):
         raise InputError(f"--base_url {config.base_url} is not like http://localhost:8000/v1")

@@ -77,7 +77,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """A_t = Σ_l (γλ)^l td_error_{t+l},  td_error_t = r_t + γ V_{t+1} − V_t   (§3.5, App. A)
 
     [B, T] each → (advantages, returns = A + V), 0 in the padding. V after the last token is 0;
-    λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V.
+    λ = 1 gives Alg. 4 l.16's first form, Σ_k γ^{k−t} r_k − V. With V = 0 and no KL, A_t is the
+    sum Σ_k (γλ)^{k−t} δ_k of §3.6.
     """
     assert rewards.shape == values.shape == mask.shape, "§3.5 GAE: one r_t and V per token"
     advantages = torch.zeros_like(rewards)

@@ -53,8 +53,32 @@ class SampleConfig:
     merge: str | None = flag(None, "new directory for the merged model")
 
 
-def print_answers(model, tokenizer, config):
-    """Print the answers of the base and the policy, and R_φ's critique of each."""
+def write_merged(model, tokenizer, directory):
+    """Write a checkpoint with W + (alpha / r) B A, [out, in], in place of each W.
+
+    Raises FileExistsError if the directory exists.
+    """
+    os.mkdir(directory)
+    merge_lora(model, "policy")
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+    model.generation_config = GenerationConfig(do_sample=False,
+                                               eos_token_id=eos_ids(tokenizer, model))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(f"{directory}/ holds the merged model")
+
+
+def main():
+    """Print the answers of the base and the policy, with critiques, or write a merged model."""
+    config = parse_flags(SampleConfig, __doc__)
+    path = Path(config.adapter, "adapter_config.json")
+    base = config.model or json.loads(path.read_text())["base_model_name_or_path"]
+    model, tokenizer = load_model(base, "float32" if config.merge else None)
+    load_lora(model, "policy", config.adapter)
+    if config.merge:
+        return write_merged(model, tokenizer, config.merge)
+    if config.reward_model:
+        load_lora(model, "reward", config.reward_model)
     prompt = config.prompt or sys.stdin.read().strip()
     for adapter in None, "policy":
         with use_lora(model, adapter):
@@ -67,34 +91,6 @@ def print_answers(model, tokenizer, config):
             judgement = read_judgement(z, text, offsets)
             print(f"R_φ: {colour_tokens(split_text(text, offsets), judgement.delta)}\n"
                   f"{z}\n{judgement.reason}")
-
-
-def write_merged(model, tokenizer, directory):
-    """Write a checkpoint with W + (alpha / r) B A, [out, in], in place of each W.
-
-    Raises FileExistsError if the directory exists.
-    """
-    os.mkdir(directory)
-    merge_lora(model, "policy")
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-    model.generation_config = GenerationConfig(eos_token_id=eos_ids(tokenizer, model))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    print(f"{directory}/ holds the merged model")
-
-
-def main():
-    """Answer a prompt with the base and the policy, or write the merged model."""
-    config = parse_flags(SampleConfig, __doc__)
-    path = Path(config.adapter, "adapter_config.json")
-    base = config.model or json.loads(path.read_text())["base_model_name_or_path"]
-    model, tokenizer = load_model(base, "float32" if config.merge else None)
-    load_lora(model, "policy", config.adapter)
-    if config.merge:
-        return write_merged(model, tokenizer, config.merge)
-    if config.reward_model:
-        load_lora(model, "reward", config.reward_model)
-    print_answers(model, tokenizer, config)
 
 
 if __name__ == "__main__":

@@ -81,9 +81,8 @@ class AnnotatorConfig(ServerConfig):
 class AnnotateConfig(AnnotatorConfig):
     """Files of annotate.py."""
     task: str = flag("slf5k", "toy, slf5k, ultrafeedback, kodcode, or module:NAME")
-    data: str | None = flag(None, "rows with responses, as JSON lines")
+    data: str = flag("rows.jsonl", "rows with responses, as JSON lines")
     output: str = flag("feedback.jsonl", "annotated rows; OUTPUT.journal stores the replies")
-    limit: int | None = flag(None, "responses to annotate; none: all", least=1)
     dry_run: bool = flag(False, "only forecast tokens and cost")
 
 

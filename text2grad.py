@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from annotate import annotate, check_annotator, function_hash
+from annotate import annotate, function_hash, load_annotator
 from data import InputError, get_task, read_rows, reward_prompt, run_script, write_rows
 from model import (add_lora, encode_prompt, gathered, load_lora, load_model, lora_parameters,
                    target_layers)
@@ -185,7 +185,7 @@ def check_config(config: Config, out: Path):
                          "--max_usd with --price_in and --price_out, or --annotator_function")
     has_feedback = config.reward_model or (out / "feedback.jsonl").exists()
     if config.critic == "annotator" or not has_feedback:
-        check_annotator(config)
+        load_annotator(config)
         if get_task(config.task).tests and is_paid and not config.allow_code_execution:
             raise InputError("the annotator needs the outcomes of the tests: "
                              "set --allow_code_execution")

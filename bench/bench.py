@@ -2,10 +2,9 @@
 
     python bench/bench.py                                       # on a CPU, four minutes
     python bench/bench.py --device cuda --shape llama3-8b       # on one GPU of 80 GB
-    python bench/bench.py --trl_python trl/bin/python           # also TRL, see README.md
+    trl/bin/python bench/bench.py                               # beside TRL, see README.md
 
-The sides of a table do the same work on the same random weights and inputs, and their results
-must agree. The first side is ours. Texts are random tokens.
+The sides of a table do the same work with the same random weights and random texts.
 """
 
 import argparse
@@ -13,17 +12,14 @@ import ctypes
 import gc
 import io
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
-from datetime import date
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,48 +32,35 @@ from model import ValueHead, add_lora, lora_parameters, use_lora                
 from sampling import generate, head_weight, pad_batch, token_logprobs           # noqa: E402
 from settings import Config                                                     # noqa: E402
 
-TABLES = ["logprobs", "iteration", "ppo", "peft"]
-# Layers, hidden size, inner size, query heads, key-value heads and vocabulary of a Llama.
+SIZES_OF_A_LLAMA = ("num_hidden_layers", "hidden_size", "intermediate_size",
+                    "num_attention_heads", "num_key_value_heads", "vocab_size")
 SHAPES = {"toy": (3, 128, 320, 4, 4, 719), "small": (3, 128, 320, 4, 4, 32_000),
-          "llama3-1b": (16, 2048, 8192, 32, 8, 128_256),
           "llama3-8b": (32, 4096, 14_336, 32, 8, 128_256)}
-# logprobs: tokens, hidden size, vocabulary. batch, new: rows and tokens to decode. ppo: rows,
-# tokens of a prompt, tokens of a response or critique. "toy" only tries out this script.
-SIZES = {"toy": {"logprobs": (256, 128, 900), "batch": 4, "new": 8, "ppo": (4, 16, 16)},
-         "cpu": {"logprobs": (1024, 512, 128_256), "batch": 32, "new": 100,
-                 "ppo": (32, 64, 64)},
-         "cuda": {"logprobs": (8192, 4096, 128_256), "batch": 64, "new": 100,
-                  "ppo": (32, 128, 128)}}
+# Tokens, hidden size and vocabulary of log-probs; rows, tokens of a prompt and tokens of a
+# response of all other tables. "toy" only tries out this script.
+SIZES = {"toy": ((256, 128, 900), (4, 16, 16)), "cpu": ((1024, 512, 128_256), (32, 64, 64)),
+         "cuda": ((8192, 4096, 128_256), (32, 128, 128))}
 PEAK = 989e12              # FLOP/s of an H100 or H200 in bfloat16, by the data sheet
 
 
-# ── Models and inputs
-
 def random_model(shape: str, device: str):
-    """A frozen Llama with random weights: float32 on a CPU, bfloat16 on a GPU."""
-    layers, hidden, inner, heads, kv_heads, vocabulary = SHAPES[shape]
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    """A frozen Llama with the same random weights in each call, bfloat16 on a GPU."""
+    config = transformers.LlamaConfig(**dict(zip(SIZES_OF_A_LLAMA, SHAPES[shape])),
+                                      eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).requires_grad_(False).eval()
     torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
-    for name, weight in sorted(model.named_parameters()):
-        if "norm" not in name:
-            weight.normal_(std=0.02)         # the same weights with all versions of libraries
     return model
 
 
 def add_peft(model):
     """The model with an adapter by PEFT, or None where PEFT is not installed."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
+    if not find_spec("peft"):
         return None
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32,
+    from peft import LoraConfig, get_peft_model
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM",
                                             target_modules=["q_proj", "v_proj"]))
 
 
@@ -97,53 +80,39 @@ def word_tokenizer(vocabulary: int):
         tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t3")
 
 
-# ── Measuring
-
 def resident(name: str) -> int:
     """The memory that this process holds (VmRSS), or held at most (VmHWM), in bytes."""
     return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-def measure(function) -> tuple[float, int, float | None]:
-    """(seconds of the fastest call, most bytes that a call holds, result of the first call).
+def measure(function, calls: int = 2) -> tuple[float, int]:
+    """(seconds of the fastest call, most bytes that a call holds).
 
     The first call only warms up. The second one measures the memory above what was held before:
-    that of tensors on a GPU, otherwise of the process. Calls are timed for a second, or twice.
+    that of tensors on a GPU, otherwise of the process. Calls are timed for at least a second.
     """
-    result = function()
+    function()
     gc.collect()
     is_cuda = torch.cuda.is_initialized()
     allocator = ctypes.CDLL("libc.so.6")
     allocator.mallopt(-3, 1 << 16)          # freed memory goes back at once: the peak is in use
     allocator.malloc_trim(0)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")              # VmHWM starts again
     held = torch.cuda.memory_allocated() if is_cuda else resident("VmRSS")
-    start_peak()
     times = []
-    while len(times) < 2 or sum(times) < 1:
+    while len(times) < calls or sum(times) < 1:
         start = time.perf_counter()
         function()
         if is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         if len(times) == 1:
-            peak = read_peak()
+            peak = torch.cuda.max_memory_allocated() if is_cuda else resident("VmHWM")
             allocator.mallopt(-3, 1 << 25)              # from here on as in a long run
-    return min(times), peak - held, result
-
-
-def start_peak():
-    """Start to record the peak of the memory."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def read_peak() -> int:
-    """The most bytes held since `start_peak`, of tensors on a GPU or of the process."""
-    return torch.cuda.max_memory_allocated() or resident("VmHWM")
+    return min(times), peak - held
 
 
 def print_table(title: str, header: list[str], lines: list[list[str]]):
@@ -154,27 +123,20 @@ def print_table(title: str, header: list[str], lines: list[list[str]]):
 
 
 def compare(title: str, sides: dict):
-    """Measure all sides and print one table. Raises RuntimeError where results differ.
-
-    sides: name → a function, what `measure` returned, or a text that says why it is missing.
-    A result of None is not compared.
-    """
-    lines = []
-    ours = None
-    for name, side in sides.items():
-        if isinstance(side, str):
-            lines.append([name, side, "", "", ""])
-            continue
-        seconds, memory, result = measure(side) if callable(side) else side
-        ours = ours or (seconds, memory, result)
-        if result is not None and abs(result - ours[2]) > 0.02 * abs(ours[2]):
-            raise RuntimeError(f"{title}: {name} computes {result}, and ours {ours[2]}")
-        lines.append([name, f"{seconds:.3g}", f"{ours[0] / seconds:.2f}",
-                      f"{memory / 1e6:,.0f}", f"{ours[1] / max(memory, 1):.2f}"])
+    """Measure the functions in `sides`, ours first, and print a table; None: not installed."""
+    figures = {name: measure(side) for name, side in sides.items() if side}
+    own_seconds, own_memory = figures["ours"]
+    lines = [[name, f"{seconds:.3g}", f"{own_seconds / seconds:.2f}", f"{memory / 1e6:,.0f}",
+              f"{own_memory / max(memory, 1):.2f}"]
+             for name, (seconds, memory) in figures.items()]
+    lines += [[name, "not installed", "", "", ""] for name in sides if name not in figures]
     print_table(title, ["side", "seconds", "ours / side", "MB", "ours / side"], lines)
 
 
-# ── Tables beside other implementations
+def plain_logprobs(hidden, weight, targets):
+    """log π of targets [N] from hidden states [N, H] and head [V, H], as `token_logprobs`."""
+    return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
 
 def compare_logprobs(N: int, H: int, V: int, device: str):
     """log π(y) of N tokens and its gradient: ours, log_softmax, the two products alone."""
@@ -183,198 +145,157 @@ def compare_logprobs(N: int, H: int, V: int, device: str):
     hidden = torch.randn(N, H, device=device, dtype=dtype, requires_grad=True)
     targets = torch.randint(V, (N,), device=device)
 
-    def log_softmax(hidden, weight, targets):
-        return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])
+    def gradient(logprobs_of):
+        torch.autograd.grad(logprobs_of(hidden, weight, targets).sum(), hidden)
 
-    def gradient(logprobs_of) -> float:
-        hidden.grad = None
-        logprobs = logprobs_of(hidden, weight, targets)
-        logprobs.sum().backward()
-        return logprobs.mean().item()
-
-    @torch.no_grad()
     def products():
-        for rows in hidden.split(1024):
-            for part in weight.split(8192):
-                (rows @ part.T) @ part
+        for part in weight.split(8192):
+            (hidden.detach() @ part.T) @ part
 
     compare(f"Log-probs of {N:,} tokens with their gradient, H {H:,}, V {V:,}",
             {"ours": partial(gradient, token_logprobs),
-             "log_softmax, gather": partial(gradient, log_softmax),
+             "log_softmax, gather": partial(gradient, plain_logprobs),
              "the products h Wᵀ and pᵀW alone": products})
 
 
-def compare_peft(model, peft_model, batch: int, new: int):
+def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
     """Decoding, and a forward and backward pass of the blocks: ours and PEFT."""
-    prompts = random_ids(batch, 60, model.config.vocab_size)
-    ids = torch.randint(4, model.config.vocab_size, (4, 256), device=model.device)
+    prompts = random_ids(rows, prompt, model.config.vocab_size)
+    inputs, mask, *_ = pad_batch(prompts, [[]] * rows, model.device)
+    peft_model = add_peft(random_model(shape, model.device.type))
 
-    def decode(cuda_graph: bool) -> int:
+    def decode():
         with use_lora(model, "policy", merge=True):
-            return sum(map(len, generate(model, prompts, new, cuda_graph=cuda_graph)))
+            generate(model, prompts, response)
 
     @torch.no_grad()
-    def decode_by_peft() -> int:
-        inputs, mask, *_ = pad_batch(prompts, [[]] * batch, model.device)
-        answers = peft_model.generate(
+    def decode_by_peft():
+        peft_model.generate(
             input_ids=inputs, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
-        return answers[:, inputs.shape[1] :].numel()
+            top_p=1.0, max_new_tokens=response, eos_token_id=None, pad_token_id=0)
 
-    def gradient(blocks, adapter) -> float:
-        with adapter:
-            loss = blocks(ids, use_cache=False).last_hidden_state.float().square().mean()
-        loss.backward()
+    def train_blocks(blocks, adapter):
+        with adapter():
+            blocks(inputs, use_cache=False).last_hidden_state.float().mean().backward()
         blocks.zero_grad()
-        return loss.item()
 
-    decoding = {"ours": partial(decode, True)}
-    if model.device.type == "cuda":
-        decoding["ours without CUDA graph"] = partial(decode, False)
-    decoding["PEFT, `generate`"] = peft_gradient = "PEFT is not installed"
-    if peft_model:
-        decoding["PEFT, `generate`"] = decode_by_peft
-        blocks = peft_model.base_model.model.model
-        peft_gradient = partial(gradient, blocks, nullcontext())
-    compare(f"Decoding {new} tokens for each of {batch} rows", decoding)
-    compare("LoRA, forward and backward, 4 rows of 256 tokens",
-            {"ours": lambda: gradient(model.base_model, use_lora(model, "policy")),
-             "PEFT": peft_gradient})
+    train = partial(train_blocks, model.base_model, partial(use_lora, model, "policy"))
+    train_by_peft = peft_model and partial(
+        train_blocks, peft_model.base_model.model.model, nullcontext)
+    compare(f"Decoding {response} tokens for each of {rows} rows",
+            {"ours": decode, "PEFT, `generate`": peft_model and decode_by_peft})
+    compare(f"LoRA, forward and backward, {rows} rows of {inputs.shape[1]} tokens",
+            {"ours": train, "PEFT": train_by_peft})
 
 
-def compare_ppo(model, rows: int, prompt: int, response: int, trl: str | tuple):
-    """Old log-probs, values, reference, GAE and 4 epochs: ours, plain PyTorch, TRL.
-
-    The learning rate is 0, so that all calls do the same work. trl: TRL's side of the table.
-    """
-    vocabulary = model.config.vocab_size
-    padded = pad_batch(random_ids(rows, prompt, vocabulary),
-                       random_ids(rows, response + 1, vocabulary), model.device)
+def compare_ppo(model, shape: str, rows: int, prompt: int, response: int):
+    """Old log-probs, values, reference, GAE and 4 epochs: ours, plain PyTorch, TRL."""
+    prompts = random_ids(rows, prompt, model.config.vocab_size)
+    responses = random_ids(rows, response + 1, model.config.vocab_size)
+    padded = pad_batch(prompts, responses, model.device)
     prompt_ids, prompt_mask, response_ids, mask = padded
+    delta = torch.zeros(mask.shape, device=model.device)
+    delta[range(rows), mask.sum(1) - 1] = 1.0                          # the reward of a row
+    batch = policy.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
+                            delta=delta)
     value_head = ValueHead(model.config.hidden_size, model.device)
     parameters = [*lora_parameters(model, "policy"), *value_head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
-    delta = torch.zeros(mask.shape, device=model.device)
-    delta[range(rows), mask.sum(1) - 1] = torch.ones(rows, device=model.device)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0, fused=True)
+    parts = torch.arange(rows).chunk(2)
     config = Config(batch_size=rows, minibatch_size=rows, ppo_epochs=4, temperature=1.0,
-                    micro_batch_tokens=rows // 2 * (prompt + response + 1))
+                    micro_batch_tokens=len(parts[0]) * (prompt + response + 1))
 
-    def step() -> float:
-        rollouts = policy.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
-                                   delta=delta)
-        policy.add_scores(rollouts, model, value_head, config)
-        policy.add_advantages(rollouts, 0.2, config)
-        policy.ppo_update(rollouts, model, value_head, optimizer, config, random.Random(0))
-        return rollouts.logprobs_old[mask.bool()].mean().item()
+    def step():
+        policy.add_scores(batch, model, value_head, config)
+        policy.add_advantages(batch, 0.2, config)
+        policy.ppo_update(batch, model, value_head, optimizer, config, random.Random(0))
 
-    def score(index, adapter):
-        ids = torch.cat([prompt_ids, response_ids], 1)[index]
-        attention = torch.cat([prompt_mask, mask], 1)[index]
+    def score(part, adapter):
+        ids = torch.cat([prompt_ids, response_ids], 1)[part]
+        attention = torch.cat([prompt_mask, mask], 1)[part]
         with use_lora(model, adapter):
             hidden = model.base_model(ids, attention, (attention.cumsum(1) - 1).clamp(min=0),
                                       use_cache=False).last_hidden_state
         hidden = hidden[:, prompt_ids.shape[1] - 1 : -1]
-        logprobs = model.get_output_embeddings()(hidden).float().log_softmax(-1)
-        logprobs = logprobs.gather(2, response_ids[index][..., None]).squeeze(2)
-        return logprobs, value_head(hidden.detach())
+        targets = response_ids[part]
+        logprobs = plain_logprobs(hidden.flatten(0, 1), head_weight(model), targets.flatten())
+        return logprobs.view_as(targets), value_head(hidden.detach())
 
-    def plain_step() -> float:
-        parts = torch.arange(rows).chunk(2)
+    def plain_step():
         with torch.no_grad():
-            scores = [score(index, "policy") for index in parts]
-            reference = torch.cat([score(index, None)[0] for index in parts])
-        old, values = (torch.cat(tensors) for tensors in zip(*scores))
-        rewards = (delta - 0.2 * (old - reference)) * mask
-        advantages, returns = policy.gae(rewards, values, mask, 1.0, 0.95)
-        advantages = policy.whiten(advantages, mask)
+            scores = [score(part, "policy") for part in parts]
+            batch.logprobs_ref = torch.cat([score(part, None)[0] for part in parts])
+        batch.logprobs_old, batch.values = (torch.cat(tensors) for tensors in zip(*scores))
+        policy.add_advantages(batch, 0.2, config)
         for _ in range(4):
             for i in parts:
-                logprobs, new_values = score(i, "policy")
-                loss = policy.ppo_loss(logprobs, old[i], advantages[i], mask[i], 0.2)
-                loss += policy.value_loss(new_values, values[i], returns[i], mask[i], 5.0)
+                logprobs, values = score(i, "policy")
+                loss = policy.ppo_loss(logprobs, batch.logprobs_old[i], batch.advantages[i],
+                                       mask[i], 0.2)
+                loss += policy.value_loss(values, batch.values[i], batch.returns[i], mask[i], 5)
                 loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return old[mask.bool()].mean().item()
 
-    compare(f"A PPO step of {rows} rows, 4 epochs, prompts of {prompt // 4} to {prompt} "
-            f"tokens, responses of {response // 4} to {response + 1}",
-            {"ours": step, "plain PyTorch": plain_step, "TRL, `PPOTrainer.step`": trl})
-
-
-def measure_trl(python: str | None, *arguments) -> str | tuple:
-    """TRL's side of `compare_ppo`, measured in a process of TRL's environment."""
-    if python is None:
-        return "TRL is not installed: --trl_python"
-    command = [python, __file__, "--trl_worker", *map(str, arguments)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    if process.returncode:
-        return f"failed: {process.stderr.strip().splitlines()[-1]}"
-    return tuple(json.loads(process.stdout.splitlines()[-1]))
+    compare(f"A PPO step, 4 epochs, {rows} rows of up to {prompt} + {response + 1} tokens",
+            {"ours": step, "plain PyTorch": plain_step,
+             "TRL 0.11.3, `PPOTrainer.step`": trl_step(shape, prompts, responses)})
 
 
-def trl_worker(shape: str, rows: int, prompt: int, response: int):
-    """Print what `measure` returns for TRL 0.11.3's PPOTrainer.step on a CPU."""
+def trl_step(shape: str, prompts, responses):
+    """The PPO step of TRL 0.11.3, the engine of the authors' release, or None without TRL."""
+    if not find_spec("trl"):
+        return None
     from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
         add_peft(random_model(shape, "cpu")))
-    vocabulary = SHAPES[shape][-1]
-    prompts = random_ids(rows, prompt, vocabulary)
-    responses = random_ids(rows, response + 1, vocabulary)
-    config = PPOConfig(batch_size=rows, mini_batch_size=rows // 2, ppo_epochs=4,
-                       gradient_accumulation_steps=2, learning_rate=0.0, kl_penalty="full")
-    trainer = PPOTrainer(config, model, None, word_tokenizer(vocabulary))
+    config = PPOConfig(batch_size=len(prompts), mini_batch_size=len(prompts) // 2,
+                       ppo_epochs=4, gradient_accumulation_steps=2, learning_rate=1e-6,
+                       kl_penalty="full")
+    trainer = PPOTrainer(config, model, None, word_tokenizer(SHAPES[shape][-1]))
+    texts = [[*map(torch.tensor, ids)] for ids in (prompts, responses)]
+    return lambda: trainer.step(*texts, [torch.tensor(1.0)] * len(prompts))
 
-    def step() -> float:
-        stats = trainer.step([*map(torch.tensor, prompts)], [*map(torch.tensor, responses)],
-                             [torch.tensor(1.0)] * rows)
-        logprobs = torch.as_tensor(stats["objective/logprobs"])
-        return torch.cat([row[len(x) - 1 :][: len(y)] for row, x, y in
-                          zip(logprobs, prompts, responses)]).mean().item()
-
-    print(json.dumps(measure(step)))
-
-
-# ── One iteration of Algorithm 4 (Table 13)
 
 def measure_iteration(model, rows: int, prompt: int, response: int):
-    """Print seconds, memory and model FLOP utilisation (MFU), by the tokens of a pass.
+    """Table 13: seconds and memory of an iteration, with passes of 4,096 tokens and of one row.
 
-    A forward pass has 2 FLOP for each weight and token, and a backward pass as many, because
-    the weights are frozen. Products of attention are left out.
+    MFU, the model FLOP utilisation, counts 2 FLOP for each weight and token, forward and again
+    backward, because the weights are frozen. Products of attention are left out.
     """
-    weights = sum(p.numel() for p in model.base_model.layers.parameters()
-                  if not p.requires_grad)
     head = head_weight(model)
+    weights = sum(p.numel() for p in model.base_model.layers.parameters())
     forward = 2 * rows * (weights * (prompt + response) + head.numel() * response)
-    flop = {"rollout": forward, "score": 2 * forward, "update": 4 * 2 * forward}
+    flop = {"rollout": forward, "critique": forward + 2 * rows * weights * response,
+            "score": 2 * forward, "update": 4 * 2 * forward}
     matrix = torch.randn(2048, 2048)
     peak = PEAK if head.is_cuda else 2 * 2048**3 / measure(lambda: (matrix @ matrix).sum())[0]
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(4, vocabulary, (rows, prompt - 1)).tolist()   # and one of the template
+    ids = torch.randint(4, len(head), (rows, prompt - 1)).tolist()    # and one of the template
     data = [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids]
     config = Config(task="ultrafeedback", batch_size=rows, minibatch_size=rows, ppo_epochs=4,
-                    max_new_tokens=response, max_critique_tokens=response, iterations=2,
+                    max_new_tokens=response, max_critique_tokens=response, iterations=1,
                     learning_rate=1e-5)
     add_lora(model, "reward", 16, 32)
+    seconds = {}
     lines = []
-    for tokens in 4096, prompt + response:
-        config = replace(config, micro_batch_tokens=tokens)
-        start_peak()
+
+    def iterate():
         with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as out:
-            policy.train(model, word_tokenizer(vocabulary), data, config, Path(out))
-            metrics = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[-1])
-        seconds = {name: metrics[f"seconds_{name}"]
-                   for name in ("rollout", "critique", "score", "update")}
+            policy.train(model, word_tokenizer(len(head)), data, config, Path(out))
+            metrics = json.loads(Path(out, "metrics.jsonl").read_text())
+        seconds.update({name: metrics[f"seconds_{name}"] for name in flop})
+
+    for config.micro_batch_tokens in 4096, prompt + response:
+        memory = measure(iterate, calls=1)[1] + sum(p.nbytes for p in model.parameters())
         share = seconds["critique"] / (sum(seconds.values()) - seconds["critique"])
-        usage = [f"{work / seconds[name] / peak:.1%}" for name, work in flop.items()]
-        lines.append([f"{tokens:,}", *(f"{x:.3g}" for x in seconds.values()), f"+{share:.0%}",
-                      f"{read_peak() / 1e9:.1f}", *usage])
-    print_table(f"One iteration: {rows} rollouts, prompts of {prompt} tokens, responses and "
-                f"critiques of {response}, 4 epochs; MFU of {peak / 1e12:.3g} TFLOP/s",
-                ["tokens of a pass", "rollout s", "critique s", "score s", "update s",
-                 "feedback adds", "peak GB", *(f"MFU {name}" for name in flop)], lines)
+        lines.append([f"{config.micro_batch_tokens:,}",
+                      *(f"{seconds[name]:.3g} ({work / seconds[name] / peak:.1%})"
+                        for name, work in flop.items()),
+                      f"+{share:.0%}", f"{memory / 1e9:.2f}"])
+    print_table(f"One iteration, {rows} rows of {prompt} + {response} tokens, critiques of "
+                f"{response}; MFU of {peak / 1e12:.3g} TFLOP/s",
+                ["tokens of a pass", *(f"{name} s (MFU)" for name in flop), "feedback adds",
+                 "GB with weights"], lines)
 
 
 def main():
@@ -382,31 +303,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="small", choices=SHAPES)
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
-    parser.add_argument("--trl_python", help="Python of an environment with TRL 0.11.3")
-    parser.add_argument("--trl_worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.trl_worker:
-        shape, *numbers = arguments.trl_worker
-        return trl_worker(shape, *map(int, numbers))
     sizes = SIZES["toy" if arguments.shape == "toy" else arguments.device]
-    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else \
-        f"{torch.get_num_threads()} threads"
-    print(f"`python bench/bench.py {' '.join(sys.argv[1:])}`, {date.today()}: {machine}, torch "
-          f"{torch.__version__}, transformers {transformers.__version__}, load average "
-          f"{os.getloadavg()[0]:.1f}", flush=True)
-    if "logprobs" in arguments.only:
-        compare_logprobs(*sizes["logprobs"], arguments.device)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    compare_logprobs(*sizes[0], arguments.device)
     model = random_model(arguments.shape, arguments.device)
     add_lora(model, "policy", 16, 32)
-    if "iteration" in arguments.only:
-        measure_iteration(model, *sizes["ppo"])
-    if "ppo" in arguments.only:
-        trl = measure_trl(arguments.trl_python, arguments.shape, *sizes["ppo"])
-        compare_ppo(model, *sizes["ppo"], trl)
-    if "peft" in arguments.only:
-        peft_model = add_peft(random_model(arguments.shape, arguments.device))
-        compare_peft(model, peft_model, sizes["batch"], sizes["new"])
+    compare_ppo(model, arguments.shape, *sizes[1])
+    if find_spec("trl"):
+        return                   # TRL 0.11.3 needs transformers 4, and the rest needs 5
+    measure_iteration(model, *sizes[1])
+    compare_peft(model, arguments.shape, *sizes[1])
 
 
 if __name__ == "__main__":

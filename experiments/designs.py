@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import Span, call_function, tokens_inside
+from annotate import Span, token_labels
 from data import InputError, chunks, load_object
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
@@ -39,6 +39,12 @@ from sampling import head_weight, pad_batch
 def row_share(rollouts) -> range:
     """Indices of the rows that this rank judges."""
     return range(RANK, len(rollouts.rows), WORLD_SIZE)
+
+
+def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
+    """The indices of the tokens inside each span."""
+    return [[t for t, labels in enumerate(token_labels(text, offsets, [span])) if labels]
+            for span in spans]
 
 
 # ── Designs: changes of δ, whoever judges
@@ -125,8 +131,8 @@ def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
     One number is paid at the last token, such as `run_python(code_of(response), row["test"])
     .passed` of measures/sandbox.py, where True is 1. A list has one number for each token. For
     this, the row also has the field "response_tokens", the texts of the tokens; the text of EOS
-    is "". Empty responses are scored, too. Raises InputError if the function fails or returns
-    anything else.
+    is "". Empty responses are scored, too. Raises InputError if the function returns anything
+    else.
     """
     function = load_object("--annotator_function", config.annotator_function, Callable)
     judgements = []
@@ -134,7 +140,7 @@ def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
         tokens = split_text(rollouts.texts[i], rollouts.offsets[i])
         row = rollouts.rows[i] | {"response_tokens": tokens}
         place = f"--annotator_function {config.annotator_function}, row {row.get('id', i)}"
-        value = call_function(place, function, row, rollouts.texts[i])
+        value = function(row, rollouts.texts[i])
         try:
             scores = torch.as_tensor(value, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):

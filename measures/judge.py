@@ -9,8 +9,9 @@
 Paper: §4.2–4.5, Table 4, Figure 3, Appendix E.
 
 Departures: Appendix E shuffles the two answers. Here the judge sees them in both orders, and
-two verdicts that disagree count as a tie. If a reply has no verdict or several different ones,
-the row is counted as unjudged and the next run asks again; FastChat takes the first verdict.
+two verdicts that disagree count as a tie. If a reply does not end with its verdict, or has
+several different ones, the row is counted as unjudged and the next run asks again; FastChat
+takes the first verdict.
 AlpacaEval's leaderboard has its own prompt and controls for length. For its win rate, run the
 command that `write_alpaca` returns.
 """
@@ -22,8 +23,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
 
 from annotate import fenced
 from ask import Journal, Question, Server, ask, check_asking, forecast, question_key
@@ -52,8 +51,8 @@ class JudgeConfig(ServerConfig):
         """
         if self.judge_prompts is None:
             return {name: {"system_prompt": text} for name, text in PROMPTS.items()}
-        needs = ("name",), ("system_prompt",), ("prompt_template",)
-        return {row["name"]: row for row in read_rows(self.judge_prompts, needs)}
+        rows = read_rows(self.judge_prompts, ("name", "system_prompt", "prompt_template"))
+        return {row["name"]: row for row in rows}
 
 
 def check_judge(config: JudgeConfig):
@@ -95,9 +94,9 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
                          f"prompt, or omit --judge_prompts")
     prompt = config.prompts[kind]
     system = prompt["system_prompt"]
-    if template := prompt.get("prompt_template"):
+    if "prompt_template" in prompt:
         try:
-            user = template.format(**values)
+            user = prompt["prompt_template"].format(**values)
         except (LookupError, ValueError) as error:
             raise InputError(f"judge prompt {kind!r}: cannot fill in {error}; use "
                              f"only the fields {', '.join(values)}") from error
@@ -111,30 +110,40 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
 
 # ── The judge's verdicts
 
-WINS = {"a": 1.0, "c": 0.5, "tie": 0.5, "draw": 0.5, "b": 0.0}
+WINS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
 # What a verdict may be inside of [[ ]]; case and white space do not matter.
 RATING = r"(?:(?:rating|score)\s*[:=]?\s*)?(\d+(?:\.\d*)?)(?:\s*(?:/|out of)\s*10)?"
-WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie|draw)"
+WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie)"
+# Brackets after a name or another bracket are code, such as x[[0]].
+BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
+# What the judge only quotes: a fence, a line after ">", and words in quotation marks.
+QUOTED = (r"(?s:```.*?(?:```|\Z))|(?m:^\s*>.*)|[\"“”„«»].*?[\"“”„«»]"
+          r"|['‘’`]\[\[.*?\]\]['‘’`]")
+WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # nothing of it ends a reply
 
 
 def read_verdict(question: dict, text: str) -> float:
-    """The verdict in a reply. Raises ValueError if the reply does not have exactly one.
+    """The verdict that ends a reply. Raises ValueError if the reply does not have exactly one.
 
     A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
-    may be citations or code. For a single answer, the verdict is a rating from 1 to 10. For a
-    pair, it is 1 if A is better, 0.5 for a tie, and 0 if B is better. question: its `context`.
+    may be citations or code. Nor are verdicts that the judge quotes, for example from the
+    answer. For a single answer, the verdict is a rating from 1 to 10. For a pair, it is 1 if A
+    is better, 0.5 for a tie, and 0 if B is better. question: its `context`.
     """
     text = re.split("</think(?:ing)?>", text.lower())[-1]      # without the model's reasoning
     is_rating = question["kind"].startswith("single")
-    # Brackets after a name or another bracket are code, such as x[[0]].
-    candidates = re.findall(r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]", text)
     form = re.compile(RATING if is_rating else WINNER)
-    matches = map(form.fullmatch, candidates)
-    values = {match[1] for match in matches if match}
-    verdicts = {float(value) if is_rating else WINS[value] for value in values}
-    if len(verdicts) != 1:
-        raise ValueError("verdicts that differ" if verdicts else
-                         "no verdict in [[ ]] in the reply")
+    verdicts = set()
+    rest = text                                                # the text after the last verdict
+    for match in re.finditer(f"{QUOTED}|{BRACKETS}", text):
+        verdict = form.fullmatch(match[1] or "")               # match[1]: None in a quotation
+        if verdict:
+            verdicts.add(float(verdict[1]) if is_rating else WINS[verdict[1]])
+            rest = text[match.end() :]
+    if len(verdicts) > 1:
+        raise ValueError("verdicts that differ")
+    if not verdicts or re.search(WORD_OR_QUOTE, rest):
+        raise ValueError("no verdict in [[ ]] at the end of the reply")
     verdict, = verdicts
     if is_rating and not 1 <= verdict <= 10:
         raise ValueError(f"{verdict:g} is no rating from 1 to 10")
@@ -153,7 +162,6 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
     next run asks again. Raises InputError in the same cases as `ask.ask`.
     """
-    check_judge(config)
     server = Server(config.judge_model, config.base_url, TEMPERATURE)
     with Journal(path, *config.prices) as journal:
         replies = ask(questions, journal, server, read_verdict, config.concurrency)
@@ -197,29 +205,21 @@ def pairwise_scores(verdicts: list[dict]) -> list[dict]:
         assert verdict["id"] == swapped["id"], "both orders of a pair follow each other"
         win = verdict["verdict"]
         loss = swapped["verdict"]                       # here text b comes first
-        inconsistent = None not in (win, loss) and win != 1 - loss
+        is_judged = None not in (win, loss)
+        inconsistent = is_judged and win != 1 - loss
         if inconsistent:
             win = 0.5
-        elif loss is None:
-            win = None
-        scores.append({"id": verdict["id"], "win": win, "inconsistent": inconsistent})
+        scores.append({"id": verdict["id"], "win": win if is_judged else None,
+                       "inconsistent": inconsistent})
     return scores
 
 
-def win_tie_loss(scores: list[dict]) -> dict:  # Figure 3
-    """Numbers of wins, ties, losses, inconsistent and unjudged rows; the win rate.
-
-    win_rate: mean of the judged rows in per cent, with its standard_error; None if there are
-    too few rows.
-    """
-    wins = [row["win"] for row in scores if row["win"] is not None]
-    counts = Counter(wins)
-    n = len(wins)
+def win_tie_loss(scores: list[dict]) -> dict[str, int]:  # Figure 3
+    """Numbers of wins, ties, losses, inconsistent and unjudged rows."""
+    counts = Counter(row["win"] for row in scores)
     return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
             "inconsistent": sum(row["inconsistent"] for row in scores),
-            "unjudged": len(scores) - n,
-            "win_rate": 100 * float(np.mean(wins)) if n else None,
-            "standard_error": 100 * float(np.std(wins, ddof=1)) / n**0.5 if n > 1 else None}
+            "unjudged": counts[None]}
 
 
 # ── MT-Bench (Zheng et al., 2023)
@@ -235,7 +235,7 @@ def read_mt_bench(path) -> list[dict]:
 
     Raises InputError if a row has another format.
     """
-    rows = read_rows(path, (("question_id",), ("category",), ("turns",)))
+    rows = read_rows(path, ("question_id", "category", "turns"))
     for number, row in enumerate(rows, 1):
         for name in {"turns", "reference"} & row.keys():
             if not isinstance(row[name], list) or [*map(type, row[name])] != [str, str]:
@@ -248,23 +248,22 @@ def mt_bench_answers(questions: list[dict], write) -> dict:
     """question_id → the answers to both turns; the second turn continues the conversation.
 
     The temperature depends on the category, as in FastChat. write: function from
-    (conversations, temperature=…) to the next turn of each conversation.
+    (conversations, temperature) to the next turn of each conversation.
     """
-    conversations = {q["question_id"]: [] for q in questions}
-    by_temperature = {}
-    for q in questions:
-        temperature = ANSWER_TEMPERATURE.get(q["category"], 0.7)
-        by_temperature.setdefault(temperature, []).append(q)
-    for temperature, group in by_temperature.items():
-        batch = [conversations[q["question_id"]] for q in group]
+    temperatures = [ANSWER_TEMPERATURE.get(q["category"], 0.7) for q in questions]
+    answers = {}
+    for temperature in dict.fromkeys(temperatures):
+        group = [q for q, value in zip(questions, temperatures) if value == temperature]
+        conversations = [[] for _ in group]
         for turn in (0, 1):
-            for messages, q in zip(batch, group):
+            for messages, q in zip(conversations, group):
                 messages.append({"role": "user", "content": q["turns"][turn]})
-            texts = write(batch, temperature=temperature)
-            for messages, text in zip(batch, texts, strict=True):
+            texts = write(conversations, temperature)
+            for messages, text in zip(conversations, texts, strict=True):
                 messages.append({"role": "assistant", "content": text})
-    return {name: [answer["content"] for answer in messages[1::2]]
-            for name, messages in conversations.items()}
+        for messages, q in zip(conversations, group):
+            answers[q["question_id"]] = [answer["content"] for answer in messages[1::2]]
+    return answers
 
 
 # For each turn: the prompt version, and the parts of the conversation that it contains.
@@ -302,23 +301,19 @@ def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
     """
     rows = []
     for first, second in chunks(verdicts, 2):
-        ratings = [first["verdict"], second["verdict"]]
-        rating = None if None in ratings else sum(ratings) / 2
-        rows.append({"id": first["id"], "rating": rating, "rating, turn 1": ratings[0],
-                     "rating, turn 2": ratings[1]})
+        ratings = {"rating, turn 1": first["verdict"], "rating, turn 2": second["verdict"]}
+        both = ratings.values()
+        mean = None if None in both else sum(both) / 2
+        rows.append({"id": first["id"], "rating": mean, **ratings})
     return rows
 
 
 # ── AlpacaEval (Dubois et al., 2024)
 
 def read_alpaca(path) -> list[dict]:
-    """Rows {id, prompt, response} of AlpacaEval's instructions and reference outputs.
-
-    The ids count from 0.
-    """
-    rows = read_rows(path, (("instruction",), ("output",)))
-    return [{"id": str(number), "prompt": row["instruction"], "response": row["output"]}
-            for number, row in enumerate(rows)]
+    """Rows {prompt, response} of AlpacaEval's instructions and reference outputs."""
+    return [{"prompt": row["instruction"], "response": row["output"]}
+            for row in read_rows(path, ("instruction", "output"))]
 
 
 def write_alpaca(path, rows: list[dict], texts: list[str], generator: str) -> str:  # Table 4
@@ -330,6 +325,6 @@ def write_alpaca(path, rows: list[dict], texts: list[str], generator: str) -> st
     """
     outputs = [{"instruction": row["prompt"], "output": text, "generator": generator}
                for row, text in zip(rows, texts, strict=True)]
-    Path(path).write_text(json.dumps(outputs, indent=1))
+    Path(path).write_text(json.dumps(outputs))
     return shlex.join(["alpaca_eval", "--model_outputs", str(path),
                        "--is_overwrite_leaderboard"])

@@ -21,7 +21,7 @@ import math
 import re
 from collections import Counter
 from itertools import chain
-from reprlib import repr as short_repr
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -130,13 +130,12 @@ def bleu(predictions: list[str], references: list[str]) -> float:
 def load_encoder(name):
     """Load (encoder, tokenizer, layer) from NAME or NAME:LAYER; NAME is a directory or hub id.
 
-    The weights are loaded as float32, from safetensors files only. layer: None if the name has
-    no LAYER. Raises InputError if LAYER is not a number or the encoder cannot be loaded.
+    The weights are loaded as float32, from safetensors files only. layer: index into
+    `hidden_states`, where 0 is the embeddings; the default is that of BERT_SCORE_LAYERS. Raises
+    InputError if the encoder cannot be loaded or has no such layer.
     """
-    path, colon, layer = str(name).partition(":")
-    if colon and not layer.isdecimal():
-        raise InputError(f"--encoder {name}: the layer {layer!r} is not a number; write "
-                         f"NAME:LAYER, for example roberta-large:17")
+    path, _, layer = str(name).partition(":")
+    layer = layer or str(BERT_SCORE_LAYERS.get(Path(path).name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True,
@@ -145,63 +144,48 @@ def load_encoder(name):
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"cannot load an encoder from {path}: {reason}; --encoder needs a "
                          f"Hugging Face directory or hub id with safetensors") from error
+    last = encoder.config.num_hidden_layers
+    if not layer.isdecimal() or int(layer) > last:
+        raise InputError(f"--encoder {name}: there is no layer {layer}; write {path}:LAYER "
+                         f"with a layer from 0 (the embeddings) to {last}; scores of different "
+                         f"layers cannot be compared")
     encoder = encoder.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    return encoder, tokenizer, int(layer) if colon else None
+    return encoder, tokenizer, int(layer)
 
 
+@torch.no_grad()
 def bert_score(predictions: list[str], references: list[str], encoder, tokenizer,
-               layer: int | None = None) -> list[dict[str, float]]:
+               layer: int) -> list[dict[str, float]]:
     """BERTScore {"precision", "recall", "f1"} of each row (Table 2).
 
     For each word token, the cosine similarity to the most similar token of the other text is
     computed. Precision is its mean over the prediction, recall its mean over the reference.
     [CLS] and [SEP] can be the most similar token, but are not averaged over. A negative cosine
     counts as 0; in the bert-score package this is a side effect of padding. A text without
-    words scores 0.
-
-    layer: index into `hidden_states`, where 0 is the embeddings; None uses BERT_SCORE_LAYERS.
-    Texts are truncated at the tokenizer's model_max_length. Raises InputError if the layer is
-    unknown.
+    words scores 0. encoder, tokenizer, layer: see `load_encoder`. Texts are truncated at the
+    tokenizer's model_max_length.
     """
-    layer = _find_layer(encoder, layer)
-    rows = []
     ends = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id], device=encoder.device)
 
-    def embed(texts):
-        """Yield (unit vectors [T, H] of the tokens, mask [T] of word tokens) of each text."""
-        batch = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
-        batch = batch.to(encoder.device)
-        hidden = encoder(**batch, output_hidden_states=True).hidden_states[layer]
-        units = torch.nn.functional.normalize(hidden, dim=-1)
-        for ids, unit, mask in zip(batch.input_ids, units, batch.attention_mask.bool()):
-            yield unit[mask], ~torch.isin(ids[mask], ends)
+    def embed(text):
+        """The unit vectors [T, H] of the tokens, and the mask [T] of word tokens."""
+        batch = tokenizer(text.strip(), truncation=True, return_tensors="pt").to(encoder.device)
+        hidden = encoder(**batch, output_hidden_states=True).hidden_states[layer][0]
+        return torch.nn.functional.normalize(hidden), ~torch.isin(batch.input_ids[0], ends)
 
-    pairs = [(p.strip(), r.strip()) for p, r in zip(predictions, references, strict=True)]
-    for texts in chunks(pairs, 64):
-        with torch.no_grad():
-            for (x, p_words), (y, r_words) in zip(*map(embed, zip(*texts))):
-                cosine = (x @ y.T).clamp(min=0)                           # [T, T']
-                p_best = cosine.amax(1)[p_words]
-                r_best = cosine.amax(0)[r_words]
-                has_words = len(p_best) and len(r_best)
-                p = p_best.mean().item() if has_words else 0.0
-                r = r_best.mean().item() if has_words else 0.0
-                f1 = 2 * p * r / (p + r) if p + r else 0.0
-                rows.append({"precision": p, "recall": r, "f1": f1})
+    rows = []
+    pairs = [*zip(predictions, references, strict=True)]
+    for prediction, reference in tqdm(pairs, "BERTScore", delay=2):
+        x, p_words = embed(prediction)
+        y, r_words = embed(reference)
+        cosine = (x @ y.T).clamp(min=0)                                   # [T, T']
+        p = r = f1 = 0.0
+        if p_words.any() and r_words.any():
+            p = cosine.amax(1)[p_words].mean().item()
+            r = cosine.amax(0)[r_words].mean().item()
+            f1 = 2 * p * r / max(p + r, 1e-9)
+        rows.append({"precision": p, "recall": r, "f1": f1})
     return rows
-
-
-def _find_layer(encoder, layer: int | None) -> int:
-    """The given layer, or the encoder's default layer if it is None."""
-    name = str(encoder.config._name_or_path)
-    last = encoder.config.num_hidden_layers
-    if layer is None:
-        layer = BERT_SCORE_LAYERS.get(name.rstrip("/").split("/")[-1])
-    if layer is None or not 0 <= layer <= last:
-        raise InputError(f"BERTScore: {name} has no layer {layer}, or no default layer; choose "
-                         f"a layer from 0 (the embeddings) to {last} with --encoder "
-                         f"NAME:LAYER; scores of different layers cannot be compared")
-    return layer
 
 
 def columns(scored: list[dict]) -> dict[str, list]:
@@ -229,22 +213,20 @@ def reference_scores(texts: list[str], references: list[str],
 
 # ── Perplexity (Table 8) and pass@k (Table 3)
 
-def perplexity(model, tokenizer, prompts: list[str],
-               texts: list[str]) -> list[tuple[float, int] | None]:
+def perplexity(model, tokenizer, prompts: list[str], texts: list[str]) -> list[tuple]:
     """(negative log-likelihood in nats, number of tokens) of each text (Table 8).
 
     The base model without adapter scores each text, given the prompt of the policy. The paper
     does not say what perplexity is conditioned on. `corpus(rows, perplexity_of)` computes the
     perplexity of the corpus. EOS is not scored, because it depends on the length rather than on
-    the wording. An empty text gives (0.0, 0); one that exceeds the context gives None.
+    the wording. A text that exceeds the context is scored as far as it fits.
     """
-    pairs = [(encode_prompt(tokenizer, x), encode_text(tokenizer, y))
-             for x, y in zip(prompts, texts, strict=True)]
-    limit = context_length(model)
-    fitting_pairs = [pair for pair in pairs if sum(map(len, pair)) <= limit]
-    scores = ((-sum(logprobs) or 0.0, len(logprobs))
-              for logprobs in answer_logprobs(model, fitting_pairs))
-    return [next(scores) if sum(map(len, pair)) <= limit else None for pair in pairs]
+    pairs = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        x = encode_prompt(tokenizer, prompt)
+        room = max(0, context_length(model) - len(x))
+        pairs.append((x, encode_text(tokenizer, text)[:room]))
+    return [(-sum(logprobs), len(logprobs)) for logprobs in answer_logprobs(model, pairs)]
 
 
 def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch_size: int = 8
@@ -257,8 +239,7 @@ def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch
     order.sort(key=lambda i: sum(map(len, pairs[i])))        # similar lengths need less padding
     results: list[list[float]] = [[] for _ in pairs]
     with torch.inference_mode(), use_lora(model, adapter):
-        for start in tqdm(range(0, len(order), batch_size), desc="score", delay=2):
-            indices = order[start : start + batch_size]
+        for indices in tqdm(chunks(order, batch_size), "score", delay=2):
             batch = pad_batch(*zip(*(pairs[i] for i in indices)), model.device)
             y = batch[2]                                        # [B, T]
             mask = batch[3].bool()                              # [B, T]
@@ -305,10 +286,8 @@ def _counts(rows) -> np.ndarray:
         counts = np.stack([counts, np.ones_like(counts)], 1)
     is_finite = np.isfinite(counts).all(1)
     if not is_finite.all():
-        row = is_finite.argmin()
-        raise InputError(f"row {row + 1} of the values is {short_repr(rows[row])}, which is "
-                         f"not finite; score the row again, or remove it from all runs that "
-                         f"you compare")
+        raise InputError(f"row {is_finite.argmin() + 1} of the values is not finite; score the "
+                         f"row again, or remove it from all runs that you compare")
     return counts
 
 
@@ -324,7 +303,7 @@ def corpus(rows, figure=ratio) -> float | None:
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None:
+def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple | None:
     """The 95 % bootstrap interval of `corpus(rows, figure)` (Efron 1979).
 
     Its ends are percentiles over n samples of N rows, drawn with replacement. figure maps sums
@@ -332,17 +311,11 @@ def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None
     more than 5 % of the samples, or if there are fewer than two rows.
     """
     counts = _counts(rows)
-    rng = np.random.default_rng(0)
     N = len(counts)
     if N < 2:
         return None
-    sums = []
-    chunk_size = max(1, 10**5 // N)               # so that the draws of a chunk fit the cache
-    for start in range(0, n, chunk_size):
-        draws = rng.integers(N, size=(min(chunk_size, n - start), N))
-        places = draws + N * np.arange(len(draws))[:, None]
-        repeats = np.bincount(places.ravel(), minlength=draws.size)  # how often a row is drawn
-        sums.append(repeats.reshape(draws.shape) @ counts)
+    rng = np.random.default_rng(0)
+    sums = [counts[rng.integers(N, size=(100, N))].sum(1) for _ in range(n // 100)]
     figures = figure(np.concatenate(sums))
     defined = figures[~np.isnan(figures)]
     if len(defined) < 0.95 * n:
@@ -350,7 +323,7 @@ def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple[float, float] | None
     return tuple(np.quantile(defined, [0.025, 0.975]).tolist())
 
 
-def interval(rows, figure=ratio) -> tuple[float, float] | None:
+def interval(rows, figure=ratio) -> tuple | None:
     """The 95 % interval of `corpus(rows, figure)`, by bootstrap or by Wilson (1927).
 
     Wilson's interval is used for a share of 0 or 1, where all bootstrap samples agree and their
@@ -364,8 +337,7 @@ def interval(rows, figure=ratio) -> tuple[float, float] | None:
     return (1 - width, 1.0) if value else (0.0, width)
 
 
-def paired_bootstrap(before, after, figure=ratio,
-                     n: int = 10_000) -> tuple[float, float] | None:
+def paired_bootstrap(before, after, figure=ratio, n: int = 10_000) -> tuple | None:
     """The 95 % interval of figure(after) − figure(before).
 
     Each sample uses the same rows on both sides, so that differences in difficulty cancel.
@@ -383,21 +355,18 @@ def table_lines(counts: dict[str, dict[str, list]], units: dict) -> list[dict]:
     units: measure up to its comma → (unit, function from summed counts to the value).
     """
     lines = []
-    undefined = (None, None)
     for key in dict.fromkeys(chain(*counts.values())):
-        unit, figure = units.get(key.partition(",")[0], ("0–1 ↑", share))
+        unit, figure = units.get(key.partition(",")[0], ("↑", share))
         sides = {name: by_key[key] for name, by_key in counts.items() if by_key.get(key)}
         rows = [row for row in zip(*sides.values()) if None not in row]   # scored on both sides
         line = {"measure": key, "unit": unit, "rows": len(rows)}
         for name, values in zip(sides, zip(*rows)):
-            line[name] = [corpus(values, figure), *(interval(values, figure) or undefined)]
-            if not 0 <= (line[name][0] or 0) <= 1:           # the truth of an own task
-                line["unit"] = line["unit"].removeprefix("0–1 ")
-        if {"before", "after"} <= line.keys():
+            line[name] = [corpus(values, figure), *(interval(values, figure) or (None, None))]
+        if rows and len(sides) == 2:
             old = line["before"][0]
             new = line["after"][0]
             change = None if None in (old, new) else new - old
-            ends = paired_bootstrap(*zip(*rows), figure) or undefined
+            ends = paired_bootstrap(*zip(*rows), figure) or (None, None)
             line["difference"] = [change, *ends]
         lines.append(line)
     return lines

@@ -1,13 +1,13 @@
 """Span metrics: scores of R_φ's critiques, and statistics of annotated rows.
 
-    python -m measures.spans --audit feedback.jsonl --output page.html   # tables and a page
+    python -m measures.spans --audit feedback.jsonl                      # tables and a page
     figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # scores of R_φ
 
 Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
 
-Every metric of R_φ is a ratio of counts. The counts are summed over responses, so resampling
-the responses gives a bootstrap interval. A critique that cannot be parsed predicts no spans. It
-lowers the recall and is counted as `unparseable`.
+Every metric of R_φ is a share, hits / cases. Both are counted for each response and summed over
+the responses, so resampling the responses gives a bootstrap interval. A critique that cannot be
+parsed predicts no spans. It lowers the recall and is counted as `unparseable`.
 
 The paper leaves some definitions open. In this file, gold and predicted spans of the same sign
 are paired one to one, starting with the pair that overlaps most. A pair matches exactly if both
@@ -20,28 +20,25 @@ label to more than half of its characters.
 
 import argparse
 import json
-import os
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import chain, groupby, pairwise, product
 from statistics import fmean
 from typing import Callable
 
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Span, feedback_row, ground, parse_feedback,
+from annotate import (Feedback, FeedbackError, Interval, Span, ground, parse_feedback,
                       token_offsets, token_rewards)
 from data import InputError, read_rows, run_script
 from model import encode_text
-from policy import score_response
 from report import LEGEND, card, heatmap, page, table, text_block, write_page
-from reward_model import Judgement, count_tokens, read_judgement
+from reward_model import count_tokens
 
 SIGNS = {"good": 1, "poor": -1}
-LABELS = {"1": 1, "good": 1, "-1": -1, "poor": -1}
 MOST_ROWS = 300                                              # maximum number of rows on a page
 
 
@@ -53,42 +50,39 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
     If a span has a `text`, the response must contain this text at its offsets. Raises
     InputError if a span does not fit the response.
     """
-    response = row.get("response")
-    values = row.get(key)
-    if not (isinstance(response, str) and isinstance(values, list)):
-        raise InputError(f"row {row.get('id')}: 'response' must be a text and {key!r} a list; "
-                         f"annotate the row or remove it")
+    response = row["response"]
     spans = []
-    for value in values:
+    for value in row[key]:
         match value:
-            case {"start": int(start), "end": int(end), "label": label} if (
-                    0 <= start < end <= len(response) and str(label).lower() in LABELS
+            case {"start": int(start), "end": int(end),
+                  "label": 1 | -1 | "good" | "poor" as label} if (
+                    0 <= start < end <= len(response)
                     and value.get("text", response[start:end]) == response[start:end]):
-                spans.append(Span(start, end, LABELS[str(label).lower()]))
+                spans.append(Span(start, end, SIGNS.get(label, label)))
             case _:
                 raise InputError(
                     f"row {row.get('id')}: {value} is not a valid span; it needs 0 ≤ start < "
-                    f"end ≤ {len(response)}, a label out of {', '.join(LABELS)}, and, if it "
+                    f"end ≤ {len(response)}, a label out of 1, -1, good and poor, and, if it "
                     f"has a 'text', the text of the response from start to end")
     return spans
 
 
-def words(text: str) -> list[tuple[int, int]]:
+def words(text: str) -> list[Interval]:
     """Offsets [start, end) of every word, which is a run of characters without white space."""
     return [match.span() for match in re.finditer(r"\S+", text)]
 
 
-def response_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
+def response_tokens(tokenizer, text: str) -> list[Interval]:
     """Offsets of the tokens, or of the words if decoding the tokens does not give the text."""
     decoded, offsets = token_offsets(tokenizer, encode_text(tokenizer, text))
     return offsets if decoded == text else words(text)
 
 
-def trimmed(text: str, span: Span) -> Span:
-    """The span without white space at its ends. A span of only white space becomes empty."""
+def characters(text: str, span: Span) -> set[int]:
+    """The indices of the span's characters, without white space at its ends."""
     piece = text[span.start : span.end]
     start = span.start + piece.index(piece.strip())
-    return replace(span, start=start, end=start + len(piece.strip()))
+    return {*range(start, start + len(piece.strip()))}
 
 
 def character_labels(response: str, spans: list[Span]) -> list[float]:
@@ -98,14 +92,15 @@ def character_labels(response: str, spans: list[Span]) -> list[float]:
 
 def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
     """Share of the span's visible characters that have the same label as it (Table 19)."""
-    visible = [i for i in range(span.start, span.end) if not response[i].isspace()]
-    return sum(labels[i] == span.label for i in visible) / max(1, len(visible))
+    right = [labels[i] == span.label for i in range(span.start, span.end)
+             if not response[i].isspace()]
+    return sum(right) / max(1, len(right))
 
 
 def span_length(response: str, offsets, span: Span) -> int:
     """Number of tokens that overlap the span, ignoring white space at its ends (Table 18)."""
-    span = trimmed(response, span)
-    return sum(max(start, span.start) < min(end, span.end) for start, end in offsets)
+    inside = characters(response, span)
+    return sum(not inside.isdisjoint(range(start, end)) for start, end in offsets)
 
 
 # ── Scoring a critique against gold spans (§4.2)
@@ -118,22 +113,20 @@ def readable(critique: str, response: str = "") -> Feedback | None:
         return None
 
 
-def overlaps(response: str, gold: list[Span],
-             predicted: list[Span]) -> list[tuple[float, float]]:
+def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tuple]:
     """(shared / union, shared / longer) of each pair of spans, in characters (Appendix C).
 
     Spans are paired one to one, starting with the largest shared / union. White space at the
     ends of a span is ignored.
     """
-    gold = [trimmed(response, span) for span in gold]
-    predicted = [trimmed(response, span) for span in predicted]
     candidates = []
     for (i, marked_span), (j, span) in product(enumerate(gold), enumerate(predicted)):
-        shared = min(marked_span.end, span.end) - max(marked_span.start, span.start)
-        if shared > 0:
-            lengths = [marked_span.end - marked_span.start, span.end - span.start]
-            union = sum(lengths) - shared
-            candidates.append((shared / union, shared / max(lengths), i, j))
+        marked = characters(response, marked_span)
+        found = characters(response, span)
+        shared = len(marked & found)
+        if shared:
+            candidates.append((shared / len(marked | found),
+                               shared / max(len(marked), len(found)), i, j))
     pairs = []
     while candidates:
         index, longer_share, i, j = max(candidates, key=lambda candidate: candidate[0])
@@ -142,96 +135,68 @@ def overlaps(response: str, gold: list[Span],
     return pairs
 
 
-def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> Counter:
-    """The counts for one response, which can be added (Tables 1, 6, 7 and 16).
+def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None) -> dict:
+    """Metric → (hits, cases) of one response (Tables 1, 6, 7 and 16).
 
-    feedback: None if the critique cannot be parsed. For each sign, there are tokens and spans
-    that are marked in gold, predicted in the critique, or both ("hit"). "pairs" are those of
-    `overlaps`, "near" has at least 90 % overlap, and "overlap" is the sum of the overlap
-    indices. In an "agreed" span, people gave its label to more than half of the characters.
+    feedback: None if the critique cannot be parsed. The metrics of each sign count tokens or
+    spans that are marked in gold, predicted in the critique, or both.
     """
     parsed = feedback or Feedback("", [], [])
     grounding = ground(response, parsed)
     labels = character_labels(response, gold)
     tokens = count_tokens(token_rewards(response, offsets, gold),
                           token_rewards(response, offsets, grounding.spans))
-    counts = Counter(rows=1, unparseable=int(feedback is None),
-                     quotes=len(parsed.good_spans + parsed.poor_spans),
-                     unmatched=len(grounding.unmatched), ambiguous=grounding.ambiguous)
-    for sign, quotes in (("good", parsed.good_spans), ("poor", parsed.poor_spans)):
+    quotes = len(parsed.good_spans + parsed.poor_spans)
+    hits = {"unparseable": (feedback is None, 1),
+            "unmatched": (len(grounding.unmatched), quotes),
+            "ambiguous": (grounding.ambiguous, quotes)}
+    for sign, quoted in (("good", parsed.good_spans), ("poor", parsed.poor_spans)):
         marked_spans = [span for span in gold if span.label == SIGNS[sign]]
         spans = [span for span in grounding.spans if span.label == SIGNS[sign]]
         pairs = overlaps(response, marked_spans, spans)
-        marked_tokens = tokens[f"{sign} marked"]
-        predicted_tokens = tokens[f"{sign} predicted"]
-        counts.update({
-            f"{sign} tokens marked": marked_tokens,
-            f"{sign} tokens predicted": predicted_tokens,
-            f"{sign} tokens mean": (marked_tokens + predicted_tokens) / 2,
-            f"{sign} tokens hit": tokens[f"{sign} hit"],
-            f"{sign} spans marked": len(marked_spans), f"{sign} spans predicted": len(quotes),
-            f"{sign} pairs": len(pairs),
-            f"{sign} exact": sum(index == 1 for index, _ in pairs),
-            f"{sign} near": sum(longer_share >= 0.9 for _, longer_share in pairs),
-            f"{sign} overlap": sum(index for index, _ in pairs),
-            f"{sign} agreed": sum(span_accuracy(response, span, labels) > 0.5
-                                  for span in spans)})
-    return counts
+        agreed = [span_accuracy(response, span, labels) > 0.5 for span in spans]
+        sign_hits = {
+            "precision": (tokens[f"{sign} hit"], tokens[f"{sign} predicted"]),        # Table 1
+            "recall": (tokens[f"{sign} hit"], tokens[f"{sign} marked"]),
+            "overlap_index": (sum(index for index, _ in pairs), len(pairs)),          # Table 6
+            "found": (len(pairs), len(marked_spans)),               # exactly or partially
+            "exact": (sum(index == 1 for index, _ in pairs), len(quoted)),            # Table 7
+            "near": (sum(longer_share >= 0.9 for _, longer_share in pairs), len(quoted)),
+            "agreement": (sum(agreed), len(quoted))}                                  # Table 16
+        hits |= {f"{sign}_{metric}": pair for metric, pair in sign_hits.items()}
+    return hits
 
 
-def total(counts) -> Counter:
-    """The sum of the counts of all responses."""
-    return sum(counts, Counter())
+def total(counts) -> dict:
+    """The sum of the counts of all responses: metric → [hits, cases]."""
+    counts = [*counts]
+    return {metric: np.sum([row[metric] for row in counts], 0) for metric in counts[0]}
 
 
-# Metric → its numerator and its denominator in the counts.
-FIGURES = {"unparseable": ("unparseable", "rows"), "unmatched": ("unmatched", "quotes"),
-           "ambiguous": ("ambiguous", "quotes")}
-_SIGN_FIGURES = {"precision": ("tokens hit", "tokens predicted"),                    # Table 1
-                 "recall": ("tokens hit", "tokens marked"),
-                 "f1": ("tokens hit", "tokens mean"),
-                 "overlap_index": ("overlap", "pairs"),                              # Table 6
-                 "exact": ("exact", "spans predicted"),                              # Table 7
-                 "near": ("near", "spans predicted"),             # at least 90 % overlap
-                 "agreement": ("agreed", "spans predicted")}                         # Table 16
-FIGURES |= {f"{sign}_{key}": (f"{sign} {numerator}", f"{sign} {denominator}")
-            for sign in SIGNS for key, (numerator, denominator) in _SIGN_FIGURES.items()}
+def figures(counts: dict) -> dict[str, float | None]:
+    """The value of each metric for summed counts (Tables 1, 6, 7 and 16); None for 0 cases."""
+    return {metric: float(hits / cases) if cases else None
+            for metric, (hits, cases) in counts.items()}
 
 
-def parts(counts: Counter) -> dict[str, tuple[float, float]]:
-    """(numerator, denominator) of each metric in FIGURES (Tables 1, 6, 7 and 16)."""
-    return {key: (counts[numerator], counts[denominator])
-            for key, (numerator, denominator) in FIGURES.items()}
-
-
-def figures(counts: Counter) -> dict[str, float | None]:
-    """The value of each metric in FIGURES for summed counts (Tables 1, 6, 7 and 16).
-
-    It is None if the denominator is 0, or if no response has a gold span of its sign, because
-    some annotators mark only errors.
-    """
-    values = {key: numerator / denominator if denominator else None
-              for key, (numerator, denominator) in parts(counts).items()}
-    for sign in SIGNS:
-        if not counts[f"{sign} spans marked"]:
-            values |= {f"{sign}_{key}": None for key in _SIGN_FIGURES}
-    return values
-
-
-def span_table(counts: Counter) -> list[list]:  # Table 6
+def span_table(counts: dict) -> list[list]:  # Table 6
     """A line [sign, marked, predicted, exact, partial] for each sign."""
-    return [[sign, counts[f"{sign} spans marked"], counts[f"{sign} spans predicted"],
-             counts[f"{sign} exact"], counts[f"{sign} pairs"] - counts[f"{sign} exact"]]
-            for sign in SIGNS]
+    lines = []
+    for sign in SIGNS:
+        found, marked = counts[f"{sign}_found"]
+        exact, predicted = counts[f"{sign}_exact"]
+        lines.append([sign, marked, predicted, exact, found - exact])
+    return lines
 
 
 def score_critiques(rows: list[dict], critiques: list[str], places: Callable | None,
-                    critic: str) -> tuple[list[dict], dict[str, list], list[tuple]]:
+                    critic: str) -> tuple:
     """Score critiques of the rows' responses against the spans of the rows.
 
-    Returns the scored rows, metric → its counts for each row (Tables 1, 6, 7 and 16), and the
-    tables 6, 15, 18 and 19 as from `audit`. A sign that no row has gets no metrics. critic:
-    name of the model that wrote the critiques. places: as in `audit`.
+    Returns the scored rows, metric → its (hits, cases) for each row (Tables 1, 6, 7 and 16),
+    and the tables 6, 15, 18 and 19 as from `audit`. Some annotators mark only errors, so quotes
+    of a sign that no row has are left out. critic: name of the model that wrote the critiques.
+    places: as in `audit`.
     """
     gold_spans = [read_spans(row) for row in rows]
     labels = {span.label for span in chain(*gold_spans)}
@@ -240,42 +205,20 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
     for row, gold, critique in zip(rows, gold_spans, critiques, strict=True):
         response = row["response"]
         parsed = readable(critique, response)
-        counts.append(compare(response, (places or words)(response), gold, parsed))
         feedback = parsed or Feedback(critique, [], [])
-        grounding = ground(response, feedback)
-        spans = [span for span in grounding.spans if span.label in labels]
-        scored.append({
-            **feedback_row("", row, feedback, replace(grounding, spans=spans), critic),
-            "reply": critique, "gold_spans": row["spans"],
+        feedback = Feedback(feedback.critique, feedback.good_spans if 1 in labels else [],
+                            feedback.poor_spans if -1 in labels else [])
+        counts.append(compare(response, (places or words)(response), gold, parsed and feedback))
+        scored.append(row | asdict(feedback) | asdict(ground(response, feedback)) | {
+            "annotator": critic, "reply": critique, "gold_spans": row["spans"],
             "reason": None if parsed else "this critique cannot be read"})
     summed = total(counts)
-    defined = [key for key, value in figures(summed).items() if value is not None]
-    metrics = {key: [parts(row)[key] for row in counts] for key in defined}
+    metrics = {metric: [row[metric] for row in counts]
+               for metric, value in figures(summed).items() if value is not None}
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
               *audit([row for row in scored if not row["reason"]], places)[:2]]
     return scored, metrics, tables
-
-
-# ── Token rewards of responses
-
-def judge_texts(tokenizer, texts: list[str], critiques: list[str]) -> list[Judgement]:
-    """The token rewards δ of each response by a critique of it (Alg. 4 l.13).
-
-    As in training, EOS is the last token, and the critique of an empty response is not read.
-    """
-    judgements = []
-    for text, critique in zip(texts, critiques, strict=True):
-        offsets = [*response_tokens(tokenizer, text), (len(text), len(text))]
-        judgements.append(read_judgement(critique if text.strip() else "", text, offsets))
-    return judgements
-
-
-def delta_scores(judgements: list[Judgement], critic: str) -> dict[str, list[float]]:
-    """"METRIC, CRITIC" → its value for each judgement, as in the table of text2grad.py."""
-    rows = [score_response(judgement, is_truncated=False) for judgement in judgements]
-    return {f"{name}, {critic}": [row[name] for row in rows]
-            for name in ("delta", "good", "poor", "unparseable")}
 
 
 # ── The paper's tables of annotated rows, each as (title, header, lines)
@@ -294,14 +237,13 @@ def _shares(annotated: list[tuple], unit: str) -> tuple:
             unmatched += len(row["unmatched"])
             ambiguous += row["ambiguous"]
     units = labels.total()
-    lines = [["unmatched quotes", unmatched, quotes],
-             ["ambiguous quotes", ambiguous, quotes],
-             [f"good {unit}", labels[1], units],
-             [f"poor {unit}", labels[-1], units],
-             [f"labelled {unit}", labels[1] + labels[-1], units]]
+    shares = (("unmatched quotes", unmatched, quotes), ("ambiguous quotes", ambiguous, quotes),
+              (f"good {unit}", labels[1], units), (f"poor {unit}", labels[-1], units),
+              (f"labelled {unit}", labels[1] + labels[-1], units))
     return ("Table 15 (paper: 0.93–2.47 % unmatched), §3.3 (about 30 % labelled)",
             ["", "number", "of", "%"],
-            [[*line, 100 * line[1] / line[2] if line[2] else None] for line in lines])
+            [[name, hits, cases, 100 * hits / cases if cases else None]
+             for name, hits, cases in shares])
 
 
 def _by_length(annotated: list[tuple], unit: str) -> tuple:
@@ -309,10 +251,11 @@ def _by_length(annotated: list[tuple], unit: str) -> tuple:
     measured = {sign: [] for sign in SIGNS.values()}     # [(length, accuracy in % or None)]
     for row, spans, offsets in annotated:
         response = row["response"]
-        has_gold = "gold_spans" in row
-        gold = character_labels(response, read_spans(row, "gold_spans")) if has_gold else []
+        gold = None
+        if "gold_spans" in row:
+            gold = character_labels(response, read_spans(row, "gold_spans"))
         for span in spans:
-            accuracy = 100 * span_accuracy(response, span, gold) if has_gold else None
+            accuracy = gold and 100 * span_accuracy(response, span, gold)
             measured[span.label].append((span_length(response, offsets, span), accuracy))
     lines = []
     for name, sign in SIGNS.items():
@@ -320,49 +263,41 @@ def _by_length(annotated: list[tuple], unit: str) -> tuple:
         cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if lengths else []
         for k, (low, high) in enumerate(pairwise(cuts), 1):
             quarter = [accuracy for length, accuracy in measured[sign] if low < length <= high]
-            accuracies = [accuracy for accuracy in quarter if accuracy is not None]
-            lines.append([f"{name}, quarter {k}", high, len(quarter), len(accuracies),
-                          _mean(accuracies)])
+            lines.append([f"{name}, quarter {k}", high, len(quarter), _mean(quarter)])
     return (f"Table 18, Table 19: {unit} of a span, and its share with the true label",
-            ["spans", f"{unit}, at most", "number", "with true labels", "right %"], lines)
+            ["spans", f"{unit}, at most", "number", "right %"], lines)
 
 
-def _mean(values: list[float]) -> float | None:
-    return fmean(values) if values else None
+def _mean(values: list) -> float | None:
+    """The mean of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
-def written_replies(row: dict) -> tuple[str, str]:
-    """The feedback of a row in two forms, to compare their length (Tables 11 and 12).
-
-    The first is a reply with span quotes, as R_φ writes it. The second has a label for every
-    word, beside a copy of the word.
-    """
+def dense_reply(row: dict) -> str:
+    """The feedback of a row with a label for every word, beside a copy of it (Table 12)."""
     response = row["response"]
     places = words(response)
     signs = token_rewards(response, places, read_spans(row))
     labels = [{"word": response[start:end], "label": ("neutral", "good", "poor")[int(sign)]}
               for (start, end), sign in zip(places, signs)]
-    quotes = Feedback(row["critique"], row["good_spans"], row["poor_spans"])
-    return (quotes.text(),
-            f"{row['critique']}\n{json.dumps({'labels': labels}, ensure_ascii=False)}")
+    return f"{row['critique']}\n{json.dumps({'labels': labels}, ensure_ascii=False)}"
 
 
 def _costs(rows: list[dict], places: Callable | None) -> tuple:
     """Tables 12 and 14: length of the replies in both forms, and the cost of annotation."""
     split = places or re.compile(r"\w+|[^\w\s]").findall
-    replies = [written_replies(row) for row in rows if "unmatched" in row]
-    usages = [row["usage"] for row in rows if row.get("usage")]
-    prices = [1000 * row["usd"] for row in rows if row.get("usd") is not None]
-    columns = {"reply with spans": [len(split(spans)) for spans, _ in replies],
-               "reply with a label a word": [len(split(dense)) for _, dense in replies],
-               "tokens asked, billed": [usage["prompt_tokens"] for usage in usages],
-               "tokens replied, billed": [usage["completion_tokens"] for usage in usages],
-               "thousandths of a USD": prices}
+    quoted = [row for row in rows if "unmatched" in row]     # rows by people have no quotes
+    columns = {
+        "reply with spans": [len(split(Feedback(
+            row["critique"], row["good_spans"], row["poor_spans"]).text())) for row in quoted],
+        "reply with a label a word": [len(split(dense_reply(row))) for row in quoted],
+        "thousandths of a USD": [1000 * row["usd"] for row in rows if row.get("usd")]}
     unit = "tokens" if places else "words and punctuation marks"
     return (f"Table 12, Table 14: {unit} of replies "
             "(paper: 6–8 × more with a label per word), and the bill",
             ["", "rows", "mean", "total"],
-            [[name, len(values), _mean(values), sum(values) if values else None]
+            [[name, len(values), _mean(values), sum(values)]
              for name, values in columns.items()])
 
 
@@ -388,55 +323,44 @@ def audit_text(tables: list[tuple]) -> str:
 
 def colour_spans(response: str, spans: list[Span]) -> str:
     """The response as HTML with coloured spans. Characters in spans of both signs are plain."""
-    labels = character_labels(response, spans)
-    cuts = {0, len(response), *(x for span in spans for x in (span.start, span.end))}
-    places = [*pairwise(sorted(cuts))]
-    pieces = [response[start:end] for start, end in places]
-    return heatmap(pieces, [labels[start] for start, _ in places], 1)
+    labelled = zip(character_labels(response, spans), response)
+    pieces = []
+    values = []
+    for label, group in groupby(labelled, lambda pair: pair[0]):
+        pieces.append("".join(character for _, character in group))
+        values.append(label)
+    return heatmap(pieces, values)
 
 
-def feedback_page(path, title: str, rows: list[dict]):  # Figure 2
-    """Write a page with at most MOST_ROWS annotated responses and their critiques.
-
-    Responses with unmatched quotes come first.
-    """
-    page_rows = sorted(rows, key=lambda row: not row.get("unmatched"))[:MOST_ROWS]
-    body = (f"<p>{len(page_rows):,} of {len(rows):,} responses, those with unmatched quotes "
-            f"first</p>")
-    body += LEGEND
-    for row in page_rows:
-        columns = {"Response": colour_spans(row["response"], read_spans(row)),
-                   "Critique": text_block(row.get("critique", ""))}
-        if row.get("unmatched"):
-            columns["Quotes that are not in the response"] = text_block(
-                "\n".join(row["unmatched"]))
-        body += card(f"{row.get('id', '')} · {row.get('annotator', '')}",
-                     row.get("prompt", ""), columns)
-    write_page(path, page(title, body))
+def feedback_page(path, rows: list[dict]):  # Figure 2
+    """Write a page with the first MOST_ROWS annotated responses and their critiques."""
+    body = LEGEND
+    for row in rows[:MOST_ROWS]:
+        body += card(f"{row.get('id')}", row.get("prompt", ""), {
+            "Response": colour_spans(row["response"], read_spans(row)),
+            "Critique": text_block(row.get("critique", ""))})
+    write_page(path, page(f"{len(rows):,} annotated responses", body))
 
 
 # ── The script
 
 def main():
-    """Print tables of annotated rows, and write the rows as an HTML page."""
+    """Print tables of annotated rows, and write the rows as an HTML page beside their file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--audit", metavar="FILE", required=True, help="annotated rows")
-    parser.add_argument("--output", help="HTML page to write; None writes no page")
+    parser.add_argument("--audit", required=True, help="annotated rows")
     parser.add_argument("--tokenizer", help="directory or hub id; None counts words")
     args = parser.parse_args()
-    if os.path.realpath(args.output or "") == os.path.realpath(args.audit):
-        raise InputError(f"--output must name another file than the rows {args.audit}")
-    rows = read_rows(args.audit)
+    rows = read_rows(args.audit, ("response", "spans"))
     places = None
     if args.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         places = partial(response_tokens, tokenizer)
     # eval.py sets `reason` if a critique cannot be parsed.
     readable_rows = [row for row in rows if not row.get("reason")]
+    feedback_page(f"{args.audit}.html", readable_rows)
     print(f"{audit_text(audit(readable_rows, places))}\n\n"
-          f"{len(rows) - len(readable_rows)} rows without feedback were left out")
-    if args.output:
-        feedback_page(args.output, args.audit, readable_rows)
+          f"{len(rows) - len(readable_rows)} rows without feedback were left out\n"
+          f"{args.audit}.html shows the first {MOST_ROWS} rows")
 
 
 if __name__ == "__main__":

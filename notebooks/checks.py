@@ -1,19 +1,22 @@
-"""The checks of notebook 6: a student's function against the project's, on hidden inputs.
+"""The checks of notebook 6: a student's function against its solution, on small inputs first.
 
     check("gae", gae)                # prints "right", or raises `Wrong`: what is wrong
-    chosen = complete(gae, update)   # the functions by name; the project's instead of blanks
+    solution("gae", show=True)       # prints the solution
+    chosen = complete(gae, update)   # the functions by name; the solution instead of a blank
 
-Each try_… function draws inputs, calls a function, and returns a dict of results and gradients.
-If one wrong version in mistakes.py gives the same, its hint is given ("Hint"); otherwise, if
-one has the same first difference, "Perhaps" and its hint.
+cases_NAME() gives the inputs of an exercise from the smallest on, so the first failing case is
+a small one. It is shown as a table of tokens. A hint is given only if the function gives what a
+mistake in solutions.py gives, in all cases, and no other mistake gives the same.
 """
 
+import inspect
 import math
 import random
 import traceback
-from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +24,11 @@ from torch import Tensor, nn
 import toy
 from annotate import Span
 from model import ValueHead, add_lora, load_model, lora_parameters, use_lora
-from notebooks.mistakes import MISTAKES, OURS
-from policy import Rollouts, add_scores, ppo_loss
-from sampling import generate, pad_batch
+from notebooks import solutions
+from policy import Rollouts, add_scores, ppo_loss, whiten
+from report import table
+from sampling import pad_batch
 from settings import PolicyConfig
-
-MASK = (torch.arange(7) < torch.tensor([[7], [1], [4], [6]])).float()     # 4 rows, [B, T]
 
 
 class Wrong(AssertionError):
@@ -36,39 +38,45 @@ class Wrong(AssertionError):
         return [f"wrong: {self}"]
 
 
+@dataclass
+class Case:
+    """One input of an exercise."""
+    call: Callable                      # function → {name of a result: the result}
+    tokens: dict[str, list]             # columns of the table: one value per token
+    title: str = ""                     # inputs that are not per token
+
+
+# ── Checking a function
+
 def check(name: str, function):
-    """Print "right" or "not done yet", or raise `Wrong` with one line: what is wrong."""
+    """Print "right" or "not done yet", or raise `Wrong` with what is wrong and where."""
     if is_blank(function):
         return print("not done yet")
-    run = globals()[f"try_{name}"]
-    for seed in range(3):
-        try:
-            found = run(function, seed)
-        except Exception as error:
-            code = function.__code__
-            places = [f" in line {line - code.co_firstlineno + 1} of your function"
-                      for frame, line in traceback.walk_tb(error.__traceback__)
-                      if frame.f_code is code]
-            message = "".join(places[:1]) + ": " + str(error).partition("\n")[0]
-            raise Wrong(type(error).__name__ + message) from error
-        expected = run(OURS[name], seed)
-        problem = difference(found, expected, "")
+    for case in cases(name):
+        expected = results_of(getattr(solutions, name), case)
+        found = results_of(function, case)
+        if isinstance(found, Exception):
+            problem = error_message(function, found)
+        else:
+            problem = difference(found, expected)
         if problem:
-            outcomes = {hint: run(wrong, seed) for hint, wrong in MISTAKES[name].items()}
-            hints = ([f". Hint: {hint}" for hint, x in outcomes.items()
-                      if not difference(found, x, "")]
-                     or [f". Perhaps: {hint}" for hint, x in outcomes.items()
-                         if difference(x, expected, "") == problem])
-            raise Wrong(problem + (hints[0] if len(hints) == 1 else ""))
+            hint = hint_for(name, function, case)
+            raise Wrong("\n".join([problem, *hint, "", *show(case, found, expected)]))
     print("right")
 
 
+def solution(name: str, show: bool):
+    """Print the solution of an exercise, if it is to be shown."""
+    if show:
+        print(inspect.getsource(getattr(solutions, name)))
+
+
 def complete(*functions) -> SimpleNamespace:
-    """The functions by name, the project's instead of blanks. Prints which are whose."""
+    """The functions by name, the solution instead of a blank. Prints which are whose."""
     yours = {f.__name__: f for f in functions if not is_blank(f)}
-    ours = {f.__name__: OURS[f.__name__] for f in functions if is_blank(f)}
-    print(f"yours: {', '.join(yours) or 'none'}\nthe project's: {', '.join(ours) or 'none'}")
-    return SimpleNamespace(**yours, **ours)
+    blanks = {f.__name__: getattr(solutions, f.__name__) for f in functions if is_blank(f)}
+    print(f"yours: {', '.join(yours) or 'none'}\nsolutions: {', '.join(blanks) or 'none'}")
+    return SimpleNamespace(**yours, **blanks)
 
 
 def is_blank(function) -> bool:
@@ -78,66 +86,191 @@ def is_blank(function) -> bool:
     return function.__code__.co_code == blank.__code__.co_code
 
 
-# ── Comparing what came out
+@cache
+def cases(name: str) -> list[Case]:
+    """The cases of an exercise, from the smallest to the largest."""
+    return list(globals()[f"cases_{name}"]())
 
-def difference(found, expected, name: str) -> str | None:
-    """The first difference between two results, in words; None if they agree."""
+
+def results_of(function, case: Case, seed: int = 0):
+    """The results of a function in a case, or the exception that it raises."""
+    torch.manual_seed(seed)
+    try:
+        return case.call(function)
+    except Exception as error:
+        return error
+
+
+def error_message(function, error: Exception) -> str:
+    """The type of an exception, its line in the student's function, and its first line."""
+    code = function.__code__
+    lines = [f" in line {line - code.co_firstlineno + 1} of your function"
+             for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    message = str(error).partition("\n")[0]
+    return f"{type(error).__name__}{''.join(lines[:1])}: {message}"
+
+
+# ── Hints
+
+def hint_for(name: str, function, case: Case) -> list[str]:
+    """A list of one hint if it is certain what is wrong, or of none. case: where it failed."""
+    again = [results_of(function, case, seed) for seed in (0, 1, 2)]
+    if not same_results(again[:1] * 2, again[1:]):
+        return ["Hint: the same inputs give different results. Do not draw random numbers."]
+    found = [results_of(function, case) for case in cases(name)]
+    hints = [hint for hint, results in wrong_results(name) if same_results(found, results)]
+    is_certain = len(hints) == 1 and not all(isinstance(x, Exception) for x in found)
+    return [f"Hint: {hints[0]}."] if is_certain else []
+
+
+def same_results(found: list, others: list) -> bool:
+    """Whether two functions have the same results in all cases."""
+    for result, other in zip(found, others):
+        has_failed = isinstance(result, Exception), isinstance(other, Exception)
+        if any(has_failed):
+            if not all(has_failed) or type(result) is not type(other):
+                return False
+        elif difference(result, other) or difference(other, result):
+            return False
+    return True
+
+
+@cache
+def wrong_results(name: str) -> list[tuple]:
+    """(hint, results in all cases) of each mistake: of the solution with its edits."""
+    source = inspect.getsource(getattr(solutions, name))
+    versions = []
+    for hint, *edits in solutions.MISTAKES[name]:
+        names = vars(solutions) | {"ppo_loss": ppo_loss, "whiten": whiten}
+        exec(edited(source, edits), names)
+        versions.append((hint, [results_of(names[name], case) for case in cases(name)]))
+    return versions
+
+
+def edited(source: str, edits) -> str:
+    """A source with its edits, pairs (text, replacement)."""
+    for text, replacement in edits:
+        assert source.count(text) == 1, text
+        source = source.replace(text, replacement)
+    return source
+
+
+# ── Comparing results
+
+def difference(found, expected, name: str = "") -> str | None:
+    """The first difference between two results, in words; None if they agree.
+
+    Lists, tuples and tensors of the same numbers agree, and so do all types of numbers.
+    """
     if isinstance(expected, dict):
-        pairs = [(key, found[key], value) for key, value in expected.items()]
-    elif isinstance(expected, (list, tuple)):
+        for key, value in expected.items():
+            problem = difference(found[key], value, key)
+            if problem:
+                return problem
+        return None
+    if found is None and expected is not None:
+        reason = "a gradient is cut off (detach, item, no_grad?)" if "gradient" in name \
+            else "is `return` missing?"
+        return f"{name} is None ({reason})"
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor):
+            return f"{name} should be a tensor, but it is a {type(found).__name__}"
+        if found.shape != expected.shape:
+            return (f"{name} has the wrong shape: expected {list(expected.shape)}, "
+                    f"found {list(found.shape)}")
+    found = as_list(found)
+    expected = as_list(expected)
+    if isinstance(expected, (list, tuple)):
         if not isinstance(found, (list, tuple)):
-            return f"{name} should be a {type(expected).__name__}, but it is {describe(found)}"
-        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(found, expected))]
-    elif isinstance(expected, Tensor):
-        return tensor_difference(found, expected, name)
-    elif not isinstance(found, (int, float)):
-        return f"{name} should be a number, but it is {describe(found)}"
-    else:
-        is_close = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5)
-        return None if is_close else unequal(found, expected, name)
-    problem = next(filter(None, (difference(a, b, part) for part, a, b in pairs)), None)
-    if not problem and len(found) != len(expected):
+            return f"{name} should be a list, but it is {found!r}"
+        return list_difference(found, expected, name)
+    return number_difference(found, expected, name)
+
+
+def as_list(value):
+    """A tensor or array as lists of numbers, or as a number."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def list_difference(found, expected, name: str) -> str | None:
+    """`difference` of two lists: of their first elements that differ, or of their lengths."""
+    for i, (a, b) in enumerate(zip(found, expected)):
+        problem = difference(a, b, f"{name}[{i}]")
+        if problem:
+            return problem
+    if len(found) != len(expected):
         return f"{name} has the wrong length: expected {len(expected)}, found {len(found)}"
-    return problem
 
 
-def tensor_difference(found, expected: Tensor, name: str) -> str | None:
-    """`difference` from a tensor: its type, shape, dtype, and first wrong element."""
-    if found is None and name.startswith("the gradient"):
-        return f"{name} is missing: the result is cut off from it (detach, item, no_grad?)"
-    if not isinstance(found, Tensor):
-        return f"{name} should be a tensor, but it is {describe(found)}"
-    if [*found.shape] != (shape := [*expected.shape]):
-        return f"{name} has the wrong shape: expected {shape}, found {[*found.shape]}"
-    if found.dtype != expected.dtype:
-        return f"{name} has the wrong dtype: expected {expected.dtype}, found {found.dtype}"
-    wrong = (~torch.isclose(found, expected, rtol=1e-3, atol=1e-5)).nonzero().tolist()
-    return next((unequal(found[tuple(place)].item(), expected[tuple(place)].item(),
-                         f"{name}{place or ''}") for place in wrong), None)
-
-
-def unequal(found: float, expected: float, name: str) -> str:
-    """Two numbers that differ, in words."""
+def number_difference(found, expected, name: str) -> str | None:
+    """`difference` of two numbers."""
+    if found is expected or found == expected or found != found and expected != expected:
+        return None                                                    # also two None or NaN
+    if not isinstance(found, (int, float)):
+        return f"{name} should be a number, but it is {found!r}"
+    if isinstance(expected, (int, float)) and math.isclose(found, expected, rel_tol=1e-3,
+                                                           abs_tol=1e-5):
+        return None
     reason = "" if math.isfinite(found) else " (a division by 0, or exp or log of padding?)"
-    return f"{name} is {found:.6g}{reason}, expected {expected:.6g}"
+    return f"{name} is {found:.6g}{reason}, expected {expected}"
 
 
-def describe(value) -> str:
-    """The type of a value, in words."""
-    return "None (is `return` missing?)" if value is None else f"a {type(value).__name__}"
+def show(case: Case, found, expected: dict) -> list[str]:
+    """The lines of a case: its title, lists, and a table of its tokens with all results per
+    token."""
+    lines = case.title.splitlines()
+    columns = dict(case.tokens)
+    length = len(next(iter(columns.values())))
+    for name, value in expected.items() if not isinstance(found, Exception) else ():
+        yours = flat(found[name])
+        if len(flat(value)) == len(yours) == length:
+            columns[f"your {name}"] = yours
+            columns[name] = flat(value)
+        elif name == "result" and isinstance(value, list):
+            lines += [f"your result: {found[name]}", f"expected:    {value}"]
+    return [*lines, table(list(columns), list(zip(*columns.values())))]
 
 
-# ── Hidden inputs, and what a function gives for them
+def flat(value) -> list:
+    """The numbers of a tensor or list as one list; a number is a list of one."""
+    value = as_list(value)
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in flat(part)]
+    return [value]
 
-def noise(seed: int, *shape) -> Tensor:
-    """Normal random numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+# ── Inputs: drawn numbers have one decimal, so that a reader can follow
+
+def draw(rng: random.Random, lengths: list[int], low: float, high: float) -> Tensor:
+    """Random numbers with one decimal, [rows, longest], also on the padding."""
+    return torch.tensor([[round(rng.uniform(low, high), 1) for _ in range(max(lengths))]
+                         for _ in lengths])
 
 
-def random_ids(seed: int, *lengths) -> list[list[int]]:
+def mask_of(lengths: list[int]) -> Tensor:
+    """1.0 on the tokens of responses with these lengths, 0.0 on padding, [rows, longest]."""
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
+
+
+def token_columns(mask: Tensor, **tensors: Tensor) -> dict[str, list]:
+    """The columns of the table for tensors [B, T]: row, t, mask and the tensors."""
+    B, T = mask.shape
+    columns = {"row": [b for b in range(B) for _ in range(T)], "t": list(range(1, T + 1)) * B,
+               "mask": [int(m) for m in flat(mask)]}
+    return columns | {name: flat(tensor) for name, tensor in tensors.items()}
+
+
+def gradients(result, inputs: dict) -> dict:
+    """The gradient of a result for each named input; None if there is none."""
+    grads = [None] * len(inputs)
+    if isinstance(result, Tensor) and result.requires_grad:
+        grads = torch.autograd.grad(result.sum(), [*inputs.values()], allow_unused=True)
+    return {f"gradient for {name}": grad for name, grad in zip(inputs, grads)}
+
+
+def random_ids(rng: random.Random, *lengths) -> list[list[int]]:
     """Lists of random token ids of these lengths."""
-    rng = random.Random(seed)
-    return [[rng.randrange(2, 640) for _ in range(length)] for length in lengths]
+    return [[rng.randrange(8, 640) for _ in range(length)] for length in lengths]
 
 
 @cache
@@ -145,98 +278,272 @@ def toy_model():
     """The toy base with a random adapter "policy"."""
     model, _ = load_model(toy.BASE, device="cpu")
     for i, p in enumerate(add_lora(model, "policy", 4, 8)):
-        p.data = noise(i, *p.shape) / 30
+        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 30
     return model
 
 
-def try_token_rewards(function, seed):
-    """Texts with whitespace, spans that overlap and end inside words, and EOS without text."""
-    rng = random.Random(seed)
-    outcome = {}
-    for _ in range(40):
-        tokens = rng.choices([" a", " the", "cat", " dog", "s", ".\n", " ", "\n"], k=7)
-        ends = [len("".join(tokens[:t])) for t in range(8)]
-        spans = [Span(*sorted(rng.sample(range(ends[-1] + 1), 2)), rng.choice([-1, 1]))
-                 for _ in range(rng.randrange(4))]
-        offsets = [*zip(ends, ends[1:]), (ends[-1], ends[-1])]
-        outcome[f"with the tokens {[*tokens, '']} (the last is EOS), offsets {offsets} and "
-            f"{spans or 'no spans'}, the result"] = function("".join(tokens), offsets, spans)
-    return outcome
+# ── The cases of each exercise
+
+def cases_find_spans():
+    """Quotes inside words, repeated, missing, and beside punctuation."""
+    for response, quotes in [
+            ("a cat", ["cat"]), ("a cat", ["dog"]), ("cats", ["cat"]), ("a cat", ["at"]),
+            ("cats, cat", ["cat"]), ("cat cat", ["cat"]), ("cat cat", ["cat", "cat"]),
+            ("cat", ["cat", "cat"]), ("cat cat", ["cat", "cat", "cat"]), ("Cat", ["cat"]),
+            ("cat cat cat", ["cat", "cat"]), ("the cat, a dog", ["a dog", "the"]),
+            ("a (cat) sat", ["(cat)"]), ('he said "no."', ['"no."']), ("so he sat.", ["sat."]),
+            ("It ran, twice", [", twice"]), ("a 3rd cat", ["3"]), ("a.b axb", ["a.b"]),
+            ("a cat, a cat", ["a cat", "cat", "a cat"]), ("the man (the cat)", ["the"])]:
+        def call(function, response=response, quotes=quotes):
+            spans = function(response, list(quotes))
+            if spans is None or not all(len(span) == 2 for span in spans):
+                return {"result": spans}
+            return {"result": sorted(map(tuple, spans))}
+        columns = {"character": [*map(repr, response)], "place": [*range(len(response))]}
+        yield Case(call, columns, f"response: {response!r}\nquotes: {quotes}")
 
 
-def try_z_loss(function, seed):
-    """Three pairs of x and z, and the gradient of two LoRA matrices."""
-    pairs = [*zip(random_ids(seed, 5, 1, 9), random_ids(seed + 9, 6, 8, 1))]
-    matrices = dict(zip("AB", lora_parameters(toy_model(), "policy")))
-    with use_lora(toy_model(), "policy"):
-        result = function(toy_model(), pairs)
-    return {"the result": result} | gradients(result, matrices)
+def cases_token_rewards():
+    """All short texts with one span, then some with two: whitespace, halves, EOS, conflicts."""
+    words = ["cat", " cat", "cat ", " ", ".\n"]
+    texts = [[word] for word in words] + [[a, b] for a in words for b in words]
+    rng = random.Random(0)
+    for size, count in ((1, 1), (1, 2), (2, 2), (2, 3)):           # tokens, spans
+        for tokens in [text for text in texts if len(text) == size]:
+            for _ in range(4):
+                yield reward_case(tokens, [
+                    Span(*sorted(rng.sample(range(len("".join(tokens)) + 1), 2)),
+                         rng.choice([-1, 1])) for _ in range(count)])
 
 
-def try_lora_forward(function, seed):
-    """Random matrices, and the gradients of x, A and B."""
-    x, A, B = (nn.Parameter(noise(seed, *shape)) for shape in ((2, 3, 5), (2, 5), (4, 2)))
-    result = function(x, noise(seed + 9, 4, 5), A, B, 5.0)
-    return {"the result": result} | gradients(result, {"x": x, "A": A, "B": B})
+def reward_case(tokens: list[str], spans: list[Span]) -> Case:
+    """A case of `token_rewards`: these tokens and an EOS."""
+    text = "".join(tokens)
+    ends = [len("".join(tokens[:t])) for t in range(len(tokens) + 1)]
+    offsets = [*zip(ends, ends[1:]), (ends[-1], ends[-1])]
+    columns = {"token": [*map(repr, tokens), "EOS"], "start": [start for start, _ in offsets],
+               "end": [end for _, end in offsets]}
+    title = "\n".join(f"span: {text[span.start : span.end]!r}, start {span.start}, "
+                      f"end {span.end}, label {span.label:+d}" for span in spans)
+    return Case(lambda function: {"δ": function(text, list(offsets), list(spans))}, columns,
+                title)
 
 
-def try_generate(function, seed):
-    """Prompts of several lengths; EOS is a token that occurs; some u_t is above all sums."""
-    prompts, uniforms = random_ids(seed, 6, 3, 8, 8), noise(seed, 4, 10).sigmoid()
-    uniforms[2:, -1] = 1.5
-    eos = generate(toy_model(), prompts, 10, 0.7, uniforms=uniforms)[0][3]
-    positions = []                                  # of the columns in each call, [B, n]
+def cases_z_loss():
+    """One or two pairs of x and z, and the gradient of two LoRA matrices."""
+    rng = random.Random(0)
+    for lengths in ([(1, 1)], [(2, 1)], [(1, 2)], [(3, 2)], [(2, 3), (3, 1)], [(1, 5), (4, 2)]):
+        pairs = [tuple(random_ids(rng, x, z)) for x, z in lengths]
 
-    def record(_, arguments, options):              # our `Decoder` gives it as the third
-        positions.append(options.get("position_ids", *arguments[2:3]).clone())
-
-    with toy_model().model.register_forward_pre_hook(record, with_kwargs=True):
-        result = function(toy_model(), prompts, uniforms, 0.7, eos)
-    return {"the result": result,
-            "the number of columns read beyond those needed (8 of all prompts together, then "
-            "one per new token but the last)": max(0, sum(p.shape[1] for p in positions) - 17),
-            "the positions of the prompts' last tokens":
-                next((p[:, -1].tolist() for p in positions), [])}
-
-
-def try_gae(function, seed):
-    """Random rewards and values, also on the padding."""
-    return {"the result": function(noise(seed, 4, 7), noise(seed + 9, 4, 7), MASK, 0.9, 0.8)}
+        def call(function, pairs=pairs):
+            matrices = dict(zip("AB", lora_parameters(toy_model(), "policy")))
+            with use_lora(toy_model(), "policy"):
+                result = function(toy_model(), pairs)
+            return {"loss": result} | gradients(result, matrices)
+        columns = {"pair": [], "part": [], "token id": []}
+        for number, pair in enumerate(pairs):
+            for part, ids in zip(("x, y", "z"), pair):
+                columns["pair"] += [number] * len(ids)
+                columns["part"] += [part] * len(ids)
+                columns["token id"] += ids
+        yield Case(call, columns)
 
 
-def try_ppo_loss(function, seed):
-    """Ratios inside and outside the clip range, and the gradient."""
-    old = -noise(seed, 4, 7).abs()
-    logprobs = (old + noise(seed + 1, 4, 7) / 2).requires_grad_()
-    result = function(logprobs, old, noise(seed + 2, 4, 7), MASK, 0.2)
-    return {"the result": result} | gradients(result, {"logprobs": logprobs})
+def cases_nl_gradient():
+    """A linear model of two words; the second call shows whether gradients pile up."""
+    rng = random.Random(0)
+    for delta in ([1.0], [-1.0], [1.0, 0.0], [1.0, -1.0, 0.0, 1.0], [0.0, 0.0]):
+        T = len(delta)
+        features = draw(rng, [2] * T, -1, 1)                                       # [T, 2]
+        start = draw(rng, [2, 2, 2], -1, 1)                                        # [3, 2]
+        words = [rng.randrange(3) for _ in delta]
+
+        def logprobs_of(weight, features=features, words=words):
+            log_p = (features @ weight.T).log_softmax(-1)                          # [T, 3]
+            return log_p[range(len(words)), words]
+
+        def call(function, delta=delta, start=start, logprobs_of=logprobs_of):
+            weight = nn.Parameter(start.clone())
+            first = function(logprobs_of(weight), torch.tensor(delta), [weight])
+            if not isinstance(first, (list, tuple)):
+                return {"g_NL": first, "g_NL in a second call": first}
+            first = [part.clone() for part in first]
+            second = function(logprobs_of(weight), torch.tensor(delta), [weight])
+            return {"g_NL": first, "g_NL in a second call": [*second]}
+        logprobs = logprobs_of(start)
+        yield Case(call, {"t": [*range(1, T + 1)], "δ": delta, "log π": logprobs.tolist()})
 
 
-def try_update(function, seed):
-    """Two steps of SGD: the norms of their gradients, and the weights after each step."""
-    model, head = deepcopy(toy_model()), ValueHead(128)
-    theta = {f"θ, {name}": p for name, p in model.named_parameters() if p.requires_grad}
-    psi = {f"ψ, {name}": p for name, p in head.named_parameters()}
-    config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.2)
-    batch = Rollouts([{}] * 5, [], [], [], *pad_batch(random_ids(seed, 3, 6, 1, 4, 2),
-                                                      random_ids(seed + 9, 5, 1, 7, 3, 6)))
-    add_scores(batch, model, head, config)
-    batch.advantages, batch.returns = (noise(seed + i, 5, 7) * batch.mask for i in (1, 2))
-    for i, p in enumerate([*theta.values(), *psi.values()]):
-        p.data += noise(seed + i, *p.shape) / 30                 # ρ is not 1
-    optimizer = torch.optim.SGD([{"params": x.values()} for x in (theta, psi)], 0.1)
-    outcome = {}
-    for index, step in (([4, 0, 2], "one step"), ([1, 3], "two steps")):
-        result = function(batch, index, model, head, optimizer, config,
-                          lambda *terms: 2 * ppo_loss(*terms))
-        outcome |= {f"after {step}, the result": result} | {
-            f"after {step}, {name}": p.detach().clone() for name, p in (theta | psi).items()}
-    return outcome
+def cases_add_penalty():
+    """Tokens where the policy is above and below the reference."""
+    rng = random.Random(0)
+    for lengths in ([1], [1], [3], [2, 1], [4, 2, 3]):
+        mask = mask_of(lengths)
+        delta = draw(rng, lengths, -1, 1).round() * mask
+        old = draw(rng, lengths, -3, -0.1)
+        reference = draw(rng, lengths, -3, -0.1)
+
+        def call(function, inputs=(delta, old, reference, mask)):
+            return {"r": function(*(x.clone() for x in inputs), 0.5)}
+        yield Case(call, token_columns(mask, **{"δ": delta, "log π_old": old,
+                                                "log π_ref": reference}), "β = 0.5")
 
 
-def gradients(result, inputs: dict) -> dict:
-    """The gradient of a result's sum for each named input; None if there is none."""
-    grads = [None] * len(inputs)
-    if isinstance(result, Tensor) and result.requires_grad:
-        grads = torch.autograd.grad(result.sum(), [*inputs.values()], allow_unused=True)
-    return {f"the gradient for {name}": grad for name, grad in zip(inputs, grads)}
+def cases_gae():
+    """One token, then more; the padding of shorter rows holds numbers."""
+    rng = random.Random(0)
+    for lengths in ([1], [2], [3], [2, 1], [3, 2], [4, 1, 3]):
+        mask = mask_of(lengths)
+        rewards = draw(rng, lengths, -1, 1)
+        values = draw(rng, lengths, -1, 1)
+
+        def call(function, inputs=(rewards, values, mask)):
+            result = function(*(x.clone() for x in inputs), 0.9, 0.8)
+            if not isinstance(result, (tuple, list)) or len(result) != 2:
+                return {"A": result, "R": result}
+            return {"A": result[0], "R": result[1]}
+        yield Case(call, token_columns(mask, r=rewards, V=values), "γ = 0.9, λ = 0.8")
+
+
+def cases_whiten():
+    """One row, then rows of different lengths, whose padding holds numbers."""
+    rng = random.Random(0)
+    for lengths in ([2], [3], [2, 1], [4, 2, 3]):
+        mask = mask_of(lengths)
+        advantages = draw(rng, lengths, -1, 3)
+
+        def call(function, inputs=(advantages, mask)):
+            return {"Â": function(*(x.clone() for x in inputs))}
+        yield Case(call, token_columns(mask, A=advantages))
+
+
+def cases_ppo_loss():
+    """One token with each kind of ρ and A, then more; the padding holds numbers."""
+    rng = random.Random(0)
+    tokens = [(0.0, 1.0), (0.5, 1.0), (0.5, -1.0), (-0.5, 1.0), (-0.5, -1.0)]   # log ρ, A
+    inputs = [(torch.tensor([[change]]), torch.tensor([[A]]), [1]) for change, A in tokens]
+    for lengths in ([3], [2, 1], [4, 1, 3], [5, 5, 2, 4]):
+        inputs.append((draw(rng, lengths, -0.8, 0.8), draw(rng, lengths, -2, 2), lengths))
+    for change, advantages, lengths in inputs:
+        mask = mask_of(lengths)
+        old = draw(rng, lengths, -2, -1)
+
+        def call(function, new=old + change, inputs=(old, advantages, mask)):
+            logprobs = new.clone().requires_grad_()
+            result = function(logprobs, *(x.clone() for x in inputs), 0.2)
+            return {"loss": result} | gradients(result, {"log π": logprobs})
+        yield Case(call, token_columns(mask, **{"log π": old + change, "log π_old": old,
+                                                "ρ": change.exp(), "A": advantages}), "ε = 0.2")
+
+
+def cases_update():
+    """A step on one token, a step on more rows, and two steps one after the other."""
+    rng = random.Random(0)
+    lengths = [1, 3, 7, 2, 6]
+    prompts = random_ids(rng, 3, 6, 1, 4, 2)
+    responses = random_ids(rng, *lengths)
+    config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.6, clip=0.2,
+                          value_clip=0.5)
+    batch = Rollouts([{}] * 5, [], [], [], *pad_batch(prompts, responses))
+    add_scores(batch, toy_model(), ValueHead(128), config)
+    batch.values = draw(rng, lengths, -1, 1) * batch.mask
+    batch.advantages = draw(rng, lengths, -2, 2) * batch.mask
+    batch.returns = draw(rng, lengths, -2, 2) * batch.mask
+    shift = draw(rng, [128], -0.2, 0.2)
+    theta = lora_parameters(toy_model(), "policy")
+    start = [p.detach() + torch.randn(p.shape, generator=torch.Generator().manual_seed(9)) / 30
+             for p in theta]                                     # so that ρ is not 1
+    for steps in ([[0]], [[1]], [[4, 0, 2]], [[4, 0, 2], [1, 3]]):
+        def call(function, steps=steps):
+            head = ValueHead(128)
+            head.linear.weight.data += shift
+            stored = [p.data for p in theta]
+            for p, value in zip(theta, start):
+                p.data = value.clone()
+                p.grad = None
+            weights = [*theta, *head.parameters()]
+            optimizer = torch.optim.SGD(weights, 0.1)
+            try:
+                norms = [function(batch, index, toy_model(), head, optimizer, config,
+                                  lambda *terms: 2 * ppo_loss(*terms)) for index in steps]
+                after = [p.detach().clone() for p in weights]
+            finally:
+                for p, value in zip(theta, stored):
+                    p.data = value
+                    p.grad = None
+            return {"norm": norms, "ψ after the last step": after[-2:],
+                    "θ after the last step": after[:-2]}
+        index = steps[-1]
+        picked = batch.mask[index].bool()
+        columns = {"row": [i for i in index for _ in range(lengths[i])]}
+        columns |= {name: tensor[index][picked].tolist() for name, tensor in {
+            "log π_old": batch.logprobs_old, "Â": batch.advantages, "V_old": batch.values,
+            "R": batch.returns}.items()}
+        yield Case(call, columns, f"rows of each step: {steps}")
+
+
+def cases_lora_forward():
+    """One vector, then a batch, and the gradients of x and the two matrices."""
+    rng = random.Random(0)
+    for shape, features, rank, outputs in (((1,), 1, 1, 1), ((1,), 2, 2, 1), ((2, 3), 5, 2, 4)):
+        numbers = {"x": draw(rng, [features] * math.prod(shape), -2, 2).view(*shape, features),
+                   "W": draw(rng, [features] * outputs, -2, 2),
+                   "down": draw(rng, [features] * rank, -2, 2),
+                   "up": draw(rng, [rank] * outputs, -2, 2)}
+
+        def call(function, numbers=numbers):
+            x, W, down, up = (tensor.clone().requires_grad_() for tensor in numbers.values())
+            result = function(x, W.detach(), down, up, 5.0)
+            return {"result": result} | gradients(result, {"x": x, "down": down, "up": up})
+        columns = {"input": [*numbers], "shape": [str([*x.shape]) for x in numbers.values()],
+                   "first number": [flat(x)[0] for x in numbers.values()]}
+        yield Case(call, columns, f"α = 5, r = {rank}")
+
+
+def cases_generate():
+    """One short prompt, then more, all beginnings of posts. Some u are 0 or above all sums.
+    Token ids below 8 never occur, so a sum can equal u = 0."""
+    rng = random.Random(0)
+    model, tokenizer = load_model(toy.BASE, device="cpu")
+    posts = [tokenizer(row["post"]).input_ids for row in toy.rows("train", 4)]
+    for lengths, T in (([2], 1), ([2], 2), ([1], 4), ([2, 3], 4), ([6, 3, 8, 8], 10)):
+        prompts = [ids[:length] for ids, length in zip(posts, lengths)]
+        uniforms = torch.tensor([[round(rng.uniform(0.1, 0.9), 2) for _ in range(T)]
+                                 for _ in lengths])
+        if T > 3:
+            uniforms[-1, 1] = 0.0
+            uniforms[0, -1] = 1.5                     # no sum is above it
+        with impossible_ids(model):
+            longest = solutions.generate(model, prompts, uniforms, 0.7, -1)
+        eos = longest[-1][2] if T > 3 else -1
+
+        def call(function, prompts=prompts, uniforms=uniforms, eos=eos):
+            positions = []                            # of the columns in each call, [B, n]
+
+            def record(_, arguments, options):
+                positions.append(options["position_ids"].clone())
+
+            with impossible_ids(model):
+                hook = model.model.register_forward_pre_hook(record, with_kwargs=True)
+                try:
+                    result = function(model, [list(x) for x in prompts], uniforms.clone(), 0.7,
+                                      eos)
+                finally:
+                    hook.remove()
+            needed = max(map(len, prompts)) + uniforms.shape[1] - 1
+            read = sum(p.shape[1] for p in positions)
+            last = [p[:, -1].tolist() for p in positions[:1]]
+            return {"result": result, "columns read twice": max(0, read - needed),
+                    "position of the last token of each prompt": last}
+        columns = {"row": [i for i in range(len(prompts)) for _ in range(T)],
+                   "t": [*range(1, T + 1)] * len(prompts), "u": flat(uniforms)}
+        yield Case(call, columns, f"prompts: {prompts}\nEOS: {eos}, τ = 0.7")
+
+
+def impossible_ids(model):
+    """A context in which the model gives the ids below 8 the probability 0."""
+    def exclude(module, inputs, logits):
+        logits = logits.clone()
+        logits[..., :8] = -1e9
+        return logits
+    return model.lm_head.register_forward_hook(exclude)

@@ -1,24 +1,21 @@
-// Recomputes one response while it or its critique is edited: quotes → spans → δ → r → A.
+// Recomputes one response while it or its critique is edited: quotes → spans → δ → A.
 // `parse`, `ground` and `rewards` follow annotate.py (Algorithm 2), `advantages` follows
-// policy.py (Algorithm 4 l.14–17). tests/test_paper.py compares their numbers with Python's.
-// Not supported: replies with several JSON objects or errors of JSON that annotate.py reads,
-// and languages without spaces between words.
+// policy.py (Algorithm 4 l.15–17). tests/test_paper.py compares their numbers with Python's.
+// Not supported: text after the JSON object, and languages without spaces between words.
 "use strict";
 
 // Reads {good, poor} from a reply that ends in a JSON object; throws the reason if it cannot.
 function parse(reply) {
-  const end = reply.lastIndexOf("}") + 1;
-  for (const { index } of reply.matchAll(/\{\s*"/g)) {
+  for (const { index } of reply.matchAll(/\{/g)) {
     const value = {};
     try {
-      for (const [key, part] of Object.entries(JSON.parse(reply.slice(index, end))))
-        value[key.toLowerCase().replace(/[^a-z]+/g, "_").replace(/^_|_$/g, "")] = part;
+      for (const [key, part] of Object.entries(JSON.parse(reply.slice(index))))
+        value[key.toLowerCase().replace(/[^a-z]/g, "")] = part;
     } catch { continue; }
-    const critique = value.textual_feedback ?? value.critique ?? reply.slice(0, index);
-    if (!String(critique).trim()) throw Error("the reply labels spans but has no critique");
-    const quotes = (part) => typeof part === "string" ? [part] : part ?? [];
-    const good = quotes(value.good_spans);
-    const poor = quotes(value.poor_spans);
+    if (!("goodspans" in value || "poorspans" in value)) break;
+    const critique = value.textualfeedback ?? value.critique ?? reply.slice(0, index);
+    if (!critique.trim()) throw Error("the reply labels spans but has no critique");
+    const good = value.goodspans ?? [], poor = value.poorspans ?? [];
     if (![good, poor].every((list) => list.every?.((quote) => typeof quote === "string")))
       throw Error("good_spans and poor_spans must be lists of strings");
     return { good, poor };
@@ -87,25 +84,24 @@ function rewards(text, offsets, spans) {
   return result;
 }
 
-// Returns r_t = δ_t − β (log π − log π_ref), A_t by GAE with V = 0 after y, and A_t whitened.
-function advantages(delta, logRatio, values, { gamma, lam, beta }) {
-  const r = delta.map((d, t) => d - beta * logRatio[t]), A = Array(r.length).fill(0);
-  for (let t = r.length - 1; t >= 0; t--) {
-    const tdError = r[t] + gamma * (values[t + 1] ?? 0) - values[t];
+// Returns A_t by GAE, with r_t = δ_t and V = 0 after y, and A_t whitened.
+function advantages(delta, values, { gamma, lam }) {
+  const A = Array(delta.length).fill(0);
+  for (let t = A.length - 1; t >= 0; t--) {
+    const tdError = delta[t] + gamma * (values[t + 1] ?? 0) - values[t];
     A[t] = tdError + gamma * lam * (A[t + 1] ?? 0);
   }
   const average = (row) => row.reduce((sum, x) => sum + x, 0) / row.length, mean = average(A);
   const variance = average(A.map((a) => (a - mean) ** 2));
-  return { r, A, white: A.map((a) => (a - mean) / Math.sqrt(variance + 1e-8)) };
+  return { A, white: A.map((a) => (a - mean) / Math.sqrt(variance + 1e-8)) };
 }
 
-// r and A of token t with all their numbers, so that a reader can check them by hand.
-function workedOut(t, { delta, logRatio, values, r, A }, { gamma, lam, beta }) {
+// A of token t with all its numbers, so that a reader can check it by hand.
+function workedOut(t, { delta, values, A }, { gamma, lam }) {
   const n = (x = 0) => x < 0 ? `(−${(-x).toFixed(3)})` : x.toFixed(3);
-  return [
-    `r = δ − β · log-ratio = ${n(delta[t])} − ${n(beta)} · ${n(logRatio[t])} = ${n(r[t])}`,
-    `A = r + γ V(next) − V + γ λ A(next) = ${n(r[t])} + ${n(gamma)} · ${n(values[t + 1])} − ` +
-    `${n(values[t])} + ${n(gamma)} · ${n(lam)} · ${n(A[t + 1])} = ${n(A[t])}`];
+  return `A = δ + γ V(next) − V + γ λ A(next) = ${n(delta[t])} + ${n(gamma)} · ` +
+    `${n(values[t + 1])} − ${n(values[t])} + ${n(gamma)} · ${n(lam)} · ${n(A[t + 1])} = ` +
+    n(A[t]);
 }
 
 // An edited response in words, marks and an end. Offsets count characters, as in Python.
@@ -147,29 +143,27 @@ function update() {
   const { text, tokens, offsets } = response === PAGE.text ? PAGE : split(response);
   const { spans, unmatched, ambiguous } = ground(text, quotes);
   const { delta, conflicts } = rewards(text, offsets, spans);
-  const logRatio = delta.map((_, t) => ((7 * t) % 9 - 4) / 10);
   const values = delta.map(() => set.value);
-  const { r, A, white } = advantages(delta, logRatio, values, set);
+  const { A, white } = advantages(delta, values, set);
   const limit = delta.some(Boolean) ? 2 : Infinity;    // no colour if nothing is rewarded
   const unrewarded = { "ambiguous quotes": ambiguous, "unmatched quotes": unmatched,
     "tokens in spans of both signs": conflicts.map((t) => tokens[t]) };
   const lines = Object.entries(unrewarded).filter(([, items]) => items.length)
     .map(([name, items]) => `${name}: ‹${items.join("› ‹")}›`);
-  if (limit > 2) lines.push("no token is rewarded, so A holds only the KL penalty and V");
+  if (limit > 2) lines.push("no token is rewarded, so A holds only V");
   const summary = [`${spans.length} spans`, ...lines].join("; ");
   byId("result").textContent = unreadable ? `No reward: ${unreadable}.` : summary;
   for (const [id, row, scale] of [["delta", delta, .5], ["raw", A, 1], ["white", white, 1]])
     byId(id).replaceChildren(
       ...tokens.map((y, t) => coloured("span", y, row[t], limit * scale)));
   const first = Math.max(0, delta.findIndex(Boolean));
-  const equations = workedOut(first, { delta, logRatio, values, r, A }, set);
-  byId("worked").textContent = [`Token ${first}, ‹${tokens[first]}›:`, ...equations].join("\n");
+  const equation = workedOut(first, { delta, values, A }, set);
+  byId("worked").textContent = `Token ${first}, ‹${tokens[first]}›:\n${equation}`;
   byId("numbers").replaceChildren(...tokens.map((token, t) => {
     const line = document.createElement("tr");
     line.append(coloured("td", `${t} ${token.trim() || "▯"}`, 0, 1));
-    for (const row of [delta, logRatio, r, A, white])
-      line.append(coloured("td", row[t].toFixed(3), row[t],
-        row === logRatio ? Infinity : limit));
+    for (const row of [delta, A, white])
+      line.append(coloured("td", row[t].toFixed(3), row[t], limit));
     return line;
   }));
 }

@@ -2,9 +2,9 @@
 
     python notebooks/paper.py
 
-Each row of PAPER.md's map becomes a row of the page: the equation or step on the left, and its
-code, tests and study figure on the right. Above are a table of contents, and one response and
-its critique, which the reader can edit.
+Each row of PAPER.md's map becomes a row of the page: the equation or step on the left, its code
+and its test on the right. Above are a table of contents, and one response and its critique,
+which the reader can edit.
 """
 
 import ast
@@ -58,7 +58,7 @@ Alg. 1 l.5 | 𝒟_R ← ∅
 Alg. 1 l.7–8 | (c_i, 𝒜(y_i), δ_i) ←; GenerateDualFeedback(x_i, y_i)
 Alg. 1 l.9 | z_i ← [c_i;𝒜(y_i)]
 Alg. 1 l.14 | R_φ ← TrainRewardModel(𝒟_R)
-Alg. 1 l.18 | π_θ ←; OptimizePolicyWithNLGradient(π_θ, R_φ, V_ψ)
+Alg. 1 l.18–19 | π_θ ←; OptimizePolicyWithNLGradient(π_θ, R_φ, V_ψ)
 Alg. 2 l.5–9 | c, 𝒜(y); s_k ⊂ y; ℓ_k ∈ \\{positive, ‹neutral›, negative\\}
   | ℓ_k ∈ \\{positive, negative\\}
 Alg. 2 l.10–11 | ‹c›, 𝒜(y) | 𝒜(y)
@@ -99,47 +99,46 @@ TAGS = {"_": "msub", "^": "msup", "{": "mrow", "‹": 'mrow class="slip"',
         **dict.fromkeys([*"()[]|", "\\{", "\\}"], 'mo stretchy="false"')}
 # Equations whose lines of code have the tag of another place.
 SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14",
-        "Eq. §3.6 ΔA^A − ΔA^B": "Eq. §3.6 A^A"}
-# The number of the study whose figure is shown in a row.
-STUDIES = {"Eq. §3.3 δ": 2, "Eq. §3.6 A^A": 8, "Eq. §3.6 A^B": 9, "Alg. 1 l.18": 1,
-           "Alg. 2 l.5–9": 3, "Alg. 2 l.10–11": 6, "Alg. 2 l.18–25": 4, "Alg. 4 l.12": 7}
+        "Eq. §3.5 GAE": "Alg. 4 l.15–16", "Eq. §3.4 L_R": "Alg. 3 l.5–6",
+        "Eq. §3.5 PPO": "Alg. 4 l.23"}
 HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #8885; }
-@media (min-width: 60rem) { .row { grid-template-columns: 2fr 3.6fr; } }
+@media (min-width: 60rem) { .row { grid-template-columns: 2.1fr 3.5fr; } }
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
-a { color: inherit; } label { display: block; } .scroll > svg { min-width: 66rem; }
+a { color: inherit; } label { display: block; }
 textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }
 math { font-family: "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", math; }
-.formula { overflow-x: auto; padding: .2rem 0; } .formula math { math-style: normal;
-  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.1rem; }
+.formula, pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
+  background: linear-gradient(90deg, Canvas 1rem, #0000) 0 / 2rem 100% local no-repeat,
+    linear-gradient(270deg, Canvas 1rem, #0000) 100% / 2rem 100% local no-repeat,
+    linear-gradient(90deg, var(--shade)) 0 / 1rem 100% scroll no-repeat,
+    linear-gradient(270deg, var(--shade)) 100% / 1rem 100% scroll no-repeat; }
+.formula math { math-style: normal;
+  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.05rem; }
 #worked { white-space: pre-line; } small { opacity: .75; }
 .slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
   padding: 0 .15em; }</style>
 <p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right. “printed”:
 the formula as the paper has it, with <span class="slip">slips</span> marked. “here”: what this
-repository does instead, for the reasons in PAPER.md.</p>
+repository does instead, for the reasons in PAPER.md. A shaded edge means: scroll sideways.</p>
 <nav><p class="small"><a href="#touch">One response, token by token</a>"""
 TOUCH = """<section id="touch"><h2>One response, token by token</h2><p>The quotes of the
-critique give each token of the response its reward δ. The KL penalty turns δ into r, and GAE
-turns r into the advantages A that PPO trains with. Edit the response, the critique or a slider
-to see them change. The page has no tokenizer, so an edited response is split into words. It has
-no model either: V is the same for all tokens, and the log-ratio
-log π<sub>θold</sub> − log π<sub>ref</sub> of token t = 0, 1, … is the made-up number
-((7 t mod 9) − 4) / 10.</p>{legend}
+critique give each token of the response its reward δ. Without a model there is no KL term, so
+r = δ here. GAE turns r into the advantages A, and PPO trains with the whitened A. Edit the
+response, the critique or a slider to see them change. V is the same for all tokens. An
+edited response is split into words, because the page has no tokenizer.</p>{legend}
 <div class="columns"><div><p class="small">Post: {post}</p>
 <label>Response <textarea id="response" rows="3">{text}</textarea></label>
 <label>Critique <textarea id="critique" rows="7">{reply}</textarea></label>
 <p class="small" id="result"></p>
 <label>γ <input type="range" id="gamma" max="1" step=".01" value="1"> <output></output></label>
 <label>λ <input type="range" id="lam" max="1" step=".01" value=".95"> <output></output></label>
-<label>β of the KL penalty
-<input type="range" id="beta" max="1" step=".01" value=".2"> <output></output></label>
 <label>V <input type="range" id="value" max="1" step=".01" value="0"> <output></output></label>
 <p class="small" id="worked"></p></div><div><h3>δ</h3><div id="delta"></div>
-<h3>A, deepest from ±2</h3><div id="raw"></div><h3>A, whitened</h3>
+<h3>A, full colour at ±2</h3><div id="raw"></div><h3>A, whitened</h3>
 <div id="white"></div></div></div><details><summary>All numbers</summary><div class="scroll">
-<table><thead><tr><th>t, y<th>δ<th>log-ratio<th>r<th>A<th>A, whitened<tbody id="numbers">
+<table><thead><tr><th>t, y<th>δ<th>A<th>A, whitened<tbody id="numbers">
 </table></div></details></section><script>const PAGE = {data};\n{script}</script>"""
 
 
@@ -176,7 +175,9 @@ def excerpt(place: str, name: str) -> str:
         place_tags = tags("", SAME.get(place, place))
         if place_tags & tags(piece[0], "#" + comment) or SAME.get(place, place) in comment:
             marked |= {*extent(ast.parse(piece[0]), i, not code.strip())}
-    near = {i for m in marked for i in range(m - 2, m + 3)} or range(40)
+    node = ast.parse(piece[0]).body[0]
+    docstring = getattr(node, "body", [node])[0]
+    near = {i for m in marked for i in range(m - 2, m + 3)} or range(docstring.end_lineno + 1)
     for i, line in enumerate(lines, 1):
         shown = f"{first + i:4} {escape(line)}\n"
         is_hidden = len(lines) > 24 and i > 1 and i not in near
@@ -239,12 +240,7 @@ def row(place: str, description: str, code: str, tests: str) -> str:
         left += f"<p>{' '.join(words)}</p>"
     right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
                     for name in re.findall(r"`(\w+\.\w+)`", code))
-    right += '<p class="small">Fails without it: '
-    right += re.sub(r"`(\w+)\.(\w+)`", r"tests/\1.py::\2", tests) + "</p>"
-    if place in STUDIES:
-        svg = next(ROOT.glob(f"notebooks/studies/{STUDIES[place]}_*.svg"))
-        right += (f"<details><summary>Figure: study {svg.stem.replace('_', ' ')}</summary>"
-                  f'<div class="scroll">{svg.read_text("utf-8")}</div></details>')
+    right += f'<p class="small">Fails without it: {tests.strip("`")}</p>'
     return (f'<div class="row" id="{slug}"><div><a href="#{slug}-code">{place}</a>{left}</div>'
             f'<div id="{slug}-code">{right}</div></div>')
 

@@ -24,11 +24,11 @@ from model import ValueHead, add_lora, load_model  # noqa: E402
 SHARED = ROOT.parent / "shared"
 # These files take most of the time, so they start first: no worker then runs minutes longer
 # than the others. `-m "not slow"` leaves them out.
-SLOW = ("test_notebooks", "test_notebook6", "test_asking", "test_attacks", "test_sandbox",
-        "test_ranks", "test_restart", "test_pipeline", "test_smollm2", "test_sharding",
-        "test_sample", "test_eval", "test_files", "test_studies", "test_train",
-        "test_benchmarks", "test_toy", "test_critic", "test_baselines",
-        "test_ask", "test_adapters", "test_gpu", "test_metrics")
+SLOW = ("test_notebooks", "test_notebook6", "test_sandbox",
+        "test_ranks", "test_restart", "test_run", "test_smollm2", "test_sharding",
+        "test_eval", "test_studies", "test_train",
+        "test_benchmarks", "test_toy", "test_baselines",
+        "test_ask", "test_model", "test_gpu", "test_measures")
 
 
 def pytest_collection_modifyitems(items):

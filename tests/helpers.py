@@ -272,11 +272,11 @@ def alive(mark: str, seconds: float = 5.0) -> list[str]:
     return pids
 
 
-def copy_sandbox(folder: Path) -> str:
-    """Copy the sandbox to a folder, whose name identifies its processes; returns the script."""
-    folder.mkdir(parents=True)
-    for path in (ROOT / "data.py", *(ROOT / "measures").glob("*.py")):
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy(path, copy)
-    return str(folder / "measures" / "sandbox.py")
+def copy_sandbox(folder: Path):
+    """Copy the sandbox to a folder, whose name identifies its processes."""
+    (folder / "measures").mkdir(parents=True)
+    shutil.copy(ROOT / "data.py", folder)
+    for path in (ROOT / "measures").glob("*.*"):
+        shutil.copy(path, folder / "measures")
+    with open(folder / "measures" / "cell.py", "a") as cell:
+        cell.write(f"\n# {folder}\n")

@@ -1,11 +1,9 @@
 """A fake OpenAI-compatible server: a function from the body of a request to its answer.
 
     with loopback() as server: ...       # the client of this process talks to it
-    with over_http() as server: ...      # over HTTP, for clients in other processes
 
-`server.answer(body, number)` returns an `Answer`. Tests replace it, or `server.responder`,
-a function (body) that returns only the text of a reply. The server counts its requests and its
-bill.
+Tests replace `server.answer(body, number)`, which returns an `Answer`, or `server.responder`,
+a function (body) that returns only the text of a reply.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
 import pytest
@@ -48,15 +45,11 @@ def completion(usage=..., content="fine", finish="stop", billed=(40, 60), **mess
 def critique(body: dict) -> str:
     """A valid reply, which quotes up to three words that occur once in the response."""
     user = body["messages"][-1]["content"]
-    fence = re.search(r"<response[^>]*>\n?(.*?)\n?</response[^>]*>(?!.*</response)", user,
-                      re.DOTALL)
-    response = (fence[1] if fence else user)[:20_000]
+    response = re.search(r"<response[^>]*>\n(.*?)\n</response", user, re.DOTALL)
+    response = (response[1] if response else user)[:20_000]
     words = [word for word in response.split() if response.count(word) == 1][:3]
-    value = {"textual_feedback": f"{len(words)} words are worth a remark.",
-             "good_spans": words[:2], "poor_spans": words[2:]}
-    if "reasoning" in body["messages"][0]["content"]:
-        value = {"reasoning": "I read the response part by part.", **value}
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps({"reasoning": "I read it.", "textual_feedback": f"{len(words)} words.",
+                       "good_spans": words[:2], "poor_spans": words[2:]})
 
 
 class FakeServer:
@@ -111,34 +104,3 @@ def loopback(responder=critique):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "OpenAI", client)
         yield server
-
-
-@contextmanager
-def over_http(responder=critique):
-    """Run a FakeServer in a thread of this process, at its url."""
-    server = FakeServer(responder)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            status, content = server.reply(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_):
-            """Print nothing."""
-
-    class Http(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_):
-            """Print nothing: clients are killed."""
-
-    with Http(("127.0.0.1", 0), Handler) as http:
-        server.url = f"http://127.0.0.1:{http.server_port}/v1"
-        threading.Thread(target=http.serve_forever, args=[0.02], daemon=True).start()
-        try:
-            yield server
-        finally:
-            http.shutdown()

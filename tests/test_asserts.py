@@ -1,7 +1,6 @@
 """Each assert of the core modules, except annotate.py's, fails once its equation is broken.
 
-test_annotate.py breaks those of annotate.py. bench.py measures the cost of the asserts, and
-test_pipeline.py checks that -O removes them.
+test_annotate.py breaks those of annotate.py.
 """
 
 import ast
@@ -111,7 +110,7 @@ BROKEN = [
     ("ρ = 1 until θ moves", {}, update),
     ("a penalty", {}, lambda *_: adapt_beta(-1.0, 7.0, 10, 6.0, 100)),
     ("z quotes the response", {"reward_model.ground": lambda response, feedback: Grounding(
-        unmatched=["x"] if feedback.critique else [])},
+        [], ["x"] if feedback.critique else [])},
      lambda model, head, rollouts, tokenizer: reward_model.encode_rows([ROW], tokenizer, 99)),
     ("per token of z", {"reward_model.pad_batch": pad_without_the_last},
      lambda model, *_: reward_model.z_loss(model, [([5], [6, 7])])),

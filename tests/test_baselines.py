@@ -258,7 +258,8 @@ def test_the_annotator_judges_rollouts_as_phase_1_does(toy_model, tmp_path, name
     assert not any(empty.delta) and empty.reason
 
 
-@pytest.mark.parametrize("task, first, second", [("toy", 0, 0), ("toy:PROSE", 1, -1)])
+@pytest.mark.parametrize("task, first, second", [("toy", 0, 0),
+                                                 ("notebooks.prose:TASK", 1, -1)])
 def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
                                                       first, second):
     """R_φ and the annotator as critic read a fact that is praised once alike."""
@@ -340,13 +341,11 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     ([1, -1.5, 0], [1, -1.5, 0]), (numpy.array([1, 0, 2]), [1, 0, 2]), (None, "returned None;"),
     ("1.0", "returned '1.0';"), ([1, 2], "returned .1, 2.; .* list of 3 numbers"),
     (float("nan"), "returned nan; .* such as 1.0 if all tests pass"), ([[1, 2, 3]], "returned"),
-    ([None] * 3, "returned .None"), (KeyError("tests"), "KeyError: .*test_baselines.py, line")])
+    ([None] * 3, "returned .None")])
 def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, delta):
     """The function sees the row, the response and the texts of its tokens, EOS last."""
     def score(row, response):
         calls.append((row["facts"], response, row["response_tokens"]))
-        if isinstance(value, Exception):
-            raise value
         return value
 
     calls, (row,) = [], toy.rows("train", 1)

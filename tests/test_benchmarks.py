@@ -1,4 +1,4 @@
-"""The benchmarks: verdicts on programs, evalplus' rules checked with numpy, and ARC scores.
+"""The benchmarks: verdicts on programs, evalplus' tolerance checked with numpy, ARC scores.
 
 Tests run code with unsafe=True: the programs are known to be harmless, and some machines have
 no namespaces.
@@ -7,14 +7,13 @@ no namespaces.
 import gzip
 import json
 import math
-import runpy
-from itertools import combinations, cycle, product
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
 from data import InputError
-from helpers import ROOT, SLOW
+from helpers import SLOW
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
                                  extract_code, read_arc, read_problems)
@@ -28,19 +27,21 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": HEAD, "entry_point": "grow",
                      "    assert half(4) == 2\n"}
 PLUS = {key: value for key, value in HUMANEVAL.items() if key != "test"} | {
     "base_input": [[1], [2]], "plus_input": [[-1], [10**30]], "atol": 0, "contract": ""}
-FULL = HUMANEVAL | PLUS  # HumanEvalPlus has a `test` and inputs
 MBPP = {"task_id": 2, "text": "Add one.",
         "code": "import math\r\ndef grow(x):\r\n  return x + 1",
         "test_setup_code": "y = 1",
         "test_list": ["assert set([grow(y)]) == {2}", "assert grow(2) == 3"]}
 SANITIZED = {"task_id": 3, "prompt": "Add one.", "code": "def grow(x):\n  return x + 1",
              "test_imports": ["import math"], "test_list": ["assert math.isclose(grow(1), 2)"]}
-SHARED = {"task_id": "Mbpp/2", "entry_point": "similar_elements",
-          "prompt": '"""\nShared elements.\nassert similar_elements("a", "ab") == "a"\n"""\n',
-          "canonical_solution": "\ndef similar_elements(a, b):\n"
-                                "  return tuple(set(a) & set(b))\n",
-          "base_input": [[[3, 4], [4, 5]]], "plus_input": [[[], []], [[1, "a"], ["a", 1, 2]]],
-          "atol": 0}
+HUB = SANITIZED | {"task_id": 4, "test": "import numpy as np\ninputs = [[-1], [5]]\n"
+                   "for args, result in zip(inputs, [0, 6]):\n"
+                   "    assert np.allclose(grow(*args), result)\n"}
+ANGLE = {"task_id": "Mbpp/124", "entry_point": "grow", "prompt": '"""\nOne.\n"""\n',
+         "canonical_solution": "\ndef grow(x, y):\n  return (x + y).imag + 1\n",
+         "base_input": [["1", "2j"]], "plus_input": [["(3-1j)", "0"]], "atol": 1e-4}
+MBPP_PLUS = {"task_id": "Mbpp/720", "entry_point": "grow", "prompt": '"""\nAppend one, please.\n"""\n',
+             "canonical_solution": "\ndef grow(x, y):\n  return x + (y + 1,)\n",
+             "base_input": [[[3, 4], 5]], "plus_input": [[[[1]], 2]], "atol": 0}
 
 
 def write(path, *rows, array=False, zipped=False):
@@ -62,19 +63,14 @@ def run(problems, *programs, **options):
 
 # ── Files
 
-EMPTY = SHARED | {"plus_input": {}}                      # MBPP+ v0.2.0 has such a row
-
-
-@pytest.mark.parametrize("row", [HUMANEVAL, PLUS, FULL, MBPP, SANITIZED, SHARED, EMPTY])
-@pytest.mark.parametrize("zipped", [False, True])
-def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_path):
-    path_of_rows = tmp_path / ("rows.jsonl.gz" if zipped else "rows.jsonl")
-    [task] = read_problems(write(path_of_rows, row, array=row is SANITIZED, zipped=zipped))
+@pytest.mark.parametrize("row", [HUMANEVAL, PLUS, MBPP, SANITIZED, HUB, MBPP_PLUS, ANGLE])
+def test_every_schema_is_recognised_and_its_solution_passes(row, tmp_path):
+    path = write(tmp_path / ("rows.gz" if row is PLUS else "rows"), row, array=row is SANITIZED, zipped=row is PLUS)
+    [task] = read_problems(path)
     assert task.task_id == str(row["task_id"]) or task.task_id == f"Mbpp/{row['task_id']}"
-    assert task.entry_point == row.get("entry_point", "grow")
-    assert (task.inputs is None) == (row not in (PLUS, FULL, SHARED, EMPTY))
-    wrong = task.solution.replace("x + 1", "x + 2").replace("&", "|")
-    right, *failures = run([task], task.solution, "", wrong)
+    assert (task.plus is None) == (row not in (PLUS, HUB, MBPP_PLUS, ANGLE))
+    assert all(text in code_prompt(task) for text in (task.head, *row.get("test_list", ["one"])))
+    right, *failures = run([task], task.solution, "", task.solution.replace("+ 1", "+ 2"))
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
     assert not any(result["base"] or result["plus"] for result in failures)
     assert [result["status"] for result in failures] == ["error", "failed"]
@@ -82,173 +78,67 @@ def test_every_schema_is_recognised_and_its_solution_passes(row, zipped, tmp_pat
 
 @pytest.mark.parametrize("rows, message", [
     *(([{key: value for key, value in row.items() if key != name}], f"row 1: .*{name}")
-      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (FULL, "base_input"),
+      for row, name in ((HUMANEVAL, "test"), (PLUS, "atol"), (PLUS, "base_input"),
                         (MBPP, "test_list"), (SANITIZED, "prompt"))),
-    ([HUMANEVAL, FULL], "row 2: .*'plus_input'"), ([FULL, HUMANEVAL], "row 2: .*'plus_input'"),
-    ([MBPP, MBPP | {"plus_input": [[1]]}], r"row 2: .*\+ tests"),
-    ([SANITIZED, SANITIZED | {"test": "assertion(grow(1), 2)"}], r"row 2: .*\+ tests"),
-    ([MBPP | {"test_list": ["assert other(1)"]}], "row 1: .*IndexError"),
-    ([MBPP | {"test_list": ["assert grow(1"]}], "row 1: .*SyntaxError"),
-    ([SHARED | {"base_input": [[1, 2]]}], "row 1: .*TypeError"),
-    ([SHARED | {"base_input": []}], "row 1: .*which every program would pass")])
+    ([MBPP, PLUS | {"base_input": 1}], "row 2: .*TypeError.*; use a published file")])
 def test_the_error_of_an_invalid_row_names_the_field(rows, message, tmp_path):
     with pytest.raises(InputError, match=f"bad.jsonl, {message}"):
         read_problems(write(tmp_path / "bad.jsonl", *rows))
 
 
-@pytest.mark.parametrize("task, args, expected", [
-    (2, [[1, 2], [3]], [(1, 2), (3,)]), (63, [[[1, 2], [3, 4]]], [[(1, 2), (3, 4)]]),
-    (75, [[[1, 2]], 3], [[(1, 2)], 3]), (106, [[1], [2, 3]], [[1], (2, 3)]),
-    (250, [[1, 2], 3], [(1, 2), 3]), (307, [[1, []], 2, 3], [(1, []), 2, 3]),
-    (259, [[[1, 2]], [[3, 4]]], [((1, 2),), ((3, 4),)]),
-    (278, [[1, [2, 3], 4]], [(1, (2, 3), 4)]),
-    (115, [[[1, 2], []]], [[{1, 2}, {}]]), (124, ["1", "2j"], [1.0, 2j]),
-    (252, ["3+4j"], [3 + 4j]), (722, [{"a": [1, 2]}, 3], [{"a": (1, 2)}, 3]),
-    (580, [[1, [2, [3]]]], [(1, (2, (3,)))]), (3, [[1]], [[1]])])
-def test_arguments_without_a_json_type_are_restored(task, args, expected):
-    assert repr(benchmarks._restored(f"Mbpp/{task}", args)) == repr(expected)
-    assert benchmarks._restored(f"HumanEval/{task}", args) == args
-
-
-# ── Prompts and answers
-
-@pytest.mark.parametrize("row, included, excluded", [
-    (HUMANEVAL, [HEAD, "Complete"], "return x + 1"),
-    (MBPP, ["Add one.", *MBPP["test_list"]], MBPP["code"]),
-    (SANITIZED, ["Add one.", *SANITIZED["test_list"]], SANITIZED["code"]),
-    (SHARED, ['Shared elements.\nassert similar_elements("a", "ab") == "a"\n'], '"""')])
-def test_prompts_show_the_signature_or_the_asserts(row, included, excluded, tmp_path):
-    prompt = code_prompt(problem(tmp_path, row))
-    assert all(text in prompt for text in included) and excluded not in prompt
-
-
-RIGHT = "def grow(x):\n    y = 1\n    return x + y\n"
-
-
-@pytest.mark.parametrize("response, included, excluded", [
-    (f"Sure!\n```python\n{RIGHT}```\nThis adds one.", "", "Sure"),
-    (f"```python\n{RIGHT}\n\ndef other(x):\n    '''never", "", "other"),      # cut off
-    (f"```python\ngrow(1)\n```\nno:\n```python\n{RIGHT}```\n"
-     "```python\ndef grow(x):\n    return 0\n```", "", "return 0"),
-    ("1. Do it:\n   ```python\n   def grow(x):\n       return x + 1\n   ```", "", "1."),
-    ("```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n"
-     "```python\ndef grow(x):\n    return more(x)\n```", "ONE = 1", "and"),
-    (f"```python\nimport os, sys\nfrom __future__ import annotations\n{RIGHT}"
-     "assert grow(1) == 7\nprint(grow(1))\n"
-     "n = int(input())\nif __name__ == '__main__':\n    grow(n)\n```", "annotations", "input"),
-    (RIGHT, "", "#"), (f"Here it is:\n\n{RIGHT}\nIt adds one, you see.", "", "see"),
-    (f"import math\nONE = 1\n\n{RIGHT.replace('+ y', '+ ONE')}", "ONE = 1", "y)"),
-    ("```python\nimport os\nprint(1)\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",
-     "import List", "print"),                          # the prompt imports List
-    ("grow = lambda x: x + 1", "lambda", "def grow"),
-    ("```python\nimport functools as f\n@f.lru_cache\ndef grow(x):\n    return x + 1\n```",
-     "lru_cache", "#"),
-    ("```python\nt = [0] * 9\nfor i in range(8):\n    t[i] = i + 1\n"
-     "def grow(x):\n    return t[x]\n```", "range", "#"),
-    ("```python\ntry:\n    from lost import more\nexcept ImportError:\n"
-     "    more = lambda x: x + 1\ngrow = more\n```", "lost", "#"),
-    (f"<think>\n```python\ndef grow(x):\n    return 0\n```\n</think>\n```python\n{RIGHT}```",
-     "", "return 0"),
-    ("```\nclass A:\n    def f(self, x):\n        return x + 1\n"
-     "def grow(x):\n    return A().f(x)\n```", "A", "#"),
-])
-def test_the_function_and_only_what_it_needs_are_extracted(response, included, excluded,
-                                                           tmp_path):
-    code = extract_code(response, problem(tmp_path))
-    names = {}
-    exec(code, names)
-    assert ([names["grow"](x) for x in (1, 5)] == [2, 6]
-            and included in code and excluded not in code), code
-
+# ── Answers and outputs
 
 @pytest.mark.parametrize("response", [
-    "", "I cannot do that.", "```\n```", "def grow(x", "\0", "(" * 5000, "grow " * 5000,
-    "```python\ndef other(x):\n    return x + 1\n```", "```python\nprint('grow')\n```",
-    "```python\nreturn\n```"])
-def test_an_answer_without_the_function_is_an_empty_program(response, tmp_path):
-    assert extract_code(response, problem(tmp_path)) == ""
+    "Sure!\n```python\ndef grow(x):\n    return x + 1\n```\nThis adds one.",
+    "```python\nONE = 1\ndef more(x):\n    return x + ONE\n```\nand\n"
+    "```python\ndef grow(x):\n    return more(x)\n```", "grow = lambda x: x + 1",
+    "```python\ndef grow(x: List[int]):\n    return half(2 * x) + 1\n```",  # names of the head
+    "<think>\n```python\ndef grow(x):\n    return 0\n```\n</think>\n```python\n"
+    "def grow(x):\n    return x + 1\n```"])
+def test_the_program_is_in_fenced_blocks_and_may_use_names_of_the_prompt(response, tmp_path):
+    names = {}
+    exec(extract_code(response, problem(tmp_path)), names)
+    assert [names["grow"](x) for x in (1, 5)] == [2, 6]
 
 
-def test_names_in_the_asserts_of_mbpp_are_kept(tmp_path):
-    task = problem(tmp_path, MBPP, test_list=["assert grow(Box(1)) == 2"])
-    code = extract_code("```python\nclass Box(int): pass\nclass Bag: pass\ndef grow(x):\n"
-                        "    return x + 1\n```", task)
-    assert "Box" in code and "Bag" not in code and run([task], code)[0]["base"]
-
-
-# ── evalplus' comparison of outputs
-
-def agrees(out, expected, atol=0.0, task="f", args=()):
+def agrees(out, expected, atol=0.0, name="f", args=()):
     try:
-        benchmarks._compare(task, lambda *_: out, lambda *_: expected, [args], [args], atol)
+        benchmarks._check_outputs(name, lambda *_: out, lambda *_: expected, [args], [args],
+                                  atol)
         return True
     except (AssertionError, TypeError):
         return False
 
 
-def by_numpy(out, expected, atol):
-    """Equality, or numpy.allclose of outputs with the same type and length."""
-    if out == expected:
-        return True
-    items = expected if isinstance(expected, (list, tuple)) else [expected]
-    if items and all(isinstance(item, float) for item in items):
-        atol = atol or 1e-6
-    try:
-        return bool(atol and type(out) is type(expected) and np.shape(out) == np.shape(expected)
-                    and np.allclose(out, expected, rtol=1e-7, atol=atol))
-    except TypeError:
-        return False
+@pytest.mark.parametrize("out, expected, atol, agree", [
+    (2.0 + 5e-7, 2.0, 0, True), (2.0 + 3e-6, 2.0, 0, False), (2.0 + 3e-6, 2.0, 1e-4, True),
+    (1e9 + 50, 1e9, 0, True), (1e9 + 200, 1e9, 0, False), (2, 2.0, 0, True),
+    (1, 1 + 1e-9, 0, False),
+    ([1.0, 2.0 + 5e-7], [1.0, 2.0], 0, True), ([1.0, 2.0 + 5e-7], (1.0, 2.0), 0, False),
+    ([1.0], [1.0 + 1e-9] * 2, 0, False), ([1, 2.0 + 5e-7], [1, 2.0], 0, False),
+    ("a", "b", 1e-4, False), (math.nan, math.nan, 0, False), (math.inf, math.inf, 0, True)])
+def test_outputs_are_equal_or_floats_within_the_tolerance_of_evalplus(out, expected, atol, agree):
+    assert agrees(out, expected, atol) == agree
 
 
-def test_outputs_agree_where_numpy_says_so():
-    """Compares all pairs of the values, some of which are close to each other."""
-    numbers = [0, 1, True, 2.0, 2.0 + 5e-7, 2.0 + 3e-6, 1e9, 1e9 + 50, 1e9 + 200, -1e9,
-               -1e9 - 50, math.inf, -math.inf, math.nan]
-    lists = [[], *([x, *tail] for x in numbers for tail in ([], [2.0], [2.0 + 5e-7]))]
-    values = [*numbers, None, "a", "b", *lists, *map(tuple, lists)]
-    for out, expected, atol in product(values, values, (0, 1e-6, 1e-4)):
-        assert agrees(out, expected, atol) == by_numpy(out, expected, atol), (out, expected)
-
-
-@pytest.mark.parametrize("task, args, expected, right, wrong", [
+@pytest.mark.parametrize("name, args, expected, right, wrong", [
     ("find_zero", ([-6, 1, 1],), None, [2.0, -3.0, 2.00001], [1.0, 0.0]),
-    ("are_equivalent", (1, 2), True, [True, False], []), ("sum_div", (6,), 6, [6, 0], [5]),
-    ("surface_Area", (3, 4), 33, [33, 35], [34]),
-    ("digit_distance_nums", (1, 234), 3, [3, 8], [4]),
-    ("Diff", ([1], [2]), [1, 2], [[2, 1], (1, 2)], [[1]]),
-    ("f", ([1], [2]), [1, 2], [[1, 2]], [[2, 1], (1, 2)]),
     ("check_str", ("a",), "match", [object(), True, "x"], [None, False]),
-    ("check_str", ("a",), None, [None, False], [1, True]),
-])
-def test_tasks_with_more_than_one_right_output(task, args, expected, right, wrong):
-    atol = 1e-4 if task == "find_zero" else 0
-    assert all(agrees(output, expected, atol, task, args) for output in right)
-    assert not any(agrees(output, expected, atol, task, args) for output in wrong)
+    ("check_str", ("a",), None, [None, False], [1, True])])
+def test_tasks_with_more_than_one_right_output(name, args, expected, right, wrong):
+    assert all(agrees(output, expected, 1e-4, name, args) for output in right)
+    assert not any(agrees(output, expected, 1e-4, name, args) for output in wrong)
 
 
-def test_programs_cannot_pass_by_changing_inputs_or_reading_frames(tmp_path):
-    """Only a program whose output overrides == passes without being right."""
+def test_programs_cannot_pass_by_changing_inputs(tmp_path):
     task = problem(tmp_path, PLUS, base_input=[[[3, 1]], [[2, 2]]], plus_input=[],
                    canonical_solution="    return sorted(x)\n")
-    programs = {
-        "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y": True,
-        "def grow(x):\n    x.clear()\n    return []": False,
-        "import sys\ndef grow(x):\n    return sys._getframe(1).f_locals.get('expected')": False,
-        "def grow(x, calls=[]):\n    calls.append(1)\n"
-        "    return sorted(x) if len(calls) < 3 else 1 / 0": True,
-        "class Liar(list):\n    def __eq__(self, other): return True\n"
-        "def grow(x): return Liar()": True,
-        "import marshal\nmarshal.loads = lambda data: []\ndef grow(x): return 0": False}
-    assert [row["base"] for row in run([task], *programs)] == [*programs.values()]
-    root = problem(tmp_path, PLUS, entry_point="find_zero", base_input=[[[-6, 1, 1]]],
-                   prompt='def find_zero(xs):\n    """A root."""\n', plus_input=[], atol=1e-4,
-                   canonical_solution="    return 2.0\n")
-    power = ("class Liar(float):\n    def __pow__(self, power): return 0.0\n"
-             "def find_zero(xs): return Liar(1)")
-    assert [row["base"] for row in run([root], root.solution, power)] == [True, False]
+    rows = run([task], "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y",
+               "def grow(x):\n    x.clear()\n    return []")
+    assert [row["base"] for row in rows] == [True, False]
 
 
-# ── Execution and pass@k
+# ── Execution and pass@1
 
 def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # Table 3
     problems = read_problems(write(tmp_path / "p", PLUS, PLUS | {"task_id": "HumanEval/1"}))
@@ -262,12 +152,9 @@ def test_samples_keep_their_order_and_plus_counts_only_with_base(tmp_path):  # T
             (True, True, "passed"), (True, False, "failed"), (False, False, "failed"),
             (False, False, "timeout"))]
     assert "input 0: 2 instead of 0" in rows[1]["stderr"]
-    for k, (key, name) in product((1, 2, 3), (("base", "pass"), ("plus", "plus pass"))):
-        chance = np.mean([*map(any, combinations([row[key] for row in rows[:4]], k))])
-        scores = [row[f"{name}@{k}"] for row in code_scores(rows, ks=(1, k))]
-        assert scores == pytest.approx([chance, chance], abs=1e-12)
-    with pytest.raises(InputError, match="pass@5"):
-        code_scores(rows, ks=(5,))
+    assert code_scores(rows[:2]) == [
+        {"id": "HumanEval/0", "pass@1": 1.0, "plus pass@1": plus} for plus in (1.0, 0.0)]
+    assert code_scores([rows[2] | {"plus": None}]) == [{"id": "HumanEval/0", "pass@1": 0.0}]
 
 
 @pytest.mark.parametrize("name, count, step", [
@@ -278,14 +165,13 @@ def test_published_solutions_pass_and_empty_bodies_do_not(name, count, step, sha
     problems = read_problems(shared / "data" / name)
     assert len(problems) == count
     sample = problems[:: step if SLOW else 4 * step]
-    forms = ["So:\n```python\n{}\n```\n", "```python\n{}", "Here:\n\n{}\nThis is why it works."]
+    forms = ["So:\n```python\n{}\n```\n", "```python\n{}", "{}"]
     answers = [form.replace("{}", p.solution) for form, p in zip(cycle(forms), sample)]
     rows = run(sample, *map(extract_code, answers, sample))
     assert [row for row in rows if not row["base"] or row["plus"] is False] == []
     assert {row["plus"] for row in rows} == {True if "Plus" in name else None}
     sample = problems[:: 8 if SLOW else 32]
-    rows = run(sample, *(p.head + "    pass\n" if p.head else f"def {p.entry_point}(*_): pass"
-                         for p in sample))
+    rows = run(sample, *(p.head + "    pass\n" for p in sample))
     assert len(rows) == len(sample) and not any(row["base"] or row["plus"] for row in rows)
 
 
@@ -356,10 +242,6 @@ def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
     five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
     long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
     rows = read_arc(write(tmp_path / "a.gz", arc_row(), five, long, zipped=True))
-    question = {"id": "q", "question": "Which colour is it?"}
-    assert rows[:2] == [
-        question | {"choices": ["red", "blue", "a dark green"], "answer": 1},
-        question | {"choices": ["x", "yes", "no it is", "blue", "green"], "answer": 4}]
     for tensor in add_lora(toy_model[0], "trained", r=4):
         torch.nn.init.normal_(tensor, std=0.3)
     base, trained = (assert_plain(*toy_model, rows, adapter) for adapter in (None, "trained"))
@@ -379,10 +261,3 @@ def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
         (0, 1), (1, 0), (0, 0)]
     with pytest.raises(InputError, match="ARC row q: .* not finite"):
         arc_scores(rows, 3 * [[-1.0, math.nan, -1.0]])
-
-
-# ── bench/
-
-def test_the_tables_of_scaling_follow_from_its_script():
-    page = (ROOT / "bench" / "SCALING.md").read_text("utf-8")
-    assert runpy.run_path(str(ROOT / "bench" / "bench_scaling.py"))["update"](page) == page

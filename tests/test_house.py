@@ -259,6 +259,93 @@ def test_nothing_is_wrong(check):
     assert not found, "\n".join(found)
 
 
+# ── The pages: links, commands, and the records of SmolLM2
+
+PAGES = [path for path in (*ROOT.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb"))
+         if not any(part[0] == "." or part == "runs" for part in path.relative_to(ROOT).parts)]
+FLAGS_OF_TORCHRUN = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}
+
+
+def page_text(path: Path) -> str:
+    """The text of a page, or of the text cells of a notebook."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"]
+                           if cell["cell_type"] == "markdown")
+    return text
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page_text(path))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(path: Path) -> list[str]:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page_text(path)):
+        file, _, heading = link.partition("#")
+        target = path.parent / file if file else path
+        if not link.startswith("http") and not (
+                target.exists() and (not heading or heading in anchors(target))):
+            dead.append(f"{path.name}: {link}")
+    return dead
+
+
+def dead_commands(path: Path) -> list[str]:
+    """Scripts, modules, names of experiments and flags in a page that do not exist."""
+    files = [*sources(ROOT), *(str(p.relative_to(ROOT)) for p in ROOT.glob("[bn]*/**/*.py"))]
+    code = "\n".join((ROOT / file).read_text("utf-8") for file in files)
+    flags = {*re.findall(r"(?m)^    (\w+): .*= flag\(", code), *FLAGS_OF_TORCHRUN,
+             *re.findall(r'add_argument\(\s*"--(\w+)"', code), "help"}
+    text = page_text(path)
+    dead = [f"--{flag}" for flag in re.findall(r"(?<![\w-])--(\w+)\b(?!-)", text)
+            if flag not in flags]
+    for script in re.findall(r"\bpython3? ([\w/]+\.py)", text):
+        is_here = any(file == script or file.endswith(f"/{script}") for file in files)
+        dead += [] if is_here else [script]
+    for module, word in re.findall(r"\bpython3? -m ([\w.]+)(?: ([a-z]\w*))?", text):
+        file = module.replace(".", "/")
+        if not {f"{file}.py", f"{file}/__init__.py"} & {*files, "pytest.py", "venv.py"}:
+            dead.append(module)
+        arms = "".join((ROOT / name).read_text("utf-8") for name in files if "experim" in name)
+        if word and module.startswith("experim") and not re.search(rf"\b{word}\b", arms):
+            dead.append(f"{module} {word}")
+    return [f"{path.name}: {name}" for name in dead]
+
+
+@pytest.mark.parametrize("check", [dead_links, dead_commands])
+def test_what_a_page_names_is_there(check, tmp_path):
+    dead = [place for path in PAGES for place in check(path)]
+    assert not dead, "\n".join(dead)
+    (tmp_path / "page.md").write_text(
+        "# A\n[b](#a) [c](#b) [d](gone.md) `python gone.py`, `python -m experiments.baselines "
+        "nobody --gone 1`, `python eval.py --task toy`")
+    assert check(tmp_path / "page.md") == [f"page.md: {name}" for name in (
+        ("#b", "gone.md") if check is dead_links else
+        ("--gone", "gone.py", "experiments.baselines nobody"))]
+
+
+def test_the_page_of_smollm2_has_the_figures_and_texts_of_its_records():
+    page = ROOT / "notebooks" / "smollm2.md"
+    records = [json.loads(line) for line in
+               page.with_suffix(".jsonl").read_text("utf-8").splitlines()]
+    for record in records:
+        cells = [record["run"], str(record["seed"])]
+        for key, digits in (("fact accuracy", 3), ("repeated facts", 2),
+                            ("perplexity under the base", 1)):
+            before, after = record["before"][key], record["after"][key]
+            change = f"{before:.{digits}f} → {after:.{digits}f}"
+            cells.append(re.sub(r"\b0\.", ".", change))
+        cells.append(f"{sum(record['curves']['kl'][-5:]) / 5:.1f}")
+        cells.append(f"{sum(seconds for _, seconds in record['phases']) / 60:.0f}")
+        assert f"| {' | '.join(cells)} |" in page_text(page)
+    first = records[0]["responses"]
+    rows = {*zip(records[0]["posts"], first["before"], first["after"])}
+    shown = re.findall(r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", page_text(page))
+    assert len(records) == 6 and len({*shown} & rows) == len(shown) - 1 == 4
+
+
 # ── A house with faults, so that no check passes because it sees nothing
 
 FAULTY = {

@@ -227,10 +227,10 @@ FEEDBACK = Feedback("c", [], [])
 
 
 @pytest.mark.parametrize("value", [
-    None, FEEDBACK, (Grounding(), FEEDBACK), (FEEDBACK, [Span(0, 3, 1)]),
-    (Feedback(None, [], []), Grounding()), (Feedback("c", None, []), Grounding()),
+    None, FEEDBACK, (Grounding([]), FEEDBACK), (FEEDBACK, [Span(0, 3, 1)]),
+    (Feedback(None, [], []), Grounding([])), (Feedback("c", None, []), Grounding([])),
     *[(FEEDBACK, Grounding([span])) for span in (
-        Span(5, 99999, 1), Span(-3, 2, 1), Span(4, 4, 1), Span(0, 3, 0), (0, 3, 1))]])
+        Span(5, 99999, 1), Span(-3, 2, 1), Span(4, 4, 1), Span(0, 3, 0))]])
 @pytest.mark.parametrize("reply", [{"a": "b"}, "b"])
 def test_a_mode_that_returns_anything_else_ends_at_the_first_reply(
         tmp_path, monkeypatch, value, reply):
@@ -242,7 +242,7 @@ def test_a_mode_that_returns_anything_else_ends_at_the_first_reply(
     rows = [{"id": str(i), "prompt": "p", "response": RESPONSE} for i in range(3)]
     config, data = files(tmp_path, *rows, annotator_function="module_of_the_test:judge",
                          mode="module_of_the_test:MODE", concurrency=1)
-    with pytest.raises(InputError, match="the mode returned .* must return|no attri") as error:
+    with pytest.raises(InputError, match="the mode returned ") as error:
         annotate(config, data, tmp_path / "f.jsonl")
     assert len(calls) == 1 and "\n" not in str(error.value)
 
@@ -271,18 +271,17 @@ def test_a_persons_critique_is_kept_word_for_word():  # Alg. 2 l.10–11
 @pytest.mark.parametrize("critique", [None, "", "  "])
 def test_a_row_without_a_persons_critique_is_refused(tmp_path, critique):
     row = {"id": "a", "prompt": "p", "response": "r", "critique": WORDS}
-    with pytest.raises(InputError, match="(row b|line 2).*'critique'"):
+    with pytest.raises(InputError, match="row b: field {'critique'} is missing"):
         annotation_questions(*files(tmp_path, row, row | {"id": "b", "critique": critique},
                                     mode="align"))
 
 
 def test_the_prompt_needs_the_outcome_of_the_tests(tmp_path):
-    """KodCode: a dry run does not need it."""
+    """KodCode."""
     row = {"id": "k", "question": "Add one.", "test_code": "assert f(1) == 2",
            "response": "def f(x):\n    return x"}
     with pytest.raises(InputError, match="row k: .*'outcome'.*python -m measures.sandbox"):
         annotation_questions(*files(tmp_path, row, task="kodcode"))
-    assert annotation_questions(*files(tmp_path, row, task="kodcode"), dry_run=True)
     row["outcome"] = "3 of 4 tests passed."
     question, = annotation_questions(*files(tmp_path, row, task="kodcode"))
     assert "3 of 4 tests passed.\n</tests-" in question.messages[1]["content"]

@@ -1,27 +1,29 @@
-"""The sandbox: verdicts on right and wrong code, and the test outcomes of responses.
+"""The sandbox: verdicts on right and wrong code, test outcomes of responses, and attacks.
 
-test_attacks.py tests its isolation.
+Verdicts are tested with `unsafe`, because some machines do not support the isolation.
 """
 
-import ast
 import json
 import os
+import pwd
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from data import get_task, read_rows, write_rows
-from helpers import SLOW, error_message, run_main
+from helpers import ROOT, SLOW, alive, copy_sandbox, error_message, run_main
 from measures import sandbox
-from measures.benchmarks import read_problems
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
-# Some machines do not support the isolation, which test_attacks.py tests.
 run_python = partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
@@ -40,15 +42,14 @@ def status(code, tests="assert True", **limits):
         "assert f(1) == 2", "def check(g):\n    assert g(1) == 2\ncheck(f)",
         "from solution import f\nimport solution\nassert solution.f is f and f(1) == 2",
         "def test_f(): assert f(1) == 2")],
-    *[(INCREMENT, tests, "not run", "no test and no assertion") for tests in (
-        "def check(g):\n    assert g(1) == 2", "for x in []: assert f(x)", "f(1)", "")],
+    *[(INCREMENT, tests, "not run", "test nothing") for tests in (
+        "def check(g):\n    assert g(1) == 2", "x = f(1)", "")],
     (INCREMENT, "assert f(1) == 3", "failed", "AssertionError"),
     (INCREMENT, "def test_f(): assert f(1) == 2\ndef test_g(): assert f(1) == 3", "failed", ""),
     (INCREMENT, "assert f('1')", "error", "TypeError"),
     (INCREMENT, "def test_f(): f('1')", "error", "TypeError"),
     (INCREMENT, "assert f(1", "not run", "SyntaxError"),
     (INCREMENT, "import no_such_module\nassert f(1) == 2", "not run", "ModuleNotFoundError"),
-    (INCREMENT, "assert f(1) == 2\nraise SystemExit(0)", "error", "SystemExit"),
     (INCREMENT, "from solution import nothing\ndef test_f(): pass", "error", "ImportError"),
     # code that cannot be loaded
     *[(code, "assert True", "error", output) for code, output in (
@@ -60,39 +61,39 @@ def status(code, tests="assert True", **limits):
      "def help(): return 2\ndef test_f(): assert f() == 1 and help() == 2", "passed", ""),
     ("def f(): return math.pi", "import math\nassert f() > 3", "error", "NameError"),
     ("import math; math.floor = lambda _: 2", "from math import floor\nassert floor(1.5) == 1",
-     "failed", "replaced a function"),
+     "passed", ""),
     # Any text is code and any bytes are output.
     ("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2", "passed", ""),
     ("x = 1", "assert '\ud800'", "not run", ""),
     ("import os; os.write(1, b'a\\xff\\xc3z'); os.write(2, 'é'.encode())", "assert True",
      "passed", "a\ufffd\ufffdzé"),
-    # A plain runner can call some functions of pytest and of unittest.mock.
+    # Some functions of pytest and of unittest.mock work without a test runner.
     ("", RAISES.format("ValueError, match='invalid'", "x"), "passed", ""),
     ("", RAISES.format("KeyError", "x"), "error", "ValueError"),
-    ("", RAISES.format("ValueError", "1"), "failed", "DID NOT RAISE"),
     ("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)", "passed", ""),
     ("", "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd):\n"
      "    import os\n    os.getcwd()\n    getcwd.assert_called_once()", "passed", ""),
-    *[("", tests, "not run", output) for tests, output in (
-        ("import functools\n@functools.cache\ndef test_f(x): assert x", "missing 1"),
-        ("def test_f(): return 1 == 2", "does not return None"),
-        ("def test_f():\n    yield\n    assert False", "does not return None"))],
-    # An exception cannot hide where it was raised.
-    ("class E(Exception): __traceback__ = None\ndef f(): raise E", "assert f()", "error", "E"),
-    # Code does not pass by an early exit or by closing files.
+    ("", "import functools\n@functools.cache\ndef test_f(x): assert x", "not run", "missing 1"),
+    *[("", f"def test_f(): {body}", "not run", "does not return None")
+      for body in ("return 1 == 2", "yield")],
+    # Code does not pass by an early exit, or by writing to files or closing them.
     *[(code, "assert True", "error", output) for code, output in (
         ("quit()", ""), ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("import os; print('passed'); os._exit(0)", "exited before"),
         ("import os; os.closerange(3, 100)", ""))],
     ("import os\ndef f(): os._exit(0)", "assert f() == 1", "error", "exited before"),
     ("def f(): raise SystemExit(0)", "assert f() == 1", "error", "SystemExit"),
+    ("import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'readypassed\\n')\n"
+     "    except OSError: pass\nos._exit(0)", "assert True", "error", "exited before"),
+    ("import atexit, os; atexit.register(os._exit, 0)", "assert False", "failed", ""),
     ("import os; os.abort()", "assert True", "killed", "-6"),
-    # An endless thread does not delay the end.
+    # A fork of the program has no verdict, and an endless thread does not delay the end.
+    ("import os\nif os.fork(): os.wait()\nelse: f = 2", "assert f == 2", "error", "NameError"),
     ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()",
      "assert True", "passed", "")])
 def test_the_status_is_the_verdict_of_the_tests(code, tests, expected, output):
     result = run_python(code, tests)
-    assert (result.status, result.passed) == (expected, expected == "passed")
+    assert (result.status, result.passed) == (expected, expected == "passed"), result.stderr
     assert output in result.stderr
 
 
@@ -105,147 +106,53 @@ def test_the_traceback_names_lines_but_no_paths_of_this_machine():
     assert "sandbox" not in stderr and tempfile.gettempdir() not in stderr
 
 
-SWAPS = {"+": "-", "-": "+", "*": "+", "%": "*", "//": "*", "==": "!=", "!=": "==", "<": ">=",
-         ">": "<=", "<=": ">", ">=": "<", "and": "or", "or": "and"}
-
-
-def test_verdicts_on_solutions_with_another_operator_are_those_of_plain_python(shared):
-    pairs = []
-    for problem in read_problems(shared / "data" / "mbpp_first50.jsonl")[:: 1 if SLOW else 4]:
-        code = ast.unparse(ast.parse(problem.solution))
-        operators = [m for m in re.finditer(r"(?<= )\S+(?= )", code) if m[0] in SWAPS]
-        pairs += [(code[: m.start()] + SWAPS[m[0]] + code[m.end() :], problem.tests)
-                  for m in operators[:6]]
-
-    def judge(pair):
-        try:
-            status = subprocess.run([sys.executable, "-I", "-c", "\n".join(pair)], timeout=5,
-                                    capture_output=True).returncode
-        except subprocess.TimeoutExpired:
-            status = 1
-        return status == 0, run_python(*pair, timeout=2).passed
-
-    with ThreadPoolExecutor(2) as pool:
-        verdicts = list(pool.map(judge, pairs))
-    assert all(passes == verdict for passes, verdict in verdicts)
-    assert sum(not passes for passes, _ in verdicts) >= (100 if SLOW else 20)
-
-
-# ── Test files that need pytest
-
-WRONG = INCREMENT.replace("+ 1", "- 1")
-WITH_PYTEST = "import pytest\nfrom solution import f\n"
-
-
-# Tests, which INCREMENT passes and WRONG fails under pytest.
 @pytest.mark.parametrize("tests", [
-    "@pytest.mark.parametrize('x, y', [(1, 2), pytest.param(2, 3, id='two')])\n"
-    "@pytest.mark.parametrize('z', [0])\ndef test_f(x, y, z): assert f(x) == y",
-    "one = pytest.mark.parametrize('x', [1])\n@one\ndef test_f(x): assert f(x) == 2",
-    "@pytest.fixture(params=[1, 2], scope='module')\ndef x(request): yield request.param\n"
-    "def test_f(x): assert f(x) == x + 1",
-    "calls = []\n@pytest.fixture(autouse=True)\ndef call(): calls.append(f(1))\n"
-    "def test_f(): assert calls == [2]",
-    "@pytest.fixture\ndef two():\n    assert f(1) == 2\n    return 2\n"
-    "def test_f(two): assert two == 2",
-    "@pytest.fixture\ndef x():\n    yield 1\n    assert f(1) == 2\ndef test_f(x): assert x",
-    "from pytest import fixture, mark\n@fixture\ndef x(): return 1\n@mark.slow\n"
-    "def test_f(x: int): assert f(x) == 2",
-    "@pytest.fixture\ndef touched(): calls.append(1)\ncalls = []\n"
-    "@pytest.mark.usefixtures('touched')\ndef test_f(): assert calls and f(1) == 2",
-    "def test_f(tmp_path, monkeypatch, capfd, caplog):\n    (tmp_path / 'x').write_text('1')\n"
-    "    monkeypatch.setenv('X', '1')\n    print(f(int((tmp_path / 'x').read_text())))\n"
-    "    assert capfd.readouterr().out == '2\\n'",
-    "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd, capsys):\n"
-    "    print(f(1))\n    assert capsys.readouterr().out == '2\\n'",
-    "class TestF:\n    one = 1\n    class TestInner:\n"
-    "        def setup_method(self): self.x = TestF.one\n"
-    "        def test_f(self): assert f(self.x) == 2",
+    "@pytest.mark.parametrize('x', [1, 2])\ndef test_f(x): assert f(x) == x + 1",
+    "@pytest.fixture(autouse=True)\ndef call(): assert f(1) == 3\ndef test_f(): pass",
+    "from pytest import fixture, mark\ndef test_f(): assert f(1) == 2",
+    "def test_f(tmp_path): assert f(1) == 2",
+    "class TestF:\n    def test_f(self): assert f(1) == 2",
+    "import unittest\nclass Check(unittest.TestCase):\n    def test_f(self): pass",
     "def setup_module(): global x; x = 1\ndef test_f(): assert f(x) == 2",
-    "import unittest\nclass Check(unittest.TestCase):\n    def setUp(self): self.x = 1\n"
-    "    def test_f(self):\n        with self.subTest(): self.assertEqual(f(self.x), 2)\n"
-    "        with self.assertRaises(TypeError): f('')\n"
-    "if __name__ == '__main__':\n    unittest.main()",
-    "import sys\n@pytest.mark.skipif(sys.platform > '', reason='x')\ndef test_x(): assert 0\n"
-    "@pytest.mark.skipif(sys.platform == '', reason='x')\ndef test_f(): assert f(1) == 2",
-    "@pytest.mark.xfail\ndef test_x(): assert f(1) == 3\ndef test_f(): assert f(1) == 2",
-    "@pytest.mark.xfail(strict=True)\ndef test_x(): assert f(1) != 2\ndef test_f(): f(1)",
-    "@pytest.mark.xfail(False, reason='x')\ndef test_f(): assert f(1) == 2",
-    "@pytest.mark.xfail(run=False)\ndef test_x(): assert 0\ndef test_f(): assert f(1) == 2",
-    "json = pytest.importorskip('json')\ndef test_f(): assert json.dumps(f(1)) == '2'",
-    # f(1) == 2 is evaluated first, so WRONG does not reach the unknown name.
-    "from solution import *\n@pytest.mark.skip\ndef test_x(): assert 0\n"
-    "def test_f(): assert f(1) == 2 and undefined(1)"])
-def test_files_that_need_pytest_run_under_pytest_if_that_is_allowed(tests):
-    right = "error" if "undefined" in tests else "passed"
-    for code, expected in ((INCREMENT, right), (WRONG, "failed")):
-        result = run_python(code, WITH_PYTEST + tests, use_pytest=True)
-        assert (result.status, result.passed) == (expected, expected == "passed"), result.stderr
-        assert not {"cell.py", "runner.py"} & {*re.findall(r"\w+\.py", result.stderr)}
-    assert status(INCREMENT, WITH_PYTEST + tests) == "not run"
-
-
-@pytest.mark.parametrize("tests", [
-    "def test_f(mocker): assert f(1) == 2", "def test_f(anyio_backend): assert f(1) == 2",
-    "@pytest.mark.parametrize('y', [1])\ndef test_f(x): assert f(x) == 2",
-    "@pytest.mark.parametrize('x', [1])\ndef test_f(x): yield",
-    "@pytest.fixture\nasync def x(): return 1\ndef test_f(x): assert f(x) == 2",
-    "@pytest.mark.asyncio\nasync def test_f(): assert f(1) == 2",
-    "import unittest\nclass TestF(unittest.IsolatedAsyncioTestCase):\n"
-    "    async def test_f(self): assert f(1) == 2",
     "x = pytest.importorskip('no_such_module')\ndef test_f(): assert f(1) == 2",
-    "def test_f():\n    pytest.importorskip('no_such_module')\n    assert f(1) == 2",
-    "@pytest.mark.skip\ndef test_f(): assert f(1) == 2",
-    "@pytest.mark.xfail\ndef test_f(): assert f(1) == 3",
-    "def test_f():\n    pytest.skip('x')\n    assert f(1) == 2",
-    "import unittest\nclass TestF(unittest.TestCase):\n    @unittest.skip('x')\n"
-    "    def test_f(self): assert f(1) == 2",
-    "import unittest\nclass TestF(unittest.TestCase):\n"
-    "    def test_f(self): assert f(1) == 2\nunittest.main()",
-    "pytestmark = pytest.mark.skip\ndef test_f(): assert f(1) == 2"])
-def test_files_that_even_pytest_cannot_run_say_so(tests):
-    for options in ({}, {"use_pytest": True}):
-        assert status(INCREMENT, WITH_PYTEST + tests, **options) == "not run"
+    "@pytest.mark.asyncio\nasync def test_f(): assert f(1) == 3",
+    "@pytest.mark.skip\ndef test_x(): assert False",
+    "import unittest\ndef test_f(): raise unittest.SkipTest('x')"])
+def test_files_that_need_pytest_could_not_be_run(tests):
+    assert status(INCREMENT, f"import pytest\nfrom solution import f\n{tests}") == "not run"
 
 
-def test_public_test_files_pass_or_could_not_be_run(shared):
+def test_public_test_files_could_not_be_run(shared):
     for row in read_rows(shared / "data" / "public_cases" / "test_files.jsonl"):
         assert status(row["program"], row["tests"]) == "not run"
-        is_async = row["case"] == "pytest_asyncio"
-        result = run_python(row["program"], row["tests"], use_pytest=True)
-        assert result.status == ("not run" if is_async else row["right"])
-        wrong = re.sub(r"(return|print)\b.*", "return None", row["program"])
-        assert run_python(wrong, row["tests"], use_pytest=True).status != "passed"
 
 
-def test_files_that_need_no_pytest_run_without_it(monkeypatch):
-    monkeypatch.setattr(sandbox, "CHILD", "import sys; sys.modules['pytest'] = None\n"
-                        + sandbox.CHILD)
-    unused = WITH_PYTEST + ("def test_f(): assert f(1) == 2\n"
-                            "if __name__ == '__main__': pytest.main([__file__])")
-    for tests, runner, verdict in ((unused, "plain", "passed"),
-                                   (RAISES.format("ValueError", "x"), "plain", "not run"),
-                                   (WITH_PYTEST + "class TestF:\n    def test_f(self): pass",
-                                    "pytest", "not run")):
-        result = run_python(INCREMENT, tests, use_pytest=True)
-        assert (result.status, result.runner) == (verdict, runner)
-        assert result.passed or "ModuleNotFoundError" in result.stderr
+def test_files_that_import_pytest_without_a_use_run_without_it(tmp_path, monkeypatch):
+    copy_sandbox(tmp_path / "code")
+    monkeypatch.setattr(sandbox, "FOLDER", tmp_path / "code" / "measures")
+    cell = sandbox.FOLDER / "cell.py"
+    cell.write_text("import sys; sys.modules['pytest'] = None\n" + cell.read_text())
+    unused = "import pytest\ndef test_f(): assert f(1) == 2\nif f(1) == 3: pytest.main()"
+    assert status(INCREMENT, unused) == "passed"
+    assert status(INCREMENT, RAISES.format("ValueError", "x")) == "not run"
 
 
 # ── Limits
 
 def test_a_loop_ends_at_the_timeout_and_its_output_is_kept(monkeypatch):
     result = run_python("print('begun')\nwhile True:\n    pass", "assert True", timeout=0.5)
-    assert result.status == "timeout" and result.stderr == "begun\nstopped after 0.5 s\n"
+    assert result.status == "timeout" and result.stderr.startswith("begun\n")
+    assert result.stderr.endswith("stopped after 0.5 s\n")
+    # The time is CPU time: it does not count the start of Python or a short sleep.
+    assert status("import time; time.sleep(1.5)", timeout=0.5) == "passed"
     monkeypatch.setattr(sandbox, "START", 1)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 @pytest.mark.parametrize("code, tests", [
-    ("x = [0] * 10**10", ""), ("x = []\nwhile True:\n    x.append(bytearray(1000))", ""),
-    ("def f():\n    return bytes(400 << 20)", "assert f()"),
-    ("", "x = []\nwhile True: x.append(bytearray(1000))")])
+    ("x = [0] * 10**10", "assert x"), ("def f():\n    return bytes(400 << 20)", "assert f()"),
+    ("", "for x in [[]]:\n    while True: x.append(bytearray(1000))")])
 def test_memory_is_limited(code, tests):
     assert status(code, tests, memory_mb=300) == "memory"
     assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
@@ -264,15 +171,13 @@ def test_the_environment_and_the_input_are_empty_and_home_is_temporary(monkeypat
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     code = ("import json, os, sys\nprint(json.dumps([dict(os.environ), os.getcwd(), sys.path, "
-            "sorted(os.listdir()), sys.stdin.read()]))")
-    output = run_python(code, "assert True").stderr
-    environment, directory, path, files, stdin = json.loads(output)
-    assert ({"HOME", "TMPDIR"} <= set(environment)
-            <= {"HOME", "TMPDIR", "OMP_NUM_THREADS", "LC_CTYPE", "PY_IGNORE_IMPORTMISMATCH",
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD"})
-    assert directory == os.path.realpath(directory) and "/somewhere" not in path
-    assert {"solution.py"} <= set(files) <= {"solution.py", "__pycache__"}
-    assert stdin == ""
+            "os.listdir(), sys.stdin.read()]))")
+    result = run_python(code, "assert True").stderr
+    environment, directory, path, files, stdin = json.loads(result)
+    assert {"HOME", "TMPDIR"} <= set(environment) <= {"HOME", "TMPDIR", "OMP_NUM_THREADS",
+                                                      "LC_CTYPE"}
+    assert directory == environment["HOME"] and "/somewhere" not in path
+    assert files == ["solution.py"] and stdin == "" and not Path(directory).exists()
 
 
 # ── Responses: their code and its test outcomes
@@ -296,11 +201,8 @@ PART = "def g(x):\n    return x\n"
     (f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```", PART + INCREMENT)])
 def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(text, program):
     """A fence inside a string of the program does not count."""
-    code = code_of(text)
-    assert ([line for line in code.split("\n") if line]
-            == [line for line in program.split("\n") if line])
-    if "def f" in program:
-        assert status(code, "assert f(1) == 2") == "passed"
+    lines = [line for line in code_of(text).split("\n") if line]
+    assert lines == [line for line in program.split("\n") if line]
 
 
 def kodcode(response: str, **more) -> dict:
@@ -312,67 +214,235 @@ def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
     rows = [kodcode(f"```python\nimport time\ntime.sleep(0.5)\n{INCREMENT}```"),
             kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"),
             kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"},
-            kodcode("def f(:", test_code="assert f")]
+            kodcode("def f(:", test_code="assert f"), kodcode(PART, test="def test_f(y): y")]
     task = replace(get_task("kodcode"),
                    responses=lambda row: [{"response": "a"}, {"response": "b"}])
     outcomes = add_outcomes(rows, task, unsafe=True)
-    assert outcomes[0] == rows[0] | {"outcome": "All tests passed.", "test_runner": "plain"}
+    assert outcomes[0] == rows[0] | {"outcome": "All tests passed."}
     head, output = outcomes[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
     assert len(output) == 1500 and re.match("(?s)yyy.*AssertionError\n$", output)
     assert outcomes[2:4] == rows[2:4]
-    assert "(error)" in outcomes[4]["outcome"] and "SyntaxError" in outcomes[4]["outcome"]
+    assert re.search("(?s)\\(error\\).*SyntaxError", outcomes[4]["outcome"])
+    assert outcomes[5]["outcome"].startswith("The tests could not be run. The end of")
 
 
 def test_a_file_of_rows_gets_its_outcomes(tmp_path, capsys):
-    """Only the tests that could not be run are run again, with --pytest."""
     path = tmp_path / "rows.jsonl"
     write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
-                      kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"},
-                      kodcode(INCREMENT, test="def test_f(capsys): assert f(1) == 2")])
-    before = None
-    for flags, last in (([], "The tests could not be run"), (["--pytest"], "All tests passed")):
-        run_main(path, "--unsafe_sandbox", *flags, module=sandbox)
-        output = capsys.readouterr().out
-        assert f"'{last}': {1 + len(flags)}" in output and "'Mine': 1" in output
-        assert f"annotate.py --task kodcode --data {path}" in output
-        *rows, row = read_rows(path)
-        assert row["outcome"].startswith(f"{last}.") and before in (None, rows)
-        assert row["test_runner"] == ("pytest" if flags else "plain")
-        before = rows
-    assert [row.get("outcome", "")[:17] for row in rows] == [
+                      kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"}])
+    run_main(path, "--unsafe_sandbox", module=sandbox)
+    output = capsys.readouterr().out
+    assert "'All tests passed': 1" in output and "'Mine': 1" in output
+    assert f"annotate.py --task kodcode --data {path}" in output
+    assert [row.get("outcome", "")[:17] for row in read_rows(path)] == [
         "All tests passed.", "The tests did not", "Mine.", ""]
 
 
 @pytest.mark.parametrize("row, flags, message", [
     (kodcode("x", test=""), "", "rows.jsonl, line 1: field 'test' or 'test_code'"),
     (kodcode(7), "", "line 1: the row does not fit the task"),
-    ({"question": "q", "test": "assert f"}, "", "no row has a response"),
     (kodcode("x", prompt="p"), "--task ultrafeedback", "ultrafeedback: this task has no tests"),
-    (kodcode("f = abs"), "", "the sandbox lacks files")])
+    (kodcode("f = abs"), "", "no sandbox is available here .*no_such_tool: not found.*; use")])
 def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(
         row, flags, message, tmp_path, monkeypatch):
-    def run_without_sandbox(*_, **__):
-        raise SandboxError("the sandbox lacks files")
-
-    monkeypatch.setattr(sandbox, "run_python", run_without_sandbox)
+    break_sandbox(tmp_path, monkeypatch, "exec setpriv", "exec no_such_tool")
     write_rows(tmp_path / "rows.jsonl", [row])
     error = error_message("measures/sandbox.py", tmp_path / "rows.jsonl", *flags.split())
-    assert message in error and read_rows(tmp_path / "rows.jsonl") == [row]
+    assert re.search(message, error) and read_rows(tmp_path / "rows.jsonl") == [row]
 
 
-# ── Real rows
+# ── Honest programs
 
 def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
     rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl")[:: 1 if SLOW else 4]
     fenced = [row | {"response": f"Here:\n\n```python\n{row['solution']}\n```\n"}
               for row in rows]
-    outcomes = add_outcomes(fenced, get_task("kodcode"), unsafe=True)
+    outcomes = add_outcomes(fenced, get_task("kodcode"), unsafe=bool(LACKS))
     assert {row["outcome"] for row in outcomes} == {"All tests passed."}
     trials = [trial for row in rows for trial in row["trials"].values()]
     assert len(trials) == 3 * len(rows) >= 24
     for trial in trials:
-        code = trial["solution_code"]
-        assert code_of(code) == code and code_of(f"~~~py\n{code}\n~~~") == code + "\n"
-        assert (run_python(code, trial["test_code"]).passed
+        assert (run_python(trial["solution_code"], trial["test_code"]).passed
                 == (trial["test_result"] == "Pass"))
+
+
+def test_honest_programs_pass(shared):
+    """Values are compared with Python's ==, even if a class calls everything equal."""
+    programs = [
+        ("import sys\nsys.setrecursionlimit(20_000)\ndef g(n): return n and 1 + g(n - 1)",
+         "assert g(15_000) == 15_000"),
+        ("count = 0\ndef add():\n    global count\n    count += 1",
+         "add()\nassert count == 1\nadd()\nassert count == 2"),
+        ("class A:\n    def __eq__(self, other): return True", "assert A() == 2"),
+        ("import numpy\ndef f(): return numpy.ones((3, 3))", "assert f().sum() == 9"),
+        ("import multiprocessing as mp\ndef f(x):\n    with mp.Pool(2) as pool:\n"
+         "        return pool.map(abs, x)", "assert f([-1, 2]) == [1, 2]")]
+    for line in (ROOT / "tests" / "honest_programs.txt").read_text().splitlines()[1:]:
+        module, value, check = line.split(" | ", 2)
+        head = f"from {module} import *\n"
+        programs.append((f"{head}def f(): return {value}", f"{head}x = f()\nassert {check}"))
+    rows = map(json.loads, (shared / "data" / "honest_programs.jsonl").open())
+    programs += [(row["code"], row["tests"]) for row in rows]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda pair: sandbox.run_python(*pair, unsafe=bool(LACKS)),
+                                programs))
+    assert len(programs) >= 150 and not [
+        (code, result.stderr) for (code, _), result in zip(programs, results)
+        if not result.passed]
+
+
+# ── Attacks: none may pass or leave anything behind
+
+def sandbox_lacks() -> str:
+    try:
+        result = sandbox.run_python("", "assert True")
+        return "" if result.passed else "a trivial test does not pass"
+    except SandboxError as error:
+        return str(error)
+
+
+LACKS = sandbox_lacks()
+needs_sandbox = pytest.mark.skipif(bool(LACKS), reason=f"no sandbox on this machine: {LACKS}")
+KEYS = ("import ctypes, os\ncall = ctypes.CDLL(None).syscall\n"
+        "add, keyctl = (248, 250) if os.uname().machine == 'x86_64' else (217, 219)\n")
+# Runs the sandbox with a key in the environment and one in the session keyring.
+CALL = KEYS + """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from measures import sandbox
+call(keyctl, 1, None)
+call(add, b"user", b"secret", b"sk-secret", 9, -3)
+sandbox.FAR, sandbox.START = 2, 4
+print(json.dumps(vars(sandbox.run_python(sys.stdin.read(), "assert True", 1))))
+"""
+
+# name: (expected statuses, code, which fails where the attack fails); str.format fills in
+# {outside} and {port}
+ATTACKS = {
+    "fork bomb": ("timeout", "import os\nwhile True:\n    try: os.fork()\n"
+                  "    except OSError: pass"),
+    "memory bomb": ("memory", "x = []\nwhile True: x.append(bytearray(16 << 20))"),
+    "ignore the end of the time": (
+        "killed timeout", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+        "while True: pass"),
+    "unkillable signal handler": (
+        "timeout", "import signal, time\n"
+        "for number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}:\n"
+        "    signal.signal(number, lambda *_: None)\nwhile True: time.sleep(1)"),
+    **{f"kill {process}": ("error", f"import os, time\nos.kill({process}, 9)\n"
+                           "time.sleep(0.5)\nassert False, 'it does nothing'")
+       for process in (-1, "os.getppid()")},
+    "write outside": (
+        "error", "from pathlib import Path\nwritten = 0\nfor place in {outside}:\n    try:\n"
+        "        Path(place, 'written').write_text('x')\n        written += 1\n"
+        "    except OSError as error: print(error)\nassert written"),
+    "write to the system": (
+        "error", "try: open('/usr/written', 'w')\n"
+        "except OSError as error: assert 'Read-only' not in str(error)"),
+    "read files and the environment": (
+        "error", "import glob, os\nfound = repr(os.environ)\n"
+        "for place in glob.glob('/proc/*/environ') + glob.glob('{outside[0]}/*'):\n"
+        "    try: found += open(place).read()\n    except OSError: pass\n"
+        "assert 'sk-' in found"),
+    "take the caller's keys": ("error", KEYS + "key = call(keyctl, 10, -3, b'user', b'secret', "
+                               "0)\nassert key > 0, 'no key'"),
+    "connect to a loopback listener": (
+        "error", "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"),
+    "fill the disk": (
+        "error", "import itertools\nfor i in itertools.count():\n"
+        "    with open(str(i), 'wb', 0) as file:\n"
+        "        for _ in range(8): file.write(bytes(1 << 20))\n    print(i)"),
+    "background child": (
+        "error", "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
+        "    if os.fork() == 0:\n        os.closerange(0, 100)\n        time.sleep(600)\n"
+        "    os._exit(0)\ntime.sleep(0.3)\nassert False"),
+    **{call: ("error", f"import os, resource, subprocess\n{call}") for call in (
+        "subprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)",
+        "subprocess.run(['unshare', '-Ur', 'true'], check=True)", "os.chroot('.')",
+        "resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))", "os.setgroups([0, 1])")},
+    "many threads": ("error", "import threading, time\nfor _ in range(200):\n"
+                     "    threading.Thread(target=time.sleep, args=(60,)).start()")}
+CAN_CHANGE_USER = (sys.platform == "linux" and os.geteuid() == 0
+                   and Path("/usr/bin/python3.11").exists())
+
+
+@pytest.fixture()
+def outside():
+    """A folder with a key file that every user may write to; tmp_path is closed to them."""
+    folder = Path("/var/tmp", f"outside-{os.getpid()}-{time.monotonic_ns()}")
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "key").write_text("sk-secret")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("user", [None, pytest.param(65534, marks=pytest.mark.skipif(
+    not CAN_CHANGE_USER, reason="needs root, and /usr/bin/python3 for a user without rights"))], ids=["itself", "unprivileged"])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, outside):
+    expected, code = ATTACKS[name]
+    copy_sandbox(outside / "code")
+    (outside / "code" / "tqdm.py").write_text("tqdm = list")      # /usr/bin/python3 may lack it
+    (outside / "temporary").mkdir()
+    (outside / "temporary").chmod(0o777)
+    python = sys.executable if user is None else "/usr/bin/python3"
+    identity = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    home = pwd.getpwuid(os.getuid() if user is None else user).pw_dir
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
+                           port=listener.getsockname()[1])
+        process = subprocess.run(
+            [python, "-B", "-c", CALL, str(outside / "code")], cwd="/", input=code,
+            env={"OPENAI_API_KEY": "sk-secret", "TMPDIR": str(outside / "temporary")},
+            text=True, timeout=120, capture_output=True, **identity)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert result["status"] in expected.split() and not result["passed"], result["stderr"]
+    assert not alive(str(outside)) and not list((outside / "temporary").iterdir())
+    assert not list(outside.glob("**/written")) and not Path(home, "written").exists()
+    if name == "fill the disk":
+        assert re.match("(?s)0\n.*No space left", result["stderr"])
+        assert "\n8\n" not in result["stderr"]                     # 8 files of 8 MB fill 64 MB
+
+
+def break_sandbox(folder, monkeypatch, old: str, new: str):
+    """Let run_python use a copy of the sandbox with another text."""
+    copy_sandbox(folder / "code")
+    monkeypatch.setattr(sandbox, "FOLDER", folder / "code" / "measures")
+    script = sandbox.FOLDER / "sandbox.sh"
+    assert old in script.read_text()
+    script.write_text(script.read_text().replace(old, new))
+
+
+@needs_sandbox
+@pytest.mark.parametrize("old, new", [
+    ("unshare --net", "unshare --no_such_option"), ("tmpfs tmpfs /sys", "tmpfs tmpfs /none"),
+    ("mount --rbind", "mount --no_such_option"), ("mount -o remount", "mount --no_such_option"),
+    ("chroot $root", "chroot /none"), ("--no-new-privs", "--no_such_option")])
+def test_without_a_layer_nothing_runs_but_with_unsafe(old, new, tmp_path, monkeypatch):
+    break_sandbox(tmp_path, monkeypatch, old, new)
+    with pytest.raises(SandboxError, match="^no sandbox is available here .*--unsafe_sandbox"):
+        sandbox.run_python("x = 1", "assert x == 1")
+    assert run_python("x = 1", "assert x == 1").passed
+
+
+@needs_sandbox
+def test_a_run_ends_with_its_caller_and_memory_is_freed_here_first(outside):
+    call = ("import sys; sys.path[:0] = sys.argv[1:2]; "
+            "from measures.sandbox import run_python; run_python(*sys.argv[2:])")
+    copy_sandbox(outside / "code")
+    caller = subprocess.Popen([sys.executable, "-c", call, str(outside / "code"),
+                               "import time\ntime.sleep(600)", "assert 1"])
+    while len(pids := alive(str(outside), 0)) < 4:           # caller, unshare, shell, program
+        assert caller.poll() is None
+    scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in pids]
+    assert scores.count(1000) >= 3
+    caller.kill()
+    caller.wait()
+    assert not alive(str(outside))

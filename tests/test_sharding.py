@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import model as model_file
-from data import InputError
 from helpers import ROOT, free_port, randomise
 from model import (add_lora, gathered, load_lora, load_model, lora_parameters, response_hidden,
                    save_lora, use_lora)
@@ -189,8 +188,3 @@ def test_a_rank_never_holds_the_whole_model_while_it_loads(tmp_path, monkeypatch
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["hidden"], expected, atol=1e-5, rtol=1e-5)
         assert 0.5 * size < result["used"] < 0.95 * size, result["used"] / size
-
-
-def test_one_rank_cannot_shard():
-    with pytest.raises(InputError, match="--shard spreads the base over ranks: use torchrun"):
-        load_model(ROOT / "toy" / "base", is_sharded=True)

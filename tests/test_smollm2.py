@@ -11,11 +11,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-import toy
 from data import InputError, read_rows
 from experiments import baselines
 from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
 from model import encode_prompt, load_lora, load_model, use_lora
+from notebooks import prose
 from policy import train
 from reward_model import annotator_critic
 from settings import Config, parse_flags
@@ -24,8 +24,9 @@ from text2grad import start_policy
 BASE = os.environ.get("SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not os.path.isdir(BASE), reason="SMOLLM2 names no directory of "
                                 "SmolLM2-135M-Instruct: a real instruct model is not tested")
-SHORT = ["--task", "toy:PROSE", "--model", BASE, "--batch_size", 2, "--minibatch_size", 2,
-         "--max_new_tokens", 8, "--eval_rows", 1, "--iterations", 1, "--ppo_epochs", 1]
+SHORT = ["--task", "notebooks.prose:TASK", "--model", BASE, "--batch_size", 2,
+         "--minibatch_size", 2, "--max_new_tokens", 8, "--eval_rows", 1,
+         "--iterations", 1, "--ppo_epochs", 1]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def learn(smollm2, out):
                                        "--output_dir", str(out)])
     model, tokenizer = load_model(BASE, device="cpu")
     start_policy(model, config)
-    train(model, tokenizer, toy.PROSE.rows("train", 8, 0), config, out, annotator_critic)
+    train(model, tokenizer, prose.TASK.rows("train", 8, 0), config, out, annotator_critic)
     return out
 
 

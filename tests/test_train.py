@@ -1,4 +1,5 @@
-"""The inputs of each step of Algorithms 1 and 4: seeds, adapters, learning rates, counts, rows.
+"""The inputs of each step of Algorithms 1 and 4: seeds, adapters, learning rates, counts, rows;
+and the annotator as the critic.
 
 Comparing two runs of the same code cannot reveal a systematic error. So these tests compare
 each step's inputs with explicit values.
@@ -14,12 +15,13 @@ import pytest
 import torch
 import text2grad
 import toy
-from annotate import annotation_questions
+from annotate import annotation_questions, token_offsets
 from data import InputError, get_task, write_rows
 from helpers import (error_message, length_critic, randomise, read_jsonl, run_main, scored,
                      toy_config)
-from model import ValueHead, add_lora, lora_parameters, save_lora
-from reward_model import Judgement
+from model import ValueHead, add_lora, encode_text, lora_parameters
+from reward_model import Judgement, annotator_critic, read_judgement
+from runtime import CHANGEABLE, POLICY_SETTINGS
 from policy import add_gradients, add_scores, batch_rows, sample_rollouts, train
 from settings import AnnotateConfig, Config, FitConfig, derive_settings, parse_flags
 from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
@@ -215,24 +217,6 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
     assert len(splits) > 1, "the seed decides which prompts are held out"
 
 
-def test_the_run_passes_on_the_split(toy_model, tmp_path, monkeypatch):
-    """`main` trains on the training rows and evaluates the held-out ones."""
-    def stop(model, tokenizer, rows, held_out, *_):
-        prompts.extend({row["prompt"] for row in part} for part in (rows, held_out))
-        raise KeyboardInterrupt
-
-    prompts = []
-    data = write_repeated_prompts(tmp_path / "rows.jsonl")
-    add_lora(toy_model[0], "reward")
-    save_lora(toy_model[0], "reward", tmp_path / "reward")
-    monkeypatch.setattr(text2grad, "train_and_evaluate", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run_main("--task", "ultrafeedback", "--model", "toy/base", "--data", data,
-                 "--eval_rows", 2, "--max_new_tokens", 12, "--max_critique_tokens", 64,
-                 "--reward_model", tmp_path / "reward", "--output_dir", tmp_path / "run")
-    assert [*map(len, prompts)] == [18, 2] and not prompts[0] & prompts[1]
-
-
 # ── Settings of a task
 
 def model_of(millions):
@@ -260,7 +244,7 @@ def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypa
     monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path)
-    assert message.endswith("--minibatch_size to a multiple of 8")
+    assert message.endswith("a multiple of 8, and --minibatch_size of 8")
 
 
 def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
@@ -269,7 +253,7 @@ def test_phase_1_samples_several_responses_to_each_prompt(toy_model, tmp_path):
     rows = [posts[0] | {"response": "stored"}, *posts[1:]]
     config = replace(CONFIG, temperature=1.5, annotated_responses_per_prompt=3)
     text = write_responses(*toy_model, rows, config, tmp_path)
-    assert text == "7 responses, 6 of them sampled"
+    assert text == "6 responses sampled"
     written = read_jsonl(tmp_path / "responses.jsonl")
     assert [row["id"] for row in written] == [post["id"] for post in (
         posts[0], *[posts[1]] * 3, *[posts[2]] * 3)]
@@ -287,14 +271,13 @@ def test_empty_responses_are_left_out_by_phase_1_and_counted(tmp_path, capsys):
             {"id": "c", "prompt": "q", "response": "text"}]
     config = toy_config(task="ultrafeedback", annotator_function="toy:critique")
     assert text2grad.write_responses(None, None, rows, config, tmp_path) == (
-        "3 responses, 0 of them sampled")
+        "0 responses sampled")
     responses = tmp_path / "responses.jsonl"
     questions = annotation_questions(config, responses)
     assert [question.id for question in questions] == ["a/0", "c"]
-    assert "left out 2 empty responses (the first: row a/1)" in capsys.readouterr().err
+    assert "4 responses, 2 of them not empty" in capsys.readouterr().out
     write_rows(responses, rows[1:2])
-    with pytest.raises(InputError, match="every response is empty; if text2grad.py sampled "
-                                         "them, choose another --model$"):
+    with pytest.raises(InputError, match="no response to annotate; .* another --model"):
         annotation_questions(config, responses)
 
 
@@ -323,19 +306,6 @@ def test_a_wrong_setting_of_a_task_is_one_line(config_class):
     assert refused > 3 * len(fields(config_class))
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--kl-coef", "1"], "unrecognized arguments: --kl-coef 1; similar: --kl_coef"),
-    (["--batch_size", "0"], "--batch_size: expected int from 1 to 1e+06, found '0'"),
-    (["--batch_size", "2.5"], "--batch_size: expected int from 1 to 1e+06, found '2.5'"),
-    (["--schedule", "flat"], "--schedule: invalid choice: 'flat'"),
-    (["--model", " "], "--model: expected str that is not empty"),
-    (["--model"], "--model: expected one argument")])
-def test_a_wrong_flag_is_one_line(flags, message):
-    with pytest.raises(InputError) as error:
-        parse_flags(Config, "", flags)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_none_and_what_is_typed_replace_the_settings_of_the_task():
     config = parse_flags(Config, argv=["--annotator_function", "none", "--batch_size", "4"])
     assert (config.annotator_function, config.batch_size, config.model) == (None, 4, "toy/base")
@@ -345,3 +315,48 @@ def test_a_setting_that_no_script_has_is_refused_and_that_of_another_script_is_l
     with pytest.raises(InputError, match="settings of --task toy: unrecognized .*--kl_coeff"):
         parse_flags(FitConfig, "", [], lambda task: {"kl_coeff": 1})
     assert parse_flags(FitConfig, "", [], lambda task: {"kl_coef": 1}).reward_epochs == 5
+
+
+def test_every_name_that_binds_a_run_is_a_flag():
+    flags = {setting.name for setting in fields(Config)}
+    assert POLICY_SETTINGS | CHANGEABLE - {"torch", "transformers", "commit"} <= flags
+
+
+# ── The annotator as the critic
+
+@pytest.mark.parametrize("task", ["toy", "notebooks.prose:TASK"])    # prose: repeats are poor
+def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, monkeypatch):
+    """Independent side: direct calls. Of two ranks, each gets the judgements of its rows."""
+    model, tokenizer = toy_model
+    add_lora(model, "policy", 4, 8)
+    config = toy_config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
+    rows = toy.rows("train", 6) * 2                    # each post twice: equal texts, too
+    batch = sample_rollouts(model, tokenizer, rows, config, "policy", torch.Generator())
+    for i, text in enumerate(batch.texts):                     # every fact is repeated
+        ids = encode_text(tokenizer, f"{text} {text}")
+        batch.texts[i], batch.offsets[i] = token_offsets(tokenizer, ids)
+    batch.texts[3] = ""
+    replies = [toy.critique(row, text) if text else ""
+               for row, text in zip(rows, batch.texts)]
+    expected = [read_judgement(reply, text, offsets, task == "notebooks.prose:TASK")
+                for reply, text, offsets in zip(replies, batch.texts, batch.offsets)]
+    for _ in range(2):                                 # the second time from the journal
+        judgements = annotator_critic(batch, model, tokenizer, config)
+        assert [x.delta for x in judgements] == [x.delta for x in expected]
+        assert [x.critique for x in judgements] == [x.critique for x in expected]
+        assert [bool(x.reason) for x in judgements] == [i == 3 for i in range(12)]
+    monkeypatch.setattr("reward_model.gather_rows", lambda share: [judgements, None])
+    monkeypatch.setattr("reward_model.RANK", 1)
+    monkeypatch.setattr("reward_model.WORLD_SIZE", 2)
+    assert annotator_critic(batch, None, None, config) == judgements[1::2]
+
+
+def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_path):
+    flags = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
+             "--output_dir", tmp_path, "--critic", "annotator"]
+    run_main(*flags)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"result.json", "policy", "report.html"} <= names
+    assert not {"responses.jsonl", "feedback.jsonl", "reward"} & names
+    message = error_message("text2grad.py", *flags, "--annotator_function", "toy:fact_accuracy")
+    assert "annotator_function was toy:critique, is toy:fact_accuracy" in message

@@ -15,8 +15,6 @@ import json
 import random
 import re
 import zlib
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from data import InputError, Task
@@ -59,7 +57,7 @@ LENGTH = 1                                     # default number of sentences
 FAULT_RATE = 0.2                               # share of faulty sentences in the base's data
 CONFUSED = "city", "person", "month", "plan", "friend", "place"    # slots the base gets wrong
 
-_POST = [
+POSTS = [
     ['In {month} my {person} opened my mail and told me "{reply}"',
      '"{reply}" said my {person}, who opened my mail in {month}.',
      'My mail was opened by my {person} in {month}. All I heard was "{reply}"'],
@@ -76,7 +74,7 @@ _FILLER = ["Sorry for the long post.", "I do not know who else to tell.", "Is th
            "Thanks for reading.", "We used to get along.", "It may be my own fault.",
            "This is still going on.", "I hope that it ends well."]
 # A faulty sentence repeats the clause in brackets, or has "my" for {the}.
-_SUMMARY = [
+SUMMARIES = [
     ['It was {the} {person} who [opened it in {month}], with the words "{reply}"',
      'All this [happened in {month}], when {the} {person} just said "{reply}"',
      'It seems that {the} {person} [did so in {month}] and only answered "{reply}"'],
@@ -90,24 +88,11 @@ _SUMMARY = [
      "A gift of {the} {donor}, it [was kept in the {place}] and had cost {price}.",
      "It came from {the} {donor}, had cost {price} and [was in the {place}] until then."]]
 
-# The same for real language models (`PROSE`). A post states its facts in two sentences, so that
-# no sentence of it is a summary.
-_PROSE_POST = [
-    ['In {month} my {person} opened my mail. When I asked about it, I was told "{reply}"',
-     'Somebody opened my mail in {month}. It was my {person}, who only told me "{reply}"',
-     '"{reply}" That is all my {person} told me. My mail had been opened in {month}.',
-     'I found my mail open in {month}. My {person} did it and only told me "{reply}"']]
-_PROSE_SUMMARY = [
-    ['The writer\'s {person} opened the mail in {month} and only said "{reply}"',
-     'In {month}, the writer\'s {person} opened the mail and answered "{reply}"',
-     'The writer\'s mail was opened in {month} by the {person}, who only said "{reply}"',
-     'The writer was told "{reply}" after the {person} opened the mail in {month}.']]
-
 # The facts of a row belong to the split that contains their hash modulo 16.
 SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}
 
 
-def write_post(facts: dict[str, str], rng: random.Random, forms=_POST) -> str:
+def write_post(facts: dict[str, str], rng: random.Random, forms=POSTS) -> str:
     """A first-person post that states every fact once, in random wording."""
     sentences = [rng.choice(choices) for choices in forms[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
@@ -116,15 +101,11 @@ def write_post(facts: dict[str, str], rng: random.Random, forms=_POST) -> str:
 
 
 def write_summary(facts: dict[str, str], rng: random.Random, fault_rate: float = 0.0,
-                  forms=_SUMMARY) -> str:
+                  forms=SUMMARIES) -> str:
     """A summary with one sentence for every three facts.
 
     With probability `fault_rate`, a sentence either repeats a clause or uses the first person.
-    Raises InputError if the rate is not in [0, 1].
     """
-    if not 0 <= fault_rate <= 1:
-        raise InputError(f"toy: the fault rate {fault_rate} is not a probability; choose a "
-                         f"value from 0 to 1")
     sentences = []
     for choices in forms[: len(facts) // PER_SENTENCE]:
         fault = rng.choice(("twice", "my")) if rng.random() < fault_rate else ""
@@ -155,17 +136,15 @@ def write_draft(facts: dict[str, str], rng: random.Random) -> str:
     return write_summary(confuse(facts, rng), rng, FAULT_RATE)
 
 
-def rows(split: str, n: int, seed: int = 0, length: int = LENGTH, posts=_POST,
-         summaries=_SUMMARY) -> list[dict]:
+def rows(split: str, n: int, seed: int = 0, length: int = LENGTH, posts=POSTS,
+         summaries=SUMMARIES) -> list[dict]:
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
     length: number of sentences in a summary; a sentence has about 20 tokens. posts, summaries:
-    their forms, a list for each of these sentences, as in _POST and _SUMMARY. No two posts are
-    equal. The same arguments give the same rows on every machine. Raises KeyError if the split
-    is unknown, and InputError if the length is not in LENGTHS or the split has fewer posts.
+    their forms, a list for each of these sentences, as in POSTS and SUMMARIES. No two posts are
+    equal. The same arguments give the same rows on every machine. Raises InputError if the
+    length is not in LENGTHS or the split has fewer posts.
     """
-    if split not in SPLITS:
-        raise KeyError(f"toy: no split {split!r}; choose one of {', '.join(SPLITS)}")
     if length not in LENGTHS:
         raise InputError(f"toy: a summary cannot have {length!r} sentences; choose 1 to 4")
     rng = random.Random(f"{split}-{seed}-{length}")
@@ -211,12 +190,6 @@ def fact_accuracy(row: dict, response: str) -> float:
     return sum(phrases.get(slot) == [fact] for slot, fact in facts.items()) / len(facts)
 
 
-def repeated_facts(_, response: str) -> int:
-    """Number of fact phrases that the summary states again."""
-    phrases = [phrase for _, _, phrase in said_facts(response)]
-    return len(phrases) - len(set(phrases))
-
-
 def said_twice(response: str) -> list[tuple[str, str]]:
     """(annotator's sentence, quote) for each clause that is repeated immediately.
 
@@ -236,7 +209,7 @@ def faults(response: str) -> list[tuple[str, str]]:
         (f"It speaks of {match[0]} as the writer.", match[0]) for match in first_person]
 
 
-# ── Content that a real language model makes up
+# ── Words
 
 FUNCTION_WORDS = """
     i me my mine myself we us our ours ourselves you your yours yourself yourselves he him
@@ -255,52 +228,10 @@ FUNCTION_WORDS = """
     even still already how why however therefore
 """.split()
 _FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
-# Further words that any summary may use, besides the words in _SUMMARY.
-_TELLING = "author post tell says ask reply respond claim mention describe complain hear find"
-
-
 def content_words(text: str) -> list[re.Match]:
     """The words that are not FUNCTION_WORDS (articles, pronouns, auxiliaries, …)."""
     words = re.finditer(r"\w[\w'’]*", text)
     return [word for word in words if not _FUNCTION.fullmatch(word[0])]
-
-
-def _stems(text: str) -> set[str]:
-    return {word[0][:4].lower() for word in content_words(text)}
-
-
-_SUMMARY_STEMS = _stems(" ".join([_TELLING, *sum(_SUMMARY, [])]))
-
-
-def unsupported(row: dict, text: str) -> list[re.Match]:
-    """The content words of a text that the post does not support.
-
-    A word is supported if some word in the post or in our summary templates begins with the
-    same four letters.
-    """
-    stems = _SUMMARY_STEMS | _stems(row["post"])
-    return [word for word in content_words(text) if word[0][:4].lower() not in stems]
-
-
-def supported_words(row: dict, response: str) -> float:
-    """Share of the content words that the post supports; 1 if there are no content words."""
-    return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
-
-
-def invented(row: dict, response: str) -> list[str]:
-    """Runs of `unsupported` words, without duplicates.
-
-    Words in fact phrases are left out, because the annotator judges facts separately.
-    """
-    facts = [range(start, start + len(phrase)) for start, _, phrase in said_facts(response)]
-    runs = []
-    for word in unsupported(row, response):
-        if not any(word.start() in fact for fact in facts):
-            if runs and not response[runs[-1][1] : word.start()].strip(" -"):
-                runs[-1][1] = word.end()
-            else:
-                runs.append([word.start(), word.end()])
-    return list(dict.fromkeys(response[start:end] for start, end in runs))
 
 
 # ── The annotator
@@ -345,16 +276,6 @@ def critique(row: dict, response: str, remarks=None) -> str:
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"
 
 
-def critique_prose(row: dict, response: str) -> str:
-    """The annotator's reply to a summary that a real language model wrote.
-
-    Words that the model made up are poor. The first person is not a fault here, because real
-    summaries of such posts use it.
-    """
-    inventions = [(f"The post has no {words}.", words) for words in invented(row, response)]
-    return critique(row, response, inventions + said_twice(response))
-
-
 def plain(value: str) -> str:
     """A phrase without its full stop, for use inside a sentence."""
     return value.rstrip(".")
@@ -379,7 +300,7 @@ def prompt(row: dict) -> str:
 TASK = Task(
     "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
-    truth={"fact accuracy": fact_accuracy, "supported words": supported_words}, rows=rows,
+    truth={"fact accuracy": fact_accuracy}, rows=rows,
     settings={
         "model": "toy/base", "annotator_function": "toy:critique", "annotated_rows": 3000,
         "eval_rows": 200, "max_critique_tokens": 96,
@@ -389,18 +310,3 @@ TASK = Task(
         "rollout_batch_size": 256, "temperature": 1.0, "max_new_tokens": 32, "kl_coef": 0.5,
         "kl_target": 2.0, "kl_horizon": 115, "learning_rate": 1e-3, "value_rate_factor": 7,
         "schedule": "linear", "lora_targets": "q_proj,v_proj"})
-# Settings for a real instruction-following model such as SmolLM2: `--task toy:PROSE`. The
-# learning rates are ten times those of full fine-tuning, because LoRA weights move less. A step
-# of Adam at rate η changes W by a norm of η √(in · out). It changes (α/r) B A, with B = 0 and
-# random A, by only η (α/r) √(r · out / 3), which is a fifth of it for a 576 × 576 matrix.
-PROSE = replace(
-    TASK, name="prose", repeats_are_poor=True,
-    rows=partial(rows, posts=_PROSE_POST, summaries=_PROSE_SUMMARY),
-    truth=TASK.truth | {"repeated facts": repeated_facts},
-    settings={
-        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "annotator_function": "toy:critique_prose", "annotated_rows": 800,
-        "max_critique_tokens": 160, "reward_epochs": 2, "reward_learning_rate": 1e-3,
-        "reward_max_tokens": 400, "reward_held_out": 80, "iterations": 40,
-        "temperature": 1.0, "schedule": "linear", "max_new_tokens": 48, "kl_target": 4.0,
-        "kl_horizon": 32, "learning_rate": 3e-4, "entropy_coef": 0.01})

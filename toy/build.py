@@ -1,6 +1,6 @@
 """Rebuild the toy base model and its tokenizer:
 
-    python -m toy.build              # writes toy/base; seed 0, see toy/README.md for the time
+    python -m toy.build [DIRECTORY]      # by default toy/base; see toy/README.md for the time
 
 The tokenizer is a byte-level BPE; the model is a Llama with 0.68 million parameters. It is
 trained by cross-entropy on answers to four instructions in equal parts. One is to summarise a
@@ -11,10 +11,10 @@ Llama-3.1-8B-Instruct already knows. R_φ still has to learn to write a whole cr
 choose spans by its judgement, because the training data has neither.
 """
 
-import argparse
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
+STEPS = 1400            # of training, with 64 exercises each
 COMPARE_FIRST = 350     # the first steps have only "compare": then the others are learnt faster
 
 
@@ -116,25 +117,18 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False, model_max_length=512)
 
 
-def learning_share(step: int, steps: int) -> float:
+def learning_share(step: int) -> float:
     """Learning rate factor: warm-up, constant up to step COMPARE_FIRST, then cosine to 0."""
-    decayed = max(0, step - COMPARE_FIRST) / (steps - COMPARE_FIRST)
+    decayed = max(0, step - COMPARE_FIRST) / (STEPS - COMPARE_FIRST)
     return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
-def main():
+def main(directory: Path, seed: int = 0):
     """Train the tokenizer and the model, and save them in Hugging Face format."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output_dir", type=Path, default=toy.BASE,
-                        help="directory of the checkpoint")
-    parser.add_argument("--steps", type=int, default=1400,
-                        help="number of training steps, with 64 exercises each")
-    parser.add_argument("--seed", type=int, default=0, help="random seed")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
     start = time.time()
-    tokenizer = train_tokenizer(args.seed)
+    tokenizer = train_tokenizer(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
@@ -142,10 +136,8 @@ def main():
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-3, weight_decay=0.01,
                                   betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_share(step, args.steps))
-    bar = tqdm(range(args.steps), desc="toy base")
-    for step in bar:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_share)
+    for step in tqdm(range(STEPS), desc="toy base"):
         kinds = KINDS if step >= COMPARE_FIRST else ("compare",)
         pairs = [exercise(rng, kinds) for _ in range(64)]
         pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
@@ -163,11 +155,10 @@ def main():
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        bar.set_postfix(loss=f"{total_loss:.3f}", refresh=False)
-    model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
-    print(f"{args.output_dir}: loss {total_loss:.3f}, {time.time() - start:.0f} s")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(f"{directory}: loss {total_loss:.3f}, {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if sys.argv[1:] else toy.BASE)

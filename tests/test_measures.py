@@ -1,0 +1,557 @@
+"""metrics.py, spans.py and judge.py against standard packages, brute force and hand counts.
+
+The package bert-score 0.3.13 (without idf, on torch 2.13.0) computed the figures in
+bert_score.json once, from the encoders and texts of this file; its dependencies would more than
+double the test packages.
+"""
+
+import json
+import math
+import random
+import re
+import shlex
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, Page, error_message, run_main
+from loopback import loopback
+from rouge_score.rouge_scorer import RougeScorer
+from tokenizers import pre_tokenizers
+from transformers import (AutoModel, BertConfig, BertTokenizer, RobertaConfig,
+                          RobertaTokenizer)
+
+from annotate import Feedback, Span, ground
+from data import InputError, write_rows
+from measures import judge, metrics, spans
+from measures.metrics import bleu_counts, bootstrap, corpus, interval, load_encoder
+from measures.spans import audit, compare, figures, words
+from model import add_lora, encode_prompt, use_lora
+
+WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … "
+         ", . , ! ?! (so) [1] {a} naïve café Ünïcode ß İstanbul \u212a 日本語 привет ١٢ 😀 "
+         "U.S. e.g. & &amp; &quot;hi&quot; &lt;b&gt; <skipped> a_b `x` ~ ^ 10% #1 @me "
+         "/path/to \\ \" ' \u00a0 \u200b well- \r").split(" ")
+LINES = "The cat sat on the mat and the dog lay by the fire, as it had done for years.".split()
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """1,000 (prediction, reference) pairs; half of the references are edited predictions."""
+    rng = random.Random(5)
+
+    def sentence(longest=24):
+        """Random words, numbers and punctuation in several scripts, or only white space."""
+        u = rng.random()
+        if u < 0.08:
+            return rng.choice(["", " ", "\n", "...", "\t \n"])
+        sample = rng.choices(WORDS if u < 0.6 else WORDS + LINES * 3,
+                             k=1 if u < 0.16 else rng.randint(2, longest))
+        gaps = [" "] * 12 + ["\n", "-\n", "", "  "]
+        return "".join(word + rng.choice(gaps) for word in sample)
+
+    def edited(text):
+        kept = [word for word in text.split(" ") if rng.random() < 0.7]
+        return " ".join([*kept, sentence(4)])
+
+    predictions = [sentence() for _ in range(1000)]
+    return [(text, edited(text) if rng.random() < 0.5 else sentence()) for text in predictions]
+
+
+# ── metrics.py: ROUGE, BLEU and BERTScore
+
+def test_rouge_is_that_of_rouge_score(pairs):  # Table 2
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    for prediction, reference in pairs + [("", ""), ("word", ""), ("word", "word")]:
+        scores = scorer.score(reference, prediction)
+        expected = {name: score.fmeasure for name, score in scores.items()}
+        assert metrics.rouge(prediction, reference) == pytest.approx(expected, abs=1e-12, rel=0)
+
+
+def test_bleu_is_that_of_sacrebleu(pairs):  # Table 2
+    """Corpora of 1, 2, 7 and 1,000 pairs; with one pair no error can hide in a sum."""
+    rng = random.Random(1)
+    corpora = [[pair] for pair in pairs] + [pairs]
+    corpora += [rng.sample(pairs, size) for size in [2] * 100 + [7] * 50]
+    expected = []
+    for predictions, references in (zip(*sample) for sample in corpora):
+        expected.append(sacrebleu.corpus_bleu(predictions, [references]).score / 100)
+    near = pytest.approx(np.array(expected), abs=1e-12, rel=0)
+    assert np.array([metrics.bleu(*zip(*sample)) for sample in corpora]) == near
+    sums = [np.sum([bleu_counts(*pair) for pair in sample], 0) for sample in corpora]
+    assert metrics.bleu_of(np.array(sums)) == near
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """A folder with 3-layer encoders: "bert" on characters and "roberta" on bytes.
+
+    The weights are a formula, so that they are the same with every version of torch.
+    """
+    folder = tmp_path_factory.mktemp("encoders")
+    small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+                 intermediate_size=64, initializer_range=0.5, max_position_embeddings=100)
+    letters = [letter for i in range(33, 127) for letter in (chr(i), f"##{chr(i)}")]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
+    bert = BertTokenizer(vocab=dict(zip(pieces, range(999))), model_max_length=100)
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>",
+              *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    roberta = RobertaTokenizer(vocab=dict(zip(pieces, range(999))), merges=[],
+                               model_max_length=98)
+    for name, tokenizer, config in (("bert", bert, BertConfig),
+                                    ("roberta", roberta, RobertaConfig)):
+        tokenizer.save_pretrained(folder / name)
+        encoder = AutoModel.from_config(config(vocab_size=len(tokenizer), **small))
+        for k, p in enumerate(encoder.parameters()):
+            phases = torch.arange(p.numel(), dtype=torch.float64) * (k + 1) * 0.7
+            p.data.copy_(phases.sin().reshape(p.shape) * (0.6 if p.dim() > 1 else 1))
+        encoder.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_bert_score_is_that_of_the_package(encoders, pairs, name):  # Table 2
+    """Uses the first and the last layer, and texts that are empty, repeated or too long."""
+    stored = json.loads((ROOT / "tests" / "bert_score.json").read_text())
+    sample = pairs[:62] + pairs[:5] + [
+        ("x " * 90, "a cat " * 60), ("\u200b", "the mat"), ("", "a")]
+    for layer, expected in stored[name].items():
+        encoder = load_encoder(f"{encoders / name}:{layer}")
+        rows = metrics.bert_score(*zip(*sample), *encoder)
+        scores = np.array([[*row.values()] for row in rows])         # precision, recall, F1
+        assert np.abs(scores - expected).max() < 1e-5
+    assert (scores[-1] == 0).all() and scores.std() > 0.05
+    assert metrics.BERT_SCORE_LAYERS == stored["layers"]
+
+
+def test_the_layer_is_known_or_given(encoders, monkeypatch):
+    for layer in (":x", ":4", ":-1", ""):
+        with pytest.raises(InputError, match="no layer .*bert:LAYER with a layer from 0"):
+            load_encoder(f"{encoders / 'bert'}{layer}")
+    with pytest.raises(InputError, match="cannot load an encoder from .*nowhere"):
+        load_encoder(encoders / "nowhere")
+    monkeypatch.setitem(metrics.BERT_SCORE_LAYERS, "bert", 2)
+    assert load_encoder(encoders / "bert")[2] == 2
+
+
+# ── metrics.py: metrics.perplexity, pass@k and intervals
+
+def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
+    model, tokenizer = toy_model
+    for tensor in add_lora(model, "policy", target_modules=("q_proj", "v_proj")):
+        torch.nn.init.normal_(tensor, std=0.2)
+    prompts = ["Sum up the post.", "One", "A much longer prompt than the others are, by far."]
+    texts = ["They met in May and parted in June.", "", "Yes."]
+    for adapter in ("policy", None):
+        sums = []                                          # (nats, tokens) of each text
+        for prompt, text in zip(prompts, texts):
+            x = encode_prompt(tokenizer, prompt)
+            y = tokenizer(text, add_special_tokens=False).input_ids
+            with torch.no_grad(), use_lora(model, adapter):
+                logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
+            targets = torch.tensor(y, dtype=torch.long)
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            logprobs, = metrics.answer_logprobs(model, [(list(x), y)], adapter)
+            assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
+            sums.append((losses.sum().item(), len(y)))
+    rows = metrics.perplexity(model, tokenizer, prompts, texts)           # in one batch
+    assert np.array(rows) == pytest.approx(np.array(sums), abs=1e-4)
+    nats, tokens = np.array(rows).sum(0)
+    assert corpus(rows, metrics.perplexity_of) == pytest.approx(math.exp(nats / tokens))
+    long = "long " * model.config.max_position_embeddings
+    rows = metrics.perplexity(model, tokenizer, [prompts[0], long], [long, "a"])
+    room = model.config.max_position_embeddings - len(encode_prompt(tokenizer, prompts[0]))
+    assert [tokens for _, tokens in rows] == [room, 0]     # as far as the text fits
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass():  # Table 3
+    for n, c, k in product(range(1, 7), range(7), range(1, 7)):
+        if c <= n and k <= n:
+            chance = np.mean([*map(any, combinations([True] * c + [False] * (n - c), k))])
+            assert metrics.pass_at_k(n, c, k) == pytest.approx(chance, abs=1e-12)
+    for n, c, k in ((2, 1, 3), (2, 3, 1), (2, -1, 1), (2, 1, 0)):
+        with pytest.raises(InputError, match=f"pass@{k} of {n} samples"):
+            metrics.pass_at_k(n, c, k)
+
+
+def test_the_bootstrap_is_a_plain_loop_over_resamples_of_the_same_rows():
+    rows = np.random.default_rng(3).poisson(20, size=(30, 2)) + 1.0
+    rng = np.random.default_rng(0)
+    samples = [rows[rng.integers(30, size=30)].sum(0) for _ in range(10_000)]
+    means, nats = zip(*((a / b, math.exp(2 * a / b) - math.exp(a / b)) for a, b in samples))
+    assert bootstrap(rows) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])))
+    ends = metrics.paired_bootstrap(rows, rows * [2, 1], metrics.perplexity_of)
+    assert ends == pytest.approx(tuple(np.quantile(nats, [0.025, 0.975])))
+    assert corpus(rows[:, 0]) == pytest.approx(rows[:, 0].mean())       # a value is [value, 1]
+
+
+def test_a_share_of_0_or_1_has_wilsons_interval():
+    """Its ends p solve |p̂ − p| = 1.96 √(p (1 − p) / N); other shares use the bootstrap."""
+    for N, hit in product((1, 3, 50, 164), (0, 1)):
+        ends = interval([hit] * N, metrics.share)
+        p = ends[1 - hit]
+        assert ends[hit] == corpus([hit] * N, metrics.share) == hit
+        assert abs(hit - p) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / N))
+    # N is the number of rows with a case, not the number of cases
+    assert interval([(9, 9), (0, 0), (4, 4)], metrics.share) == interval([1, 1], metrics.share)
+    assert interval([0, 1, 1], metrics.share) == bootstrap([0, 1, 1])
+
+
+def test_intervals_refuse_what_cannot_be_averaged():
+    assert corpus([]) is bootstrap([1.0]) is interval([], metrics.share) is None
+    assert corpus([(0, 0), (0, 0)]) is None and bootstrap([(0, 0), (0, 0)]) is None
+    # one resample of 27 is 0/0 in the first case, and one of 16 in the second
+    assert bootstrap([(0, 0), (1, 1), (1, 2)]) == pytest.approx((0.5, 1))
+    assert bootstrap([(0, 0), (0, 0), (1, 1), (1, 2)]) is None
+    for rows in ([0.5, math.nan], [0.5, math.inf], [(1, 2), (math.nan, 2)]):
+        for figure in (corpus, bootstrap):
+            with pytest.raises(InputError, match="row 2 of the values is not finite"):
+                figure(rows)
+
+
+# ── spans.py: scores of critiques
+
+TEXT = "The cat sat on the mat and slept all day long"
+
+
+def marked(*quotes, label=1):
+    return [Span(TEXT.index(q), TEXT.index(q) + len(q), label) for q in quotes]
+
+
+def counted(gold, good=(), poor=(), text=TEXT):
+    return compare(text, words(text), gold, Feedback("c", list(good), list(poor)))
+
+
+def random_spans(text, rng):
+    """Up to six random spans of a text."""
+    ends = [sorted(rng.sample(range(len(text) + 1), 2)) for _ in range(rng.randint(0, 6))]
+    return [Span(start, end, rng.choice((1, -1))) for start, end in ends]
+
+
+def test_a_hand_counted_response():  # Table 1; Table 6
+    gold = marked("The cat", "the mat") + marked("all day", label=-1)
+    counts = counted(gold, good=["The cat", "mat and", "a dog"], poor=["sat"])
+    rates = figures(counts)
+    # Good words: marked are "The cat the mat", predicted "The cat mat and"; they share three.
+    assert [rates[f"good_{name}"] for name in ("precision", "recall")] == [0.75] * 2
+    assert [rates[f"poor_{name}"] for name in ("precision", "recall", "found")] == [0] * 3
+    assert spans.span_table(counts) == [["good", 2, 3, 1, 1], ["poor", 1, 1, 0, 0]]
+    # "the mat" and "mat and" share 3 of the 11 characters of "the mat and".
+    assert rates["good_overlap_index"] == pytest.approx((1 + 3 / 11) / 2)
+    # The unmatched "a dog" counts as a prediction; 3 of the 6 letters of "mat and" are a tie.
+    for metric in ("exact", "near", "agreement"):
+        assert rates[f"good_{metric}"] == pytest.approx(1 / 3)
+    assert rates["unmatched"] == 0.25 and rates["unparseable"] == 0
+    # A critique that cannot be read, or repeats the response, is wrong and not left out.
+    echo = '{"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": []}'
+    assert spans.readable(echo) and spans.readable(f"You say {echo}", echo) is None
+    unreadable = compare(TEXT, words(TEXT), gold[:1], spans.readable("I like it."))
+    rates = figures(spans.total([counted(gold[:1], good=["The cat"]), unreadable]))
+    assert (rates["good_recall"], rates["unparseable"]) == (0.5, 0.5)
+    assert figures(unreadable)["good_precision"] is None
+
+
+def test_near_means_ninety_percent_of_the_longer():  # Table 6; Table 7; Table 16
+    """A prediction of 18 of 20 characters is near the span; one of 17 only agrees with it."""
+    text = "!#$%&()*+,-./:;<=>?@"                     # a quote may start or end anywhere
+    for n, near in ((20, 1), (18, 1), (17, 0)):
+        for gold, quote in ((Span(0, 20, 1), text[:n]), (Span(0, n, 1), text)):
+            rates = figures(counted([gold], [quote], text=text))
+            assert (rates["good_exact"], rates["good_near"]) == (n == 20, near)
+            assert rates["good_overlap_index"] == n / 20
+    # White space at the ends of a span changes nothing.
+    assert spans.overlaps(TEXT, [Span(3, 8, 1)], marked("cat")) == [(1.0, 1.0)]     # " cat "
+
+
+def test_spans_and_tokens_against_brute_force():  # Tables 1, 6, 18 and 19
+    """Pairs are one to one, and the best come first."""
+    rng = random.Random(1)
+
+    def visible(text, span):
+        """The characters of the span without white space at its ends."""
+        return {i for i in range(span.start, span.end)
+                if text[span.start : i + 1].strip() and text[i : span.end].strip()}
+
+    def tokens_of(sign, part):
+        """The words of TEXT that have only this label."""
+        return {(start, end) for start, end in words(TEXT)
+                if {s.label for s in part if s.start <= start and end <= s.end} == {sign}}
+
+    for _ in range(200):
+        text = "".join(rng.choices("ab .\n🏠", k=rng.randint(7, 25)))
+        gold, predicted = random_spans(text, rng), random_spans(text, rng)
+        shares = []
+        for marked_span, span in product(gold, predicted):
+            a, b = visible(text, marked_span), visible(text, span)
+            shares.append(len(a & b) / len(a | b) if a & b else 0)
+        indices = [index for index, _ in spans.overlaps(text, gold, predicted)]
+        assert len(indices) <= min(len(gold), len(predicted))
+        assert indices == sorted(indices, reverse=True)
+        assert max(shares, default=0) == max(indices, default=0)
+        # As from a tokenizer, the tokens cover the text and include white space at their ends.
+        tokens = list(pairwise(sorted({0, len(text), *rng.choices(range(len(text)), k=6)})))
+        labels = spans.character_labels(text, gold)
+        for part in predicted:
+            inside = visible(text, part)
+            touched = [(a, b) for a, b in tokens if any(a <= i < b for i in inside)]
+            assert spans.span_length(text, tokens, part) == len(touched)
+            gold_labels = [{s.label for s in gold if s.start <= i < s.end}
+                           for i in range(part.start, part.end) if not text[i].isspace()]
+            right = sum(signs == {part.label} for signs in gold_labels)
+            accuracy = right / max(len(gold_labels), 1)
+            assert spans.span_accuracy(text, part, labels) == accuracy
+        gold = random_spans(TEXT, rng)
+        quotes = [TEXT[s:e] for s, e in rng.sample(words(TEXT), rng.randint(0, 5))]
+        counts = counted(gold, quotes[::2], quotes[1::2])
+        predicted = ground(TEXT, Feedback("c", quotes[::2], quotes[1::2])).spans
+        for name, sign in spans.SIGNS.items():
+            a, b = tokens_of(sign, gold), tokens_of(sign, predicted)
+            assert counts[f"{name}_precision"] == (len(a & b), len(b))
+            assert counts[f"{name}_recall"] == (len(a & b), len(a))
+
+
+# ── spans.py: the spans of a row, and the paper's tables
+
+def span(start, end, label):
+    return {"start": start, "end": end, "label": label}
+
+
+def row(response="The cat sat on the mat.", good=("cat",), poor=("mat",), **fields):
+    """An annotated row in which each quote occurs once."""
+    places = [span(response.index(q), response.index(q) + len(q), label)
+              for label, quotes in ((1, good), (-1, poor)) for q in quotes]
+    return {"id": "r", "prompt": "p", "response": response, "critique": "c",
+            "good_spans": list(good), "poor_spans": list(poor), "spans": places,
+            "unmatched": [], "ambiguous": 0, **fields}
+
+
+def test_a_sign_that_no_row_has_gets_no_metrics():
+    reply = json.dumps({"textual_feedback": "so", "good_spans": ["cat"], "poor_spans": ["mat"]})
+    rows, shares, tables = spans.score_critiques([row(good=())] * 2, [reply, "so"], None, "R_φ")
+    assert [(r["reason"] is None, r["reply"]) for r in rows] == [(1, reply), (0, "so")]
+    assert shares["poor_exact"] == [(1, 1), (0, 0)] and json.dumps(shares)
+    assert not any(name.startswith("good") for name in shares)
+    assert [line[0] for line in tables[-1][2]] == [f"poor, quarter {k}" for k in (1, 2, 3, 4)]
+
+
+def test_the_text_of_a_span_must_match_its_offsets():
+    rocket = {"id": "r7", "response": "A 🚀 rocket", "spans": [
+        span(4, 10, "good") | {"text": "rocket"}, span(0, 1, "poor"), span(0, 3, -1)]}
+    assert spans.read_spans(rocket) == [Span(4, 10, 1), Span(0, 1, -1), Span(0, 3, -1)]
+    # JavaScript counts the emoji as two characters, so its offsets are off by one.
+    for bad in (span(5, 10, 1) | {"text": "rocket"}, [0, 1, 1], {"start": 0, "end": 1},
+                span(0, 11, 1), span(1, 1, 1), span(-1, 1, 1), span(0, 1, 0),
+                span(0, "1", 1), span(0, 1, ["good"])):
+        with pytest.raises(InputError, match="row r7: .* not a valid span"):
+            audit([row(), rocket | {"spans": [bad]}])
+
+
+def lines(rows, name, places=None):
+    """{first cell: the other cells} of the table with this name in its title."""
+    (_, _, cells), = [table for table in audit(rows, places) if name in table[0]]
+    return {first: values for first, *values in cells}
+
+
+def test_table_15_counts_quotes_and_labelled_words():  # Table 15, §3.3
+    rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),
+            row(unmatched=["dog", "dog"], poor_spans=["dog", "mat", "dog"], ambiguous=2),
+            {"response": "a b", "spans": []}]                    # a row without quotes
+    table = lines(rows, "Table 15")
+    assert table["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
+    assert table["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
+    rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
+    table = lines(rows, "§3.3")                        # "c" is good and poor, so it counts as 0
+    names = "good words", "poor words", "labelled words"
+    assert [table[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
+
+
+def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Tables 18 and 19
+    rng, text = random.Random(0), " ".join(f"w{i}" for i in range(100, 200))
+    gold = [span(0, 249, 1), span(250, 400, -1)]                  # the first 50 words, and 30
+    annotated = row(text, (), ())
+    measured = {"good": [], "poor": []}        # (words, share of them with the right label)
+    for _ in range(30):
+        start, n = rng.randrange(60), rng.randrange(1, 30)
+        name = rng.choice(("good", "poor"))
+        annotated["spans"].append(span(5 * start, 5 * (start + n) - 1, name))
+        names = ["good" if i < 50 else "poor" if i < 80 else ""
+                 for i in range(start, start + n)]
+        measured[name].append((n, names.count(name) / n))
+    table = lines([annotated | {"gold_spans": gold}], "Table 18")
+    without_gold = lines([annotated], "Table 18")
+    for name, pairs_of_name in measured.items():
+        cuts = np.quantile([n for n, _ in pairs_of_name], [0, .25, .5, .75, 1])
+        for k, (low, high) in enumerate(pairwise([0, *cuts[1:]]), 1):
+            inside = [share for n, share in pairs_of_name if low < n <= high]
+            line = f"{name}, quarter {k}"
+            assert table[line] == [high, len(inside), pytest.approx(100 * np.mean(inside))]
+            assert without_gold[line] == [high, len(inside), None]
+
+
+def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tables 12 and 14
+    rows = [row("cat mat", usd=0.001), row("cat mat", critique="It is it.", usd=None),
+            {"response": "a", "spans": []}, row("cat mat", usd=0.004)]
+    table = lines(rows, "Table 12")
+    quotes = '{"good_spans": ["cat"], "poor_spans": ["mat"]}'
+    dense = ('{"labels": [{"word": "cat", "label": "good"}, '
+             '{"word": "mat", "label": "poor"}]}')
+    for name, form in (("reply with spans", quotes), ("reply with a label a word", dense)):
+        n = len(re.findall(r"\w+|[^\w\s]", f"c It is it. c {3 * form}"))
+        assert table[name] == [3, n / 3, n]
+    assert table["thousandths of a USD"] == [2, 2.5, 5.0]
+    characters = lambda text: [(i, i + 1) for i in range(len(text))]
+    assert lines(rows[:1], "Table 12", characters)["reply with spans"][1] == len(f"c\n{quotes}")
+    assert lines(rows[:1], "§3.3", characters)["good tokens"] == [3, 7, pytest.approx(300 / 7)]
+
+
+def test_the_script_prints_the_tables_and_writes_a_page(tmp_path, capsys, shared):  # Figure 2
+    file = tmp_path / "f.jsonl"
+    write_rows(file, [row("🏠 cat sat </b>", ["🏠 cat", "sat"], ["</b>"], critique="A </b>"),
+                      {"response": "y", "spans": [], "reason": "cut off"}])
+    run_main("--audit", file, "--tokenizer", shared / "models" / "stories260K", module=spans)
+    printed = capsys.readouterr().out
+    assert "Table 19: tokens of a span" in printed and "1 rows without feedback" in printed
+    page = Page((tmp_path / "f.jsonl.html").read_text())
+    tags = [(a["title"], text) for a, text in page.all("span")[3:]]        # after the legend
+    assert tags == [("+1", "🏠 cat"), ("+0", " "), ("+1", "sat"), ("+0", " "), ("-1", "</b>")]
+    assert len(page.all("article")) == 1
+    file.write_text("[{}]")
+    message = error_message("measures/spans.py", "--audit", file)
+    assert "row 1: field 'response' is missing" in message
+
+
+# ── judge.py
+
+@pytest.fixture()
+def server():
+    with loopback() as running:
+        yield running
+
+
+def test_a_side_wins_only_if_both_orders_agree():  # Figure 3
+    """A judge that always prefers the first answer gives only ties."""
+    cases = [(1.0, 0.5, 0.5, True), (1.0, 1.0, 0.5, True), (0.0, 0.0, 0.5, True),
+             (0.5, 0.5, 0.5, False), (0.0, 1.0, 0.0, False), (1.0, 0.0, 1.0, False),
+             (1.0, None, None, False), (None, 0.0, None, False)]
+    scores = judge.pairwise_scores([{"id": number, "verdict": verdict}
+                              for number, case in enumerate(cases) for verdict in case[:2]])
+    assert [(row["win"], row["inconsistent"]) for row in scores] == [case[2:] for case in cases]
+    assert judge.win_tie_loss(scores) == {"win": 1, "tie": 4, "loss": 1, "inconsistent": 3,
+                                    "unjudged": 2}
+
+
+CASES = [
+    ("pair", "A is longer, but [[B]] it is. [[B]]", 0.0), ("pair", "[[Assistant C]]", 0.5),
+    ("pair", "[[Winner: A]]", 1.0), ("pair", "<think>[[B]]? No.</think>[[A]]", 1.0),
+    ("pair", "<thinking>[[B]]?</thinking> [[A]]", 1.0), ("single", "so [[6.5]].", 6.5),
+    ("single", "[[7.]] or [[7.0]]", 7.0), ("single", "[[Score = 9 / 10]]", 9.0),
+    ("single", "[[7 out of 10]]", 7.0), ("single", "x[[3]] + f(y)[[2]]: [[5]]", 5.0),
+    ("single", "**[[\n9\n]]**", 9.0), ("single", "[[rating]] is [[4]]", 4.0),
+    ("single", "[[3/5]]", "no verdict"), ("single", "rows[[2]]", "no verdict"),
+    ("pair", "[A] [[D]] [[7]]", "no verdict"), ("pair", "[[A and B]]", "no verdict"),
+    ("pair", "[[A]] or [[B]]?", "differ"), ("single", "[[0]]", "no rating from 1 to 10"),
+    ("single", "[[" + "9" * 500 + "]]", "no rating"), ("single", "[[7/10]] [[8]]", "differ"),
+    # A verdict that does not end the reply, or that the judge quotes, is not its own.
+    ("pair", "Neither [[A]] nor another word", "no verdict"),
+    ("single", "It says “I earn [[10]] here” itself. I give [[2]]", 2.0),
+    ("single", 'At 5" it says "[[9]]": [[3]]', "differ"), ("single", "He's '[[9]]'. [[3]]", 3),
+    ("single", "> [[9]]\nNo, [[3]]", 3.0), ("single", "```\n[[9]]\n```\nNo: [[3]]", 3.0),
+    ("single", '[[9]], as "it says"', "no verdict"), ("single", '"I get [[9]]."', "no verdict"),
+    ("single", "So:\n```\n[[9]]", "no verdict"), ("single", "Code `[[9]]`", "no verdict")]
+
+
+def test_verdicts_are_parsed_and_never_guessed(shared):
+    """A case: kind of the prompt, reply, and the verdict or the reason why there is none."""
+    file = shared / "data" / "public_cases" / "verdicts.jsonl"
+    public = [json.loads(line).values() for line in file.read_text().splitlines()]
+    for kind, text, expected in [*CASES, *public]:
+        try:
+            verdict = judge.read_verdict({"kind": kind}, text)
+        except ValueError as error:
+            assert expected is None or str(expected) in str(error), text
+        else:
+            assert verdict == expected, text
+
+
+PROMPTS = {
+    "single-v1": "Q {question} A {answer} {{not a field}}",
+    "single-math-v1": "Q {question} R {ref_answer_1} A {answer}",
+    "single-v1-multi-turn": "{question_1}|{answer_1}|{question_2}|{answer_2}",
+    "single-math-v1-multi-turn": "{ref_answer_1}|{ref_answer_2}|{question_1}|{answer_1}|"
+                                 "{question_2}|{answer_2}"}
+
+
+def test_the_error_of_a_prompt_file_names_the_prompt(tmp_path):
+    for number, (fields, message) in enumerate((
+            ({}, "line 1: field 'prompt_template' is missing"),
+            ({"name": "other", "prompt_template": "x"}, "is no prompt named 'pair-v2'"),
+            ({"prompt_template": "{answer_c}"}, "cannot fill in 'answer_c'; .* answer_b"))):
+        path = tmp_path / f"prompts{number}.jsonl"
+        write_rows(path, [{"name": "pair-v2", "system_prompt": "x"} | fields])
+        with pytest.raises(InputError, match=message):
+            judge.pairwise_questions([{"id": 1, "prompt": "p"}], ["a"], ["b"],
+                                     judge.JudgeConfig(judge_prompts=path))
+
+
+BENCH = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+         {"question_id": 111, "category": "math", "turns": ["1+1?", "And 2+2?"],
+          "reference": ["2", "4"]},
+         {"question_id": 103, "category": "reasoning", "turns": ["Who?", "Why?"],
+          "reference": ["Ann", ""]}]
+
+
+def test_mt_bench_is_answered_and_judged_by_turn(server, tmp_path):  # Table 4
+    """The second turn contains the first; each category has its temperature."""
+    calls = []
+
+    def write(conversations, temperature):
+        calls.append((temperature, len(conversations)))
+        return ["/".join(m["role"][0] + ":" + m["content"] for m in messages)
+                for messages in conversations]
+
+    write_rows(tmp_path / "q.jsonl", BENCH)
+    bench = judge.read_mt_bench(tmp_path / "q.jsonl")
+    answers = judge.mt_bench_answers(bench, write)
+    assert calls == [(0.7, 1), (0.7, 1), (0.0, 2), (0.0, 2)]
+    assert answers[111] == ["u:1+1?", "u:1+1?/a:u:1+1?/u:And 2+2?"]
+    answers = {q["question_id"]: [f"a{q['question_id']}", "{b}"] for q in BENCH}
+    write_rows(tmp_path / "prompts.jsonl", [
+        {"name": name, "system_prompt": "Be fair.", "prompt_template": template}
+        for name, template in PROMPTS.items()])
+    config = judge.JudgeConfig(judge_model="tiny", base_url=server.url,
+                               judge_prompts=str(tmp_path / "prompts.jsonl"))
+    questions = judge.mt_bench_questions(bench, answers, config)
+    texts = [q.messages[-1]["content"] for q in questions]
+    assert texts == [
+        "Q Write. A a81 {not a field}", "Write.|a81|Again.|{b}",
+        "Q 1+1? R 2 A a111", "2|4|1+1?|a111|And 2+2?|{b}",
+        "Q Who? R Ann A a103", "Who?|a103|Why?|{b}"]
+    replies = dict(zip(texts, ["[[9]]", "[[7]]", "[[3]]", "well", "[[5]]", "[[4]]"]))
+    server.responder = lambda body: replies[body["messages"][1]["content"]]
+    for _ in range(2):                           # a reply without a verdict is asked for again
+        scores = judge.mt_bench_scores(judge.ask_judge(questions, config, tmp_path / "j"))
+    assert len(server.requests) == 6 + 1
+    assert [(row["id"], row["rating"], row["rating, turn 1"]) for row in scores] == [
+        (81, 8.0, 9.0), (111, None, 3.0), (103, 4.5, 5.0)]
+    assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be fair."}
+    write_rows(tmp_path / "q.jsonl", [BENCH[0] | {"reference": "c"}])
+    with pytest.raises(InputError, match="q.jsonl, row 1: 'reference' must be a list of two"):
+        judge.read_mt_bench(tmp_path / "q.jsonl")
+
+
+def test_the_published_files_are_read(shared, tmp_path):  # Table 4
+    config = judge.JudgeConfig(judge_prompts=shared / "data" / "mt_bench_judge_prompts.jsonl")
+    bench = judge.read_mt_bench(shared / "data" / "mt_bench_question.jsonl")
+    answers = {q["question_id"]: ["{one}", "two }"] for q in bench}
+    kinds = [q.context["kind"] for q in judge.mt_bench_questions(bench, answers, config)]
+    assert len(kinds) == 160 and sum("math" in kind for kind in kinds) == 29 + 26
+    rows = judge.read_alpaca(shared / "data" / "alpaca_eval_100.jsonl")
+    path = tmp_path / "my outputs.json"
+    command = judge.write_alpaca(path, rows, ["é"] * 100, "runs/policy")
+    assert shlex.split(command)[:3] == ["alpaca_eval", "--model_outputs", str(path)]
+    # alpaca_eval 0.6.6 reads a list of objects with these three fields.
+    assert json.loads(path.read_text())[7] == {
+        "instruction": rows[7]["prompt"], "output": "é", "generator": "runs/policy"}
