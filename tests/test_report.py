@@ -153,7 +153,7 @@ def test_the_table_says_of_how_many_responses_it_is_and_how_sure_a_change_is(run
     header, lines = before_and_after(after, before, config)
     assert header[0] == "20 held-out responses, temperature 0.7"
     assert lines == [["fact accuracy", .475, pytest.approx(.725), "+0.250 ± 0.090"]]
-    assert before_and_after(before[:1], after[:1], config)[1][0][3] == "-0.270"
+    assert before_and_after(before[:1], after[:1], config)[1][0][3] == "-0.450"
 
 
 def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_token(run):
