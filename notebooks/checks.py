@@ -204,15 +204,17 @@ def list_difference(found, expected, name: str) -> str | None:
 
 def number_difference(found, expected, name: str) -> str | None:
     """`difference` of two numbers."""
-    if found is expected or found == expected or found != found and expected != expected:
-        return None                                                    # also two None or NaN
+    if not isinstance(expected, (int, float)):
+        return None if found == expected else f"{name} is {found!r}, expected {expected!r}"
+    if found != found and expected != expected:                               # two NaN
+        return None
     if not isinstance(found, (int, float)):
         return f"{name} should be a number, but it is {found!r}"
-    if isinstance(expected, (int, float)) and math.isclose(found, expected, rel_tol=1e-3,
-                                                           abs_tol=1e-5):
+    if math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5):
         return None
     reason = "" if math.isfinite(found) else " (a division by 0, or exp or log of padding?)"
-    return f"{name} is {found:.6g}{reason}, expected {expected}"
+    digits = ".6g" if isinstance(expected, float) else ""
+    return f"{name} is {found:.6g}{reason}, expected {expected:{digits}}"
 
 
 def show(case: Case, found, expected: dict) -> list[str]:

@@ -311,6 +311,11 @@ MISTAKES = {
     "gae": [
         ("V after the last token of a response is 0, whatever the padding holds",
          ("values = values * mask", "pass")),
+        ("mask r_t and V_t before the loop: a mask at the end lets the padding leak into A_t",
+         ("rewards = rewards * mask", "pass"),
+         ("values = values * mask", "pass"),
+         ("return advantages, advantages + values",
+          "return advantages * mask, (advantages + values) * mask")),
         ("rewards of the padding do not count",
          ("rewards = rewards * mask", "pass")),
         ("A_{t+1} is discounted by γλ, not by γ",

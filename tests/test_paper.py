@@ -273,7 +273,7 @@ def test_the_slips_of_the_paper_are_marked(slug, printed, here):
     ("alg-4-l-14", "rewards = (rollouts.delta - beta * kl) * mask"),
     ("alg-4-l-23", "gain = torch.minimum("),                          # the tag stands above it
     ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
-    ("alg-1-l-14", "lambda: summary(fit(")])
+    ("alg-1-l-14", "fit, model, tokenizer,")])
 def test_the_line_that_is_tagged_is_marked(slug, code):
     marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
     assert code in unescape(marked) and marked.count("\n") < 10

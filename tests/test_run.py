@@ -374,7 +374,8 @@ def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path, toy_model):
             if task == "feedback":
                 encode_rows(read_rows(path, task=FEEDBACK), toy_model[1], 512)
                 continue
-            questions = annotation_questions(AnnotateConfig(task=task, annotator_function="toy:critique"), path)
+            config = AnnotateConfig(task=task, annotator_function="toy:critique")
+            questions = annotation_questions(config, path)
         except InputError as error:
             assert f"{path}, line 2: " in str(error) and "\n" not in str(error)
             assert re.search(f"{name}|surrogates not allowed|the response is empty", str(error))
@@ -481,7 +482,8 @@ def test_a_pipeline_on_the_merged_directory_answers_as_the_project(name, shared,
     load_lora(model, "policy", adapter)
     merged = transformers.pipeline("text-generation", f"{tmp_path}/merged", device="cpu")
     changed = 0
-    for turns in ([{"role": "user", "content": toy.prompt(row)}] for row in toy.rows("eval", 6)):
+    for row in toy.rows("eval", 6):
+        turns = [{"role": "user", "content": toy.prompt(row)}]
         expected = answer(model, tokenizer, turns, "policy")
         output, = merged(turns, max_new_tokens=48)
         assert output["generated_text"][-1] == {"role": "assistant", "content": expected}
