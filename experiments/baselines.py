@@ -192,8 +192,7 @@ def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple
             pair = recorded_pair(row)
             if pair:
                 texts.append((prompt_text(prompt_of(row)), *pair))
-        print(f"{len(texts)} recorded preferences; {len(rows) - len(texts)} rows without one "
-              f"are left out")
+        print(f"{len(texts)} of {len(rows)} rows have a recorded preference")
         return texts
     half = rows[: config.annotated_rows // 2]
     doubled = [row for row in half for _ in range(2)]
