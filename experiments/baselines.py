@@ -5,7 +5,6 @@
     python -m experiments.baselines sft --task slf5k --data rows.jsonl --model MODEL
     python -m experiments.baselines ppo grpo --responses_per_prompt 4
     python -m experiments.baselines late definition_1 --critic annotator
-    python -m experiments.baselines score --annotator_function toy:fact_accuracy
 
 Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
 an advantage function (advantages.py). Designs and advantages change any method that samples
@@ -38,11 +37,10 @@ from torch import Tensor
 
 import text2grad
 from annotate import Span, annotate, token_offsets
-from data import (REFERENCES, InputError, Task, chunks, get_task, next_command, prompt_text,
+from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
-from experiments.designs import (CHANGES, SCORED, mark_ends, replace_delta, score_critic,
-                                 token_scores)
+from experiments.designs import CHANGES, SCORED, mark_ends, replace_delta, token_scores
 from model import (encode_answer, encode_prompt, load_lora, load_model, lora_parameters,
                    response_hidden, save_lora, use_lora)
 from policy import add_advantages, reward_model_critic, sample_rollouts
@@ -194,8 +192,7 @@ def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple
             pair = recorded_pair(row)
             if pair:
                 texts.append((prompt_text(prompt_of(row)), *pair))
-        print(f"{len(texts)} recorded preferences; {len(rows) - len(texts)} rows without one "
-              f"are left out")
+        print(f"{len(texts)} of {len(rows)} rows have a recorded preference")
         return texts
     half = rows[: config.annotated_rows // 2]
     doubled = [row for row in half for _ in range(2)]
@@ -395,7 +392,6 @@ METHODS = {
     "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
     "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
     "prm_ppo": "Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps",
-    "score": "Algorithm 4 with the numbers that --annotator_function (row, response) returns",
     "sft": "supervised fine-tuning on references, −E log π(y*|x)",
     "ilf": "supervised fine-tuning on responses that were rewritten as a critique asks",
     "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
@@ -432,15 +428,11 @@ def main(argv=None):
         raise InputError(f"{' '.join(names)}: these names exclude each other; choose one of "
                          f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
                          f"{', '.join(FITTED)} stand alone")
-    if method == "score":
-        config = replace(config, critic="annotator")       # no R_φ is trained
-    if method == "score" and not config.annotator_function:
-        raise InputError("score needs --annotator_function: set it to module:function")
     if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
         raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
                          f"--responses_per_prompt to 2 or more, such as 4")
     critic = annotator_critic if config.critic == "annotator" else reward_model_critic
-    critic = ({"score": score_critic} | SCORED).get(method, critic)
+    critic = SCORED.get(method, critic)
     for change in changes:
         critic = replace_delta(critic, change)
     advantages, = functions or [add_advantages]
@@ -480,9 +472,6 @@ def train_baseline(method: str, config: Config, critic, advantages):
     else:
         run_phase(method, "result.json", out, fit_and_evaluate, method, *arguments)
     print_result(out, "")
-    if method == "reflection":
-        answers = out / "answers.jsonl"
-        print(next_command("eval.py", adapter=answers, data=answers))
 
 
 def fit_and_evaluate(method, model, tokenizer, rows, held_out, config: Config, out: Path):
@@ -495,10 +484,6 @@ def fit_and_evaluate(method, model, tokenizer, rows, held_out, config: Config, o
     critic = reflect if method == "reflection" else no_reward
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     write_rows(out / "after_samples.jsonl", samples)
-    if method == "reflection":
-        write_rows(out / "answers.jsonl", [
-            {"id": str(i), **row, "response": sample["response"]}
-            for i, (row, sample) in enumerate(zip(held_out, samples))])
     write_rows(out / "result.json", [{"before": before, "after": after}])
     return f"{len(held_out)} held-out prompts"
 

@@ -15,22 +15,19 @@ head for the tokens "+" and "-". B rows, T response tokens.
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Callable
 
 import torch
 from torch import Tensor
 
 import toy
 from annotate import Span, token_labels
-from data import InputError, chunks, load_object
+from data import chunks
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
-from report import split_text
 from reward_model import Judgement
 from runtime import RANK, WORLD_SIZE
 from sampling import head_weight, pad_batch
@@ -121,39 +118,6 @@ def word_weights(text: str, places) -> list[float]:  # Table 11
     words = toy.content_words(text)
     return [1.0 if any(start < word.end() and word.start() < end for word in words) else OTHERS
             for start, end in places]
-
-
-# ── A critic of your own numbers
-
-def score_critic(rollouts, model, tokenizer, config) -> list[Judgement]:
-    """Rewards that --annotator_function, a user's function (row, response), returns as numbers.
-
-    One number is paid at the last token, such as `run_python(code_of(response), row["test"])
-    .passed` of measures/sandbox.py, where True is 1. A list has one number for each token. For
-    this, the row also has the field "response_tokens", the texts of the tokens; the text of EOS
-    is "". Empty responses are scored, too. Raises InputError if the function returns anything
-    else.
-    """
-    function = load_object("--annotator_function", config.annotator_function, Callable)
-    judgements = []
-    for i in row_share(rollouts):
-        tokens = split_text(rollouts.texts[i], rollouts.offsets[i])
-        row = rollouts.rows[i] | {"response_tokens": tokens}
-        place = f"--annotator_function {config.annotator_function}, row {row.get('id', i)}"
-        value = function(row, rollouts.texts[i])
-        try:
-            scores = torch.as_tensor(value, dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError):
-            scores = torch.tensor(math.nan)                  # these are no numbers
-        if scores.shape not in ((), (len(tokens),)) or not scores.isfinite().all():
-            raise InputError(f"{place}: returned {value!r:.60}; return a number, such as "
-                             f"1.0 if all tests pass, or a list of {len(tokens)} numbers, one "
-                             f"for each of row['response_tokens']")
-        delta = scores.tolist()
-        if scores.ndim == 0:
-            delta = [0.0] * (len(tokens) - 1) + [delta]
-        judgements.append(Judgement("", delta))
-    return judgements
 
 
 # ── Scores: Bradley–Terry and process reward models (Appendix N)

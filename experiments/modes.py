@@ -74,10 +74,8 @@ DENSE = Mode(
 def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     """Read spans from a reply that quotes and judges every step, in order (Appendix N).
 
-    The search for a step begins at the end of the last matched step, and the first match is
-    used. A step without a match is unmatched. The place of the step after it is uncertain, so
-    that step is ambiguous if it has several matches. Unmatched and ambiguous steps give no
-    span. Raises FeedbackError if the list of steps is empty.
+    The search for a step begins at the end of the step before, and the first match is used.
+    Raises FeedbackError if there are no steps, or if a step is not in the response.
     """
     response = example["response"]
     value, _ = find_object(reply, ("steps",))
@@ -89,22 +87,14 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     if not steps:
         raise FeedbackError("the list of steps is empty")
     spans = []
-    unmatched = []
-    ambiguous = 0
-    position = 0                                 # end of the last matched step
-    is_uncertain = False                         # whether a step since then has no place
+    position = 0                                 # end of the step before
     for verdict, step, _ in steps:
         places = [place for place in quote_places(response, step) if place[0] >= position]
         if not places:
-            unmatched.append(step)
-            is_uncertain = True
-        elif is_uncertain and len(places) > 1:
-            ambiguous += 1
-        else:
-            start, position = places[0]
-            spans.append(Span(start, position, 1 if verdict == "Correct" else -1))
-            is_uncertain = False
-    return quoted(response, critique, spans), Grounding(spans, unmatched, ambiguous)
+            raise FeedbackError(f"the step {step!r} does not follow in the response")
+        start, position = places[0]
+        spans.append(Span(start, position, 1 if verdict == "Correct" else -1))
+    return quoted(response, critique, spans), Grounding(spans)
 
 
 STEPS = Mode(

@@ -5,7 +5,7 @@
 
 A study is a table of commands: an arm is the words after `python -m experiments.baselines`, so
 it can be copied into a shell, with a seed in place of {seed}. Each arm runs with five seeds. A
-run is a process of one thread, and --processes of them run at a time. Its record is one line of
+run is a process of one thread, and two of them run at a time. Its record is one line of
 records.jsonl, beside this file, with the commit of the code. Runs that have a record are
 skipped, and a stopped run continues in its directory in runs/studies. To repeat a run, remove
 both.
@@ -19,11 +19,10 @@ Paper: §3.6, §4.3, §4.5, Tables 1, 2, 3 and 11, Figures 5 and 6, Appendices I
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -32,7 +31,6 @@ from tqdm import tqdm
 from data import InputError, append_row, read_rows, run_script, whole_rows
 from experiments.baselines import split_names
 from report import svg_line, table
-from settings import flag, parse_flags
 
 # ── The arms
 
@@ -92,7 +90,7 @@ STUDIES = {
         "one fact late: reward-to-go": f"late reward_to_go {TRUE}",
         "one fact late: GAE": f"late {TRUE}"}}
 SEEDS = range(5)
-LEAST_RIGHT = 0.7                       # accuracy of a scalar or step reward model
+PROCESSES = 2
 
 
 # ── Runs and records
@@ -102,21 +100,16 @@ RECORDS = Path(__file__).with_name("records.jsonl")
 
 
 def read_records() -> dict[tuple, dict]:
-    """The records by (words, seed). Raises InputError where the file is cut off."""
+    """The records by (words, seed). Raises InputError where the file is damaged or cut off."""
     if not RECORDS.exists():
         return {}
-    if not RECORDS.read_text().endswith("\n"):
-        raise InputError(f"{RECORDS}: the last line is cut off; remove it, and start the study "
-                         f"again: it continues")
-    return {(row["words"], row["seed"]): row for row in read_rows(RECORDS, ("words", "facts"))}
+    return {(row["words"], row["seed"]): row for row in read_rows(RECORDS)}
 
 
 def code_commit() -> str:
-    """The last commit that changed the code of a run, with a + if it was changed since."""
-    files = "-- '*.py' toy ':!tests' ':!notebooks' ':!bench' ':!measures' ':!eval.py'"
-    command = (f"git -C {shlex.quote(str(ROOT))} log -1 --format=%h {files}; "
-               f"git -C {shlex.quote(str(ROOT))} diff --quiet HEAD {files} || echo +")
-    return subprocess.getoutput(command).replace("\n", "")
+    """The last commit that changed the code of a run."""
+    command = "git log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
+    return subprocess.check_output(command.split(), cwd=ROOT, text=True).strip()
 
 
 def record_of(words: str, seed: int) -> dict:
@@ -125,12 +118,10 @@ def record_of(words: str, seed: int) -> dict:
     result, = read_rows(out / "result.json")
     settings, = read_rows(out / "config.json")
     adapter = settings["reward_model"] or out / "reward" / "adapter"
-    judge = {}
-    for row in whole_rows(ROOT / Path(adapter).with_name("metrics.json")):
-        judge = {name: row[name] for name in ("right", "poor_precision", "poor_recall")
-                 if name in row}
+    judge = whole_rows(ROOT / Path(adapter).with_name("metrics.json"))
     metrics = whole_rows(out / "metrics.jsonl")
-    return {"words": words, "seed": seed, "commit": code_commit(), "judge": judge,
+    return {"words": words, "seed": seed, "commit": code_commit(),
+            "judge": judge[-1] if judge else {},
             "before": result["before"]["fact accuracy"],
             "facts": result["after"]["fact accuracy"],
             "curve": [round(row["fact accuracy"], 4) for row in metrics],
@@ -138,58 +129,38 @@ def record_of(words: str, seed: int) -> dict:
             "seconds": sum(row["seconds"] for row in whole_rows(out / "phases.jsonl"))}
 
 
-def start(words: str, seed: int) -> subprocess.Popen:
-    """Start one run in a process of one thread; its output goes to DIRECTORY.log."""
+def execute(run: tuple) -> str | None:
+    """Execute a run (words, seed) in a process of one thread, and append its record.
+
+    Its output goes to DIRECTORY.log. Returns the path of this file if the run failed.
+    """
+    words, seed = run
     out = directory(words).format(seed=seed)
     log = ROOT / f"{out}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "experiments.baselines", *words.format(seed=seed).split(),
                "--seed", str(seed), "--output_dir", out]
     with open(log, "a") as file:
-        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
-                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file,
+                                 env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    if process.returncode:
+        return str(log)
+    append_row(RECORDS, record_of(words, seed))
 
 
-def run_all(runs: list[tuple], processes: int):
-    """Execute runs (words, seed) and append their records.
+def execute_all(runs: list[tuple]):
+    """Execute runs; those that need a reward model of another run follow all others.
 
     A run that fails stops no other one. Raises InputError at the end if one failed.
     """
-    waiting = [*runs]
-    running = {}
-    problems = []
-    progress = tqdm(total=len(runs), desc="runs", disable=not runs)
-    try:
-        while waiting or running:
-            for words, seed in [*waiting]:
-                needs = re.search(r"--reward_model (\S+)", words.format(seed=seed))
-                if len(running) < processes and (not needs or (ROOT / needs[1]).exists()):
-                    waiting.remove((words, seed))
-                    running[words, seed] = start(words, seed)
-            if not running:
-                problems.append(f"{waiting[0][0]!r} needs the reward model of another run, "
-                                f"which is missing: remove the records of that run from "
-                                f"{RECORDS}, and start again")
-                break
-            time.sleep(0.2)
-            for run in [run for run, process in running.items() if process.poll() is not None]:
-                progress.update()
-                log = ROOT / f"{directory(run[0])}.log".format(seed=run[1])
-                if running.pop(run).returncode:
-                    problems.append(f"{log.read_text().strip().splitlines()[-1]} (in {log})")
-                    continue
-                record = record_of(*run)
-                append_row(RECORDS, record)
-                right = record["judge"].get("right", 1)
-                if right < LEAST_RIGHT:
-                    problems.append(f"{log}: the reward model is right on {right:.3f} of the "
-                                    f"held-out examples, and {LEAST_RIGHT} is needed")
-    finally:
-        for process in running.values():
-            process.terminate()
-    if problems:
-        raise InputError(f"{len(problems)} of {len(runs)} runs have a problem; the first one: "
-                         f"{problems[0]}")
+    logs = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for needs_another in (False, True):
+            part = [run for run in runs if ("--reward_model" in run[0]) == needs_another]
+            logs += filter(None, tqdm(pool.map(execute, part), "runs", len(part)))
+    if logs:
+        raise InputError(f"{len(logs)} of {len(runs)} runs failed; the reason is in the last "
+                         f"line of {', '.join(logs)}")
 
 
 # ── Statistics and tables
@@ -202,11 +173,8 @@ def interval(values: list[float], sign="") -> str:
 
 def p_value(differences: list[float]) -> float:
     """Two-sided p of a paired t test of five differences against 0 (4 degrees of freedom)."""
-    error = stdev(differences) / math.sqrt(5)
-    if error == 0:
-        return float(fmean(differences) == 0)
-    t = fmean(differences) / error
-    share = t * t / (4 + t * t)
+    mean = fmean(differences)
+    share = mean**2 / (mean**2 + 4 * stdev(differences)**2 / 5)        # t² / (t² + 4)
     # The distribution function of Student's t in closed form.
     return 1 - 1.5 * math.sqrt(share) * (1 - share / 3)
 
@@ -226,89 +194,69 @@ def differences(name: str, records: dict) -> dict[str, list[float]]:
 
     The group is the part of an arm's name in front of a colon. Unfinished arms are left out.
     """
-    firsts = {}
+    arms = STUDIES[name]
     result = {}
-    for arm, words in STUDIES[name].items():
+    for arm, words in arms.items():
         group = arm.rpartition(": ")[0]
-        first = firsts.setdefault(group, words)
-        if words != first and all((one, seed) in records for one in (words, first)
-                                  for seed in SEEDS):
-            result[arm] = [records[words, seed]["facts"] - records[first, seed]["facts"]
-                           for seed in SEEDS]
+        first = next(arms[other] for other in arms if other.startswith(group))
+        pairs = [(records.get((words, seed)), records.get((first, seed))) for seed in SEEDS]
+        if words != first and all(map(all, pairs)):
+            result[arm] = [run["facts"] - other["facts"] for run, other in pairs]
     return result
 
 
 def study_table(name: str, records: dict) -> str:
-    """The table of one study; * marks what survives Holm's correction over all studies."""
+    """The table of one study; * marks what survives Holm's correction over all studies.
+
+    The lines below it say how right scalar and step reward models are, and of which commits the
+    records are.
+    """
     p_values = {(study, arm): p_value(values) for study in STUDIES
                 for arm, values in differences(study, records).items()}
     significant = holm(p_values)
     rows = []
-    commits = []
+    commits = Counter()
+    notes = f"\n\n*: significant at 5 %, corrected for {len(p_values)} comparisons.\n"
     for arm, words in STUDIES[name].items():
-        arm_records = [records[words, seed] for seed in SEEDS]
-        commits += [record["commit"] for record in arm_records]
+        runs = [records[words, seed] for seed in SEEDS]
+        commits.update(run["commit"] for run in runs)
         difference = differences(name, records).get(arm)
         star = " *" if (name, arm) in significant else ""
-        has_kl = arm_records[0]["kl"] is not None
-        rows.append([arm, interval([record["facts"] for record in arm_records]),
-                     difference and interval(difference, "+") + star,
-                     fmean(record["kl"] for record in arm_records) if has_kl else None])
-    header = [name, "facts", "minus first arm", "KL in nats"]
-    lines = [table(header, rows), "", f"*: significant at 5 % after Holm's correction over the "
-             f"{len(p_values)} comparisons of all studies."]
-    now = code_commit()
-    for commit in sorted({*commits} - {now}):
-        lines.append(f"{commits.count(commit)} of {len(commits)} records are of commit "
-                     f"{commit}; the code is now {now}.")
-    return "\n".join(lines)
+        rows.append([arm, interval([run["facts"] for run in runs]),
+                     difference and interval(difference, "+") + star])
+        if "right" in runs[0]["judge"]:
+            least = min(run["judge"]["right"] for run in runs)
+            notes += f"{arm}: reward models right on {least:.3f} or more (needed: .7)\n"
+    for commit, count in commits.items():
+        notes += f"{count} records are of commit {commit}; the code is now {code_commit()}.\n"
+    return table([name, "facts", "minus first arm"], rows) + notes
 
 
 def study_figure(name: str, records: dict) -> str:  # Figure 5; Figure 6
-    """One chart of the facts of the rollouts for each arm: mean and 95 % interval."""
-    charts = []
+    """The mean accuracy of the facts in the rollouts of each arm, as one SVG."""
+    curves = {}
     for arm, words in STUDIES[name].items():
-        curves = [records[words, seed]["curve"] for seed in SEEDS]
-        if curves[0]:
-            points = [[*map(float, interval(point).split(" ± "))] for point in zip(*curves)]
-            lines = {"mean": [mean for mean, _ in points],
-                     "low": [mean - half for mean, half in points],
-                     "high": [mean + half for mean, half in points]}
-            charts.append(svg_line(arm, [*range(1, len(points) + 1)], lines))
-    return sheet(charts)
-
-
-def sheet(charts: list[str], across: int = 3) -> str:
-    """One SVG of charts of `svg_line`, each 340 × 180. across: number of charts per row."""
-    out = "".join(f'<svg x="{350 * (i % across)}" y="{190 * (i // across)}" width="340" '
-                  f'height="180">{chart}</svg>' for i, chart in enumerate(charts))
-    height = 190 * math.ceil(len(charts) / across)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {350 * across} {height}" '
-            f'color="#777">{out}</svg>\n')
+        points = zip(*(records[words, seed]["curve"] for seed in SEEDS))
+        curves[arm] = list(map(fmean, points))
+    iterations = max(map(len, curves.values()))
+    return svg_line(name, list(range(1, iterations + 1)), curves)
 
 
 # ── The command line
 
-@dataclass
-class StudyConfig:
-    """Studies."""
-    processes: int = flag(2, "runs at a time, of one thread each", least=1)
-    output_dir: str = flag("runs/studies", "directory of the figures")
-
-
 def main():
     """Execute the runs without a record, then print the tables and write the figures."""
     names, flags = split_names(sys.argv[1:], STUDIES)
-    config = parse_flags(StudyConfig, __doc__, flags)
+    if flags:
+        raise InputError(f"{flags[0]}: there are no flags; name {', '.join(STUDIES)}")
     names = names or [*STUDIES]
     runs = [(words, seed) for name in names for words in STUDIES[name].values()
             for seed in SEEDS]
     records = read_records()
-    run_all([run for run in dict.fromkeys(runs) if run not in records], config.processes)
+    execute_all([run for run in dict.fromkeys(runs) if run not in records])
     records = read_records()
     for name in names:
-        path = Path(config.output_dir, f"{name}.svg")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = ROOT / f"runs/studies/{name}.svg"
         path.write_text(study_figure(name, records))
         print(f"{study_table(name, records)}\nFigure: {path}\n")
 

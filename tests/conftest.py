@@ -27,7 +27,7 @@ SHARED = ROOT.parent / "shared"
 SLOW = ("test_notebooks", "test_notebook6", "test_sandbox",
         "test_ranks", "test_restart", "test_run", "test_smollm2", "test_sharding",
         "test_eval", "test_studies", "test_train",
-        "test_benchmarks", "test_toy", "test_baselines",
+        "test_benchmarks", "test_toy", "test_experiments",
         "test_ask", "test_model", "test_gpu", "test_measures")
 
 

@@ -45,10 +45,10 @@ class Mutation(NamedTuple):
 
 
 ADAPTERS = "tests/test_adapters.py"
-ADVANTAGES = "tests/test_advantages.py"
+ADVANTAGES = "tests/test_experiments.py"
 ANNOTATE = "tests/test_annotate.py"
 ASK = "tests/test_ask.py"
-BASELINES = "tests/test_baselines.py"
+BASELINES = "tests/test_experiments.py"
 BENCHMARKS = "tests/test_benchmarks.py"
 EQUATIONS = "tests/test_equations.py"
 DAMAGE = "tests/test_damage.py"

@@ -1,36 +1,33 @@
-"""Reward designs and baselines: critics and losses against closed forms, then small runs."""
+"""Reward designs, baselines and advantages against closed forms, then small runs."""
 
+import json
 import math
 import random
 import re
-import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from statistics import mean
-from types import SimpleNamespace
 
+import data
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-import data
-import policy
 import toy
-from annotate import Span, read_reply, token_offsets, token_rewards
+from annotate import (FeedbackError, Grounding, Span, read_reply, token_offsets,
+                      token_rewards)
 from data import InputError, get_task, load_object, read_rows, write_rows
-from experiments import baselines, designs
-from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses,
-                                   labelled_steps, mend, pair_losses, preference_loss,
-                                   preferences, recorded_pair)
-from experiments.designs import (CHANGES, OTHERS, SCORED, mark_ends, marks, replace_delta,
-                                 score_critic, step_spans, token_scores)
-from helpers import toy_config, ROOT, error_message, noise, randomise
+from experiments import advantages, baselines, designs
+from experiments.advantages import ADVANTAGES
+from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses, mend,
+                                   pair_losses, preference_loss, preferences, recorded_pair)
+from experiments.designs import (CHANGES, SCORED, mark_ends, marks, replace_delta, step_spans,
+                                 token_scores)
+from helpers import ROOT, error_message, noise, randomise, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
 from policy import Rollouts
-from reward_model import Judgement
-from reward_model import annotator_critic
+from reward_model import Judgement, annotator_critic
 from sampling import pad_batch
 
 close = torch.testing.assert_close
@@ -88,16 +85,6 @@ def test_dpo_loss_and_its_gradient_are_the_closed_form():
         close(up_l, -up_w)
 
 
-def test_bradley_terry_is_cross_entropy_between_two_classes():
-    """P(w ≻ l) = e^{r_w} / (e^{r_w} + e^{r_l}): the softmax of two scores; finite far away."""
-    scores = noise(1, 40, 2).mul(4).requires_grad_()
-    loss = bradley_terry_loss(*scores.T)
-    want = F.cross_entropy(scores, torch.zeros(40, dtype=torch.long), reduction="none")
-    close(loss, want, rtol=1e-9, atol=1e-9)
-    close(*(torch.autograd.grad(x.sum(), scores)[0] for x in (loss, want)))
-    assert bradley_terry_loss(torch.tensor(-1e4), torch.tensor(1e4)).item() == 2e4
-
-
 PAIRS = [([5, 6, 7, 8], [9, 10, 1], [20, 1]), ([11], [12, 13, 14, 15, 1], [30, 31, 1]),
          ([16, 17], [1], [40, 41, 42, 1])]
 SIDES = [[(pair[0], pair[k]) for pair in PAIRS] for k in (1, 2)]           # chosen, rejected
@@ -150,16 +137,6 @@ def pieces(text):
     return [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])", text)]
 
 
-@pytest.mark.parametrize("text, content", [
-    ("A nurse from York is sad, because the sister took it.", "nurse York sad sister took"),
-    ("They've paid 300 dollars and don't care", "paid 300 dollars care"),
-    ("IT WAS the BEST", "BEST")])
-def test_importance_by_a_hand_made_list(text, content):  # Table 11
-    """Appendix I.1: 1.0 on content words, 0.2 on others and on marks."""
-    want = [1.0 if text[a:b].strip() in content.split() else OTHERS for a, b in pieces(text)]
-    assert designs.word_weights(text, pieces(text)) == want
-
-
 @pytest.mark.parametrize("text, ends, weights_of, want", [
     ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], designs.word_weights,
      [.2, 1, 1, .2, .2, .2]),
@@ -184,25 +161,6 @@ def test_steps_are_clauses_of_a_text_or_lines_of_code(text, code, steps):
     assert mark_ends(text, pieces(text), spans) == [
         int(any(step.end == end for step in spans)) for end in ends]
     assert mark_ends("It is", [(0, 2), (2, 5)], [Span(3, 4, 1), Span(0, 2, -1)]) == [-1, 0]
-
-
-def test_steps_of_a_toy_summary_are_labelled_at_their_ends(toy_model):  # Table 17
-    """An annotation in mode STEPS gives labels; a clause without errors is correct."""
-    _, tokenizer = toy_model
-    seen = set()
-    for row in toy.rows("train", 12):
-        text = faulty(row)
-        spans = spans_of(text, designs.critique_steps(row, text), "experiments.modes:STEPS")
-        wrong = [mark.end for mark in marks(row, text) if mark.label < 0]
-        want = [(step.end, -1 if any(step.start < end <= step.end for end in wrong) else 1)
-                for step in step_spans(text)]
-        annotation = {"prompt": "p", "response": text, "spans": [*map(vars, spans)]}
-        x, y, labels = labelled_steps(annotation, tokenizer)
-        assert x == encode_prompt(tokenizer, "p") and y == encode_answer(tokenizer, text)
-        assert want == [(len(tokenizer.decode(y[: t + 1])), label)
-                        for t, label in enumerate(labels) if label]
-        seen |= {label for _, label in want}
-    assert seen == {1, -1}
 
 
 # ── Annotators of the toy world
@@ -243,59 +201,21 @@ def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
 
 # ── Reward designs
 
-@pytest.mark.parametrize("name", ["careful", "dense", "steps"])
-def test_the_annotator_judges_rollouts_as_phase_1_does(toy_model, tmp_path, name):
-    rollouts, (function, mode) = faulty_rollouts(toy_model[1]), ANNOTATORS[name]
-    config = toy_config(annotator_function=function, mode=mode, output_dir=str(tmp_path))
-    *judged, empty = annotator_critic(rollouts, *toy_model, config)
-    critic = load_object("--annotator_function", function)
-    for row, text, offsets, judgement in zip(rollouts.rows, rollouts.texts, rollouts.offsets,
-                                             judged):
-        spans = spans_of(text, critic(row, text), mode)
-        assert judgement.delta == token_rewards(text, offsets, spans)
-        assert any(judgement.delta) and not judgement.reason
-    assert not any(empty.delta) and empty.reason
-
-
-@pytest.mark.parametrize("task, first, second", [("toy", 0, 0),
-                                                 ("notebooks.prose:TASK", 1, -1)])
-def test_a_repeated_fact_is_rewarded_as_the_task_says(toy_model, tmp_path, monkeypatch, task,
-                                                      first, second):
-    """R_φ and the annotator as critic read a fact that is praised once alike."""
-    (row,) = toy.rows("train", 1)
-    reply = row["facts"]["reply"]
-    text = f'She said "{reply}" and then said "{reply}"'
-    rollouts = rollouts_of(toy_model[1], [row], [text])
-    offsets = rollouts.offsets[0]
-    places = {text.index(reply): first, text.rindex(reply): second}
-    expected = [sum(label for place, label in places.items()
-                    if place <= start < end <= place + len(reply)) for start, end in offsets]
-    config = toy_config(task=task, annotator_function="toy:critique", output_dir=str(tmp_path))
-    monkeypatch.setattr("policy.write_critiques", lambda *_, **__: [toy.critique(row, text)])
-    for critic in (policy.reward_model_critic, annotator_critic):
-        assert critic(rollouts, *toy_model, config)[0].delta == expected
-
-
-def test_setting_b_pays_the_same_sum_at_the_last_token(toy_model, tmp_path):
-    """Appendix A: r_T = Σ δ_t and 0 before. A second design changes the δ of the first one."""
-    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config(output_dir=str(tmp_path))
-    by_token = annotator_critic(*arguments)
-    at_end = replace_delta(annotator_critic, designs.end)
-    for critic, sign in ((at_end, 1), (replace_delta(at_end, lambda *_: [
-            -d for d in _[2].delta]), -1)):
-        assert critic(*arguments) == [
-            replace(a, delta=[0.0 * sign] * (len(a.delta) - 1) + [sign * sum(a.delta)])
-            for a in by_token]
-    assert any(sum(judgement.delta) for judgement in by_token)
-
-
-def test_late_credit_by_hand():
-    """Three labelled words. Each label is paid at the next one, the last at the last token."""
+def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
+    """Three labelled words; setting B of App. A pays their sum at the end. `late` pays each
+    label at the next word, and the last one at the last token."""
     text = "a b c ."
     spans = [Span(4, 5, 1), Span(0, 1, 1), Span(2, 3, -1)]
     judgement = Judgement("", [1.0, -1.0, 1.0, 0.0], spans=spans)
-    assert designs.late(text, pieces(text), judgement) == [0.0, 1.0, -1.0, 1.0]
-    assert designs.late("a", pieces("a"), Judgement("", [0.0])) == [0.0]
+    assert designs.end(text, pieces(text), judgement) == [0, 0, 0, 1]
+    assert designs.late(text, pieces(text), judgement) == [0, 1, -1, 1]
+    assert designs.late("a", pieces("a"), Judgement("", [0.0])) == [0]
+    # A second design changes the δ of the first one.
+    arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config(output_dir=str(tmp_path))
+    twice = replace_delta(replace_delta(annotator_critic, designs.end),
+                          lambda text, offsets, judgement: [-d for d in judgement.delta])
+    for once, changed in zip(annotator_critic(*arguments), twice(*arguments)):
+        assert changed.delta[-1] == -sum(once.delta) and not any(changed.delta[:-1])
 
 
 @pytest.mark.parametrize("weighting, good, poor", [
@@ -335,33 +255,7 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
         assert [len(judgement.delta) for judgement in judged] == lengths
 
 
-@pytest.mark.parametrize("value, delta", [
-    (True, [0, 0, 1]), (2, [0, 0, 2]), (0.25, [0, 0, 0.25]), (torch.tensor(0.5), [0, 0, 0.5]),
-    ([1, -1.5, 0], [1, -1.5, 0]), (numpy.array([1, 0, 2]), [1, 0, 2]), (None, "returned None;"),
-    ("1.0", "returned '1.0';"), ([1, 2], "returned .1, 2.; .* list of 3 numbers"),
-    (float("nan"), "returned nan; .* such as 1.0 if all tests pass"), ([[1, 2, 3]], "returned"),
-    ([None] * 3, "returned .None")])
-def test_scores_are_paid_at_the_end_or_per_token(toy_model, monkeypatch, value, delta):
-    """The function sees the row, the response and the texts of its tokens, EOS last."""
-    def score(row, response):
-        calls.append((row["facts"], response, row["response_tokens"]))
-        return value
-
-    calls, (row,) = [], toy.rows("train", 1)
-    monkeypatch.setitem(sys.modules, "my_score", SimpleNamespace(score=score))
-    rollouts = rollouts_of(toy_model[1], [row], ["It was"])
-    arguments = rollouts, *toy_model, toy_config(annotator_function="my_score:score")
-    if isinstance(delta, str):
-        with pytest.raises(InputError, match=f"my_score:score, row {row['id']}: {delta}"):
-            score_critic(*arguments)
-    else:
-        (judgement,) = score_critic(*arguments)
-        assert judgement.delta == delta and not judgement.reason
-    assert calls == [(row["facts"], "It was", ["It", " was", ""])]
-
-
 @pytest.mark.parametrize("flags, message", [
-    ("score --annotator_function none", "score needs --annotator_function"),
     ("late --critic annotator --annotator_function none", "--annotator_function"),
     ("best", "unknown name 'best': .* names out of text2grad, .* rloo"),
     ("late best --seed 1", "unknown name 'best'"), ("", "no name was given: choose from"),
@@ -426,17 +320,6 @@ def test_recorded_preferences_of_the_three_data_sets(row, pair):
     assert recorded_pair(row) == pair
 
 
-@pytest.mark.parametrize("task, file", [
-    ("kodcode", "kodcode_leetcode.jsonl"),
-    ("ultrafeedback", "ultrafeedback_binarized_example.jsonl")])
-def test_recorded_pairs_of_real_rows_need_no_annotation(task, file, tmp_path, shared):
-    rows = read_rows(shared / "data" / file, task=get_task(task))
-    pairs = preferences(None, None, rows, small(tmp_path, task=task), tmp_path)
-    prompts = {get_task(task).policy_prompt(row) for row in rows}
-    assert 0 < len(pairs) <= len(rows)
-    assert all(x in prompts and better != worse for x, better, worse in pairs)
-
-
 @pytest.mark.parametrize("field", [*data.REFERENCES, "post"])
 def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.extend(args[2]))
@@ -492,8 +375,7 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
     """All write result.json, and print the command that evaluates them. With the annotator as
-    critic, no R_φ is trained. prm_ppo rewards the ends of steps. reflection evaluates its
-    second answers and writes them to the held-out rows."""
+    critic, no R_φ is trained. reflection evaluates its second answers."""
     def run(names, *more):
         out = tmp_path / names.replace(" ", "_")
         flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8,
@@ -506,37 +388,28 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
         assert (out / "policy" / "adapter_model.safetensors").exists()
         return output
 
-    def read(name, file):
+    def read_row(name, file):
         return read_rows(tmp_path / name / file)[0]
 
     monkeypatch.chdir(ROOT)
     run("sft")
     assert "reused" in run("sft")                              # a second start trains nothing
     run("late end definition_1", "--critic", "annotator")
-    sample = read("late_end_definition_1", "samples.jsonl")
+    sample = read_row("late_end_definition_1", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "late_end_definition_1" / "reward").exists()
-    assert read("late_end_definition_1", "config.json")["critic"] == "annotator"
-    function = "--annotator_function", "toy:fact_accuracy"
-    run("score", *function)
     assert "held-out comparisons or steps" in run("prm_ppo")
-    sample = read("prm_ppo", "samples.jsonl")
+    sample = read_row("prm_ppo", "samples.jsonl")
     ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
     text = sample["response"]
-    steps = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
-    assert [int(delta != 0) for delta in sample["delta"]] == steps and any(steps)
+    labels = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
+    assert [int(delta != 0) for delta in sample["delta"]] == labels and any(labels)
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")
     monkeypatch.setattr(baselines, "mend", lambda response, critique: f"mended {response}")
-    output = run("reflection", "--max_critique_tokens", 16,
-                 "--reward_model", tmp_path / "reward")
-    answers = read_rows(tmp_path / "reflection" / "answers.jsonl")
-    samples = read_rows(tmp_path / "reflection" / "after_samples.jsonl")
-    assert [row["post"] for row in answers] == [row["post"] for row in toy.rows("eval", 3, 0)]
-    assert all(row["response"].startswith("mended ") and row["id"] for row in answers)
-    assert [row["response"] for row in samples] == [row["response"] for row in answers]
-    assert f"--adapter {tmp_path}/reflection/answers.jsonl" in output
+    run("reflection", "--max_critique_tokens", 16, "--reward_model", tmp_path / "reward")
+    assert read_row("reflection", "after_samples.jsonl")["response"].startswith("mended ")
 
 
 def test_another_base_is_prompted_to_rewrite(toy_model, monkeypatch):
@@ -551,3 +424,107 @@ def test_another_base_is_prompted_to_rewrite(toy_model, monkeypatch):
     ((_, _, prompts, _, adapter, _),) = seen
     assert isinstance(text, str) and adapter is None
     assert "Critique: It lacks facts.\n\n" in prompts[0] and "good_spans" not in prompts[0]
+
+
+# ── Dense labels (Tables 11, 12) and steps (Appendix N)
+
+def read(mode, value, response="The cat sat. A dog ran."):
+    example = {"id": "", "prompt": "", "response": response}
+    return read_reply(example, json.dumps(value), f"experiments.modes:{mode}")
+
+
+def dense(words, *labels):
+    return {"textual_feedback": "Said.",
+            "labels": [{"word": word, "label": label} for word, label in zip(words, labels)]}
+
+
+def steps(*triples):
+    return {"steps": [{"step": step, "correct": correct, "reason": "why"}
+                      for step, correct in triples]}
+
+
+def test_dense_labels_are_spans_of_neighbours():
+    response = "ab\u0301 “c”\n d  e."
+    feedback, grounding = read("DENSE", dense(response.split(), "good", "good", "neutral",
+                                              "poor"), response)
+    assert grounding.spans == [Span(0, 7, 1), Span(12, 14, -1)]
+    assert feedback.good_spans == [response[:7]] and feedback.critique == "Said."
+
+
+def test_steps_are_labelled_in_order():
+    """The same text occurs twice; white space does not matter."""
+    response = "x = 1\nx += 1\nprint(x)\nx += 1\n"
+    judged = [("x  = 1", True), ("x += 1", True), ("print(x)", False), ("x += 1", False)]
+    feedback, grounding = read("STEPS", steps(*judged), response)
+    assert grounding == Grounding([Span(0, 5, 1), Span(6, 12, 1), Span(13, 21, -1),
+                                   Span(22, 28, -1)])
+    assert feedback.critique.splitlines()[2:] == ["Incorrect: print(x) (why)",
+                                                  "Incorrect: x += 1 (why)"]
+
+
+WORDS = "The cat sat. A dog ran.".split()
+
+
+@pytest.mark.parametrize("mode, value, reason", [
+    ("DENSE", dense(WORDS[1:], *["good"] * 5), "words differ"),
+    ("DENSE", dense(WORDS, *["great"] * 6), "'great'"),
+    ("DENSE", dense(WORDS, *["good"] * 6) | {"labels": 3}, "list of objects"),
+    ("DENSE", {"textual_feedback": "Said."}, "no JSON object.* labels"),
+    ("STEPS", {"steps": []}, "empty"),
+    ("STEPS", steps(("A dog ran.", True), ("The cat sat.", True)), "does not follow"),
+    ("STEPS", steps(("The cat", "yes")), "list of objects.*'yes'")])
+def test_labels_and_steps_that_do_not_fit_are_refused(mode, value, reason):
+    with pytest.raises(FeedbackError, match=reason):
+        read(mode, value)
+
+
+# ── Advantages without V, and groups
+
+def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
+    """Rollouts with the given δ, [B, T], after an advantage function."""
+    delta = torch.as_tensor(delta, dtype=torch.double)
+    lengths = lengths or [delta.shape[1]] * len(delta)
+    mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.zeros_like(mask).long()
+    rollouts = Rollouts([{}] * len(delta), [], [], [], ids, ids, ids, mask)
+    rollouts.delta, rollouts.values = delta, torch.zeros_like(delta)
+    rollouts.logprobs_ref = torch.zeros_like(delta)
+    rollouts.logprobs_old = torch.zeros_like(delta) + kl
+    ADVANTAGES[name](rollouts, beta, config)
+    return rollouts
+
+
+DELTA = [[1, 0, -1], [1, 1, 0], [0, -1, 0], [0, 0, 1]]
+LENGTHS = [3, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("definition_1", DELTA),
+    # whiten doubles its argument here
+    ("reward_to_go", [[0, -2, -2], [4, 2, 0], [-2, -2, 0], [2, 2, 2]]),
+    # R = 0, 2, −1, 1 in groups of two
+    ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3]),
+    # A = ∓1 in both groups; the mean length is 2.75
+    ("grpo", [[-2.75 / 3] * 3, [2.75 / 2, 2.75 / 2, 0], [-2.75 / 3] * 3, [2.75 / 3] * 3])])
+def test_advantages_by_hand(name, expected, monkeypatch):
+    monkeypatch.setattr(advantages, "whiten", lambda x, mask: 2 * x)
+    rollouts = filled(name, DELTA, toy_config(lam=0.5, responses_per_prompt=2), LENGTHS)
+    expected = torch.tensor(expected, dtype=torch.double)
+    torch.testing.assert_close(rollouts.advantages, expected, rtol=1e-3, atol=1e-9)
+    assert torch.equal(rollouts.returns, rollouts.values)
+
+
+def test_the_reward_has_the_kl_penalty():
+    """r_t = δ_t − β (log π − log π_ref), and 0 on padding."""
+    rollouts = filled("definition_1", DELTA, toy_config(), LENGTHS, kl=0.5, beta=0.4)
+    expected = (torch.tensor(DELTA) - 0.2) * rollouts.mask
+    torch.testing.assert_close(rollouts.advantages, expected.double())
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_a_group_of_equal_rewards_gets_0(name):
+    delta = [[1, 0], [0, 1], [1, 1], [0, 0]]
+    rollouts = filled(name, delta, toy_config(responses_per_prompt=2))
+    assert not rollouts.advantages[:2].any() and rollouts.advantages[2:].all()
+
+
