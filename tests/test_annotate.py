@@ -27,6 +27,9 @@ from helpers import ROOT, SLOW, often
 from model import encode_answer, encode_prompt, encode_text, eos_ids
 from reward_model import encode_rows
 
+pytestmark = pytest.mark.inner
+
+
 # ── parse_feedback
 
 REPLY = Feedback("The plot is right, the name is wrong.", ["the plot"], ["Bob"])
@@ -106,6 +109,7 @@ plain_critiques = st.text(
     st.characters(exclude_characters="{}", exclude_categories=["Cs"])).filter(str.strip)
 
 
+@pytest.mark.slow
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 @hypothesis.example("Write this:\n```\nreturn 0\n```", ["a"], [])
@@ -246,6 +250,7 @@ def read_labels(response: str, reply: str, words) -> dict[str, float] | None:
 CASES = 100_000 if SLOW else 3000
 
 
+@pytest.mark.slow
 def test_no_damage_to_a_reply_gives_a_reward_that_it_does_not_contain():
     """Half of the replies are whole and must be read. The others are damaged, up to twice."""
     total = Counter()

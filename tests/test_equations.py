@@ -24,6 +24,7 @@ from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scor
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
+pytestmark = pytest.mark.inner
 row_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 seeds = st.integers(0, 10**6)
 unit = st.floats(0, 1)

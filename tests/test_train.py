@@ -26,6 +26,7 @@ from policy import add_gradients, add_scores, batch_rows, sample_rollouts, train
 from settings import AnnotateConfig, Config, FitConfig, derive_settings, parse_flags
 from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
 
+pytestmark = pytest.mark.inner
 CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
                     learning_rate=0.0, max_new_tokens=12, kl_target=0.0, seed=3)
 
@@ -141,6 +142,7 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     torch.testing.assert_close(gradient(0, 2) + gradient(1, 2), whole, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
     """δ = 0, β = 1 fixed: eight iterations shrink the KL to a small part of its first value.
 
@@ -351,6 +353,7 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     assert annotator_critic(batch, None, None, config) == judgements[1::2]
 
 
+@pytest.mark.slow
 def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_path):
     flags = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
              "--output_dir", tmp_path, "--critic", "annotator"]
