@@ -39,7 +39,6 @@ policy.py: tests/test_equations.py -k "gae or whiten or loss_by or definition or
 
 policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or minibatch or pass"
     (start + prompts - 1) // n + 1) ⇒ (start + prompts) // n)
-    (start + prompts - 1) // n + 1) ⇒ (start + prompts - 1) // n + 2)
     (start + prompts - 1) // n + 1) ⇒ start // n + 1)
     torch.tensor(judgement.delta) ⇒ torch.tensor(judgement.delta).roll(1)
     rollouts, index, config.reference) ⇒ rollouts, index, "policy")
@@ -174,7 +173,7 @@ model.py: tests/test_model.py
     or not tensors[key].isfinite().all(): ⇒ :
     if saved_config not in ({}, config): ⇒ if False:
     max(tokenizer.get_vocab().values()) ⇒ len(tokenizer) - 1
-    if missing:⏎        raise ⇒ if False:⏎        raise
+    if report["missing_keys"]: ⇒ if False:
     if not torch.allclose(expected, logits, ⇒ if False and (expected, logits,
     turn["role"] != "assistant" and turn ⇒ turn
     turn["content"].strip() ⇒ turn["content"]
@@ -299,7 +298,7 @@ def run_tests(copy: Path, target: str) -> tuple[str, str]:
         pass
     process.join()
     output = (copy.parent / "output").read_text("utf-8", "replace")
-    failed_test = re.search(r"^(?:FAILED|ERROR) tests/(\S+?)(?: - |$)", output, re.M)
+    failed_test = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.+?)(?: - |$)", output, re.M)
     if is_late:
         return "failed", "timeout"
     if process.exitcode == 0:
