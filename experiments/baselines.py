@@ -432,6 +432,8 @@ def main(argv=None):
         raise InputError(f"{' '.join(names)}: these names exclude each other; choose one of "
                          f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
                          f"{', '.join(FITTED)} stand alone")
+    if method == "score":
+        config = replace(config, critic="annotator")       # no R_φ is trained
     if method == "score" and not config.annotator_function:
         raise InputError("score needs --annotator_function: set it to module:function")
     if {*names} & {*GROUPED} and config.responses_per_prompt < 2:

@@ -491,9 +491,9 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
 
 
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):
-    """All write result.json, and print the command that evaluates them. With the annotator
-    as critic, no R_φ is trained. prm_ppo rewards the ends of steps. reflection evaluates its second answers
-    and writes them to the held-out rows."""
+    """All write result.json, and print the command that evaluates them. With the annotator as
+    critic, no R_φ is trained. prm_ppo rewards the ends of steps. reflection evaluates its
+    second answers and writes them to the held-out rows."""
     def run(names, *more):
         out = tmp_path / names.replace(" ", "_")
         flags = ["--annotated_rows", 16, "--batch_size", 8, "--minibatch_size", 8,
