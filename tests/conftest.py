@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main  # noqa: E402
+from helpers import (PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main,  # noqa: E402
+                     save_tiny)
 
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
@@ -78,6 +79,16 @@ def toy_model():
 def stories(shared):
     """A fresh copy of stories260K (SentencePiece-style vocabulary, grouped-query attention)."""
     return load_model(shared / "models" / "stories260K", device="cpu")
+
+
+@pytest.fixture(params=["toy_model", "stories", "windows"])
+def base(request, tmp_path):
+    """A real checkpoint, or a tiny Qwen of which one layer has a sliding window."""
+    if request.param != "windows":
+        return request.getfixturevalue(request.param)
+    folder = save_tiny(tmp_path / "base", "Qwen2", vocab_size=961, use_sliding_window=True,
+                       sliding_window=5, max_window_layers=1)
+    return load_model(folder, device="cpu")
 
 
 @pytest.fixture()
