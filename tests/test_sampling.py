@@ -96,11 +96,16 @@ def test_scores_are_those_of_the_unpadded_sequence(base):
 
 
 def test_no_token_without_probability_is_drawn():
-    """u is the smallest or the largest value of torch.rand; two tokens are possible."""
+    """u is the smallest or the largest value of torch.rand. The sum of random probabilities may
+    be less than the largest u."""
     u = torch.tensor([0, 1 - 2**-24])[:, None]
     logits = torch.full((2, 128_256), -torch.inf)
     logits[:, [40_000, 90_000]] = 0
     assert sampling._draw(logits, u, 1.0)[:, 0].tolist() == [40_000, 90_000]
+    logits = torch.randn(16, 128_256)
+    logits[:, 90_000:] = -torch.inf
+    drawn = sampling._draw(logits, u[1:].expand(16, 1), 1.0)
+    assert logits.gather(1, drawn).isfinite().all()
 
 
 def test_greedy_is_transformers_greedy(base, monkeypatch):  # Table 5
