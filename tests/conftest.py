@@ -9,37 +9,26 @@ import pkgutil
 import sys
 from pathlib import Path
 
-# Three pytest workers share two cores, so each process uses one thread. The variable must be
-# set before torch is imported. torch.set_num_threads would change the last bits of results.
+# Each pytest worker has one core, so each process uses one thread. The variable must be set
+# before torch is imported. torch.set_num_threads would change the last bits of results.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"            # a missing model is an error without retries
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main  # noqa: E402
+from helpers import (PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main,  # noqa: E402
+                     save_tiny)
 
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
-# These files take most of the time, so they start first: no worker then runs minutes longer
-# than the others. `-m "not slow"` leaves them out.
-SLOW = ("test_notebooks", "test_notebook6", "test_sandbox",
-        "test_ranks", "test_restart", "test_run", "test_smollm2", "test_sharding",
-        "test_eval", "test_studies", "test_train",
-        "test_benchmarks", "test_toy", "test_experiments",
-        "test_ask", "test_model", "test_gpu", "test_measures")
 
 
-def pytest_collection_modifyitems(items):
-    def start_order(item):
-        name = Path(item.fspath).stem
-        return SLOW.index(name) if name in SLOW else len(SLOW)
-
-    for item in items:
-        if start_order(item) < len(SLOW) or "finished_run" in item.fixturenames:
-            item.add_marker("slow")
-    items.sort(key=start_order)
+def pytest_configure(config):
+    """`-m inner` leaves out the slow functions of its files."""
+    if config.option.markexpr == "inner":
+        config.option.markexpr = "inner and not slow"
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +79,16 @@ def toy_model():
 def stories(shared):
     """A fresh copy of stories260K (SentencePiece-style vocabulary, grouped-query attention)."""
     return load_model(shared / "models" / "stories260K", device="cpu")
+
+
+@pytest.fixture(params=["toy_model", "stories", "windows"])
+def base(request, tmp_path):
+    """A real checkpoint, or a tiny Qwen of which one layer has a sliding window."""
+    if request.param != "windows":
+        return request.getfixturevalue(request.param)
+    folder = save_tiny(tmp_path / "base", "Qwen2", vocab_size=961, use_sliding_window=True,
+                       sliding_window=5, max_window_layers=1)
+    return load_model(folder, device="cpu")
 
 
 @pytest.fixture()

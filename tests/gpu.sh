@@ -6,7 +6,7 @@
 #
 #   1 machine    versions, and the attention kernels that are on
 #   2 attention  bfloat16 gradients of padded rows, against float32
-#   3 tests      the CUDA tests of test_model.py
+#   3 tests      the CUDA tests of test_sampling.py
 #   4 capture    the decode step as a CUDA graph against the eager step
 #   5 bench      all tables of bench.py with an 8B (a small model on cards under 70 GB)
 #   6 toy        all three phases, two iterations, in bfloat16 and in float32
@@ -94,7 +94,7 @@ pytest=("$PYTHON" -m pytest -q -n0 --tb=short)
 
 step 1_machine 60 bash -c facts
 step 2_attention 60 "${pytest[@]}" tests/test_gpu.py -k "attention or gradients"
-step 3_tests 90 "${pytest[@]}" tests/test_model.py -k "cuda or captured or host_waits"
+step 3_tests 90 "${pytest[@]}" tests/test_sampling.py -k "cuda or captured"
 step 4_capture 90 "${pytest[@]}" tests/test_gpu.py -k "captur"
 step 5_bench 240 "$PYTHON" bench/bench.py "${bench[@]}"
 step 6_toy 120 "${pytest[@]}" tests/test_gpu.py -k "iterations"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import text2grad
 import toy
 from hypothesis import settings
@@ -77,6 +78,15 @@ def error_message(script: str, *flags) -> str:
     traceback.clear_frames(error.tb)             # frames hold the output directory's lock
     message = str(error.value)
     assert len(message) > 3 and "\n" not in message      # a bare exit status is too short
+    return message
+
+
+def refused(match, call, *arguments, **options) -> str:
+    """The InputError of one line that the call raises; `match` is a part of it."""
+    with pytest.raises(InputError) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert match in message and "\n" not in message
     return message
 
 
@@ -153,6 +163,35 @@ def flip_bit(path, bit: int):
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+# ── Small models and their prompts
+
+TEXTS = ["Once upon a time", "The dog", "He", "One day, a little cat saw", "Tom was sad. He",
+         "Lily and her mom went to the park to play with a big red ball"]
+IDS = [5, 9, 77, 300, 12, 8, 99, 440]
+
+
+def save_tiny(folder, kind="Llama", **options):
+    """Save a tiny random model with the toy tokenizer; return its directory."""
+    sizes = dict(vocab_size=960, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+                 initializer_range=0.3, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "toy" / "base" / name, folder)
+    return folder
+
+
+def prompts_of(tokenizer):
+    """Six prompts of unequal length."""
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+
+
+@torch.no_grad()
+def logits_of(model, ids=IDS):
+    return model(torch.tensor([ids])).logits[0]
 
 
 # ── Random weights and rollouts

@@ -23,9 +23,12 @@ import toy
 from annotate import (Feedback, FeedbackError, Grounding, Span, annotation_messages,
                       conflicting_tokens, ground, parse_feedback, token_offsets, token_rewards)
 from data import examples, get_task, read_rows, reward_prompt
-from helpers import ROOT, SLOW, often
+from helpers import ROOT, SLOW, often, toy_config
 from model import encode_answer, encode_prompt, encode_text, eos_ids
 from reward_model import encode_rows
+
+pytestmark = pytest.mark.inner
+
 
 # ── parse_feedback
 
@@ -106,6 +109,7 @@ plain_critiques = st.text(
     st.characters(exclude_characters="{}", exclude_categories=["Cs"])).filter(str.strip)
 
 
+@pytest.mark.slow
 @often
 @given(plain_critiques, st.lists(st.text()), st.lists(st.text()))
 @hypothesis.example("Write this:\n```\nreturn 0\n```", ["a"], [])
@@ -246,6 +250,7 @@ def read_labels(response: str, reply: str, words) -> dict[str, float] | None:
 CASES = 100_000 if SLOW else 3000
 
 
+@pytest.mark.slow
 def test_no_damage_to_a_reply_gives_a_reward_that_it_does_not_contain():
     """Half of the replies are whole and must be read. The others are damaged, up to twice."""
     total = Counter()
@@ -465,6 +470,7 @@ def test_a_token_without_text_has_an_empty_interval(tokenizer):
     text, offsets = token_offsets(tokenizer, ids)
     start, end = offsets[ids.index(len(tokenizer) - 1)]
     assert start == end == 3 and text.split() == ["the", "plot"]
+    assert offsets[-1][1] == len(text)
 
 
 # ── token_rewards
@@ -557,6 +563,17 @@ def test_rows_become_messages_with_their_texts(task, file, count, expected, requ
 
 
 # ── Assertions of the mathematics
+
+def test_an_annotator_that_was_edited_is_asked_again(monkeypatch):
+    """The key of a question in the journal depends on the source of --annotator_function."""
+    config = toy_config(annotator_function="toy:critique")
+    example, = examples(get_task("toy"), [toy.rows("train", 1)[0] | {"response": "text"}])
+    keys = set()
+    for source in ("first", "second", "second"):
+        monkeypatch.setattr("annotate.function_hash", lambda name: source)
+        keys.add(annotate.annotation_question(example, config).key)
+    assert len(keys) == 2
+
 
 def test_a_wrong_place_of_a_quote_is_an_error(monkeypatch):
     """Two repeats of a quote must not share a place."""

@@ -23,6 +23,7 @@ from policy import adapt_beta, add_feedback, gae
 
 CORE = ("annotate", "ask", "data", "model", "policy", "reward_model", "runtime", "sampling",
         "text2grad")
+pytestmark = pytest.mark.inner
 ONES, SHORT = torch.ones(2, 3), torch.ones(2, 2)
 IDS = torch.ones(1, 2).long()
 HIDDEN, HEAD = -torch.ones(5, 4), torch.full((2600, 4), 9.0)

@@ -24,6 +24,7 @@ from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scor
 
 close = torch.testing.assert_close
 many = settings(deadline=None, max_examples=60, database=None, derandomize=True)
+pytestmark = pytest.mark.inner
 row_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 seeds = st.integers(0, 10**6)
 unit = st.floats(0, 1)
@@ -344,6 +345,9 @@ def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     random.seed(99)
     assert [draw(0, i) for i in reversed(range(50 // batch))] == batches[::-1]
     assert [draw(1, i) for i in range(50 // batch)] != batches
+    first, second, *_ = batch_rows(prompts, toy_config(batch_size=20), 0)
+    pairs = toy_config(batch_size=4, responses_per_prompt=2)
+    assert batch_rows(prompts, pairs, 0) == [first, first, second, second]
 
 
 def test_delta_is_in_the_column_of_its_token():

@@ -5,8 +5,6 @@ Independent side: SDPA in float32, the step that is not captured, what a killed 
 
 import os
 import signal
-import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import model as model_file
 from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
-from sampling import Decoder, _decode, can_capture, generate
+from sampling import generate
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -101,36 +99,6 @@ def test_decoding_does_not_copy_the_keys_of_a_group(grouped, spy):
     widths = spy("transformers.integrations.sdpa_attention.repeat_kv", lambda x, n: x.shape[2])
     generate(grouped, [[5, 6, 7]], 20, cuda_graph=False)
     assert len(widths) == 2 * 4 and len(set(widths)) == 1
-
-
-@pytest.mark.parametrize("rope, is_captured", [
-    ({"rope_type": "linear", "factor": 2.0}, True), ({"rope_type": "dynamic"}, False),
-    ({"rope_type": "longrope", "long_factor": [2.0]}, False),
-    ({"full_attention": {"rope_type": "default"},
-      "sliding_attention": {"rope_type": "dynamic"}}, False)])
-def test_rope_that_asks_the_host_is_not_captured(grouped, rope, is_captured):
-    grouped.config.rope_parameters = rope
-    assert can_capture(grouped) is is_captured
-
-
-@torch.no_grad()
-def test_a_graph_is_freed_before_the_next_is_captured(toy_model, monkeypatch):
-    """Each width gets a graph, after a step that is not captured."""
-    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    uniforms = torch.rand(2, 9)
-    decoder = Decoder(toy_model[0], 0.8, prompts, torch.ones_like(prompts), uniforms, 12)
-    decoder.prefill(prompts, torch.ones_like(prompts))
-    graphs = []
-
-    def capture(decoder):
-        assert all(graph() is None for graph in graphs)
-        graph = partial(Decoder.step, decoder)
-        graphs.append(weakref.ref(graph))
-        return graph
-
-    monkeypatch.setattr(Decoder, "captured_step", capture)
-    tokens = _decode(decoder, uniforms, [], capture=True)
-    assert tokens.shape == (2, 9) and len(graphs) == 8
 
 
 # ── Whole runs

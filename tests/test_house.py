@@ -9,6 +9,7 @@ import ast
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -257,6 +258,20 @@ def test_the_top_level_is_the_fourteen_scripts():
 def test_nothing_is_wrong(check):
     found = check(ROOT)
     assert not found, "\n".join(found)
+
+
+def test_the_method_runs_without_all_that_measures_it(tmp_path):
+    """The deletion test: a copy without these files runs all phases of Algorithm 1."""
+    left_out = ("eval.py", "tiny.py", "measures", "experiments", "bench", "notebooks", "tests",
+                "runs", "*.html", ".*", "__pycache__")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(*left_out))
+    flags = ["--annotated_rows=60", "--reward_epochs=3", "--reward_held_out=1",
+             "--iterations=1", "--batch_size=4", "--minibatch_size=4", "--ppo_epochs=1",
+             "--eval_rows=4", "--output_dir=out"]
+    process = subprocess.run([sys.executable, "text2grad.py", *flags], cwd=copy, text=True,
+                             capture_output=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert (copy / "out" / "result.json").exists()
 
 
 # ── The pages: links, commands, and the records of SmolLM2

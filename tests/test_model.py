@@ -1,4 +1,4 @@
-"""model.py, sampling.py and checkpoints, tested against autograd, PEFT and transformers."""
+"""model.py and checkpoints, tested against autograd, PEFT and transformers."""
 
 import json
 import os
@@ -12,79 +12,22 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config,
-                          GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Phi3Config,
-                          Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM)
-import sampling
-from data import InputError
-from helpers import ROOT, flip_bit, randomise
+from transformers import AutoModelForCausalLM
+from helpers import IDS, ROOT, flip_bit, logits_of, prompts_of, randomise, refused, save_tiny
 from model import (ADAPTER_FILES, LoRALinear, add_lora, encode_answer, encode_prompt, eos_ids,
                    load_lora, load_model, response_hidden, save_lora, target_layers, use_lora)
 from runtime import checkpointed, checkpoints, load_tensors, save_tensors
-from sampling import (StaticCache, context_length, generate, head_weight, pad_batch,
-                      token_entropy, token_logprobs)
+from sampling import generate, head_weight, pad_batch
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # float32 comes out
-TEXTS = ["Once upon a time", "The dog", "He", "One day, a little cat saw", "Tom was sad. He",
-         "Lily and her mom went to the park to play with a big red ball"]
-IDS = [5, 9, 77, 300, 12, 8, 99, 440]
 CONFIG, WEIGHTS = ADAPTER_FILES
 FORMAT = {"format": "pt"}
 
 
 # ── Helpers
 
-def save_tiny(folder, architecture=LlamaForCausalLM, config=LlamaConfig, **options):
-    """Save a tiny random model with the toy tokenizer; return its directory."""
-    sizes = dict(vocab_size=960, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-                 initializer_range=0.3, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    architecture(config(**sizes | options)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "toy" / "base" / name, folder)
-    return folder
-
-
-@pytest.fixture(params=["toy_model", "stories", "windows"])
-def base(request, tmp_path):
-    """A real checkpoint, or a tiny Qwen of which one layer has a sliding window."""
-    if request.param != "windows":
-        return request.getfixturevalue(request.param)
-    folder = save_tiny(tmp_path / "base", Qwen2ForCausalLM, Qwen2Config, vocab_size=961,
-                       use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    return load_model(folder, device="cpu")
-
-
 @pytest.fixture()
 def llama(tmp_path):
     return load_model(save_tiny(tmp_path / "llama"), device="cpu")[0]
-
-
-def numbers_of(function, inputs, upstream):
-    """Log-probs and entropy by a function, and the gradients of the hidden states."""
-    values = function(*inputs)
-    return [*values, *(torch.autograd.grad((x * up).sum(), inputs[0], retain_graph=True)[0]
-                       for x, up in zip(values, upstream))]
-
-
-def random_inputs(n, v, h, dtype, device="cpu"):
-    """Random hidden states, a frozen head and targets; and two upstream gradients."""
-    hidden = torch.randn(n, h, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(v, h, device=device) / 4).to(dtype)
-    return (hidden, weight, torch.randint(v, (n,), device=device)), torch.randn(2, n).to(device)
-
-
-def prompts_of(tokenizer):
-    """Six prompts of unequal length."""
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
-
-
-@torch.no_grad()
-def logits_of(model, ids=IDS):
-    return model(torch.tensor([ids])).logits[0]
 
 
 def peft_adapter(model, folder, **options):
@@ -95,15 +38,6 @@ def peft_adapter(model, folder, **options):
     randomise((p for name, p in peft.named_parameters() if "lora_" in name), 0.2)
     peft.save_pretrained(folder)
     return peft.eval()
-
-
-def refused(match, call, *arguments, **options) -> str:
-    """The InputError of one line that the call raises; `match` is a part of it."""
-    with pytest.raises(InputError) as caught:
-        call(*arguments, **options)
-    message = str(caught.value)
-    assert match in message and "\n" not in message
-    return message
 
 
 def edit(change):
@@ -122,53 +56,6 @@ def edit(change):
 def cut(path):
     """Remove the last 20 bytes of a file."""
     path.write_bytes(path.read_bytes()[:-20])
-
-
-# ── token_logprobs and entropy
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n, temperature", [(1, 0.6), (64, 0.6), (1100, 1.0)])
-@pytest.mark.parametrize("v, tiles", [(203, 1), (2600, 3), (5000, 5)])
-@pytest.mark.parametrize("dtype", RELATIVE, ids=str)
-def test_log_probs_and_entropy_are_those_of_log_softmax(dtype, v, tiles, n, temperature, device,
-                                                        monkeypatch):
-    """Values, and gradients of the hidden states, over several tiles and parts of the rows."""
-    def ours(*inputs):
-        return token_logprobs(*inputs, temperature), token_entropy(*inputs[:2], temperature)
-
-    def naive(hidden, weight, targets):
-        wide = torch.promote_types(dtype, torch.float32)
-        logp = torch.log_softmax(hidden.to(wide) @ weight.to(wide).T / temperature, dim=-1)
-        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-    monkeypatch.setattr(sampling, "LOGITS", 1 << 20)
-    inputs, upstream = random_inputs(n, v, 24, dtype, device)
-    if device == "cpu" and n > sampling.ROWS:
-        assert len(sampling._tiles(sampling.ROWS, inputs[1])) == tiles
-    for x, y in zip(numbers_of(ours, inputs, upstream), numbers_of(naive, inputs, upstream)):
-        x, y = x.detach().double(), y.detach().double()
-        assert float((x - y).norm() / y.norm()) < RELATIVE[dtype]
-
-
-class Sizes(TorchDispatchMode):
-    """Records the size of every tensor but one that an operator returns."""
-    sizes = ()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.sizes += (*(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)
-                         and x.untyped_storage().data_ptr() != self.head),)
-        return out
-
-
-def test_the_logits_never_exist_at_once(monkeypatch):
-    """No operator of forward or backward returns N·V numbers, nor a gradient of the head."""
-    monkeypatch.setattr(sampling, "LOGITS", 512 * 512)
-    inputs, upstream = random_inputs(512, 4096, 32, torch.bfloat16)
-    with Sizes() as recorder:
-        recorder.head = inputs[1].untyped_storage().data_ptr()
-        numbers_of(lambda *x: (token_logprobs(*x), token_entropy(*x[:2])), inputs, upstream)
-    assert max(recorder.sizes) <= 512 * 1024 and 4096 * 32 not in recorder.sizes
 
 
 # ── LoRA
@@ -362,10 +249,9 @@ def test_what_an_architecture_cannot_do_is_refused(tmp_path, toy_model):
     """A soft cap after the head, unknown layers, a cache without attention, too many tokens."""
     gemma = dict(head_dim=8, query_pre_attn_scalar=8, initializer_range=1.0)
     for cap in (5.0, None):
-        folder = save_tiny(tmp_path / str(cap), Gemma2ForCausalLM, Gemma2Config,
-                           final_logit_softcapping=cap, **gemma)
+        folder = save_tiny(tmp_path / str(cap), "Gemma2", final_logit_softcapping=cap, **gemma)
         refused("soft cap", load_model, folder) if cap else load_model(folder, device="cpu")
-    gpt2, _ = load_model(save_tiny(tmp_path / "gpt2", GPT2LMHeadModel, GPT2Config))
+    gpt2, _ = load_model(save_tiny(tmp_path / "gpt2", "GPT2"))
     refused("GPT2LMHeadModel has no linear layer named up", target_layers, gpt2, ["up_proj"])
     model, _ = toy_model
     refused("layer named W_pack; choose the targets of an adapter from down_proj, gate_proj",
@@ -422,106 +308,6 @@ def test_a_chat_template_is_used_where_there_is_one(toy_model, template, prompt,
         refused(text, encode_prompt, tokenizer, prompt)
     else:
         assert tokenizer.decode(encode_prompt(tokenizer, prompt)) == text
-
-
-# ── Scoring and sampling
-
-def test_scores_are_those_of_the_unpadded_sequence(base):
-    """Each row of a padded batch gets the log-probs of its unpadded prompt and response."""
-    model, tokenizer = base
-    rows = prompts_of(tokenizer)
-    prompts = [row[:k] for k, row in zip((3, 1, 1, 2, 4, 9), rows)]
-    batch = pad_batch(prompts, rows[::-1])
-    with torch.no_grad():
-        hidden = response_hidden(model, *batch)
-    for prompt, response, h in zip(prompts, rows[::-1], hidden):
-        logp = logits_of(model, prompt + response).log_softmax(-1)[len(prompt) - 1 : -1]
-        ours = token_logprobs(h[: len(response)], head_weight(model), torch.tensor(response))
-        torch.testing.assert_close(ours, logp[range(len(response)), response], atol=1e-4,
-                                   rtol=1e-5)
-
-
-def test_no_token_without_probability_is_drawn():
-    """u is the smallest or the largest value of torch.rand; two tokens are possible."""
-    u = torch.tensor([0, 1 - 2**-24])[:, None]
-    logits = torch.full((2, 128_256), -torch.inf)
-    logits[:, [40_000, 90_000]] = 0
-    assert sampling._draw(logits, u, 1.0)[:, 0].tolist() == [40_000, 90_000]
-
-
-def test_greedy_is_transformers_greedy(base, monkeypatch):  # Table 5
-    """Equal tokens, including EOS, for prompts of unequal length that end at different times.
-
-    The prefill takes two columns at a time, and the cache is allocated once.
-    """
-    model, tokenizer = base
-    prompts, caches, update = prompts_of(tokenizer), set(), StaticCache.update
-
-    def watched_update(self, *arguments, **options):   # transformers ≥ 5.24 passes keywords
-        out = update(self, *arguments, **options)
-        caches.update((x.data_ptr(), x.shape[2]) for x in self.layers[0])
-        return out
-
-    monkeypatch.setattr(sampling, "PREFILL_TOKENS", 2 * len(prompts))
-    with monkeypatch.context() as patched:
-        patched.setattr(StaticCache, "update", watched_update)
-        long = generate(model, prompts, 24, temperature=0)
-    assert len(caches) == 2 and {n for _, n in caches} == {max(map(len, prompts)) + 24}
-    eos = [long[0][3], long[1][9]]
-    ids, mask, *_ = pad_batch(prompts, [])
-    out = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=eos,
-                         max_new_tokens=24, pad_token_id=0)[:, ids.shape[1]:].tolist()
-    theirs = [next((row[: t + 1] for t, token in enumerate(row) if token in eos), row)
-              for row in out]
-    assert generate(model, prompts, 24, 0, eos) == theirs and len({*map(len, theirs)}) > 1
-    assert generate(model, prompts, 24, 0, eos, batch_size=4) == theirs, "in two parts"
-
-
-def test_every_token_is_the_one_its_uniform_says(base):  # Alg. 4 l.11
-    """y_t is the token at which the CDF of the uncached model exceeds u (T = 0.8, with an
-    adapter, for any order of the batch, in parts, and with rows that end early). Without
-    `uniforms`, u is torch.rand."""
-    model, tokenizer = base
-    randomise(add_lora(model, "policy"))
-    prompts = prompts_of(tokenizer)
-    uniforms = torch.rand(6, 14, generator=torch.Generator().manual_seed(11))
-    eos = list(range(0, model.config.vocab_size, 8))
-    with use_lora(model, "policy"):
-        rows = generate(model, prompts, 14, 0.8, eos, uniforms=uniforms)
-        turned = generate(model, prompts[::-1], 14, 0.8, eos, uniforms=uniforms.flip(0))
-        torch.manual_seed(11)
-        assert rows == turned[::-1] == generate(model, prompts, 14, 0.8, eos, batch_size=4)
-        assert len({len(row) for row in rows}) > 2
-        for prompt, row, us in zip(prompts, rows, uniforms):
-            logits = logits_of(model, prompt + row)[len(prompt) - 1 : -1]
-            cdf = (logits.double() / 0.8).softmax(-1).cumsum(-1)
-            assert row == [int((c <= u).sum()) for u, c in zip(us, cdf)]
-
-
-LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 40,
-            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 4.4, 4.8, 5.2]}
-
-
-@pytest.mark.parametrize("limit, options", [
-    (40, dict(architecture=Phi3ForCausalLM, config=Phi3Config, rope_parameters=LONGROPE,
-              original_max_position_embeddings=40)),
-    (48, {"max_position_embeddings": 48, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
-    (128, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})])
-def test_what_was_sampled_with_a_cache_is_scored_alike(tmp_path, limit, options):
-    """RoPE whose frequencies depend on the length: the context is filled to its last token, and
-    one token more is refused."""
-    model, _ = load_model(save_tiny(tmp_path, **options), device="cpu")
-    assert context_length(model) == limit
-    prompts = [IDS, IDS[:3]]
-    uniforms = torch.rand(2, limit - len(IDS))
-    answers = generate(model, prompts, limit - len(IDS), uniforms=uniforms)
-    batch = pad_batch(prompts, answers)
-    with torch.no_grad():
-        logits = response_hidden(model, *batch) @ head_weight(model).T
-    cdf = logits.double().softmax(-1).cumsum(-1)
-    assert torch.equal((cdf <= uniforms[..., None]).sum(-1), batch[2])
-    refused(f"model's context of {limit} tokens", generate, model, prompts,
-            limit - len(IDS) + 1)
 
 
 # ── Tensors on disk and checkpoints

@@ -15,6 +15,7 @@ from model import add_lora, load_lora, lora_parameters, use_lora
 from reward_model import (count_tokens, encode_rows, fit, fit_adapter, split_rows, summary,
                           token_figures, write_critiques, z_loss)
 
+pytestmark = pytest.mark.inner
 CONFIG = toy_config(reward_batch_size=4, reward_epochs=2, reward_lora_r=2,
                     reward_lora_alpha=4, reward_learning_rate=1e-2,
                     reward_lora_targets="q_proj")
@@ -102,6 +103,7 @@ def test_a_step_that_is_not_finite_ends_the_fit_in_one_line(toy_model):
 
 # ── Phase 2
 
+@pytest.mark.slow
 def test_the_loss_of_held_out_rows_falls(toy_model, tmp_path, spy):
     """`z_loss` per token of the saved adapter against that of the base.
 

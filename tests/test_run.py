@@ -106,8 +106,9 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
 
 # ── Continuing a run, and reusing its results
 
-def test_a_second_run_reuses_every_phase_or_is_refused(finished_run, capsys):
+def test_a_second_run_reuses_every_phase_or_is_refused(finished_run, tmp_path, capsys):
     """The same settings change no result; others, and a second process, are refused."""
+    finished_run = shutil.copytree(finished_run, tmp_path / "run")
     kept = [p for p in finished_run.rglob("*") if p.is_file() and p.name not in
             ("config.json", "report.html", "phases.jsonl", ".lock")]
     before = {p: p.stat().st_mtime_ns for p in kept}
@@ -277,6 +278,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
     config = toy_config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
     assert drop_long_rows(rows, *toy_model, config) == rows[:3] + rows[4:]
     assert "left out: 1 of 6 prompts have more than" in capsys.readouterr().out
+    fitting = replace(config, max_prompt_tokens=len(encode_prompt(toy_model[1], "word " * 5)))
+    assert drop_long_rows(rows, *toy_model, fitting) == rows[:3] + rows[4:]
     for setting in ({"max_new_tokens": 480}, {"max_prompt_tokens": 4}):
         with pytest.raises(InputError, match="6 of 6 prompts .*, or raise --max_prompt_tokens"):
             drop_long_rows(rows, *toy_model, replace(config, **setting))

@@ -15,6 +15,7 @@ from policy import Rollouts, add_advantages, nl_gradient_loss, ppo_loss, value_l
 from reward_model import z_loss
 from sampling import generate, pad_batch, token_logprobs
 
+pytestmark = pytest.mark.inner
 LAYERS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 
 

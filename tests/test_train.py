@@ -6,6 +6,7 @@ each step's inputs with explicit values.
 """
 
 import json
+import math
 import random
 import typing
 from dataclasses import fields, replace
@@ -22,10 +23,12 @@ from helpers import (error_message, length_critic, randomise, read_jsonl, run_ma
 from model import ValueHead, add_lora, encode_text, lora_parameters
 from reward_model import Judgement, annotator_critic, read_judgement
 from runtime import CHANGEABLE, POLICY_SETTINGS
-from policy import add_gradients, add_scores, batch_rows, sample_rollouts, train
+from policy import (add_gradients, add_scores, batch_rows, ppo_update, sample_rollouts,
+                    train)
 from settings import AnnotateConfig, Config, FitConfig, derive_settings, parse_flags
 from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
 
+pytestmark = pytest.mark.inner
 CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
                     learning_rate=0.0, max_new_tokens=12, kl_target=0.0, seed=3)
 
@@ -74,7 +77,8 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
 def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer, rows,
                                                              tmp_path, spy):
     """With one row and weights that stay, each iteration draws other y and minibatches, as the
-    documented seeds say. The linear schedule takes both rates to 0."""
+    documented seeds say. The linear schedule takes both rates to 0. The logged sample of
+    iteration i is row i of the batch."""
     model, tokenizer = model_and_tokenizer
 
     def inputs(rollouts, model, value_head, optimizer, config, rng):
@@ -86,11 +90,13 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
     updates = spy("policy.ppo_update", inputs)
     config = replace(CONFIG, iterations=4, learning_rate=0.2, value_rate_factor=2.5)
     train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
+    samples = read_jsonl(tmp_path / "samples.jsonl")
     for iteration, (responses, state, rates) in enumerate(updates):
         seed = documented_seed(CONFIG, iteration)
         expected = sample_rollouts(model, tokenizer, rows[:1] * 8, CONFIG, "policy",
                                    torch.Generator().manual_seed(seed))
         assert torch.equal(responses, expected.response_ids)
+        assert samples[iteration]["response"] == expected.texts[iteration]
         assert state == random.Random(seed).getstate()
         assert rates == pytest.approx([0.2 * (1 - iteration / 4), 0.5 * (1 - iteration / 4)])
     assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
@@ -119,6 +125,32 @@ def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer,
                                               rel=1e-5)
 
 
+def test_a_harmful_step_is_skipped(policy, monkeypatch):
+    """Four steps of gradient 1. A mean ratio of 11 skips one, and an infinite loss another."""
+    model, head, rollouts = policy
+    rollouts.advantages = rollouts.returns = rollouts.mask
+    weight = head.linear.weight
+    before = weight.detach().clone()
+    metrics = iter([(1.0, 0.5), (11.0, 0.5), (1.0, math.inf), (9.0, 0.5)])
+
+    def gradients(*arguments):
+        weight.grad = torch.ones_like(weight)
+        return dict(zip(("ratio", "policy_loss"), next(metrics)))
+
+    monkeypatch.setattr("policy.add_gradients", gradients)
+    monkeypatch.setattr("policy.MAX_GRAD_NORM", 99)
+    stats = ppo_update(rollouts, model, head, torch.optim.SGD([weight], lr=0.1),
+                       toy_config(minibatch_size=6, ppo_epochs=4), random.Random(0))
+    assert (stats["skipped_steps"], stats["ratio"]) == (2, 5.0)
+    torch.testing.assert_close(weight.detach(), before - 0.2)
+
+
+def test_rows_are_grouped_by_the_length_of_prompt_and_response(policy):
+    lengths = [14, 5, 9, 9, 14, 10]
+    groups = policy[2].groups(range(6), toy_config(micro_batch_tokens=28))
+    assert [[lengths[row] for row in group] for group in groups] == [[5, 9, 9], [10, 14], [14]]
+
+
 def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     """The gradients of two ranks add up to the gradient of one process."""
     config = toy_config(minibatch_size=6, micro_batch_tokens=24, ppo_epochs=1)
@@ -141,6 +173,7 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
     torch.testing.assert_close(gradient(0, 2) + gradient(1, 2), whole, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kl_penalty_takes_a_policy_back_to_the_reference(toy_model, tmp_path):
     """δ = 0, β = 1 fixed: eight iterations shrink the KL to a small part of its first value.
 
@@ -240,10 +273,12 @@ def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, mil
     assert derived == pytest.approx(expected, rel=0.01)
 
 
-def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [["--batch_size", 12, "--minibatch_size", 8],
+                                   ["--batch_size", 16, "--minibatch_size", 12]])
+def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch, flags):
     monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
-                            "--output_dir", tmp_path)
+                            "--output_dir", tmp_path, *flags)
     assert message.endswith("a multiple of 8, and --minibatch_size of 8")
 
 
@@ -351,6 +386,7 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     assert annotator_critic(batch, None, None, config) == judgements[1::2]
 
 
+@pytest.mark.slow
 def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_path):
     flags = ["--iterations", 2, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 4,
              "--output_dir", tmp_path, "--critic", "annotator"]
