@@ -611,6 +611,24 @@ def test_invalid_flags_are_one_line_before_any_request(server, monkeypatch, tmp_
     assert not server.requests
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("no key"), SystemExit("no key")])
+def test_a_function_that_fails_or_exits_ends_the_run_and_keeps_the_replies(work, fault):
+    """SystemExit would end one thread alone, and the run would wait for its reply."""
+    def judge(row, response):
+        calls.append(row["id"])
+        if row["id"] == "row-3":
+            raise fault
+        time.sleep(0.1)                                  # the others return after the fault
+        return Feedback("c", [], [])
+
+    calls = []
+    work.module.judge = judge
+    with pytest.raises((RuntimeError, InputError), match="no key"):
+        work(rows_of(30), concurrency=8, **JUDGE)
+    kept = {row["id"] for row in read_jsonl(work.journal)}
+    assert kept == {*calls} - {"row-3"} and 1 < len(calls) < 30
+
+
 # Alg. 1 l.5; Alg. 1 l.7–8; Alg. 1 l.10
 def test_a_critic_is_asked_with_row_and_response_in_parallel(work, capsys):
     barrier = threading.Barrier(3, timeout=20)
