@@ -80,9 +80,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
-        # Callers check the length of each row, so the tokenizer needs no limit.
-        tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False,
-                                                  model_max_length=1 << 30)
+        tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
             trust_remote_code=False)
@@ -91,10 +89,9 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
         raise InputError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
                          f"give --model a hub id or a directory in Hugging Face format"
                          ) from error
-    missing = report["missing_keys"]
-    if missing:
-        raise InputError(f"{path}: {len(missing)} weights are missing, the first is "
-                         f"{min(missing)}; restore the files of the model")
+    if report["missing_keys"]:
+        raise InputError(f"{path}: weights are missing, such as {min(report['missing_keys'])}; "
+                         f"restore the files of the model")
     largest_id = max(tokenizer.get_vocab().values())               # with added tokens
     if largest_id >= model.config.vocab_size:
         raise InputError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "

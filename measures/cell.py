@@ -4,6 +4,7 @@ Paper: not described. Every run pays for the imports of this file, so it has few
 """
 
 import ast
+import builtins
 import ctypes
 import json
 import linecache
@@ -14,6 +15,8 @@ import resource
 import sys
 import time
 import traceback
+
+__builtins__ = dict(vars(builtins))           # a copy, because the program may patch builtins
 
 FILE_MB = 16                                  # largest file and largest output, in MiB
 FILES = 256                                   # largest number of open files
@@ -35,11 +38,13 @@ def main():
     os.dup2(2, 1)                             # from now on, stdout also goes to stderr
     os.chdir(os.environ["HOME"])
     os.write(verdict, b"ready")
-    process = os.getpid()
+    getpid = os.getpid                        # the program may also patch os
+    write = os.write
+    process = getpid()
     status, reason = judge(*order)
-    if os.getpid() == process:                # a fork of the program must not write a verdict
+    if getpid() == process:                   # a fork of the program must not write a verdict
         claim = f"{secret}{status}\n{reason}"
-        os.write(verdict, claim.encode("utf-8", "backslashreplace"))
+        write(verdict, claim.encode("utf-8", "backslashreplace"))
     os._exit(0)                               # skips exit handlers and waits for no thread
 
 

@@ -31,7 +31,7 @@ from typing import Callable
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Interval, Span, ground, parse_feedback,
+from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback,
                       token_offsets, token_rewards)
 from data import InputError, read_rows, run_script
 from model import encode_text
@@ -67,12 +67,12 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
     return spans
 
 
-def words(text: str) -> list[Interval]:
+def words(text: str) -> list[tuple]:
     """Offsets [start, end) of every word, which is a run of characters without white space."""
     return [match.span() for match in re.finditer(r"\S+", text)]
 
 
-def response_tokens(tokenizer, text: str) -> list[Interval]:
+def response_tokens(tokenizer, text: str) -> list[tuple]:
     """Offsets of the tokens, or of the words if decoding the tokens does not give the text."""
     decoded, offsets = token_offsets(tokenizer, encode_text(tokenizer, text))
     return offsets if decoded == text else words(text)

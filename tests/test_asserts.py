@@ -39,9 +39,9 @@ def messages(module: str) -> list[str]:
 
 
 def test_the_core_asserts_its_equations():
-    """At least 25 asserts name their equation or line; BROKEN lists all but annotate.py's."""
+    """At least 20 asserts name their equation or line; BROKEN lists all but annotate.py's."""
     all_messages = [message for module in CORE for message in messages(module)]
-    assert len(all_messages) >= 25
+    assert len(all_messages) >= 20
     places = ("§", "Alg.", "Appendix", "Definition")
     assert all(any(place in message for place in places) for message in all_messages
                if message not in ("whitened advantages have mean 0", "the head is frozen here"))

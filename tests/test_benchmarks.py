@@ -4,7 +4,6 @@ Tests run code with unsafe=True: the programs are known to be harmless, and some
 no namespaces.
 """
 
-import gzip
 import json
 import math
 from itertools import cycle
@@ -17,7 +16,6 @@ from helpers import SLOW
 from measures import benchmarks
 from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
                                  extract_code, read_arc, read_problems)
-from model import add_lora, use_lora
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
         'def grow(x: int) -> int:\n    """One more."""\n')
@@ -39,14 +37,13 @@ HUB = SANITIZED | {"task_id": 4, "test": "import numpy as np\ninputs = [[-1], [5
 ANGLE = {"task_id": "Mbpp/124", "entry_point": "grow", "prompt": '"""\nOne.\n"""\n',
          "canonical_solution": "\ndef grow(x, y):\n  return (x + y).imag + 1\n",
          "base_input": [["1", "2j"]], "plus_input": [["(3-1j)", "0"]], "atol": 1e-4}
-MBPP_PLUS = {"task_id": "Mbpp/720", "entry_point": "grow", "prompt": '"""\nAppend one, please.\n"""\n',
+MBPP_PLUS = {"task_id": "Mbpp/720", "entry_point": "grow", "prompt": '"""\nOne.\n"""\n',
              "canonical_solution": "\ndef grow(x, y):\n  return x + (y + 1,)\n",
              "base_input": [[[3, 4], 5]], "plus_input": [[[[1]], 2]], "atol": 0}
 
 
-def write(path, *rows, array=False, zipped=False):
-    text = json.dumps(rows) if array else "\n\n".join(map(json.dumps, rows)) + "\n"
-    path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+def write(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
@@ -65,11 +62,11 @@ def run(problems, *programs, **options):
 
 @pytest.mark.parametrize("row", [HUMANEVAL, PLUS, MBPP, SANITIZED, HUB, MBPP_PLUS, ANGLE])
 def test_every_schema_is_recognised_and_its_solution_passes(row, tmp_path):
-    path = write(tmp_path / ("rows.gz" if row is PLUS else "rows"), row, array=row is SANITIZED, zipped=row is PLUS)
-    [task] = read_problems(path)
+    task = problem(tmp_path, row)
     assert task.task_id == str(row["task_id"]) or task.task_id == f"Mbpp/{row['task_id']}"
     assert (task.plus is None) == (row not in (PLUS, HUB, MBPP_PLUS, ANGLE))
-    assert all(text in code_prompt(task) for text in (task.head, *row.get("test_list", ["one"])))
+    prompt = code_prompt(task)
+    assert task.head in prompt and all(text in prompt for text in row.get("test_list", []))
     right, *failures = run([task], task.solution, "", task.solution.replace("+ 1", "+ 2"))
     assert right["base"] and right["plus"] in (True, None) and right["status"] == "passed"
     assert not any(result["base"] or result["plus"] for result in failures)
@@ -113,11 +110,11 @@ def agrees(out, expected, atol=0.0, name="f", args=()):
 @pytest.mark.parametrize("out, expected, atol, agree", [
     (2.0 + 5e-7, 2.0, 0, True), (2.0 + 3e-6, 2.0, 0, False), (2.0 + 3e-6, 2.0, 1e-4, True),
     (1e9 + 50, 1e9, 0, True), (1e9 + 200, 1e9, 0, False), (2, 2.0, 0, True),
-    (1, 1 + 1e-9, 0, False),
-    ([1.0, 2.0 + 5e-7], [1.0, 2.0], 0, True), ([1.0, 2.0 + 5e-7], (1.0, 2.0), 0, False),
-    ([1.0], [1.0 + 1e-9] * 2, 0, False), ([1, 2.0 + 5e-7], [1, 2.0], 0, False),
-    ("a", "b", 1e-4, False), (math.nan, math.nan, 0, False), (math.inf, math.inf, 0, True)])
-def test_outputs_are_equal_or_floats_within_the_tolerance_of_evalplus(out, expected, atol, agree):
+    (1, 1 + 1e-9, 0, False), ([1.0, 2.0 + 5e-7], [1.0, 2.0], 0, True),
+    ([1.0, 2.0 + 5e-7], (1.0, 2.0), 0, False), ([1.0], [1.0 + 1e-9] * 2, 0, False),
+    ([1, 2.0 + 5e-7], [1, 2.0], 0, False), ("a", "b", 1e-4, False),
+    (math.nan, math.nan, 0, False), (math.inf, math.inf, 0, True)])
+def test_outputs_are_equal_or_floats_within_the_tolerance(out, expected, atol, agree):
     assert agrees(out, expected, atol) == agree
 
 
@@ -133,7 +130,7 @@ def test_tasks_with_more_than_one_right_output(name, args, expected, right, wron
 def test_programs_cannot_pass_by_changing_inputs(tmp_path):
     task = problem(tmp_path, PLUS, base_input=[[[3, 1]], [[2, 2]]], plus_input=[],
                    canonical_solution="    return sorted(x)\n")
-    rows = run([task], "def grow(x):\n    x.sort()\n    y = list(x)\n    x.clear()\n    return y",
+    rows = run([task], "def grow(x):\n    x.sort()\n    return [x.pop(0), x.pop()]",
                "def grow(x):\n    x.clear()\n    return []")
     assert [row["base"] for row in rows] == [True, False]
 
@@ -175,18 +172,6 @@ def test_published_solutions_pass_and_empty_bodies_do_not(name, count, step, sha
     assert len(rows) == len(sample) and not any(row["base"] or row["plus"] for row in rows)
 
 
-def test_plus_finds_the_mistakes_in_humanevals_own_solutions(shared):
-    """evalplus reports mistakes in five solutions that pass HumanEval's tests."""
-    data = shared / "data"
-    solutions = {p.task_id: p.solution for p in read_problems(data / "HumanEval.jsonl.gz")}
-    wrong = [f"HumanEval/{number}" for number in (111, 122, 124, 132, 150)]
-    path = data / "HumanEvalPlus-Mini-v0.1.10.jsonl.gz"
-    problems = [problem for problem in read_problems(path) if problem.task_id in wrong]
-    rows = run(problems, *(solutions[task] for task in wrong))
-    assert [(row["id"], row["base"], row["plus"], row["status"]) for row in rows] == [
-        (task, True, False, "failed") for task in wrong]
-
-
 # ── ARC
 
 def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **fields):
@@ -200,7 +185,7 @@ def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **
     (arc_row(question={"stem": "s"}), "row 2: .*KeyError.'choices'"),
     (arc_row("A", ["", "b"], "AB"), "row 2: .*a choice without a text"),
     (arc_row(question="s"), "row 2: .*TypeError"),
-    (HUMANEVAL, "line 3: field 'id' is missing")])    # `write` puts a blank line between rows
+    (HUMANEVAL, "line 2: field 'id' is missing")])
 def test_the_error_of_an_invalid_arc_row_names_it(row, message, tmp_path):
     with pytest.raises(InputError, match=f"bad, {message}"):
         read_arc(write(tmp_path / "bad", arc_row(), row))
@@ -222,36 +207,23 @@ def plain_logprob(model, tokenizer, question, choice):
     return logprobs.gather(1, ids[0, 1:, None])[-size:].sum().item()
 
 
-def assert_plain(model, tokenizer, rows, adapter=None):
-    """Check the log-likelihoods and scores of a batch against unbatched forward passes."""
-    with use_lora(model, adapter):
-        plain = [[plain_logprob(model, tokenizer, row["question"], choice)
-                  for choice in row["choices"]] for row in rows]
-    logprobs = choice_logprobs(model, tokenizer, rows, adapter, batch_size=3)
-    for row_logprobs, expected in zip(logprobs, plain, strict=True):
-        assert row_logprobs == pytest.approx(expected, abs=1e-4)
-    for row, score, values in zip(rows, arc_scores(rows, logprobs), plain):
-        normed = np.array(values) / [len(choice) for choice in row["choices"]]
-        assert score == {"id": row["id"], "accuracy": float(np.argmax(values) == row["answer"]),
-                         "accuracy_norm": float(np.argmax(normed) == row["answer"])}
-    return np.concatenate(plain)
-
-
-def test_log_likelihoods_with_and_without_an_adapter(toy_model, tmp_path):
-    """The rows have three or five choices; one question is longer than the context."""
-    five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
-    long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
-    rows = read_arc(write(tmp_path / "a.gz", arc_row(), five, long, zipped=True))
-    for tensor in add_lora(toy_model[0], "trained", r=4):
-        torch.nn.init.normal_(tensor, std=0.3)
-    base, trained = (assert_plain(*toy_model, rows, adapter) for adapter in (None, "trained"))
-    assert np.abs(base - trained).max() > 0.1
-
-
-def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared):  # Table 4
+def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared, tmp_path):  # Table 4
+    """Batches against unbatched forward passes; one question is longer than the context."""
     rows = read_arc(shared / "data" / "arc_challenge_dev.jsonl")
     assert len(rows) == 294 and {len(row["choices"]) for row in rows} == {3, 4}
-    assert_plain(*stories, [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7])
+    rows = [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7]
+    five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
+    long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
+    rows += read_arc(write(tmp_path / "rows", five, long))
+    model, tokenizer = stories
+    logprobs = choice_logprobs(model, tokenizer, rows, batch_size=3)
+    for row, score, found in zip(rows, arc_scores(rows, logprobs), logprobs, strict=True):
+        plain = [plain_logprob(model, tokenizer, row["question"], choice)
+                 for choice in row["choices"]]
+        normed = np.array(plain) / [len(choice) for choice in row["choices"]]
+        assert found == pytest.approx(plain, abs=1e-4)
+        assert score == {"id": row["id"], "accuracy": float(np.argmax(plain) == row["answer"]),
+                         "accuracy_norm": float(np.argmax(normed) == row["answer"])}
 
 
 def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():

@@ -198,6 +198,7 @@ def test_a_share_of_0_or_1_has_wilsons_interval():
     # N is the number of rows with a case, not the number of cases
     assert interval([(9, 9), (0, 0), (4, 4)], metrics.share) == interval([1, 1], metrics.share)
     assert interval([0, 1, 1], metrics.share) == bootstrap([0, 1, 1])
+    assert interval([0, 0]) == (0, 0)                      # a mean, not a share
 
 
 def test_intervals_refuse_what_cannot_be_averaged():
@@ -537,7 +538,7 @@ def test_mt_bench_is_answered_and_judged_by_turn(server, tmp_path):  # Table 4
     assert [(row["id"], row["rating"], row["rating, turn 1"]) for row in scores] == [
         (81, 8.0, 9.0), (111, None, 3.0), (103, 4.5, 5.0)]
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be fair."}
-    write_rows(tmp_path / "q.jsonl", [BENCH[0] | {"reference": "c"}])
+    write_rows(tmp_path / "q.jsonl", [BENCH[0] | {"reference": ["c"]}])
     with pytest.raises(InputError, match="q.jsonl, row 1: 'reference' must be a list of two"):
         judge.read_mt_bench(tmp_path / "q.jsonl")
 

@@ -21,8 +21,9 @@ from notebooks.build import execute_notebook, remove_run_details
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OURS = {path.stem for path in ROOT.glob("*.py")} | {"toy", "measures", "experiments"}
-MAY_IMPORT = OURS | {"IPython", "dataclasses", "itertools", "json", "math", "notebooks", "os",
-                     "random", "re", "sys", "tokenizers", "torch", "transformers", "unittest"}
+MAY_IMPORT = OURS | {"IPython", "dataclasses", "inspect", "itertools", "json", "math",
+                     "notebooks", "os", "random", "re", "sys", "tempfile", "tokenizers",
+                     "torch", "transformers", "unittest"}
 # These notebooks may define algorithms: one shows wrong versions of functions, and in the other
 # the students write them.
 WRONG, STUDENTS = "5_ten_ways_to_get_it_wrong", "6_build_it_yourself"

@@ -301,9 +301,3 @@ def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypa
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
         run_main(*flags, tmp_path)
     assert numbers(tmp_path) == [2, 3]
-
-
-def test_a_learning_rate_that_ruins_the_policy_is_reported(flags, tmp_path, capsys):
-    run_main(*flags, tmp_path, "--iterations", 2, "--learning_rate", 1)
-    output = capsys.readouterr().out
-    assert re.search("warning: (kl|policy_kl|clip_fraction|skipped_steps) is", output)

@@ -3,18 +3,16 @@
 import math
 import random
 import re
-import shutil
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from data import InputError, append_row, load_object, read_rows, write_rows
+from data import InputError, append_row, load_object, write_rows
 from experiments import studies
 from experiments.baselines import METHODS, NAMES, split_names
 from experiments.studies import SEEDS, STUDIES, directory
-from helpers import ROOT, error_message
-from notebooks import smollm2
+from helpers import error_message
 from settings import Config, parse_flags
 
 DECIMALS = re.compile(r"\d*(\.\d+)")
@@ -170,32 +168,3 @@ def test_holm_by_hand():
     assert studies.holm({"a": .01, "b": .04, "c": .03, "d": .005}) == {"a", "d"}
     assert studies.holm({"a": .01, "b": .02}) == {"a", "b"}
     assert studies.holm({"a": .03, "b": .001, "c": .03}) == {"b"} and not studies.holm({})
-
-
-# ── The page of SmolLM2
-
-def test_a_record_of_smollm2_has_the_figures_of_its_run(finished_run):
-    record = smollm2.read_run("R_φ", 3, finished_run)
-    metrics = read_rows(finished_run / "metrics.jsonl")
-    answers = read_rows(finished_run / "after_samples.jsonl")[:10]
-    (result,) = read_rows(finished_run / "result.json")
-    assert record["before"] == result["before"] and record["after"] == result["after"]
-    assert record["curves"]["kl"] == [row["kl"] for row in metrics]
-    assert record["responses"]["after"] == [row["response"] for row in answers]
-    assert all(f"Post: {post}" in row["prompt"] for post, row in zip(record["posts"], answers))
-    assert [name for name, *_ in record["phases"]] == [
-        row["phase"] for row in read_rows(finished_run / "phases.jsonl")]
-
-
-def test_the_committed_page_of_smollm2_follows_from_its_records(tmp_path):
-    """Tables and figure are rebuilt; the README quotes only figures of this page."""
-    page = tmp_path / "smollm2.md"
-    for suffix in (".md", ".jsonl"):
-        shutil.copy(smollm2.PAGE.with_suffix(suffix), tmp_path)
-    smollm2.write_page(page)
-    for suffix in (".md", ".svg"):
-        committed_text = smollm2.PAGE.with_suffix(suffix).read_text()
-        assert page.with_suffix(suffix).read_text() == committed_text
-    section = (ROOT / "README.md").read_text().partition("## A real language model")[2]
-    quoted = DECIMALS.findall(section.partition("\n## ")[0])
-    assert len(quoted) > 5 and {*quoted} <= {*DECIMALS.findall(page.read_text())}
