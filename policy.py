@@ -218,13 +218,13 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Ju
 
     `train` and `evaluate` accept any such function; experiments/designs.py has others.
     """
-    repeats_are_poor = get_task(config.task).repeats_are_poor
+    task = get_task(config.task)
     share = slice(RANK, None, WORLD_SIZE)
     texts = rollouts.texts[share]
     critiques = write_critiques(model, tokenizer, rollouts.prompts[share], texts,        # l.12
                                 config.max_critique_tokens,
                                 batch_size=config.rollout_batch_size)
-    return [read_judgement(z, text, offsets, repeats_are_poor)                      # l.13
+    return [read_judgement(z, text, offsets, task)                                       # l.13
             for z, text, offsets in zip(critiques, texts, rollouts.offsets[share])]
 
 

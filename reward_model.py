@@ -230,11 +230,11 @@ class Judgement:
     spans: list[Span] = field(default_factory=list)
 
 
-def read_judgement(critique: str, text: str, offsets, repeats_are_poor=False) -> Judgement:
+def read_judgement(critique: str, text: str, offsets, task=None) -> Judgement:
     """Parse A'(y) from a critique and compute δ' from it (Alg. 4 l.13).
 
     If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
-    token of the text. repeats_are_poor: see `ground`.
+    token of the text. task: see `reward_tokens`.
     """
     try:
         if not critique:
@@ -242,12 +242,16 @@ def read_judgement(critique: str, text: str, offsets, repeats_are_poor=False) ->
         feedback = parse_feedback(critique, response=text)
     except FeedbackError as error:
         return Judgement(critique, [0.0] * len(offsets), str(error))
-    grounding = ground(text, feedback, repeats_are_poor)
-    return reward_tokens(critique, text, offsets, feedback, grounding)
+    return reward_tokens(critique, text, offsets, feedback, ground(text, feedback), task)
 
 
-def reward_tokens(critique: str, text: str, offsets, feedback, grounding) -> Judgement:
-    """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
+def reward_tokens(critique: str, text: str, offsets, feedback, grounding, task) -> Judgement:
+    """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward.
+
+    If task.repeats_are_poor, a good quote is poor at its further places. task may be None.
+    """
+    if task and task.repeats_are_poor:
+        grounding = ground(text, feedback, repeats_are_poor=True)
     delta = token_rewards(text, offsets, grounding.spans)                              # l.13
     return Judgement(critique, delta, "", len(feedback.good_spans + feedback.poor_spans),
                      len(grounding.unmatched), grounding.ambiguous,
@@ -302,10 +306,7 @@ def judge_by_annotator(batch, config) -> list[Judgement]:
         if reply.reason:
             judgements.append(Judgement(reply.text, [0.0] * len(offsets), reply.reason))
             continue
-        feedback, grounding = reply.value
-        if task.repeats_are_poor:
-            grounding = ground(text, feedback, repeats_are_poor=True)
-        judgements.append(reward_tokens(reply.text, text, offsets, feedback, grounding))
+        judgements.append(reward_tokens(reply.text, text, offsets, *reply.value, task))
     return judgements
 
 

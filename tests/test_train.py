@@ -373,7 +373,7 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     batch.texts[3] = ""
     replies = [toy.critique(row, text) if text else ""
                for row, text in zip(rows, batch.texts)]
-    expected = [read_judgement(reply, text, offsets, task == "notebooks.prose:TASK")
+    expected = [read_judgement(reply, text, offsets, get_task(task))
                 for reply, text, offsets in zip(replies, batch.texts, batch.offsets)]
     for _ in range(2):                                 # the second time from the journal
         judgements = annotator_critic(batch, model, tokenizer, config)
