@@ -146,14 +146,14 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run, capsys):
 
 
 def test_the_table_says_of_how_many_responses_it_is_and_how_sure_a_change_is(run):
-    """The changes of 20 responses are .25 ± .02 in turn: 1.96 · .0205 / √20 = .009."""
+    """The changes of 20 responses are .25 ± .2 in turn: 1.96 · .205 / √20 = .090."""
     after, before, config = (read_jsonl(run / name) for name in report._RESULT)
     for i, row in enumerate(after):
-        row["scores"]["fact accuracy"] += .02 * (-1) ** i
+        row["scores"]["fact accuracy"] += .2 * (-1) ** i
     header, lines = before_and_after(after, before, config)
     assert header[0] == "20 held-out responses, temperature 0.7"
-    assert lines == [["fact accuracy", .475, pytest.approx(.725), "+0.250 ± 0.009"]]
-    assert before_and_after(before[:1], after[:1], config)[1][0][3] == "-0.270"
+    assert lines == [["fact accuracy", .475, pytest.approx(.725), "+0.250 ± 0.090"]]
+    assert before_and_after(before[:1], after[:1], config)[1][0][3] == "-0.450"
 
 
 def test_examples_are_of_the_same_prompts_before_and_after_with_delta_of_every_token(run):
