@@ -26,8 +26,8 @@ from annotate import Span, token_rewards
 from data import get_task, write_rows
 from experiments.designs import end, replace_delta
 from model import ValueHead, add_lora, load_model
-from policy import (add_advantages, add_feedback, add_scores, batch_metrics, batch_rows, forward,
-                    minibatch_loss, sample_rollouts, whiten)
+from policy import (add_advantages, add_feedback, add_scores, batch_metrics, batch_rows,
+                    forward, minibatch_loss, sample_rollouts, whiten)
 from reward_model import Judgement, annotator_critic
 from sampling import generate, head_weight
 from settings import Config, parse_flags
@@ -183,7 +183,7 @@ def copied_once(batch, model, value_head, config):
 
 
 def half_blind(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
-    """A critic that knows all phrases of the base, and overlooks repeated and invented words."""
+    """A critic that knows all phrases of the base, and overlooks repeated and new words."""
     judgements = []
     for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets):
         spans = [Span(start, start + len(value), 1 if row["facts"].get(slot) == value else -1)

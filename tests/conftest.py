@@ -20,6 +20,8 @@ import torch  # noqa: E402
 from helpers import (PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main,  # noqa: E402
                      save_tiny)
 
+import toy  # noqa: E402
+from data import write_rows  # noqa: E402
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
@@ -103,7 +105,7 @@ def policy(toy_model):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
-    """A function (name, make) → folder; only the first pytest worker calls make(folder)."""
+    """A function (name, make) → path; only the first pytest worker calls make(path)."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -129,7 +131,15 @@ def reward(finished_run):
 
 
 @pytest.fixture(scope="session")
-def unbroken(make_once, reward):
+def phase_3(make_once, reward):
+    """The flags of the run `unbroken` without --output_dir. Posts have 25 to 100 tokens."""
+    def write(path):
+        write_rows(path, [*toy.rows("train", 20), *toy.rows("train", 20, length=4)])
+
+    return [*PHASE_3, "--data", make_once("posts", write), "--reward_model", reward]
+
+
+@pytest.fixture(scope="session")
+def unbroken(make_once, phase_3):
     """Output directory of an uninterrupted run of phase 3; tests must not write to it."""
-    return make_once("unbroken", lambda out: run_main(*PHASE_3, "--reward_model", reward,
-                                                     "--output_dir", out))
+    return make_once("unbroken", lambda out: run_main(*phase_3, "--output_dir", out))

@@ -42,8 +42,11 @@ often = settings(max_examples=100, deadline=None, derandomize=True)
 # Flags of two small toy runs: all three phases, and phase 3 with the fixture `reward` as R_φ.
 SMALL = ["--annotated_rows", 120, "--iterations", 4, "--batch_size", 8, "--minibatch_size", 8,
          "--eval_rows", 8, "--ppo_epochs", 2]
-PHASE_3 = ["--iterations", 6, "--batch_size", 8, "--minibatch_size", 4, "--ppo_epochs", 2,
-           "--max_new_tokens", 24, "--max_critique_tokens", 100, "--eval_rows", 3]
+# A pass takes one row or two. The learning rate is low, as AdamW turns rounding errors of small
+# gradients into steps of its size.
+PHASE_3 = ["--iterations", 4, "--batch_size", 8, "--minibatch_size", 4, "--ppo_epochs", 2,
+           "--max_new_tokens", 24, "--max_critique_tokens", 100, "--eval_rows", 3,
+           "--micro_batch_tokens", 150, "--learning_rate", 2e-4]
 
 
 # ── Running the scripts

@@ -21,19 +21,13 @@ import policy
 import reward_model
 import text2grad
 from data import InputError
-from helpers import (PHASE_3, ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
+from helpers import (ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
                      error_message, flip_bit, kill_after, read_jsonl, run_main, toy_config)
 from model import load_model, lora_parameters
 from reward_model import z_loss
 from runtime import checkpoints, load_tensors
 
 REWARD = "reward/adapter/adapter_model.safetensors"
-
-
-@pytest.fixture()
-def flags(reward):
-    """The flags of the run `unbroken`; the output directory follows."""
-    return [*PHASE_3, "--reward_model", reward, "--output_dir"]
 
 
 def numbers(run) -> list[int]:
@@ -93,8 +87,8 @@ def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp
     assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
 
 
-@pytest.mark.parametrize("iterations_done", [0, 3])
-def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, flags, tmp_path, spy,
+@pytest.mark.parametrize("iterations_done", [0, 2])
+def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, phase_3, tmp_path, spy,
                                                               iterations_done):
     """Ctrl-C before the log of an iteration is written, with half a line in metrics.jsonl."""
     stops = [iterations_done + 1]
@@ -107,14 +101,15 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, flags, t
 
     spy("policy.log_iteration", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_main(*flags, tmp_path)
+        run_main(*phase_3, "--output_dir", tmp_path)
     gc.collect()                                         # release the lock of the stopped run
-    run_main(*flags, tmp_path)
+    run_main(*phase_3, "--output_dir", tmp_path)
     assert_equal_runs(tmp_path, unbroken)
 
 
-def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(flags, tmp_path, spy,
-                                                                         monkeypatch):
+def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3, tmp_path, spy,
+                                                                         capsys, monkeypatch):
+    """Every tenth iteration prints its sample."""
     monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
     tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
             "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
@@ -127,12 +122,13 @@ def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(flags, 
 
     spy("policy.batch_rows", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_main(*flags, tmp_path, *tiny)
+        run_main(*phase_3, *tiny, "--output_dir", tmp_path)
     gc.collect()
-    run_main(*flags, tmp_path, *tiny)
+    run_main(*phase_3, *tiny, "--output_dir", tmp_path)
     assert started == [*range(1, 8), *range(7, 17)] and numbers(tmp_path) == [15, 16]
     metrics = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [*range(1, 17)]
+    assert re.findall(r"^ {2,3}(\d+)  ", capsys.readouterr().out, re.M) == ["1", "11"]
 
 
 def fitted(out, stops_after=None, rows=30):
@@ -199,24 +195,24 @@ HALF = b'{"id": 1, "response": "half'
 # Name → {file: its damage}, and what the next run prints.
 DAMAGES = {
     "a flipped bit of a checkpoint": (
-        STOPPED | {"checkpoint-000006.safetensors": lambda path: flip_bit(path, -8000)},
-        ["skipping a checkpoint: .*/checkpoint-000006", "resumed after step 5"]),
+        STOPPED | {"checkpoint-000004.safetensors": lambda path: flip_bit(path, -8000)},
+        ["skipping a checkpoint: .*/checkpoint-000004", "resumed after step 3"]),
     "half a character and zeros": (
         STOPPED | {"metrics.jsonl": append('{"iteration": 9, "x": "δ'.encode()[:-1]),
                    "samples.jsonl": append(b"\0" * 99), ".result.json.new": append(HALF)},
-        ["metrics.jsonl, line", "samples.jsonl, line", "resumed after step 6"]),
-    "no result": ({"result.json": remove}, ["resumed after step 6"])}
+        ["metrics.jsonl, line", "samples.jsonl, line", "resumed after step 4"]),
+    "no result": ({"result.json": remove}, ["resumed after step 4"])}
 
 
 @pytest.mark.parametrize("files, messages", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, flags, tmp_path, capsys,
+def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, phase_3, tmp_path, capsys,
                                                             files, messages):
     out = damaged_copy(unbroken, tmp_path, files)
-    run_main(*flags, out)
+    run_main(*phase_3, "--output_dir", out)
     output = capsys.readouterr().out
     assert all(re.search(message, output) for message in messages), output
     assert_equal_runs(out, unbroken)
-    assert numbers(out) == [5, 6] and [path.name for path in out.glob(".*")] == [".lock"]
+    assert numbers(out) == [3, 4] and [path.name for path in out.glob(".*")] == [".lock"]
 
 
 @pytest.mark.parametrize("files, message", [
@@ -259,8 +255,8 @@ def test_metrics_and_state_are_json_alone(unbroken):
     """A run directory contains no pickle files (invariant 8)."""
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
-    _, state = load_tensors(unbroken / "checkpoint-000006.safetensors")
-    assert state.keys() == {"step", "beta"} and state["step"] == 6
+    _, state = load_tensors(unbroken / "checkpoint-000004.safetensors")
+    assert state.keys() == {"step", "beta"} and state["step"] == 4
 
 
 # ── Harmful steps
@@ -269,6 +265,7 @@ def test_metrics_and_state_are_json_alone(unbroken):
 WITHOUT_GRADIENT = math.nan, {}
 FAR_OFF = 1.0, {"ratio": 10.5}
 INFINITE = 1.0, {"policy_loss": math.inf}
+ONE_PASS = ["--micro_batch_tokens", 999]                         # a step calls the loss once
 
 
 def spoil(monkeypatch, harms):
@@ -283,21 +280,20 @@ def spoil(monkeypatch, harms):
     monkeypatch.setattr("policy.minibatch_loss", spoiled)
 
 
-def test_harmful_steps_are_skipped_and_counted(flags, tmp_path, monkeypatch, capsys):
-    """Six of 24 steps are harmful, so AdamW takes 18. A warning follows at the end."""
-    spoil(monkeypatch, {2: WITHOUT_GRADIENT, 7: FAR_OFF, 12: INFINITE, 21: FAR_OFF,
-                        22: INFINITE, 24: FAR_OFF})
-    run_main(*flags, tmp_path)
+def test_harmful_steps_are_skipped_and_counted(phase_3, tmp_path, monkeypatch, capsys):
+    """Four of 16 steps are harmful, so AdamW takes 12. A warning follows at the end."""
+    spoil(monkeypatch, {2: WITHOUT_GRADIENT, 13: FAR_OFF, 14: INFINITE, 16: FAR_OFF})
+    run_main(*phase_3, *ONE_PASS, "--output_dir", tmp_path)
     metrics = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [row["skipped_steps"] for row in metrics] == [1, 1, 1, 0, 0, 3]
+    assert [row["skipped_steps"] for row in metrics] == [1, 0, 0, 3]
     assert "warning: skipped_steps is 1: " in capsys.readouterr().out
-    tensors = load_file(tmp_path / "checkpoint-000006.safetensors")
-    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 18
+    tensors = load_file(tmp_path / "checkpoint-000004.safetensors")
+    assert all(t.isfinite().all() for t in tensors.values()) and tensors["0.step"] == 12
 
 
-def test_an_iteration_without_a_good_step_ends_the_run(flags, tmp_path, monkeypatch):
+def test_an_iteration_without_a_good_step_ends_the_run(phase_3, tmp_path, monkeypatch):
     """The last checkpoints stay, and the error suggests a lower --learning_rate."""
     spoil(monkeypatch, dict.fromkeys(range(13, 17), WITHOUT_GRADIENT))
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
-        run_main(*flags, tmp_path)
+        run_main(*phase_3, *ONE_PASS, "--output_dir", tmp_path)
     assert numbers(tmp_path) == [2, 3]

@@ -32,8 +32,9 @@ def test_a_study_continues_and_names_records_of_other_commits(tmp_path, monkeypa
         out = tmp_path / command[command.index("--output_dir") + 1]
         started.append(out.name)
         seed = int(out.name[-1])
-        write_rows(out / "result.json", [{"before": {"fact accuracy": 0.5}, "after": {
-            "fact accuracy": 0.5 + 0.01 * seed + (0.2 + 0.001 * seed) * ("end" not in command)}}])
+        after = 0.5 + 0.01 * seed + (0.2 + 0.001 * seed) * ("end" not in command)
+        write_rows(out / "result.json", [{"before": {"fact accuracy": 0.5},
+                                          "after": {"fact accuracy": after}}])
         write_rows(out / "config.json", [{"reward_model": None}])
         write_rows(out / "reward" / "metrics.json", [{"right": 0.9}])
         write_rows(out / "metrics.jsonl", [{"fact accuracy": 0.5, "kl": 2.0}] * 2)

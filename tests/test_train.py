@@ -77,8 +77,8 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
 def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer, rows,
                                                              tmp_path, spy):
     """With one row and weights that stay, each iteration draws other y and minibatches, as the
-    documented seeds say. The linear schedule takes both rates to 0. The logged sample of
-    iteration i is row i of the batch."""
+    documented seeds say, and logs another of its samples. The linear schedule takes both
+    rates to 0."""
     model, tokenizer = model_and_tokenizer
 
     def inputs(rollouts, model, value_head, optimizer, config, rng):
@@ -88,15 +88,16 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
         return rollouts.response_ids, rng.getstate(), rates
 
     updates = spy("policy.ppo_update", inputs)
-    config = replace(CONFIG, iterations=4, learning_rate=0.2, value_rate_factor=2.5)
+    config = replace(CONFIG, iterations=4, batch_size=3, minibatch_size=3, learning_rate=0.2,
+                     value_rate_factor=2.5)
     train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
     samples = read_jsonl(tmp_path / "samples.jsonl")
     for iteration, (responses, state, rates) in enumerate(updates):
         seed = documented_seed(CONFIG, iteration)
-        expected = sample_rollouts(model, tokenizer, rows[:1] * 8, CONFIG, "policy",
+        expected = sample_rollouts(model, tokenizer, rows[:1] * 3, CONFIG, "policy",
                                    torch.Generator().manual_seed(seed))
+        assert samples[iteration]["response"] == expected.texts[iteration % 3]
         assert torch.equal(responses, expected.response_ids)
-        assert samples[iteration]["response"] == expected.texts[iteration]
         assert state == random.Random(seed).getstate()
         assert rates == pytest.approx([0.2 * (1 - iteration / 4), 0.5 * (1 - iteration / 4)])
     assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
@@ -253,9 +254,10 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
 # ── Settings of a task
 
 def model_of(millions):
-    """A frozen model with this many parameters, without memory for them."""
+    """A base with this many parameters and a trained adapter, without memory for them."""
     weight = torch.nn.Parameter(torch.empty(int(millions * 1e6), device="meta"), False)
-    return SimpleNamespace(parameters=lambda: [weight])
+    adapter = torch.nn.Parameter(torch.empty(10**9, device="meta"))
+    return SimpleNamespace(parameters=lambda: [weight, adapter])
 
 
 @pytest.mark.parametrize("settings, rows, millions, expected", [
