@@ -54,7 +54,6 @@ def directory(words: str) -> str:
 
 
 SCALAR = f"--reward_model {directory(PPO)}/reward/adapter"
-NO_COT = "text2grad --annotator_function experiments.designs:critique_{} --mode no_cot"
 STUDIES = {
     "baselines": {
         "Text2Grad": "text2grad",
@@ -75,8 +74,10 @@ STUDIES = {
                         "experiments.designs:critique_dense --mode experiments.modes:DENSE"},
     "reasoning": {
         "chain of thought": "text2grad",
-        "verdicts alone": NO_COT.format("no_cot"),
-        "no prose": NO_COT.format("spans")},
+        "verdicts alone": "text2grad --annotator_function experiments.designs:critique_no_cot "
+                          "--mode no_cot",
+        "no prose": "text2grad --annotator_function experiments.designs:critique_spans "
+                    "--mode no_cot"},
     "placement": {
         "20 tokens: at its place": f"text2grad {TRUE}",
         "20 tokens: at the end": f"end {TRUE}",

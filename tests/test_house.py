@@ -87,7 +87,7 @@ def words(node: ast.AST) -> list[str]:
         if isinstance(child, (ast.Name, ast.Attribute)) and isinstance(child.ctx, ast.Load):
             names.append(child.id if isinstance(child, ast.Name) else child.attr)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            names += re.findall(r"^(?:[\w.]+:)?(\w+)$", child.value)
+            names += re.findall(r"(?:^|[\w.]:)(\w+)(?:$| )", child.value)
     return names
 
 
