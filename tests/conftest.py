@@ -27,10 +27,20 @@ from model import ValueHead, add_lora, load_model  # noqa: E402
 SHARED = ROOT.parent / "shared"
 
 
+INNER = "inner and not slow"
+
+
 def pytest_configure(config):
     """`-m inner` leaves out the slow functions of its files."""
     if config.option.markexpr == "inner":
-        config.option.markexpr = "inner and not slow"
+        config.option.markexpr = INNER
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m inner` does not import files without the mark, because that takes seconds."""
+    if config.option.markexpr == INNER and collection_path.suffix == ".py":
+        return "pytest.mark.inner" not in collection_path.read_text("utf-8") or None
+    return None
 
 
 @pytest.fixture(autouse=True)

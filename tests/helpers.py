@@ -1,4 +1,4 @@
-"""Helpers of several test files: paths, small runs, random rollouts, HTML pages, processes.
+"""Helpers of several test files: paths, small runs, random rollouts, HTML pages.
 
 Fixtures are in conftest.py and the fake server is in loopback.py. No test file imports another.
 """
@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
@@ -237,18 +236,7 @@ def toy_feedback(count: int) -> list[dict]:
     return rows
 
 
-def length_critic(rollouts, model, tokenizer, config):
-    """A critic without R_φ: δ_1 is the length of the response, all other δ_t are 0."""
-    return [Judgement("", [float(len(offsets)), *[0.0] * (len(offsets) - 1)])
-            for offsets in rollouts.offsets]
-
-
 # ── Reading HTML pages
-
-HOSTILE = ["</script><img src=x onerror=\"document.title='owned'\">", "<!-- <script>",
-           "a\"b'c&amp;<b>", "nul \0 here", "line\u2028para\u2029graph",
-           "half \ud83d of a pair", "نص عربي", "👨‍👩‍👧 🏠 é\u0301", "</style></title><b>"]
-
 
 class Page(HTMLParser):
     """The tags of a page with their attributes and text, in reading order."""
@@ -274,51 +262,3 @@ class Page(HTMLParser):
     def all(self, name, **expected):
         return [(attributes, text) for tag, attributes, text in self.tags
                 if tag == name and expected.items() <= attributes.items()]
-
-
-def assert_closed(text):
-    """Check that a page has no scripts, loads nothing, and forbids both in its policy."""
-    page = Page(text)
-    names = {tag for tag, *_ in page.tags}
-    assert not names & {"script", "img", "link", "iframe", "object", "form", "base"}
-    for _, attributes, _ in page.tags:
-        assert not {"src", "action", "srcset", "data"} & attributes.keys()
-        assert not [name for name in attributes if name.startswith("on")]
-        assert attributes.get("href", "#").startswith("#")
-    (meta, _), = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
-    assert meta["content"].startswith("\ndefault-src 'none'; style-src 'unsafe-inline'")
-    assert "script-src" not in meta["content"]
-    style = "".join(text for _, text in page.all("style"))
-    assert "color-scheme: light dark" in style and "@media print" in style
-    assert not re.search(r"@import|url\(", text)
-
-
-# ── Processes of the sandbox
-
-def command_line(path: Path) -> str:
-    """The text of /proc/PID/cmdline; empty if the process has ended."""
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def alive(mark: str, seconds: float = 5.0) -> list[str]:
-    """IDs of the processes with `mark` in their command line that outlive `seconds`."""
-    end = time.monotonic() + seconds
-    while (pids := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline")
-                    if mark in command_line(path)]):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
-    return pids
-
-
-def copy_sandbox(folder: Path):
-    """Copy the sandbox to a folder, whose name identifies its processes."""
-    (folder / "measures").mkdir(parents=True)
-    shutil.copy(ROOT / "data.py", folder)
-    for path in (ROOT / "measures").glob("*.*"):
-        shutil.copy(path, folder / "measures")
-    with open(folder / "measures" / "cell.py", "a") as cell:
-        cell.write(f"\n# {folder}\n")

@@ -47,7 +47,7 @@ policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or m
 policy.py: tests/test_equations.py -k "descent or schedule"
     skipped += 1⏎            optimizer.zero_grad() ⇒ skipped += 1
     1 - iteration / config.iterations ⇒ 1 - (iteration + 1) / config.iterations
-policy.py: tests/test_train.py -k "uniforms or own_seed or kl_c or ranks or harmful or grouped"
+policy.py: tests/test_train.py -k "uniforms or seed or kl_coef or ranks or harmful or grouped"
     eos = eos_ids(tokenizer, model) ⇒ eos = eos_ids(tokenizer)
     generator = torch.Generator().manual_seed(seed) ⇒ generator = torch.Generator()
     rng = random.Random(seed) ⇒ rng = random.Random(config.seed)

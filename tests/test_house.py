@@ -117,13 +117,17 @@ def count_tokens(path: Path) -> int:
                and not (token.type == tokenize.STRING and token.start[0] in docs))
 
 
-def count_words(path: Path) -> int:
-    """Words of a Markdown file, or of the text cells of a notebook."""
+PAGES = [path for path in (*ROOT.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb"))
+         if not any(part[0] == "." or part == "runs" for part in path.relative_to(ROOT).parts)]
+
+
+def page_text(path: Path) -> str:
+    """The text of a page, or of the text cells of a notebook."""
     text = path.read_text("utf-8")
     if path.suffix == ".ipynb":
-        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"]
-                         if cell["cell_type"] == "markdown")
-    return len(text.split())
+        return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"]
+                           if cell["cell_type"] == "markdown")
+    return text
 
 
 def sizes() -> dict[str, int]:
@@ -139,11 +143,9 @@ def test_the_house_does_not_grow_without_a_decision():
     assert {room: n for room, n in sizes().items() if n > TOKENS[room]} == {}
     lines = sum(path.read_text("utf-8").count("\n") for path in ROOT.glob("tests/*.py"))
     assert lines <= TEST_LINES
-    pages = [path for path in (*ROOT.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb"))
-             if not any(part.startswith(".") or part == "runs"
-                        for part in path.relative_to(ROOT).parts)]
-    assert count_words(ROOT / "README.md") <= WORDS["README.md"]
-    assert sum(map(count_words, pages)) <= WORDS["all"]
+    words_of = {path: len(page_text(path).split()) for path in PAGES}
+    assert words_of[ROOT / "README.md"] <= WORDS["README.md"]
+    assert sum(words_of.values()) <= WORDS["all"]
 
 
 # ── The checks: each returns what is wrong
@@ -276,18 +278,7 @@ def test_the_method_runs_without_all_that_measures_it(tmp_path):
 
 # ── The pages: links, commands, and the records of SmolLM2
 
-PAGES = [path for path in (*ROOT.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb"))
-         if not any(part[0] == "." or part == "runs" for part in path.relative_to(ROOT).parts)]
 FLAGS_OF_TORCHRUN = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}
-
-
-def page_text(path: Path) -> str:
-    """The text of a page, or of the text cells of a notebook."""
-    text = path.read_text("utf-8")
-    if path.suffix == ".ipynb":
-        return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"]
-                           if cell["cell_type"] == "markdown")
-    return text
 
 
 def anchors(path: Path) -> set[str]:

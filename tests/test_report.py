@@ -10,12 +10,33 @@ import pytest
 import report
 import torch
 from data import InputError
-from helpers import HOSTILE, Page, assert_closed, read_jsonl, run_main
+from helpers import Page, read_jsonl, run_main
 from policy import batch_metrics, sample_row
 from report import (LIMITS, NOTES, above_limits, before_and_after, colour_tokens,
                     critique_block, curves, heatmap, html_table, run_report, split_text,
                     svg_line, table)
 from reward_model import Judgement
+
+HOSTILE = ["</script><img src=x onerror=\"document.title='owned'\">", "<!-- <script>",
+           "a\"b'c&amp;<b>", "nul \0 here", "line\u2028para\u2029graph",
+           "half \ud83d of a pair", "نص عربي", "👨‍👩‍👧 🏠 é\u0301", "</style></title><b>"]
+
+
+def assert_closed(text):
+    """Check that a page has no scripts, loads nothing, and forbids both in its policy."""
+    page = Page(text)
+    names = {tag for tag, *_ in page.tags}
+    assert not names & {"script", "img", "link", "iframe", "object", "form", "base"}
+    for _, attributes, _ in page.tags:
+        assert not {"src", "action", "srcset", "data"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#").startswith("#")
+    (meta, _), = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert meta["content"].startswith("\ndefault-src 'none'; style-src 'unsafe-inline'")
+    assert "script-src" not in meta["content"]
+    style = "".join(text for _, text in page.all("style"))
+    assert "color-scheme: light dark" in style and "@media print" in style
+    assert not re.search(r"@import|url\(", text)
 
 
 def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from data import get_task, read_rows, write_rows
-from helpers import ROOT, SLOW, alive, copy_sandbox, error_message, run_main
+from helpers import ROOT, SLOW, error_message, run_main
 from measures import sandbox
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
@@ -32,6 +32,37 @@ RAISES = "import pytest\ndef test_f():\n    with pytest.raises({}): int({!r})"
 
 def status(code, tests="assert True", **limits):
     return run_python(code, tests, **limits).status
+
+
+# ── Processes of the sandbox
+
+def command_line(path: Path) -> str:
+    """The text of /proc/PID/cmdline; empty if the process has ended."""
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def alive(mark: str, seconds: float = 5.0) -> list[str]:
+    """IDs of the processes with `mark` in their command line that outlive `seconds`."""
+    end = time.monotonic() + seconds
+    while (pids := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline")
+                    if mark in command_line(path)]):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return pids
+
+
+def copy_sandbox(folder: Path):
+    """Copy the sandbox to a folder, whose name identifies its processes."""
+    (folder / "measures").mkdir(parents=True)
+    shutil.copy(ROOT / "data.py", folder)
+    for path in (ROOT / "measures").glob("*.*"):
+        shutil.copy(path, folder / "measures")
+    with open(folder / "measures" / "cell.py", "a") as cell:
+        cell.write(f"\n# {folder}\n")
 
 
 # ── Right and wrong

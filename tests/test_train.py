@@ -18,8 +18,7 @@ import text2grad
 import toy
 from annotate import annotation_questions, token_offsets
 from data import InputError, get_task, write_rows
-from helpers import (error_message, length_critic, randomise, read_jsonl, run_main, scored,
-                     toy_config)
+from helpers import error_message, randomise, read_jsonl, run_main, scored, toy_config
 from model import ValueHead, add_lora, encode_text, lora_parameters
 from reward_model import Judgement, annotator_critic, read_judgement
 from runtime import CHANGEABLE, POLICY_SETTINGS
@@ -36,6 +35,12 @@ CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
 def documented_seed(config, iteration):
     """The seed of one iteration: every draw depends on (seed, iteration, row)."""
     return config.seed * 1_000_003 + iteration
+
+
+def length_critic(rollouts, model, tokenizer, config):
+    """A critic without R_φ: δ_1 is the length of the response, all other δ_t are 0."""
+    return [Judgement("", [float(len(offsets)), *[0.0] * (len(offsets) - 1)])
+            for offsets in rollouts.offsets]
 
 
 @pytest.fixture()
