@@ -142,7 +142,7 @@ annotate.py: tests/test_annotate.py
     if piece and end == whole ⇒ if end == whole
     whole + 1 if piece.endswith(MARK) else whole ⇒ whole
     , function_hash(config.annotator_function)] ⇒ ]
-annotate.py: tests/test_modes.py
+annotate.py: tests/test_annotate.py
     critique or read_critique(value, prose) ⇒ read_critique(value, prose)
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎

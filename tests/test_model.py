@@ -197,7 +197,7 @@ REFUSED = [
     (CONFIG, edit(lambda x: x.update(lora_alpha=[])), f"{CONFIG} is missing or damaged (Type")]
 
 
-@pytest.mark.parametrize("file, damage, message", REFUSED, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize("file, damage, message", REFUSED, ids=[row[2] for row in REFUSED])
 def test_a_damaged_adapter_or_another_one_is_refused_by_name(llama, tmp_path, file, damage,
                                                              message):
     peft_adapter(llama, tmp_path)
