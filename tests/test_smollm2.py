@@ -37,8 +37,8 @@ def smollm2():
 def test_an_unreadable_reward_model_ends_the_run_after_phase_2(tmp_path):
     """Phases 1 and 2; PEFT finds the base from any directory; phase 3 does not start, because
     R_φ has learnt nothing from two rows."""
-    with pytest.raises(InputError, match="100% of the critiques cannot be read and give no "
-                                         "reward.*raise --max_critique_tokens"):
+    with pytest.raises(InputError, match="100% of the critiques cannot be read.*"
+                                         "higher .*--max_critique_tokens"):
         run_main(*SHORT, "--annotated_rows", 2, "--max_critique_tokens", 8,
                  "--output_dir", tmp_path)
     phases = read_rows(tmp_path / "phases.jsonl")
