@@ -1,4 +1,4 @@
-"""Text2Grad (arXiv 2505.22338) on one page: Algorithms 1 to 4, in the order of the paper.
+"""Text2Grad (arXiv 2505.22338) on one page: Algorithms 2, 3 and 4, then 1, which is `main`.
 
     python tiny.py                     # no flags; about a minute on two cores
 
@@ -84,7 +84,7 @@ def pseudo_rewards(texts, spans):
         start = end + len(text) - len(text.lstrip())         # " cousin" begins after its space
         end += len(text)
         labels = {label for first, last, label in spans if first <= start < end <= last}
-        delta[t] = sum(labels)                               # 0 if it is both good and poor
+        delta[t] = sum(labels)       # 0 if both good and poor (in l.18–25, the last span wins)
     assert set(delta.tolist()) <= {-1, 0, 1}, "§3.3: δ_t ∈ {−1, 0, +1}"
     return delta
 
@@ -105,7 +105,7 @@ class LoRA(nn.Module):
 
 
 def with_lora(base):
-    """A copy of the base, with LoRA(W) as the weight of each linear layer but the head."""
+    """A copy of the frozen base; the weight of each linear layer but the head is LoRA(W)."""
     model = copy.deepcopy(base)                          # left out: one base for all adapters
     for layer in [*model.model.modules()]:
         if isinstance(layer, nn.Linear):
@@ -158,7 +158,7 @@ def sample(model, prompts, longest, greedy=False):
 # ── §3.4, Algorithm 3, reward_model.py: R_φ learns to write z
 
 def reward_loss(model, pairs):
-    """The mean of −log p_φ(z_j | z_<j, x, y) over the z of all pairs ([x ; y], z) (l.5–6)."""
+    """−log p_φ(z_j | z_<j, x, y) of the pairs ([x ; y], z), per token; l.6 sums over j."""
     logprobs, _, mask = score_tokens(model, *zip(*pairs))                        # [B, T]
     assert mask.sum() == sum(len(z) for _, z in pairs), "l.5: one p_φ(z_j | ·) for each z_j"
     return -logprobs[mask].mean()                                                # scalar
@@ -185,7 +185,7 @@ def train_reward_model(base, dataset):
 # ── §3.5, Algorithm 4, policy.py: π_θ learns from δ'
 
 def add_penalty(delta, logprobs, logprobs_ref, mask):
-    """r_t = δ'_t − β (log π(y_t) − log π_ref(y_t)) (l.14): [B, T]. Left out: β adapts."""
+    """r_t = δ'_t − β (log π(y_t) − log π_ref(y_t)): [B, T]; l.14 leaves the KL term open."""
     return (delta - BETA * (logprobs - logprobs_ref)) * mask
 
 
@@ -193,7 +193,7 @@ def estimate_advantages(rewards, values, mask):
     """A_t = Σ_l (γλ)^l δ^TD_{t+l}, where δ^TD_t = r_t + γ V_{t+1} − V_t (l.15–16): [B, T]."""
     advantages = torch.zeros_like(rewards)                                       # [B, T]
     next_value = next_advantage = torch.zeros(len(rewards))                      # of t+1, [B]
-    for t in reversed(range(rewards.shape[1])):          # from y_T on: l.16 forgets its term
+    for t in reversed(range(rewards.shape[1])):          # l.16's sum should end at T − t
         td_error = rewards[:, t] + GAMMA * next_value - values[:, t]             # δ^TD_t, [B]
         next_advantage = (td_error + GAMMA * LAMBDA * next_advantage) * mask[:, t]
         next_value = values[:, t] * mask[:, t]           # V is 0 after the last token
