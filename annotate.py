@@ -392,7 +392,7 @@ def fenced(parts):
 def annotation_messages(task, example, mode="cot"):
     """The prompt for R_LLM(x, y) = (c, A(y)) as chat messages (Alg. 2 l.5–12, Appendix B)."""
     mode = get_mode(mode)
-    tags = {"prompt": "request", "outcome": "tests"}           # other fields keep their names
+    tags = {"prompt": "request", "outcome": "tests"}       # fields that get another name
     tag_instruction, user = fenced({
         tags.get(name, name): example[name]
         for name in ("prompt", "response", "outcome", *mode.shows) if example.get(name)})

@@ -310,8 +310,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
     """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
 
     Losses are divided by the token count of the whole minibatch, so neither micro-batches nor
-    ranks change the update. A harmful step is skipped and counted. Raises InputError if all
-    steps are harmful.
+    ranks change the update. A step is skipped and counted if its loss or gradient is not
+    finite, or if its mean ρ_t is above MAX_RATIO. Raises InputError if all are skipped.
     """
     assert rollouts.advantages.shape == rollouts.returns.shape == rollouts.mask.shape, \
         "Alg. 4 l.17: one A_t, R_t per token"

@@ -351,8 +351,8 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
 def judge_rows(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     """Compare R_φ with the annotator on annotated rows (Table 1); return (figures, samples).
 
-    figures: precision and recall, and "unparseable", the share of critiques that cannot be
-    parsed. samples: the critiques of both for each row. The ranks share the rows.
+    figures: precision, recall, and the share of R_φ's critiques that cannot be parsed
+    ("unparseable"). samples: both critiques of each row. The ranks share the rows.
     """
     counts = Counter()
     samples = []

@@ -166,7 +166,7 @@ def execute_all(runs: list[tuple]):
 
 # ── Statistics and tables
 
-def interval(values: list[float], sign="") -> str:
+def seed_interval(values: list[float], sign="") -> str:
     """Mean ± half of the 95 % interval over five seeds by Student's t."""
     half = 2.776 * stdev(values) / math.sqrt(len(values))
     return f"{fmean(values):{sign}.3f} ± {half:.3f}"
@@ -223,8 +223,8 @@ def study_table(name: str, records: dict) -> str:
         commits.update(run["commit"] for run in runs)
         difference = differences(name, records).get(arm)
         star = " *" if (name, arm) in significant else ""
-        rows.append([arm, interval([run["facts"] for run in runs]),
-                     difference and interval(difference, "+") + star])
+        rows.append([arm, seed_interval([run["facts"] for run in runs]),
+                     difference and seed_interval(difference, "+") + star])
         if "right" in runs[0]["judge"]:
             least = min(run["judge"]["right"] for run in runs)
             notes += f"{arm}: reward models right on {least:.3f} or more (needed: .7)\n"

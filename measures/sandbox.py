@@ -17,6 +17,7 @@ run with util-linux, and `measures/cell.py` runs it:
     privileges   no capabilities, now or later
     limits       time, memory of a process, number of processes, file size, open files
 
+vsock sockets are not isolated: in a virtual machine, code could reach a service of its host.
 The memory of all processes together is not limited. If the machine runs out of memory, Linux
 ends the sandbox first. If this isolation is not available (macOS, most containers),
 `run_python` raises SandboxError. With `unsafe`, the code is not isolated: it only gets an empty

@@ -74,7 +74,7 @@ def test_a_study_continues_and_names_records_of_other_commits(tmp_path, monkeypa
 def test_p_and_interval_of_a_paired_t_test(t, p):
     values = [t / math.sqrt(5) + x / math.sqrt(2.5) for x in (-2, -1, 0, 1, 2)]
     assert studies.p_value(values) == pytest.approx(p, abs=1e-5)
-    assert studies.interval(values).endswith(f"± {2.776 / math.sqrt(5):.3f}")
+    assert studies.seed_interval(values).endswith(f"± {2.776 / math.sqrt(5):.3f}")
 
 
 def test_groups_and_holm_by_hand(monkeypatch):
