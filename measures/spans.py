@@ -1,7 +1,7 @@
 """Span metrics: scores of R_φ's critiques, and statistics of annotated rows.
 
     python -m measures.spans --audit feedback.jsonl                      # tables and a page
-    figures(total(compare(y, offsets, spans, readable(z, y)) for …))     # scores of R_φ
+    figures(total([compare(y, offsets, spans, readable(z, y)) for …]))   # scores of R_φ
 
 Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
 
@@ -25,7 +25,6 @@ from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, groupby, pairwise, product
-from statistics import fmean
 from typing import Callable
 
 import numpy as np
@@ -62,8 +61,8 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
             case _:
                 raise InputError(
                     f"row {row.get('id')}: {value} is not a valid span; it needs 0 ≤ start < "
-                    f"end ≤ {len(response)}, a label out of 1, -1, good and poor, and, if it "
-                    f"has a 'text', the text of the response from start to end")
+                    f"end ≤ {len(response)}, label 1, -1, good or poor, and, if it has a "
+                    f"'text', the response's text there")
     return spans
 
 
@@ -167,9 +166,8 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None)
     return hits
 
 
-def total(counts) -> dict:
+def total(counts: list[dict]) -> dict:
     """The sum of the counts of all responses: metric → [hits, cases]."""
-    counts = [*counts]
     return {metric: np.sum([row[metric] for row in counts], 0) for metric in counts[0]}
 
 
@@ -240,7 +238,7 @@ def _shares(annotated: list[tuple], unit: str) -> tuple:
     shares = (("unmatched quotes", unmatched, quotes), ("ambiguous quotes", ambiguous, quotes),
               (f"good {unit}", labels[1], units), (f"poor {unit}", labels[-1], units),
               (f"labelled {unit}", labels[1] + labels[-1], units))
-    return ("Table 15 (paper: 0.93–2.47 % unmatched), §3.3 (about 30 % labelled)",
+    return ("Table 15, §3.3: quotes without a place, and labels",
             ["", "number", "of", "%"],
             [[name, hits, cases, 100 * hits / cases if cases else None]
              for name, hits, cases in shares])
@@ -271,7 +269,7 @@ def _by_length(annotated: list[tuple], unit: str) -> tuple:
 def _mean(values: list) -> float | None:
     """The mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    return np.mean(known) if known else None
 
 
 def dense_reply(row: dict) -> str:
@@ -294,8 +292,7 @@ def _costs(rows: list[dict], places: Callable | None) -> tuple:
         "reply with a label a word": [len(split(dense_reply(row))) for row in quoted],
         "thousandths of a USD": [1000 * row["usd"] for row in rows if row.get("usd")]}
     unit = "tokens" if places else "words and punctuation marks"
-    return (f"Table 12, Table 14: {unit} of replies "
-            "(paper: 6–8 × more with a label per word), and the bill",
+    return (f"Table 12, Table 14: {unit} of replies, and the bill",
             ["", "rows", "mean", "total"],
             [[name, len(values), _mean(values), sum(values)]
              for name, values in columns.items()])
@@ -348,7 +345,7 @@ def main():
     """Print tables of annotated rows, and write the rows as an HTML page beside their file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--audit", required=True, help="annotated rows")
-    parser.add_argument("--tokenizer", help="directory or hub id; None counts words")
+    parser.add_argument("--tokenizer", help="None counts words")
     args = parser.parse_args()
     rows = read_rows(args.audit, ("response", "spans"))
     places = None
