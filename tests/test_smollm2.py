@@ -1,5 +1,5 @@
-"""A real instruct model, SmolLM2-135M-Instruct: the three phases,
-restart, ranks, template, files.
+"""A real instruct model, SmolLM2-135M-Instruct: the three phases, restart, ranks, template,
+files, and a step of notebook 3.
 
 Skipped, visibly, unless the directory of its checkpoint is in the variable SMOLLM2.
 """
@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 from data import InputError, read_rows
 from experiments import baselines
 from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, start
-from model import encode_prompt, load_lora, load_model, use_lora
+from model import (add_lora, encode_answer, encode_prompt, load_lora, load_model,
+                   response_hidden, use_lora)
 from notebooks import prose
-from policy import train
+from policy import nl_gradient_loss, train
 from reward_model import annotator_critic
+from sampling import head_weight, pad_batch, token_logprobs
 from settings import Config, parse_flags
 from text2grad import start_policy
 
@@ -113,3 +115,45 @@ def test_merged_in_float32_it_is_a_plain_checkpoint_with_the_same_outputs(smollm
         whole, bare = ours(ids).logits, smollm2[0](ids).logits
         torch.testing.assert_close(model(ids).logits, whole, rtol=1e-3, atol=1e-3)
     assert (whole - bare).abs().max() > 0.01
+
+
+POST = (
+    "My flatmate Dana borrowed my bike last Friday without asking and brought it back with a "
+    "bent wheel. She offered to pay half of the repair, 40 euros, but I think that she should "
+    "pay all of it. We have lived together for two years and I do not want to lose her as a "
+    "friend. Should I insist?")
+
+
+def test_a_step_has_the_numbers_of_notebook_3(smollm2):
+    model, tokenizer = smollm2
+    cells = json.loads((ROOT / "notebooks" / "3_why_token_level.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    (cell,) = [source for source in sources if source.startswith("pieces =")]
+    stored = {"table": lambda *_: ""}
+    exec(cell, stored)
+    torch.manual_seed(0)
+    theta = add_lora(model, "policy", 16, 32)
+    prompt = encode_prompt(tokenizer, f"Summarise the post in one sentence.\n\nPost: {POST}")
+    y = encode_answer(tokenizer, "Dana's actions not only violated her personal space but also "
+                                 "undermined her friendship.")
+    batch = pad_batch([prompt], [y], "cpu")
+
+    def logprobs():
+        with use_lora(model, "policy"):
+            hidden = response_hidden(model, *batch)[0]
+        return token_logprobs(hidden, head_weight(model), batch[2][0], 0.6)
+
+    for name in ("first", "second"):
+        before = logprobs()
+        loss = nl_gradient_loss(before[None], torch.tensor([stored[f"{name}_delta"]]), batch[3])
+        gradient = torch.autograd.grad(loss, theta)
+        length = torch.cat([part.flatten() for part in gradient]).norm()
+        base = [parameter.detach().clone() for parameter in theta]
+        with torch.no_grad():
+            for parameter, part in zip(theta, gradient):
+                parameter -= 0.06 * part / length
+            change = logprobs() - before
+            for parameter, value in zip(theta, base):
+                parameter.copy_(value)
+        assert before.exp().tolist() == pytest.approx(stored["pi_before"], abs=2e-3)
+        assert change.tolist() == pytest.approx(stored[f"{name}_change"], abs=2e-3)
