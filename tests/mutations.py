@@ -141,11 +141,11 @@ annotate.py: tests/test_annotate.py
     if extra:⏎ ⇒ if False:⏎
     if piece and end == whole ⇒ if end == whole
     whole + 1 if piece.endswith(MARK) else whole ⇒ whole
-    , function_hash(config.annotator_function)] ⇒ ]
-annotate.py: tests/test_annotate.py
     critique or read_critique(value, prose) ⇒ read_critique(value, prose)
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
+annotate.py: tests/test_ask.py -k killed_run
+    , function_hash(config.annotator_function)] ⇒ ]
 ask.py: tests/test_ask.py
     self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
     reply.usage or self.largest(question) ⇒ reply.usage or FREE
