@@ -7,7 +7,6 @@ import re
 from itertools import product
 from statistics import mean
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,9 +34,9 @@ def read(mode, reply, response="The cat sat. A dog ran."):
     return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)
 
 
-def faulty(row, seed=0):
+def faulty(row):
     """A summary with wrong facts, repeated clauses and the first person."""
-    rng = random.Random(f"{row['id']} {seed}")
+    rng = random.Random(f"{row['id']} 0")
     return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
 
 
@@ -324,24 +323,21 @@ def test_what_the_critique_names_is_mended():
 
 # ── Whole runs
 
-@pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
-def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
-                                                            name):
+@pytest.mark.parametrize("name", ["ilf", "dpo"])
+def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, spy, name):
     """Equal steps, rounded to full passes over the rows; the training loss falls."""
-    def watch(model, pairs, name, settings, *more, **loss):
-        losses = fit(model, pairs, name, settings, *more, **loss)
-        fits.append((len(pairs), losses, settings))
-        return losses
-
-    config, fits, fit = small(tmp_path, iterations=6), [], baselines.fit_adapter
-    monkeypatch.setattr(baselines, "fit_adapter", watch)
+    config = small(tmp_path, iterations=6)
+    results = spy("experiments.baselines.fit_adapter")
+    calls = spy("experiments.baselines.fit_adapter",
+                lambda model, pairs, name, settings, **_: (len(pairs), settings))
     baselines.start_policy(toy_model[0], config)
     baselines.FITTED[name](*toy_model, toy.rows("train", 48), config, tmp_path)
-    ((n, losses, settings),) = fits
+    (n, settings), = calls
+    losses, = results
     assert abs(settings.reward_epochs * n - 6 * 8 * 2) <= n / 2
     assert settings.reward_batch_size == 8
     assert len(losses) == settings.reward_epochs * math.ceil(n / 8)
-    # The ratio over eight seeds: .59 ± .01 (SFT), .65 ± .10 (ILF), .58 ± .12 (DPO).
+    # The ratio over eight seeds: .65 ± .10 (ILF), .58 ± .12 (DPO).
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
 
 
@@ -372,10 +368,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "late_end_definition_1" / "reward").exists()
     assert "held-out comparisons or steps" in run("prm_ppo")
     sample = read_row("prm_ppo", "samples.jsonl")
-    ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
-    text = sample["response"]
-    labels = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
-    assert [int(delta != 0) for delta in sample["delta"]] == labels and any(labels)
+    assert any(delta % 1 for delta in sample["delta"])         # not those of a critique
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")
@@ -384,18 +377,14 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     assert read_row("reflection", "after_samples.jsonl")["response"].startswith("mended ")
 
 
-def test_another_base_is_prompted_to_rewrite(toy_model, monkeypatch):
+def test_another_base_is_prompted_to_rewrite(toy_model, spy):
     """Outside the toy world, π_ref answers a prompt with the critique, without its JSON."""
     triples = [("Ask.", "It was.", 'It lacks facts.\n{"good_spans": []}')]
-    model, tokenizer = toy_model
-    seen = []
-    sample = baselines.sample_rollouts
-    monkeypatch.setattr(baselines, "sample_rollouts",
-                        lambda *arguments: seen.append(arguments) or sample(*arguments))
-    (text,) = baselines.rewrite(model, tokenizer, triples, toy_config(task="slf5k"))
-    ((_, _, prompts, _, adapter, _),) = seen
+    calls = spy("experiments.baselines.sample_rollouts", lambda *arguments: arguments)
+    text, = baselines.rewrite(*toy_model, triples, toy_config(task="slf5k"))
+    (_, _, (prompt,), _, adapter, _), = calls
     assert isinstance(text, str) and adapter is None
-    assert "Critique: It lacks facts.\n\n" in prompts[0] and "good_spans" not in prompts[0]
+    assert "Critique: It lacks facts.\n\n" in prompt and "good_spans" not in prompt
 
 
 # ── Dense labels (Tables 11, 12) and steps (Appendix N)
