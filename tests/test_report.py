@@ -16,6 +16,7 @@ from report import (LIMITS, NOTES, above_limits, before_and_after, colour_tokens
                     svg_line, table)
 from reward_model import Judgement
 
+
 def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1
     offsets = [(0, 1), (1, 2), (1, 2), (2, 3), (3, 3)]
     assert split_text("a🏠b", offsets) == ["a", "🏠", "", "b", ""]
