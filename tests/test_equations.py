@@ -345,11 +345,10 @@ def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
 def test_delta_is_in_the_column_of_its_token():
     """Alg. 4 l.13: δ'_t of each row at column t, none on padding."""
     batch = random_rollouts()
-    lengths = batch.mask.sum(1).tolist()
-    deltas = [[float(10 * row + t) for t in range(n)] for row, n in enumerate(lengths)]
+    expected = torch.arange(batch.mask.numel()).view_as(batch.mask) * batch.mask.float()
+    deltas = [row[:n] for row, n in zip(expected.tolist(), batch.mask.sum(1).tolist())]
     add_feedback(batch, [Judgement("", delta) for delta in deltas])
-    padding = [[0.0] * (batch.mask.shape[1] - n) for n in lengths]
-    assert batch.delta.tolist() == [a + b for a, b in zip(deltas, padding)]
+    assert torch.equal(batch.delta, expected)
 
 
 @pytest.mark.parametrize("temperature, micro, sft, reference", [
