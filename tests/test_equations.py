@@ -4,7 +4,6 @@ The order is the paper's: Definition 1, §3.5 (GAE, PPO), §3.6 with Appendix A,
 """
 
 import copy
-import json
 import random
 import re
 
@@ -181,7 +180,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.6), (0.7, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.6)])
 def test_gae_gives_the_formulas_of_the_paper(formula, gamma, lam):  # Eq. §3.6 A^A, A^B
     """The last three lack a term; PAPER.md's errata name it."""
     for T in range(1, 9):
@@ -249,10 +248,9 @@ def test_whiten_is_the_z_score_of_the_unpadded_tokens(lengths, seed):
     assert not got[~mask.bool()].any()
 
 
-@pytest.mark.parametrize("value, tokens", [(0.1, 48), (4.1, 48), (7.3, 1)])
-def test_whiten_of_equal_tokens_is_zero(value, tokens):
+def test_whiten_of_equal_tokens_is_zero():
     """Equal values give 0, even if rounding of the mean leaves small differences."""
-    got = whiten(torch.full((tokens, tokens), value), torch.ones(tokens, tokens).long())
+    got = whiten(torch.full((48, 48), 4.1), torch.ones(48, 48).long())
     assert got.abs().max() < 1e-3                                       # NaN fails too
 
 
@@ -289,17 +287,16 @@ def test_value_loss_by_cases(value, loss, gradient, sign):  # Alg. 4 l.24
           rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("rubbish", [1e30, -1e30])
 @pytest.mark.parametrize("loss", [ppo_loss, value_loss])
-def test_a_loss_is_the_mean_of_its_tokens(loss, rubbish):
+def test_a_loss_is_the_mean_of_its_tokens(loss):
     """𝔼_t is over all tokens, not over row means; padding affects neither loss nor gradient.
 
     Invariant 3: the losses of parts, divided by the count of all tokens, sum to the full loss.
     """
     mask, (new, old, target) = prefix_mask([4, 2, 7, 1]), noise(0, 3, 4, 7)
     at = mask.bool()
-    new = torch.where(at, new, rubbish).requires_grad_()
-    target = torch.where(at, target, rubbish)
+    new = torch.where(at, new, 1e30).requires_grad_()
+    target = torch.where(at, target, -1e30)
     whole = loss(new, old, target, mask, 0.2)
     tokens = torch.stack([loss(*numbers[:, None], torch.ones(1), 0.2)
                           for numbers in torch.stack([new, old, target], -1)[at]])
@@ -326,7 +323,7 @@ def test_adaptive_kl_by_hand(kl, target, error):
 
 # ── Algorithm 4, l.9–18: rows, δ', scores, rewards, advantages
 
-@pytest.mark.parametrize("batch", [1, 4, 10, 25])
+@pytest.mark.parametrize("batch", [4, 10, 25])
 def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
     """Alg. 4 l.10: every pass takes all prompts, even if a batch spans two passes. Each pass
     has a new order, which depends only on seed and iteration."""
@@ -348,11 +345,10 @@ def test_every_prompt_is_drawn_once_per_pass(batch):  # Alg. 4 l.9–10
 def test_delta_is_in_the_column_of_its_token():
     """Alg. 4 l.13: δ'_t of each row at column t, none on padding."""
     batch = random_rollouts()
-    lengths = batch.mask.sum(1).tolist()
-    deltas = [[float(10 * row + t) for t in range(n)] for row, n in enumerate(lengths)]
+    expected = torch.arange(batch.mask.numel()).view_as(batch.mask) * batch.mask.float()
+    deltas = [row[:n] for row, n in zip(expected.tolist(), batch.mask.sum(1).tolist())]
     add_feedback(batch, [Judgement("", delta) for delta in deltas])
-    padding = [[0.0] * (batch.mask.shape[1] - n) for n in lengths]
-    assert batch.delta.tolist() == [a + b for a, b in zip(deltas, padding)]
+    assert torch.equal(batch.delta, expected)
 
 
 @pytest.mark.parametrize("temperature, micro, sft, reference", [
@@ -401,7 +397,7 @@ def test_rewards_advantages_and_value_targets(policy, target):
     close(rollouts.advantages[mask.bool()], white, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4])
+@pytest.mark.parametrize("T", [1, 4])
 def test_the_kl_penalty_has_the_gradient_of_minus_the_kl(T, monkeypatch):
     """Every response of a tabular policy, V = 4: E[Σ_t A_t ∇ log π(y_t)] = −β ∇ KL(π ‖ π_ref).
 
@@ -493,7 +489,7 @@ def updated(model, head, rollouts, config):
     return flat(parameters), stats
 
 
-@pytest.mark.parametrize("micro", [1, 4, 6])
+@pytest.mark.parametrize("micro", [1, 4])
 def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
     """Alg. 4 l.19–31: three passes of clipped descent on the brute-force loss, targets kept.
 
@@ -587,32 +583,23 @@ def test_teacher_forcing_starts_at_the_base_and_lowers_the_loss(toy_model):
     assert model.model.layers[0].self_attn.q_proj.scaling == {"reward": 12 / 4}
 
 
-def feedback_row(response, good=(), poor=()):
-    """A row of feedback.jsonl, as far as `encode_rows` reads it."""
-    return {"prompt": "Summarise.", "response": response, "critique": "Some of it is right.",
-            "good_spans": good, "poor_spans": poor}
-
-
-def test_encode_rows_leaves_out_quotes_that_are_not_there(toy_model):
+def test_encode_rows_leaves_out_quotes_that_are_not_there_and_rows_that_are_too_long(toy_model):
     """§3.4, Appendix L: x is what R_φ will see; z is the critique, grounded spans and one EOS.
 
-    The response has one cat, so that of two quotes of it one stays.
+    The response has one cat, so that of two quotes of it one stays. Rows of up to max_tokens,
+    EOS included, keep their pairs.
     """
     _, tokenizer = toy_model
-    row = feedback_row("the cat sat", ["cat", "dog", "cat"], ["horse", "sat"])
-    kept, [(x, z)] = encode_rows([row], tokenizer, 10**6)
-    assert kept == [row]
+    rows = [{"prompt": "Summarise.", "response": "the cat sat" + " on" * n,
+             "critique": "Some of it is right.", "good_spans": ["cat", "dog", "cat"],
+             "poor_spans": ["horse", "sat"]} for n in (0, 9, 3)]
+    kept, pairs = encode_rows(rows, tokenizer, 10**6)
+    x, z = pairs[0]
+    assert kept == rows
     assert x == encode_prompt(tokenizer, reward_prompt("Summarise.", "the cat sat"))
     assert z[-1] == tokenizer.eos_token_id and z.count(tokenizer.eos_token_id) == 1
     read = parse_feedback(tokenizer.decode(z[:-1]))
     assert read == Feedback("Some of it is right.", ["cat"], ["sat"])
-
-
-def test_encode_rows_leaves_out_rows_that_are_too_long(toy_model):
-    """Rows of up to max_tokens, EOS included, keep their pairs; longer rows are dropped."""
-    _, tokenizer = toy_model
-    rows = [feedback_row("the cat sat " * n) for n in (1, 9, 3)]
-    _, pairs = encode_rows(rows, tokenizer, 10**6)
     limit = sum(map(len, pairs[2]))
     assert encode_rows(rows, tokenizer, limit) == (rows[::2], pairs[::2])
     assert encode_rows(rows, tokenizer, limit - 1)[0] == rows[:1]
@@ -655,18 +642,17 @@ def test_an_unreadable_critique_rewards_nothing_and_says_why(critique, reason):
     assert reason in verdict.reason
 
 
-@pytest.mark.parametrize("good, poor, delta, counts", [
-    (["cat saw"], ["run"], [0, 1, 1, 0, 0, -1, 0], (2, 0, 0, 0)),
-    # "horse" is not there, "the" occurs twice, "dog" is both good and poor.
-    (["cat", "the", "horse", "dog"], ["the dog", "run"], [0, 1, 0, -1, 0, -1, 0],
-     (6, 1, 1, 1))])
-def test_a_readable_critique_gives_the_delta_of_its_spans(good, poor, delta, counts):
+def test_a_readable_critique_gives_the_delta_of_its_spans():
     """§3.3, Alg. 4 l.13: +1 on a good span's tokens, −1 on a poor one's, 0 elsewhere and on
     EOS. Quotes without reward are counted (invariant 2)."""
-    critique = "Mixed.\n" + json.dumps({"good_spans": good, "poor_spans": poor})
+    # "horse" is not there, "the" occurs twice, "dog" is both good and poor.
+    critique = ('Mixed.\n{"good_spans": ["cat", "the", "horse", "dog"], '
+                '"poor_spans": ["the dog", "run"]}')
     verdict = judged(critique)
-    assert (verdict.critique, verdict.reason, verdict.delta) == (critique, "", delta)
-    assert counts == (verdict.quotes, verdict.unmatched, verdict.ambiguous, verdict.conflicts)
+    assert (verdict.critique, verdict.reason) == (critique, "")
+    assert verdict.delta == [0, 1, 0, -1, 0, -1, 0]
+    assert [verdict.quotes, verdict.unmatched, verdict.ambiguous, verdict.conflicts] == [
+        6, 1, 1, 1]
 
 
 def test_g_nl_of_a_critique_is_what_ppo_follows_at_first():  # Eq. §3.5 g_NL

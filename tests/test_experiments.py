@@ -4,26 +4,23 @@ import json
 import math
 import random
 import re
-from contextlib import nullcontext
 from itertools import product
 from statistics import mean
 
-import data
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 import toy
 from annotate import (FeedbackError, Grounding, Span, read_reply, token_offsets,
                       token_rewards)
-from data import InputError, get_task, load_object, read_rows, write_rows
+from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
 from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses, mend,
                                    pair_losses, preference_loss, preferences, recorded_pair)
 from experiments.designs import (CHANGES, SCORED, mark_ends, marks, replace_delta, step_spans,
                                  token_scores)
-from helpers import ROOT, error_message, noise, randomise, toy_config
+from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
 from policy import Rollouts
@@ -33,32 +30,25 @@ from sampling import pad_batch
 close = torch.testing.assert_close
 
 
-def spans_of(response, reply, mode="cot"):
-    return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)[1].spans
+def read(mode, reply, response="The cat sat. A dog ran."):
+    return read_reply({"id": "", "prompt": "", "response": response}, reply, mode)
 
 
-def faulty(row, seed=0):
+def faulty(row):
     """A summary with wrong facts, repeated clauses and the first person."""
-    rng = random.Random(f"{row['id']} {seed}")
+    rng = random.Random(f"{row['id']} 0")
     return toy.write_summary(toy.confuse(row["facts"], rng), rng, 0.5)
 
 
-def rollouts_of(tokenizer, rows, texts):
+def faulty_rollouts(tokenizer):
+    """Rollouts of five faulty summaries and an empty one."""
+    rows = toy.rows("train", 6)
+    texts = [*map(faulty, rows[:5]), ""]
     ids = [encode_answer(tokenizer, text) for text in texts]
-    prompts = [get_task("toy").policy_prompt(row) for row in rows]
+    prompts = [*map(toy.prompt, rows)]
     offsets = [token_offsets(tokenizer, y)[1] for y in ids]
     batch = pad_batch([encode_prompt(tokenizer, prompt) for prompt in prompts], ids, "cpu")
     return Rollouts(rows, prompts, texts, offsets, *batch)
-
-
-def faulty_rollouts(tokenizer, start=0, end=6):
-    """Rollouts start..end of five faulty summaries and an empty one."""
-    rows = toy.rows("train", 6)
-    return rollouts_of(tokenizer, rows[start:end], [*map(faulty, rows[:5]), ""][start:end])
-
-
-def ids_of(rollouts, row):
-    return rollouts.response_ids[row][rollouts.mask[row].bool()].tolist()
 
 
 def logits_of(model, x, y):
@@ -140,8 +130,6 @@ def pieces(text):
 @pytest.mark.parametrize("text, ends, weights_of, want", [
     ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], designs.word_weights,
      [.2, 1, 1, .2, .2, .2]),
-    ("John's boss couldn’t, it's", [4, 6, 11, 18, 20, 26], designs.word_weights,
-     [1, 1, 1, .2, .2, .2]),
     ("the wheelbarrow,", [3, 9, 15, 16], designs.decay_weights, [1, .7, .4, .1]),
     ("the", [3], designs.decay_weights, [1])])
 def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weights_of, want):
@@ -165,38 +153,32 @@ def test_steps_are_clauses_of_a_text_or_lines_of_code(text, code, steps):
 
 # ── Annotators of the toy world
 
-STEPS = "experiments.designs:critique_steps", "experiments.modes:STEPS"
-DENSE = "experiments.designs:critique_dense", "experiments.modes:DENSE"
-ANNOTATORS = {"careful": ("toy:critique", "cot"),
-              "no_cot": ("experiments.designs:critique_no_cot", "no_cot"),
-              "spans": ("experiments.designs:critique_spans", "no_cot"),
-              "steps": STEPS, "dense": DENSE}
+DENSE, STEPS = "experiments.modes:DENSE", "experiments.modes:STEPS"
 
 
-@pytest.mark.parametrize("name", ANNOTATORS)
-def test_every_toy_annotator_can_be_read_and_repeats_itself(name):
-    """Annotators without errors give every unique quote its true label. Reasoning such as "The
+@pytest.mark.parametrize("critic, mode, has_reasons", [
+    (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
+    (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True),
+    (designs.critique_steps, STEPS, True)])
+def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
+    """It gives every unique quote its true label, or that of its step. Reasoning such as "The
     city Oslo was Berlin, wrong." is in z or not."""
-    function, mode = ANNOTATORS[name]
-    critic = load_object("--annotator_function", function)
     kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
         text = faulty(row)
-        example = {"id": "", "prompt": "", "response": text}
-        feedback, grounding = read_reply(example, critic(row, text), mode)
-        assert critic(row, text) == critic(row, text)
+        feedback, grounding = read(mode, critic(row, text), text)
         assert feedback.critique and not grounding.unmatched
         reasons += " was " in feedback.critique
         truths = marks(row, text)
-        for truth in truths if name in ("careful", "no_cot", "dense") else []:
+        for truth in truths if mode != STEPS else []:
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
             if alone and text.count(text[truth.start : truth.end]) == 1:
                 kinds.add(truth.name)
                 start = truth.start + 2 * (truth.name == "repetition")
                 assert {s.label for s in grounding.spans
                         if s.start <= start and truth.end <= s.end} == {truth.label}, text
-    assert kinds > {"repetition", "month"} or name in ("spans", "steps")
-    assert (reasons > 0) == (name in ("careful", "dense", "steps"))
+    assert kinds > {"repetition", "month"} or mode == STEPS
+    assert bool(reasons) == has_reasons
 
 
 # ── Reward designs
@@ -238,7 +220,8 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
     rollouts, config = faulty_rollouts(tokenizer), toy_config(rollout_batch_size=4)
     scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
     for i, text in enumerate(rollouts.texts):
-        pair = encode_prompt(tokenizer, rollouts.prompts[i]), ids_of(rollouts, i)
+        y = rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()
+        pair = encode_prompt(tokenizer, rollouts.prompts[i]), y
         with use_lora(model, "reward"), torch.no_grad():
             scores = token_scores(model, tokenizer, [pair])[0][0]
         last = torch.arange(len(scores)) == len(scores) - 1
@@ -257,15 +240,13 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
 
 @pytest.mark.parametrize("flags, message", [
     ("late --critic annotator --annotator_function none", "--annotator_function"),
-    ("best", "unknown name 'best': .* names out of text2grad, .* rloo"),
-    ("late best --seed 1", "unknown name 'best'"), ("", "no name was given: choose from"),
-    ("ppo dpo", "ppo dpo: these names exclude each other"),
+    ("late best --seed 1", "unknown name 'best': .* names out of text2grad, .* rloo"),
+    ("", "no name was given: choose from"), ("ppo dpo", "ppo dpo: these names exclude"),
     ("grpo rloo", "exclude each other"), ("late dpo", "exclude each other; .* stand alone"),
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
     ("ppo grpo", "compare responses to one prompt: set --responses_per_prompt"),
-    ("rloo --responses_per_prompt 3", "--batch_size must be a multiple of 3"),
-    ("reward_to_go --responses_per_prompt 0", "--responses_per_prompt: expected")])
+    ("rloo --responses_per_prompt 3", "--batch_size must be a multiple of 3")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))
@@ -288,46 +269,36 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
     row_of = {toy.prompt(row): row for row in rows}
     assert len(pairs) > 12                              # eight seeds: 17.4 ± 1.6
     for x, *texts in pairs:
-        better, worse = (sum(span.label for span in spans_of(
-            text, toy.critique(row_of[x], text))) for text in texts)
+        better, worse = (sum(span.label for span in read(
+            "cot", toy.critique(row_of[x], text), text)[1].spans) for text in texts)
         assert better > worse
-
-
-def messages(text):
-    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
-
-
-def trials(*results):
-    return {str(i): {"solution_code": f"{result} {i}", "test_result": result}
-            for i, result in enumerate(results)}
 
 
 SUMMARIES = {"generated_summary_for_comparison_A": "a",
              "generated_summary_for_comparison_B": "b"}
+ANSWERS = {"chosen": [{"content": "q"}, {"content": "good"}], "rejected": [{"content": "poor"}]}
+TRIALS = {"1": {"solution_code": "x", "test_result": "Fail"},
+          "2": {"solution_code": "y", "test_result": "Pass"}}
 
 
 @pytest.mark.parametrize("row, pair", [
-    ({"chosen": messages("good"), "rejected": messages("poor")}, ("good", "poor")),
-    ({"chosen": messages("good"), "rejected": messages("poor"), "score_chosen": 4.0,
-      "score_rejected": 4.0}, None),
+    (ANSWERS, ("good", "poor")), (ANSWERS | {"score_chosen": 4, "score_rejected": 4}, None),
     (SUMMARIES | {"comparison_preference": "Summary A"}, ("a", "b")),
     (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
     (SUMMARIES | {"comparison_preference": None}, None),
     ({"comparison_preference": "Summary A"}, None),
-    ({"trials": trials("Fail", "Pass")}, ("Pass 1", "Fail 0")),
-    ({"trials": trials("Pass", "Pass")}, None)])
+    ({"trials": TRIALS}, ("y", "x")), ({"trials": {"1": TRIALS["1"]}}, None)])
 def test_recorded_preferences_of_the_three_data_sets(row, pair):
     assert recorded_pair(row) == pair
 
 
-@pytest.mark.parametrize("field", [*data.REFERENCES, "post"])
-def test_sft_takes_the_references_of_every_data_set(field, monkeypatch, tmp_path):
+def test_sft_takes_the_first_reference_of_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "fit_policy", lambda *args: fitted.extend(args[2]))
-    fitted, rows = [], [{"summary_prompt": "x", field: "y"}]
-    is_none = field == "post"
-    with pytest.raises(InputError, match="none of the fields") if is_none else nullcontext():
-        baselines.sft(None, None, rows, small(tmp_path, task="slf5k"), tmp_path)
-    assert fitted == [("x", "y")] * (not is_none)
+    fitted, row = [], {"prompt": "x", "solution": "y", "4o_solution": "z"}
+    config = small(tmp_path, task="ultrafeedback")
+    baselines.sft(None, None, [row], config, tmp_path)
+    assert fitted == [("x", "y")]
+    refused("none of the fields", baselines.sft, None, None, [{"prompt": "x"}], config, None)
 
 
 @pytest.mark.parametrize("reward_type", ["ppo", "prm_ppo"])
@@ -336,8 +307,8 @@ def test_a_reward_model_without_labels_is_one_line(reward_type, tmp_path):
     rows = [{"prompt": "p", "response": "r", "spans": []}] * 2
     for name in ("responses", "feedback"):
         write_rows(tmp_path / f"{name}.jsonl", rows)
-    with pytest.raises(InputError, match=f"{reward_type} needs two labelled examples"):
-        baselines.fit_scores(None, None, [{}] * 2, small(tmp_path), tmp_path, reward_type)
+    refused(f"{reward_type} needs two labelled examples", baselines.fit_scores, None, None,
+            [{}] * 2, small(tmp_path), tmp_path, reward_type)
 
 
 def test_what_the_critique_names_is_mended():
@@ -352,24 +323,21 @@ def test_what_the_critique_names_is_mended():
 
 # ── Whole runs
 
-@pytest.mark.parametrize("name", ["sft", "ilf", "dpo"])
-def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, monkeypatch,
-                                                            name):
+@pytest.mark.parametrize("name", ["ilf", "dpo"])
+def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model, spy, name):
     """Equal steps, rounded to full passes over the rows; the training loss falls."""
-    def watch(model, pairs, name, settings, *more, **loss):
-        losses = fit(model, pairs, name, settings, *more, **loss)
-        fits.append((len(pairs), losses, settings))
-        return losses
-
-    config, fits, fit = small(tmp_path, iterations=6), [], baselines.fit_adapter
-    monkeypatch.setattr(baselines, "fit_adapter", watch)
+    config = small(tmp_path, iterations=6)
+    results = spy("experiments.baselines.fit_adapter")
+    calls = spy("experiments.baselines.fit_adapter",
+                lambda model, pairs, name, settings, **_: (len(pairs), settings))
     baselines.start_policy(toy_model[0], config)
     baselines.FITTED[name](*toy_model, toy.rows("train", 48), config, tmp_path)
-    ((n, losses, settings),) = fits
+    (n, settings), = calls
+    losses, = results
     assert abs(settings.reward_epochs * n - 6 * 8 * 2) <= n / 2
     assert settings.reward_batch_size == 8
     assert len(losses) == settings.reward_epochs * math.ceil(n / 8)
-    # The ratio over eight seeds: .59 ± .01 (SFT), .65 ± .10 (ILF), .58 ± .12 (DPO).
+    # The ratio over eight seeds: .65 ± .10 (ILF), .58 ± .12 (DPO).
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
 
 
@@ -400,10 +368,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "late_end_definition_1" / "reward").exists()
     assert "held-out comparisons or steps" in run("prm_ppo")
     sample = read_row("prm_ppo", "samples.jsonl")
-    ends = numpy.cumsum([len(token) for token in sample["tokens"]]).tolist()
-    text = sample["response"]
-    labels = mark_ends(text, [*zip([0, *ends], ends)], step_spans(text))
-    assert [int(delta != 0) for delta in sample["delta"]] == labels and any(labels)
+    assert any(delta % 1 for delta in sample["delta"])         # not those of a critique
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
     save_lora(model, "reward", tmp_path / "reward")
@@ -412,41 +377,32 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     assert read_row("reflection", "after_samples.jsonl")["response"].startswith("mended ")
 
 
-def test_another_base_is_prompted_to_rewrite(toy_model, monkeypatch):
+def test_another_base_is_prompted_to_rewrite(toy_model, spy):
     """Outside the toy world, π_ref answers a prompt with the critique, without its JSON."""
     triples = [("Ask.", "It was.", 'It lacks facts.\n{"good_spans": []}')]
-    model, tokenizer = toy_model
-    seen = []
-    sample = baselines.sample_rollouts
-    monkeypatch.setattr(baselines, "sample_rollouts",
-                        lambda *arguments: seen.append(arguments) or sample(*arguments))
-    (text,) = baselines.rewrite(model, tokenizer, triples, toy_config(task="slf5k"))
-    ((_, _, prompts, _, adapter, _),) = seen
+    calls = spy("experiments.baselines.sample_rollouts", lambda *arguments: arguments)
+    text, = baselines.rewrite(*toy_model, triples, toy_config(task="slf5k"))
+    (_, _, (prompt,), _, adapter, _), = calls
     assert isinstance(text, str) and adapter is None
-    assert "Critique: It lacks facts.\n\n" in prompts[0] and "good_spans" not in prompts[0]
+    assert "Critique: It lacks facts.\n\n" in prompt and "good_spans" not in prompt
 
 
 # ── Dense labels (Tables 11, 12) and steps (Appendix N)
 
-def read(mode, value, response="The cat sat. A dog ran."):
-    example = {"id": "", "prompt": "", "response": response}
-    return read_reply(example, json.dumps(value), f"experiments.modes:{mode}")
-
-
 def dense(words, *labels):
-    return {"textual_feedback": "Said.",
-            "labels": [{"word": word, "label": label} for word, label in zip(words, labels)]}
+    return json.dumps({"textual_feedback": "Said.", "labels": [
+        {"word": word, "label": label} for word, label in zip(words, labels)]})
 
 
-def steps(*triples):
-    return {"steps": [{"step": step, "correct": correct, "reason": "why"}
-                      for step, correct in triples]}
+def steps(*pairs):
+    return json.dumps({"steps": [{"step": step, "correct": correct, "reason": "why"}
+                                 for step, correct in pairs]})
 
 
 def test_dense_labels_are_spans_of_neighbours():
     response = "ab\u0301 “c”\n d  e."
-    feedback, grounding = read("DENSE", dense(response.split(), "good", "good", "neutral",
-                                              "poor"), response)
+    labels = "good", "good", "neutral", "poor"
+    feedback, grounding = read(DENSE, dense(response.split(), *labels), response)
     assert grounding.spans == [Span(0, 7, 1), Span(12, 14, -1)]
     assert feedback.good_spans == [response[:7]] and feedback.critique == "Said."
 
@@ -455,76 +411,48 @@ def test_steps_are_labelled_in_order():
     """The same text occurs twice; white space does not matter."""
     response = "x = 1\nx += 1\nprint(x)\nx += 1\n"
     judged = [("x  = 1", True), ("x += 1", True), ("print(x)", False), ("x += 1", False)]
-    feedback, grounding = read("STEPS", steps(*judged), response)
+    feedback, grounding = read(STEPS, steps(*judged), response)
     assert grounding == Grounding([Span(0, 5, 1), Span(6, 12, 1), Span(13, 21, -1),
                                    Span(22, 28, -1)])
     assert feedback.critique.splitlines()[2:] == ["Incorrect: print(x) (why)",
                                                   "Incorrect: x += 1 (why)"]
 
 
-WORDS = "The cat sat. A dog ran.".split()
-
-
-@pytest.mark.parametrize("mode, value, reason", [
-    ("DENSE", dense(WORDS[1:], *["good"] * 5), "words differ"),
-    ("DENSE", dense(WORDS, *["great"] * 6), "'great'"),
-    ("DENSE", dense(WORDS, *["good"] * 6) | {"labels": 3}, "list of objects"),
-    ("DENSE", {"textual_feedback": "Said."}, "no JSON object.* labels"),
-    ("STEPS", {"steps": []}, "empty"),
-    ("STEPS", steps(("A dog ran.", True), ("The cat sat.", True)), "does not follow"),
-    ("STEPS", steps(("The cat", "yes")), "list of objects.*'yes'")])
-def test_labels_and_steps_that_do_not_fit_are_refused(mode, value, reason):
+@pytest.mark.parametrize("mode, reply, reason", [
+    (DENSE, dense(["The", "cat"], "good", "good"), "words differ"),
+    (DENSE, dense(["The"], "great"), "'great'"), (DENSE, '{"labels": 3}', "list of objects"),
+    (STEPS, steps(), "empty"),
+    (STEPS, steps(("A dog ran.", True), ("The cat sat.", True)), "does not follow")])
+def test_labels_and_steps_that_do_not_fit_are_refused(mode, reply, reason):
     with pytest.raises(FeedbackError, match=reason):
-        read(mode, value)
+        read(mode, reply)
 
 
 # ── Advantages without V, and groups
 
-def filled(name, delta, config, lengths=None, kl=0.0, beta=0.0):
-    """Rollouts with the given δ, [B, T], after an advantage function."""
-    delta = torch.as_tensor(delta, dtype=torch.double)
-    lengths = lengths or [delta.shape[1]] * len(delta)
-    mask = (torch.arange(delta.shape[1]) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.zeros_like(mask).long()
-    rollouts = Rollouts([{}] * len(delta), [], [], [], ids, ids, ids, mask)
-    rollouts.delta, rollouts.values = delta, torch.zeros_like(delta)
-    rollouts.logprobs_ref = torch.zeros_like(delta)
-    rollouts.logprobs_old = torch.zeros_like(delta) + kl
-    ADVANTAGES[name](rollouts, beta, config)
-    return rollouts
-
-
-DELTA = [[1, 0, -1], [1, 1, 0], [0, -1, 0], [0, 0, 1]]
-LENGTHS = [3, 2, 3, 3]
+DELTA = [[1, 0, -1], [1, 1, 0], [0, -1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("name, expected", [
     ("definition_1", DELTA),
     # whiten doubles its argument here
-    ("reward_to_go", [[0, -2, -2], [4, 2, 0], [-2, -2, 0], [2, 2, 2]]),
-    # R = 0, 2, −1, 1 in groups of two
-    ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3]),
-    # A = ∓1 in both groups; the mean length is 2.75
-    ("grpo", [[-2.75 / 3] * 3, [2.75 / 2, 2.75 / 2, 0], [-2.75 / 3] * 3, [2.75 / 3] * 3])])
+    ("reward_to_go", [[0, -2, -2], [4, 2, 0], [-2, -2, 0], [2, 2, 2], [2, 0, 0], [2, 2, 0]]),
+    # R = 0, 2, −1, 1, 1, 1 in groups of two
+    ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3, [0] * 3, [0] * 3]),
+    # A = ∓1 in two groups, and 0 in the last; the mean length is 17 / 6
+    ("grpo", [[-17 / 18] * 3, [17 / 12, 17 / 12, 0], [-17 / 18] * 3, [17 / 18] * 3, [0] * 3,
+              [0] * 3])])
 def test_advantages_by_hand(name, expected, monkeypatch):
+    """The KL penalty β (log π − log π_ref) takes away what is added to δ here."""
     monkeypatch.setattr(advantages, "whiten", lambda x, mask: 2 * x)
-    rollouts = filled(name, DELTA, toy_config(lam=0.5, responses_per_prompt=2), LENGTHS)
-    expected = torch.tensor(expected, dtype=torch.double)
-    torch.testing.assert_close(rollouts.advantages, expected, rtol=1e-3, atol=1e-9)
+    mask = torch.ones(6, 3).long()
+    mask[1, 2] = 0
+    rollouts = Rollouts([{}] * 6, [], [], [], mask, mask, mask, mask)
+    rollouts.delta = torch.tensor(DELTA) + 0.4 * 0.5
+    rollouts.delta[1, 2] = 9                               # padding
+    rollouts.values = rollouts.logprobs_ref = torch.zeros(6, 3)
+    rollouts.logprobs_old = rollouts.logprobs_ref + 0.5
+    ADVANTAGES[name](rollouts, 0.4, toy_config(lam=0.5, responses_per_prompt=2))
+    close(rollouts.advantages, torch.tensor(expected).float(), rtol=1e-3, atol=1e-6)
     assert torch.equal(rollouts.returns, rollouts.values)
-
-
-def test_the_reward_has_the_kl_penalty():
-    """r_t = δ_t − β (log π − log π_ref), and 0 on padding."""
-    rollouts = filled("definition_1", DELTA, toy_config(), LENGTHS, kl=0.5, beta=0.4)
-    expected = (torch.tensor(DELTA) - 0.2) * rollouts.mask
-    torch.testing.assert_close(rollouts.advantages, expected.double())
-
-
-@pytest.mark.parametrize("name", ["rloo", "grpo"])
-def test_a_group_of_equal_rewards_gets_0(name):
-    delta = [[1, 0], [0, 1], [1, 1], [0, 0]]
-    rollouts = filled(name, delta, toy_config(responses_per_prompt=2))
-    assert not rollouts.advantages[:2].any() and rollouts.advantages[2:].all()
-
 

@@ -24,7 +24,7 @@ import toy
 from notebooks.paper import anchor, build, tags
 from annotate import ground, parse_feedback, token_offsets, token_rewards
 from data import get_task, reward_prompt
-from helpers import toy_config, ROOT
+from helpers import ROOT, randomise, toy_config
 from model import add_lora, encode_prompt, eos_ids, use_lora
 from reward_model import read_judgement, write_critiques
 from sampling import generate
@@ -188,8 +188,7 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
     forward pass per token, whereas App. K speaks of a single pass."""
     model, tokenizer = toy_model
     for name in ("policy", "reward"):
-        for p in add_lora(model, name):
-            torch.nn.init.normal_(p, std=0.1)
+        randomise(add_lora(model, name))
     config, rows = toy_config(temperature=0.7), toy.rows("train", 3)
     tokenizer.add_special_tokens({"pad_token": "<new>"})   # an id that the embeddings lack
     generator = torch.Generator().manual_seed(0)
@@ -227,31 +226,23 @@ def test_the_printed_inequality_needs_the_printed_end_of_sequence_advantage():
 
 # ── paper.html
 
-@cache
-def page() -> str:
-    return (ROOT / "paper.html").read_text("utf-8")
-
-
-@cache
-def page_rows() -> dict[str, str]:
-    """The id of each row of paper.html → its HTML."""
-    parts = page().split('<div class="row" id="')[1:]
-    return {part.split('"')[0]: part for part in parts}
+PAGE = (ROOT / "paper.html").read_text("utf-8")
+# The id of each row of paper.html → its HTML
+ROWS = {part.split('"')[0]: part for part in PAGE.split('<div class="row" id="')[1:]}
 
 
 def test_the_page_is_made_of_the_sources_and_loads_nothing():
-    text = page()
-    assert build() == text, "run python notebooks/paper.py"
-    assert {anchor(row[0]) for row in mapped()} == {*page_rows()} and len(page_rows()) > 50
-    ids = Counter(f"#{name}" for name in re.findall(r'\bid="([^"]+)"', text))
-    links = {*re.findall(r'\bhref="([^"]+)"', text)} - {*ids}
+    assert build() == PAGE, "run python notebooks/paper.py"
+    assert {anchor(row[0]) for row in mapped()} == {*ROWS} and len(ROWS) > 50
+    ids = Counter(f"#{name}" for name in re.findall(r'\bid="([^"]+)"', PAGE))
+    links = {*re.findall(r'\bhref="([^"]+)"', PAGE)} - {*ids}
     assert {*ids.values()} == {1} and links == {"https://arxiv.org/abs/2505.22338"}
-    assert links == {*re.findall(r"https?://[^\s\"'<]*", text)}
-    assert "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'" in text
+    assert links == {*re.findall(r"https?://[^\s\"'<]*", PAGE)}
+    assert "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'" in PAGE
 
 
 def test_every_formula_is_mathml_with_the_text_of_its_source():
-    for html in re.findall(r"<math.*?</math>", page()):
+    for html in re.findall(r"<math.*?</math>", PAGE):
         tree = ET.fromstring(html)
         source = re.sub(r"[\s_^‹›]|(?<=})/(?={)", "", tree.get("alttext"))
         # The brackets of scripts and fractions are not shown, those of a set are.
@@ -259,23 +250,18 @@ def test_every_formula_is_mathml_with_the_text_of_its_source():
         assert "".join(tree.itertext()) == plain, html
 
 
-@pytest.mark.parametrize("slug, printed, here", [
-    ("eq-3-5-ppo", "‹−› β ℋ(", "+ β_H 𝔼_t ℋ("),
-    ("alg-4-l-15-16", "∑_{l=0}^{‹T−t−1›}", "∑_{l=0}^{T−t}"),
-    ("eq-3-6-a-b", "∑_{‹k=t›}^T δ_k", "∑_{k=1}^T δ_k")])
-def test_the_slips_of_the_paper_are_marked(slug, printed, here):
+def test_the_slips_of_the_paper_are_marked():
     """The printed forms are in arXiv 2505.22338; ‹ › is what is wrong there."""
-    _, left, right = re.split("<small>(?:printed|here)</small>", page_rows()[slug])
-    assert printed in left and here in right
+    _, left, right = re.split("<small>(?:printed|here)</small>", ROWS["eq-3-6-a-b"])
+    assert "∑_{‹k=t›}^T δ_k" in left and "∑_{k=1}^T δ_k" in right
 
 
 @pytest.mark.parametrize("slug, code", [
     ("alg-4-l-14", "rewards = (rollouts.delta - beta * kl) * mask"),
     ("alg-4-l-23", "gain = torch.minimum("),                          # the tag stands above it
-    ("alg-2-l-10-11", "Add no opinion of your own."),                # an entry of a dictionary
-    ("alg-1-l-14", "fit, model, tokenizer,")])
+    ("alg-2-l-10-11", "Add no opinion of your own.")])               # an entry of a dictionary
 def test_the_line_that_is_tagged_is_marked(slug, code):
-    marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", page_rows()[slug]))
+    marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", ROWS[slug]))
     assert code in unescape(marked) and marked.count("\n") < 10
 
 
@@ -344,13 +330,13 @@ def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path)
         pytest.skip("chromium is not installed, so the page is not opened")
     path = tmp_path / "page.html"
     script = "document.title = document.documentElement.scrollWidth - innerWidth"
-    path.write_text(page().replace("</body>", f"<script>{script}</script></body>"))
+    path.write_text(PAGE.replace("</body>", f"<script>{script}</script></body>"))
     command = [browser, "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}",
                "--dump-dom", "--window-size=390,900", path.as_uri()]
     html = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert int(re.search("<title>(-?[0-9]+)<", html)[1]) <= 0
-    reply, = re.findall(r'(?s)<textarea id="critique"[^>]*>(.*?)</textarea>', page())
-    data = json.loads(re.search(r"const PAGE = (.*);\n", page())[1])
+    reply, = re.findall(r'(?s)<textarea id="critique"[^>]*>(.*?)</textarea>', PAGE)
+    data = json.loads(re.search(r"const PAGE = (.*);\n", PAGE)[1])
     judgement = read_judgement(unescape(reply), data["text"], data["offsets"])
     block = re.search('<div id="delta">(.*?)</div>', html)[1]
     shown = re.findall('<span title="(.*?)" .*?>(.*?)</span>', block)

@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 run_python = partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
-RAISES = "import pytest\ndef test_f():\n    with pytest.raises({}): int({!r})"
+RAISES = "import pytest\ndef test_f():\n    with pytest.raises(ValueError): int('x')"
 
 
 def status(code, tests="assert True", **limits):
@@ -65,24 +63,30 @@ def copy_sandbox(folder: Path):
         cell.write(f"\n# {folder}\n")
 
 
+def break_sandbox(folder: Path, monkeypatch, old: str, new: str, file="sandbox.sh"):
+    """Let run_python use a copy of the sandbox with another text."""
+    copy_sandbox(folder / "code")
+    monkeypatch.setattr(sandbox, "FOLDER", folder / "code" / "measures")
+    script = sandbox.FOLDER / file
+    assert old in script.read_text()
+    script.write_text(script.read_text().replace(old, new))
+
+
 # ── Right and wrong
 
 # The last item is a part of the output.
 @pytest.mark.parametrize("code, tests, expected, output", [
-    *[(INCREMENT, tests, "passed", "") for tests in (
-        "assert f(1) == 2", "def check(g):\n    assert g(1) == 2\ncheck(f)",
-        "from solution import f\nimport solution\nassert solution.f is f and f(1) == 2",
-        "def test_f(): assert f(1) == 2")],
-    *[(INCREMENT, tests, "not run", "test nothing") for tests in (
-        "def check(g):\n    assert g(1) == 2", "x = f(1)", "")],
-    (INCREMENT, "assert f(1) == 3", "failed", "AssertionError"),
-    (INCREMENT, "def test_f(): assert f(1) == 2\ndef test_g(): assert f(1) == 3", "failed", ""),
-    (INCREMENT, "assert f('1')", "error", "TypeError"),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2\ncheck(f)", "passed", ""),
+    (INCREMENT, "import solution\nfrom solution import f\nassert f is solution.f", "passed",
+     ""),
+    (INCREMENT, "def check(g):\n    assert g(1) == 2", "not run", "test nothing"),
+    (INCREMENT, "def test_f(): assert f(1) == 2\ndef test_g(): assert f(1) == 3", "failed",
+     "AssertionError"),
     (INCREMENT, "assert f(1", "not run", "SyntaxError"),
     (INCREMENT, "import no_such_module\nassert f(1) == 2", "not run", "ModuleNotFoundError"),
     # code that cannot be loaded
-    *[(code, "assert True", "error", "Error") for code in (
-        "def f(:", "import no_such_module", "1 / 0", "assert False", "x = '\ud800'", "\0")],
+    ("assert False", "assert True", "error", "AssertionError"),
+    ("x = '\ud800'", "assert True", "error", "UnicodeEncodeError"),
     # The tests and the code have separate namespaces.
     ("def help(): return 1\ndef f(): return help()",
      "def help(): return 2\ndef test_f(): assert f() == 1 and help() == 2", "passed", ""),
@@ -93,18 +97,13 @@ def copy_sandbox(folder: Path):
     ("s = 'é😀'\r\n", "assert s == 'é😀' and len(s) == 2", "passed", ""),
     ("import os; os.write(1, b'a\\xff\\xc3z'); os.write(2, 'é'.encode())", "assert True",
      "passed", "a\ufffd\ufffdzé"),
-    # Some functions of pytest and of unittest.mock work without a test runner.
-    ("", RAISES.format("ValueError, match='invalid'", "x"), "passed", ""),
-    ("", "import pytest\nassert 1 + 1e-9 == pytest.approx(1)", "passed", ""),
-    ("", "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_f(getcwd):\n"
-     "    import os\n    os.getcwd()\n    getcwd.assert_called_once()", "passed", ""),
-    ("", "import functools\n@functools.cache\ndef test_f(x): assert x", "not run", "missing 1"),
-    *[("", f"def test_f(): {body}", "not run", "does not return None")
-      for body in ("return 1 == 2", "yield")],
+    # Some functions of pytest work without a test runner.
+    ("", f"{RAISES}\nassert 1 + 1e-9 == pytest.approx(1)", "passed", ""),
+    ("", "def test_f(): return 1 == 2", "not run", "does not return None"),
+    ("", "def test_f(): yield", "not run", "does not return None"),
     # Code does not pass by an early exit, or by writing to files or closing them.
     *[(f"import os; {call}", "assert True", "error", "") for call in (
-        "quit()", "print('passed'); os._exit(0)", "os.closerange(3, 99)")],
-    ("import os\ndef f(): os._exit(0)", "assert f() == 1", "error", "exited before"),
+        "quit()", "os.closerange(3, 99)")],
     ("import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'readypassed\\n')\n"
      "    except OSError: pass\nos._exit(0)", "assert True", "error", "exited before"),
     ("import atexit, os; atexit.register(os._exit, 0)", "assert False", "failed", ""),
@@ -130,35 +129,25 @@ def test_the_traceback_names_lines_but_no_paths_of_this_machine():
     assert "sandbox" not in stderr and tempfile.gettempdir() not in stderr
 
 
-@pytest.mark.parametrize("tests", [
-    "@pytest.mark.parametrize('x', [1, 2])\ndef test_f(x): assert f(x) == x + 1",
-    "@pytest.fixture(autouse=True)\ndef call(): assert f(1) == 3\ndef test_f(): pass",
-    "from pytest import fixture, mark\ndef test_f(): assert f(1) == 2",
-    "def test_f(tmp_path): assert f(1) == 2",
-    "class TestF:\n    def test_f(self): assert f(1) == 2",
-    "import unittest\nclass Check(unittest.TestCase):\n    def test_f(self): pass",
-    "def setup_module(): global x; x = 1\ndef test_f(): assert f(x) == 2",
-    "x = pytest.importorskip('no_such_module')\ndef test_f(): assert f(1) == 2",
-    "@pytest.mark.asyncio\nasync def test_f(): assert f(1) == 3",
-    "@pytest.mark.skip\ndef test_x(): assert False",
-    "import unittest\ndef test_f(): raise unittest.SkipTest('x')"])
-def test_files_that_need_pytest_could_not_be_run(tests):
-    assert status(INCREMENT, f"import pytest\nfrom solution import f\n{tests}") == "not run"
-
-
-def test_public_test_files_need_pytest(shared):
+def test_files_that_need_pytest_could_not_be_run(shared):
+    """Public files with classes, fixtures and marks, and further forms."""
     rows = read_rows(shared / "data" / "public_cases" / "test_files.jsonl")
-    assert {status(row["program"], row["tests"]) for row in rows} == {"not run"}
+    rows += [{"program": INCREMENT, "tests": tests} for tests in (
+        "from pytest import fixture, mark\ndef test_f(): assert f(1) == 2",
+        "class Test:\n    def test_f(self): pass\nassert f(1) == 2",
+        "import unittest\nclass Check(unittest.TestCase): pass\nassert f(1) == 2",
+        "def setup_module(): global x; x = 1\ndef test_f(): assert f(x) == 2",
+        "import unittest\ndef test_f(): raise unittest.SkipTest('x')")]
+    for row in rows:
+        assert status(row["program"], row["tests"]) == "not run", row
 
 
 def test_files_that_import_pytest_without_a_use_run_without_it(tmp_path, monkeypatch):
-    copy_sandbox(tmp_path / "code")
-    monkeypatch.setattr(sandbox, "FOLDER", tmp_path / "code" / "measures")
-    cell = sandbox.FOLDER / "cell.py"
-    cell.write_text("import sys; sys.modules['pytest'] = None\n" + cell.read_text())
+    break_sandbox(tmp_path, monkeypatch, "import ast\n",
+                  "import ast, sys; sys.modules['pytest'] = None\n", "cell.py")
     unused = "import pytest\ndef test_f(): assert f(1) == 2\nif f(1) == 3: pytest.main()"
     assert status(INCREMENT, unused) == "passed"
-    assert status(INCREMENT, RAISES.format("ValueError", "x")) == "not run"
+    assert status(INCREMENT, RAISES) == "not run"
 
 
 # ── Limits
@@ -168,17 +157,16 @@ def test_a_loop_ends_at_the_timeout_and_its_output_is_kept(monkeypatch):
     assert result.status == "timeout"
     assert re.match("begun\n(.*\n)?stopped after 0.5 s\n", result.stderr)
     # The time is CPU time: it does not count the start of Python or a short sleep.
-    assert status("import time; time.sleep(1.5)", timeout=0.5) == "passed"
-    monkeypatch.setattr(sandbox, "START", 1)
+    assert status("import time; time.sleep(1.2)", timeout=0.5) == "passed"
+    monkeypatch.setattr(sandbox, "START", 0)
     assert status("import time\ntime.sleep(60)", timeout=0.1) == "timeout"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
-@pytest.mark.parametrize("code, tests", [
-    ("x = [0] * 10**10", "assert x"), ("def f(): return bytes(400 << 20)", "assert f()")])
-def test_memory_is_limited(code, tests):
-    assert status(code, tests, memory_mb=300) == "memory"
-    assert status("x = bytes(400 << 20)", memory_mb=600) == "passed"
+def test_memory_is_limited():
+    code = "def f(): return bytes(400 << 20)"
+    assert status(code, "assert f()", memory_mb=300) == "memory"
+    assert status(code, "assert f()", memory_mb=600) == "passed"
 
 
 def test_endless_output_is_stopped_and_its_end_kept():
@@ -206,57 +194,46 @@ SHOWN = 'def f(x):\n    """Adds one.\n\n    ```\n    f(1)\n    ```\n    """\n   
 PART = "def g(x):\n    return x\n"
 
 
-@pytest.mark.parametrize("text, program", [
-    *[(text, text) for text in (
-        SHOWN, '"""\n```\nf(0)\n```\n"""\n' + INCREMENT, "No code.", "Say `f` or ```f```.")],
-    *[(text, INCREMENT) for text in (
-        f"Sure:\n\n```py\n{INCREMENT}```\nIt adds.", f"~~~ Python 3\n{INCREMENT}~~~",
-        f"```python\n{INCREMENT}", f"So:\n```python\n{INCREMENT}  ```\nIt adds.",
-        "1. So:\r\n   ```python\r\n   def f(x):\r\n\r\n       return x + 1\r\n   ```\r\n",
-        f"```bash\npip install f\n```\n```Python\n{INCREMENT}```\n```\n2 is out\n```",
-        f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```", f"```code\n{INCREMENT}```",
-        f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```")],
-    (f"````python3\n{SHOWN}````", SHOWN), (f"```python\n{SHOWN}```", SHOWN),
-    (f"So:\n```python\n{SHOWN}```\n".replace("\n", "\r\n"), SHOWN),
-    (f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```", PART + INCREMENT)])
-def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(text, program):
+@pytest.mark.parametrize("program, text", [
+    (SHOWN, SHOWN), ("Say `f` or ```f```.", "Say `f` or ```f```."),
+    (INCREMENT, f"~~~ Python 3\n{INCREMENT}~~~"), (INCREMENT, f"```python\n{INCREMENT}"),
+    (INCREMENT, f"So:\n\n```py\n{INCREMENT}  ```\nIt adds."),
+    (INCREMENT, "1. So:\r\n   ```python\r\n   def f(x):\r\n\r\n       return x + 1\r\n   ```"),
+    (INCREMENT, f"```bash\npip install f\n```\n```Python\n{INCREMENT}```\n```\n2 is out\n```"),
+    (INCREMENT, f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```"),
+    (INCREMENT, f"```code\n{INCREMENT}```"),
+    (INCREMENT, f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```"),
+    (SHOWN, f"````python3\n{SHOWN}````"),
+    (PART + INCREMENT, f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```")])
+def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(program, text):
     """A fence inside a string of the program does not count."""
     lines = [line for line in code_of(text).split("\n") if line]
     assert lines == [line for line in program.split("\n") if line]
 
 
 def kodcode(response: str, **more) -> dict:
-    tests = {"test": "from solution import f\n\ndef test_f():\n    assert f(1) == 2\n"}
-    return {"question": "Add one.", "response": response} | tests | more
+    return {"question": "Add one.", "response": response, "test": "assert f(1) == 2"} | more
 
 
-def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests():
+def test_rows_keep_their_order_and_get_the_outcomes_of_their_tests(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
     rows = [kodcode(f"```python\nimport time\ntime.sleep(0.5)\n{INCREMENT}```"),
             kodcode("```\nprint('y' * 2000)\ndef f(x):\n    return x\n```"),
             kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"},
             kodcode("def f(:", test_code="assert f"), kodcode(PART, test="def test_f(y): y")]
-    task = replace(get_task("kodcode"),
-                   responses=lambda row: [{"response": "a"}, {"response": "b"}])
-    outcomes = add_outcomes(rows, task, unsafe=True)
-    assert outcomes[0] == rows[0] | {"outcome": "All tests passed."}
-    head, output = outcomes[1]["outcome"].split("\n", 1)
+    write_rows(path, rows)
+    run_main(path, "--unsafe_sandbox", module=sandbox)
+    terminal = capsys.readouterr().out
+    assert "'All tests passed': 1" in terminal and "'Mine': 1" in terminal
+    assert f"annotate.py --task kodcode --data {path}" in terminal
+    results = read_rows(path)
+    assert results[0] == rows[0] | {"outcome": "All tests passed."}
+    head, output = results[1]["outcome"].split("\n", 1)
     assert head == "The tests did not pass (failed). The end of their output:"
     assert len(output) == 1500 and re.match("(?s)yyy.*AssertionError\n$", output)
-    assert outcomes[2:4] == rows[2:4]
-    assert re.search("(?s)\\(error\\).*SyntaxError", outcomes[4]["outcome"])
-    assert outcomes[5]["outcome"].startswith("The tests could not be run. The end of")
-
-
-def test_a_file_of_rows_gets_its_outcomes(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, [kodcode(f"```\n{INCREMENT}```"), kodcode("f = abs"),
-                      kodcode("x", outcome="Mine."), {"question": "q", "test": "assert f"}])
-    run_main(path, "--unsafe_sandbox", module=sandbox)
-    output = capsys.readouterr().out
-    assert "'All tests passed': 1" in output and "'Mine': 1" in output
-    assert f"annotate.py --task kodcode --data {path}" in output
-    assert [row.get("outcome", "")[:17] for row in read_rows(path)] == [
-        "All tests passed.", "The tests did not", "Mine.", ""]
+    assert results[2:4] == rows[2:4]
+    assert re.search("(?s)\\(error\\).*SyntaxError", results[4]["outcome"])
+    assert results[5]["outcome"].startswith("The tests could not be run. The end of")
 
 
 @pytest.mark.parametrize("row, flags, message", [
@@ -275,50 +252,47 @@ def test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged(
 # ── Honest programs
 
 def test_kodcode_solutions_pass_and_trials_end_as_recorded(shared):
-    rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl")[:: 1 if SLOW else 4]
+    rows = read_rows(shared / "data" / "kodcode_leetcode.jsonl")[:: 1 if SLOW else 6]
     fenced = [row | {"response": f"Here:\n\n```python\n{row['solution']}\n```\n"}
               for row in rows]
     outcomes = add_outcomes(fenced, get_task("kodcode"), unsafe=bool(LACKS))
     assert {row["outcome"] for row in outcomes} == {"All tests passed."}
     trials = [trial for row in rows for trial in row["trials"].values()]
-    assert len(trials) == 3 * len(rows) >= 24
+    assert len(trials) == 3 * len(rows) >= 15
     for trial in trials:
         assert (run_python(trial["solution_code"], trial["test_code"]).passed
                 == (trial["test_result"] == "Pass"))
 
 
 def test_honest_programs_pass(shared):
-    """Values are compared with Python's ==, even if a class calls everything equal."""
+    """Programs of a few lines share one process; each has names of its own."""
+    rows = [*map(json.loads, (shared / "data" / "honest_programs.jsonl").open())]
+    together = [f"{row['code']}\n{row['tests']}" for row in rows if "Pool" not in row["code"]]
+    for line in (ROOT / "tests" / "honest_programs.txt").read_text().splitlines()[1:]:
+        module, value, check = line.split(" | ", 2)
+        together.append(f"from {module} import *\nx = {value}\nassert {check}")
+    assert len(together) >= 150
     programs = [
+        (f"def run():\n    for program in {together!r}:\n        print(program)\n"
+         "        exec(program, {'__name__': 'solution'})", "run()"),
         ("import sys\nsys.setrecursionlimit(20_000)\ndef g(n): return n and 1 + g(n - 1)",
          "assert g(15_000) == 15_000"),
         ("count = 0\ndef add(): global count; count += 1", "add()\nassert count == 1"),
-        ("class A:\n    def __eq__(self, other): return True", "assert A() == 2"),
-        ("import numpy\ndef f(): return numpy.ones((3, 3))", "assert f().sum() == 9"),
         ("import multiprocessing as mp\ndef f(x):\n    with mp.Pool(2) as pool:\n"
          "        return pool.map(abs, x)", "assert f([-1, 2]) == [1, 2]")]
-    for line in (ROOT / "tests" / "honest_programs.txt").read_text().splitlines()[1:]:
-        module, value, check = line.split(" | ", 2)
-        head = f"from {module} import *\n"
-        programs.append((f"{head}def f(): return {value}", f"{head}x = f()\nassert {check}"))
-    rows = map(json.loads, (shared / "data" / "honest_programs.jsonl").open())
-    programs += [(row["code"], row["tests"]) for row in rows]
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda pair: sandbox.run_python(*pair, unsafe=bool(LACKS)),
-                                programs))
-    assert len(programs) >= 150 and not [
-        (code, result.stderr) for (code, _), result in zip(programs, results)
-        if not result.passed]
+    for code, tests in programs:
+        result = sandbox.run_python(code, tests, unsafe=bool(LACKS))
+        assert result.passed, result.stderr
 
 
 # ── Attacks: none may pass or leave anything behind
 
 def sandbox_lacks() -> str:
     try:
-        result = sandbox.run_python("", "assert True")
-        return "" if result.passed else "a trivial test does not pass"
+        sandbox.run_python("", "assert True")
     except SandboxError as error:
         return str(error)
+    return ""
 
 
 LACKS = sandbox_lacks()
@@ -332,8 +306,9 @@ sys.path.insert(0, sys.argv[1])
 from measures import sandbox
 call(keyctl, 1, None)
 call(add, b"user", b"secret", b"sk-secret", 9, -3)
-sandbox.FAR, sandbox.START = 2, 4
-print(json.dumps(vars(sandbox.run_python(sys.stdin.read(), "assert True", 1))))
+sandbox.FAR, sandbox.START = 2, int(sys.argv[2])
+print(json.dumps(vars(sandbox.run_python(sys.stdin.read(), "assert True",
+                                         float(sys.argv[3])))))
 """
 
 # name: (expected statuses, code); str.format fills in {outside} and {port}
@@ -375,12 +350,14 @@ ATTACKS = {
         "    os._exit(0)\ntime.sleep(0.3)\nassert False"),
     **{call: ("error", f"import os, resource, subprocess\n{call}") for call in (
         "subprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)",
-        "subprocess.run(['unshare', '-Ur', 'true'], check=True)", "os.chroot('.')",
-        "resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))", "open('/etc/shadow')")},
+        "subprocess.run(['unshare', '-Ur', 'true'], check=True)", "open('/etc/shadow')",
+        "resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))")},
     "many threads": ("error", "import threading, time\nfor _ in range(200):\n"
                      "    threading.Thread(target=time.sleep, args=(60,)).start()")}
-CAN_CHANGE_USER = (sys.platform == "linux" and os.geteuid() == 0
-                   and Path("/usr/bin/python3.11").exists())
+# Another user than root gets a user namespace; these defences depend on the user.
+NOBODY = ("fork bomb", "kill -1", "write outside", "read files and the environment",
+          "take the caller's keys", *[name for name in ATTACKS if name.endswith(")")])
+CAN_CHANGE_USER = os.geteuid() == 0 and Path("/usr/bin/python3.11").exists()
 
 
 @pytest.fixture()
@@ -395,11 +372,13 @@ def outside():
 
 
 @needs_sandbox
-@pytest.mark.parametrize("user", [None, pytest.param(65534, marks=pytest.mark.skipif(
-    not CAN_CHANGE_USER, reason="needs root, and a Python that every user can start"))])
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name, user", [
+    *[(name, None) for name in ATTACKS], *[(name, 65534) for name in NOBODY]])
 def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, outside):
+    if user and not CAN_CHANGE_USER:
+        pytest.skip("needs root, and a Python that every user can start")
     expected, code = ATTACKS[name]
+    limits = ("2", "0.1") if "timeout" in expected else ("4", "1")         # START and timeout
     copy_sandbox(outside / "code")
     (outside / "code" / "tqdm.py").write_text("tqdm = list")      # /usr/bin/python3 may lack it
     (outside / "temporary").mkdir()
@@ -412,7 +391,7 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
         code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
                            port=listener.getsockname()[1])
         process = subprocess.run(
-            [python, "-B", "-c", CALL, str(outside / "code")], cwd="/", input=code,
+            [python, "-B", "-c", CALL, str(outside / "code"), *limits], cwd="/", input=code,
             env={"OPENAI_API_KEY": "sk-secret", "TMPDIR": str(outside / "temporary")},
             text=True, timeout=120, capture_output=True, **identity)
         with pytest.raises(BlockingIOError):
@@ -423,15 +402,6 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
     assert not alive(str(outside)) and not list((outside / "temporary").iterdir())
     assert not list(outside.glob("**/written")) and not Path(home, "written").exists()
     assert name != "fill the disk" or "No space left" in result["stderr"]
-
-
-def break_sandbox(folder, monkeypatch, old: str, new: str):
-    """Let run_python use a copy of the sandbox with another text."""
-    copy_sandbox(folder / "code")
-    monkeypatch.setattr(sandbox, "FOLDER", folder / "code" / "measures")
-    script = sandbox.FOLDER / "sandbox.sh"
-    assert old in script.read_text()
-    script.write_text(script.read_text().replace(old, new))
 
 
 @needs_sandbox
