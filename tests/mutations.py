@@ -52,6 +52,7 @@ policy.py: tests/test_train.py -k "uniforms or seed or kl_coef or ranks or harmf
     generator = torch.Generator().manual_seed(seed) ⇒ generator = torch.Generator()
     rng = random.Random(seed) ⇒ rng = random.Random(config.seed)
     (iteration - 1) % len(batch.rows) ⇒ 0
+    advantages(batch, state["beta"], config) ⇒ advantages(batch, config.kl_coef, config)
     metrics["kl"], config.batch_size, ⇒ metrics["kl"], config.minibatch_size,
     kl.sum().item() / len(scores) ⇒ kl.mean().item()
     rollouts.mask[minibatch].sum() ⇒ rollouts.mask[minibatch[::WORLD_SIZE]].sum()

@@ -255,9 +255,8 @@ def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
 def test_help_has_one_line_for_each_name(capsys):
     with pytest.raises(SystemExit):
         baselines.main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    for name in baselines.NAMES:
-        assert sum(line.split()[:1] == [name] for line in lines) == 1
+    words = [line.split()[:1] for line in capsys.readouterr().out.splitlines()]
+    assert {words.count([name]) for name in baselines.NAMES} == {1}
 
 
 # ── Rows

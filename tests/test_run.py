@@ -9,7 +9,6 @@ import random
 import re
 import shlex
 import shutil
-import sys
 from contextlib import closing
 from dataclasses import replace
 
@@ -79,9 +78,8 @@ def test_the_policy_starts_as_the_base_and_the_one_that_is_saved_has_moved(finis
     assert all(torch.equal(tensors[name], p) for name, p in zip(sorted(tensors), trained))
 
 
-@pytest.mark.parametrize("unreadable", [1, 4])
 def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
-        toy_model, tmp_path, monkeypatch, capsys, unreadable):
+        toy_model, tmp_path, monkeypatch, capsys):
     """Of six critiques one may be unreadable, and four are an error."""
     def critic(rollouts, model, tokenizer, config):
         replies = [json.dumps({"critique": "Well done.", "good_spans": [text],
@@ -93,15 +91,15 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
     trained, rows = [], toy.rows("eval", 6)
     add_lora(toy_model[0], "policy", 4, 8)
     arguments = *toy_model, rows, rows, toy_config(max_new_tokens=3), tmp_path, critic
-    if unreadable == 4:
-        with pytest.raises(InputError, match="^67% of the critiques cannot be read .as for: no "
-                                             "JSON object.*higher --reward_learning_rate"):
-            text2grad.train_and_evaluate(*arguments)
-        assert not trained
-    else:
+    unreadable = 1
+    text2grad.train_and_evaluate(*arguments)
+    assert trained[0].count("response: ") == 5 and "unparseable 17%" in trained[0]
+    assert read_jsonl(tmp_path / "result.json")[0]["before"]["truncated"] == 1
+    unreadable = 4
+    with pytest.raises(InputError, match="^67% of the critiques cannot be read .as for: no "
+                                         "JSON object.*higher --reward_learning_rate"):
         text2grad.train_and_evaluate(*arguments)
-        assert trained[0].count("response: ") == 5 and "unparseable 17%" in trained[0]
-        assert read_jsonl(tmp_path / "result.json")[0]["before"]["truncated"] == 1
+    assert len(trained) == 1
 
 
 # ── Continuing a run, and reusing its results
@@ -138,28 +136,31 @@ def test_a_setting_binds_only_what_has_read_it(finished_run, tmp_path, capsys):
     assert "cannot import" in message, "the annotator may change if no feedback exists"
 
 
-# ── A real checkpoint with real rows and a server; a task of the user
+# ── A real checkpoint with real rows, a server and a task of the user
 
-TINY = ["--iterations", 2, "--batch_size", 4, "--minibatch_size", 4, "--micro_batch_tokens", 99,
-        "--max_new_tokens", 24, "--max_critique_tokens", 16, "--eval_rows", 2,
-        "--temperature", 1.0, "--ppo_epochs", 1]
+MY_TASK = """
+from dataclasses import replace
+from data import get_task
 
-
-@pytest.fixture()
-def unreadable_r_phi(monkeypatch):
-    """Phase 3 starts although the R_φ of a small run writes no readable critique."""
-    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
+POSTS = replace(get_task("slf5k"), name="posts", settings={"kl_coef": 0.3, "reward_epochs": 1})
+"""
 
 
 def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_path, capsys,
-                                                        monkeypatch, unreadable_r_phi):
-    """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests."""
+                                                        monkeypatch):
+    """stories260K, SLF5K posts, feedback over HTTP. A second run sends no requests. --task
+    module:NAME is a task of the user, whose settings override the defaults."""
+    (tmp_path / "my_task.py").write_text(MY_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)    # R_φ of so small a run is poor
     stories[0].config.max_position_embeddings = 2048               # enough for the posts
     for part in stories:
         part.save_pretrained(tmp_path / "base")
-    flags = ["--task", "slf5k", "--model", tmp_path / "base",
+    flags = ["--task", "my_task:POSTS", "--model", tmp_path / "base",
              "--data", shared / "data" / "slf5k.jsonl", "--max_prompt_tokens", 800,
-             "--annotated_rows", 5, "--reward_epochs", 1, *TINY, "--iterations", 1,
+             "--annotated_rows", 5, "--iterations", 1, "--batch_size", 4, "--ppo_epochs", 1,
+             "--minibatch_size", 4, "--micro_batch_tokens", 99, "--max_new_tokens", 24,
+             "--max_critique_tokens", 16, "--eval_rows", 2, "--temperature", 1.0,
              "--output_dir", tmp_path / "run"]
     with loopback() as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
@@ -170,85 +171,35 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_pat
         run_main(*flags)
         assert len(server.requests) == 5 and capsys.readouterr().out.count("reused") == 4
     assert all(row["annotator"] == "gpt-4o" and row["spans"] is not None for row in feedback)
-
-
-MY_TASK = '''
-import json
-
-from data import Task
-
-HEADLINES = Task("headlines", lambda row: f"Write a headline.\\n\\n{row['article']}",
-                 needs=(("article",),),
-                 settings={"kl_coef": 0.3, "annotated_rows": 6, "reward_epochs": 1})
-BAD = Task("bad", lambda row: row["question"], settings={
-    "reward_lora_targets": "q_prj", "max_new_tokens": 9, "max_critique_tokens": 9})
-MISSPELT = Task("misspelt", lambda row: row["question"], settings={"kl_coeff": 0.3})
-
-def critic(row, response):
-    spans = {"good_spans": response.split()[:1], "poor_spans": []}
-    return f"Fine.\\n{json.dumps(spans)}"
-'''
-
-
-@pytest.fixture()
-def my_task(tmp_path, monkeypatch):
-    """The module my_task."""
-    (tmp_path / "my_task.py").write_text(MY_TASK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_task", raising=False)
-
-
-def test_a_task_of_the_user_from_end_to_end(tmp_path, my_task, unreadable_r_phi):
-    """--task module:NAME uses its prompt and fields; its settings override the defaults."""
-    data = tmp_path / "rows.jsonl"
-    write_rows(data, [{"article": f"Once upon a time {i} dogs ran."} for i in range(12)])
-    run_main("--task", "my_task:HEADLINES", "--annotator_function", "my_task:critic",
-             "--data", data, "--model", "toy/base", *TINY, "--output_dir", tmp_path / "run")
     config, = read_jsonl(tmp_path / "run" / "config.json")
-    assert (config["kl_coef"], config["learning_rate"], config["schedule"]) == (
-        0.3, 1.3e-3, "cosine")
-    assert len(read_jsonl(tmp_path / "run" / "feedback.jsonl")) <= 6
-    assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith("Write a")
+    assert (config["kl_coef"], config["learning_rate"]) == (0.3, 1.3e-3)
 
 
 # ── Bad input
 
-SOLVED = {"test": "assert f()", "response": "def f(): return 1"}
-FILES = {
-    "prompts": [{"prompt": "a"}, {"question": "b"}], "same": [{"prompt": "Say 1."}] * 12,
-    "solved": [{"question": f"f{i}", **SOLVED} for i in range(6)]}
+FILES = {"prompts": [{"prompt": "a"}, {"question": "b"}], "same": [{"prompt": "Say 1."}] * 12}
 LOCAL = "--task ultrafeedback --model toy/base --annotator_function toy:critique"
-TASK = "--model toy/base --annotator_function toy:critique --data {}/solved.jsonl --task"
-CODE = ("--task kodcode --model toy/base --base_url http://127.0.0.1:9/v1 --max_new_tokens 9 "
-        "--max_critique_tokens 9 --data {}/solved.jsonl")
+CODE = "--task kodcode --data rows.jsonl --base_url http://127.0.0.1:9/v1"
 # Flags, where {} is the folder of these files → a part of the message.
 REFUSED = [
     (LOCAL, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of"),
     (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
     (f"{LOCAL} --data {{}}/same.jsonl", "no prompt is left for training or evaluation"),
     ("--annotator_function none", "OPENAI_API_KEY"), (CODE, "needs the outcomes of the tests"),
-    ("--task slf5k --data {}/none --reward_model {}/r", "No such file"),
     ("--annotator_function toy:nothing", "--annotator_function toy:nothing"),
     ("--lora_targets q_prj", "has no linear layer named q_prj"),
     ("--task poetry", "use module:NAME, or one of: slf5k, ultrafeedback, kodcode, toy"),
-    ("--task toy:critique", "expected a Task"),
-    (f"{TASK} my_task:BAD", "has no linear layer named q_prj"),
-    (f"{TASK} my_task:MISSPELT",
-     "the settings of --task my_task:MISSPELT: unrecognized arguments: --kl_coeff"),
+    ("--reward_lora_targets q_pr", "has no linear layer named q_pr"),
     ("--reward_model {}", "adapter_config.json is missing or damaged"),
     ("--model {}/none", "{}/none"), ("--model ''", "--model: expected str that is not empty"),
-    ("--schedule square", "--schedule: invalid choice: 'square'"),
-    ("--critic people", "--critic: invalid choice: 'people'"),
     ("--critic annotator --annotator_function none", "set --max_usd with --price_in and --pr"),
-    ("--temperature 0", "--temperature: expected float from 0.01"),
-    ("--learning_rate 1e400", "--learning_rate: "), ("--kl_coef nan", "--kl_coef: "),
-    (f"--iterations {'9' * 5000}", "--iterations: "), ("--xyz", "--xyz (--help"),
+    ("--temperature 0", "--temperature: expected float from 0.01"), ("--xyz", "--xyz (--help"),
     ("--max_usd 1 --annotator_function none", "--max_usd needs --price_in")]
 
 
 @pytest.mark.parametrize("flags, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monkeypatch, flags,
-                                                                  message, my_task):
+                                                                  message):
     if message == "OPENAI_API_KEY":
         monkeypatch.delenv("OPENAI_API_KEY")
     for name, rows in FILES.items():
@@ -259,13 +210,10 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     assert {path.name for path in out.glob("*")} <= {".lock"}
 
 
-def test_help_names_every_flag_once(capsys):
-    """Flags are in groups, and the script's own flags come first."""
+def test_help_has_the_flags_in_groups_and_the_script_s_own_first(capsys):
     with pytest.raises(SystemExit):
         run_main("--help")
     output = capsys.readouterr().out
-    flags = re.findall(r"--\w+", output)
-    assert len(flags) == len(set(flags)) + flags.count("--flag") - 1
     titles = re.findall(r"(?m)^(\w[^:\n]*):", output)
     assert titles == ["usage", "Algorithm 1", "options", "Run", "Policy",
                       "Reward model R_φ (Algorithm 3, Table 9)", "Base model", "Annotator",
@@ -290,19 +238,19 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         row | {"outcome": task.name} for row in rows])
     for allowed, outcome in ((False, None), (True, "kodcode")):
         config = toy_config(task="kodcode", allow_code_execution=allowed)
-        text2grad.write_responses(*toy_model, [{"question": "f", **SOLVED}], config, tmp_path)
+        text2grad.write_responses(*toy_model, [{"response": "f = abs"}], config, tmp_path)
         assert read_jsonl(tmp_path / "responses.jsonl")[0].get("outcome") == outcome
 
 
 def test_the_reward_model_script_reports(tmp_path, capsys):
     """It takes the task of its rows, unless --task is typed."""
     data, out = tmp_path / "rows.jsonl", tmp_path / "r"
-    write_rows(data, toy_feedback(40))
+    write_rows(data, toy_feedback(20))
     flags = ["--data", data, "--output_dir", out, "--reward_epochs", 1,
-             "--reward_held_out", 4]
+             "--max_critique_tokens", 32]
     run_main(*flags, module=reward_model)
     metrics, = read_jsonl(out / "metrics.json")
-    assert metrics["training_rows"] == 36 and metrics["held_out_rows"] == 4
+    assert metrics["training_rows"] == 18 and metrics["held_out_rows"] == 2
     output = capsys.readouterr().out
     assert "next: python text2grad.py" in output and "poor_precision" in output
     with closing(lock_directory(out)):
@@ -418,16 +366,14 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path):
     assert path.is_fifo()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOLCK, errno.EACCES])
-def test_an_error_of_the_system_names_the_file_which_stays(tmp_path, monkeypatch, code):
+def test_an_error_of_the_system_names_the_file_which_stays(tmp_path, monkeypatch):
     def fail(_):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, "No space left")
 
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"a": 1}])
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SystemExit, match=f"{os.strerror(code)}.*rows.jsonl.*; check the path, "
-                                         f"your permissions, and the disk's free space"):
+    with pytest.raises(SystemExit, match="No space left.*rows.jsonl.*; check the path, your"):
         run_script(lambda: write_rows(path, [{"a": 2}]), "script")
     assert read_jsonl(path) == [{"a": 1}] and len([*tmp_path.iterdir()]) == 1
 
@@ -454,14 +400,6 @@ def test_different_ranks_are_refused(monkeypatch):
 
 # ── sample.py
 
-def random_adapter(base, folder, scale=0.1) -> str:
-    """Save an adapter with random weights for this base; return its directory."""
-    model, _ = load_model(base, device="cpu")
-    randomise(add_lora(model, "policy", 4, 8), scale)
-    save_lora(model, "policy", folder)
-    return str(folder)
-
-
 def answer(model, tokenizer, prompt, adapter) -> str:
     """The greedy answer with an adapter that is not merged."""
     with use_lora(model, adapter):
@@ -470,30 +408,35 @@ def answer(model, tokenizer, prompt, adapter) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", ["toy", "stories"])
-def test_a_pipeline_on_the_merged_directory_answers_as_the_project(name, shared, tmp_path):
+@pytest.mark.parametrize("name, scale", [("toy", 0.06), ("stories", 0.1)])
+def test_a_pipeline_on_the_merged_directory_answers_as_the_project(name, scale, shared,
+                                                                   tmp_path):
     """toy/base has no BOS and no template, stories260K has BOS. The adapter names the base,
     whose own sampling settings have no effect."""
-    source = ROOT / "toy" / "base" if name == "toy" else shared / "models" / "stories260K"
-    base = shutil.copytree(source, tmp_path / "base", copy_function=shutil.copyfile)
+    sources = {"toy": ROOT / "toy" / "base", "stories": shared / "models" / "stories260K"}
+    base = shutil.copytree(sources.pop(name), tmp_path / "base", copy_function=shutil.copyfile)
     path = base / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {
         "do_sample": True, "temperature": 2.0, "repetition_penalty": 1.5, "eos_token_id": 3}))
-    adapter = random_adapter(base, tmp_path / "policy", 0.06 if name == "toy" else 0.1)
-    run_main("--adapter", adapter, "--merge", tmp_path / "merged", module=sample)
     model, tokenizer = load_model(base, device="cpu")
-    load_lora(model, "policy", adapter)
+    randomise(add_lora(model, "policy", 4, 8), scale)
+    adapter = tmp_path / "policy"
+    save_lora(model, "policy", adapter)
+    run_main("--adapter", adapter, "--merge", tmp_path / "merged", module=sample)
     merged = transformers.pipeline("text-generation", f"{tmp_path}/merged", device="cpu")
-    changed = 0
-    for row in toy.rows("eval", 6):
+    changed = []
+    for row in toy.rows("eval", 2):
         turns = [{"role": "user", "content": toy.prompt(row)}]
         expected = answer(model, tokenizer, turns, "policy")
         output, = merged(turns, max_new_tokens=48)
         assert output["generated_text"][-1] == {"role": "assistant", "content": expected}
-        changed += expected != answer(model, tokenizer, turns, None)
-    assert changed, "the adapter must change some answer"
+        changed.append(expected != answer(model, tokenizer, turns, None))
+    assert any(changed), "the adapter must change some answer"
     with pytest.raises(FileExistsError):
         run_main("--adapter", adapter, "--merge", base, module=sample)
+    other_base, = sources.values()
+    with pytest.raises(InputError, match="does not fit --model"):
+        run_main("--adapter", adapter, "--model", other_base, "--prompt", "x", module=sample)
 
 
 def test_both_answers_are_printed_each_with_its_critique(finished_run, capsys, monkeypatch):
@@ -515,14 +458,3 @@ def test_both_answers_are_printed_each_with_its_critique(finished_run, capsys, m
             marks = re.findall(rf"\[\{sign}(.*?)\{sign}\]", tokens)
             assert all(any(mark in quote for quote in spans[key]) for mark in marks)
     assert re.search(r"\[[+-].*[+-]\]", "".join(parts))
-
-
-def test_a_missing_or_wrong_adapter_is_one_line(shared, tmp_path):
-    adapter = random_adapter(shared / "models" / "stories260K", tmp_path / "policy")
-    for flags, message in [
-            (["--adapter", tmp_path], "No such file .*adapter_config.json"),
-            (["--adapter", adapter, "--model", ROOT / "toy" / "base"], "does not fit --model"),
-            (["--adapter", adapter, "--reward_model", tmp_path / "none"],
-             "none/adapter_config.json is missing")]:
-        with pytest.raises((InputError, FileNotFoundError), match=message):
-            run_main("--prompt", "x", *flags, module=sample)

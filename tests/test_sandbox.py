@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,23 +35,17 @@ def status(code, tests="assert True", **limits):
 
 # ── Processes of the sandbox
 
-def command_line(path: Path) -> str:
-    """The text of /proc/PID/cmdline; empty if the process has ended."""
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
 def alive(mark: str, seconds: float = 5.0) -> list[str]:
     """IDs of the processes with `mark` in their command line that outlive `seconds`."""
     end = time.monotonic() + seconds
-    while (pids := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline")
-                    if mark in command_line(path)]):
-        if time.monotonic() > end:
-            break
+    while True:
+        pids = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):                               # the process has ended
+                pids += [path.parent.name] * (mark.encode() in path.read_bytes())
+        if not pids or time.monotonic() > end:
+            return pids
         time.sleep(0.01)
-    return pids
 
 
 def copy_sandbox(folder: Path):
