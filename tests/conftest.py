@@ -6,7 +6,9 @@
 import fcntl
 import os
 import pkgutil
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 # Each pytest worker has one core, so each process uses one thread. The variable must be set
@@ -25,15 +27,19 @@ from data import write_rows  # noqa: E402
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
-
-
+SPACE_MB = 1500
 INNER = "inner and not slow"
 
 
 def pytest_configure(config):
-    """`-m inner` leaves out the slow functions of its files."""
+    """Refuse a full disk. `-m inner` leaves out the slow functions of its files."""
     if config.option.markexpr == "inner":
         config.option.markexpr = INNER
+    folder = tempfile.gettempdir()
+    free_mb = shutil.disk_usage(folder).free >> 20
+    if free_mb < SPACE_MB:
+        raise pytest.UsageError(f"{folder} has {free_mb} MB free, and the tests write up to "
+                                f"{SPACE_MB} MB: set TMPDIR to another folder")
 
 
 def pytest_ignore_collect(collection_path, config):
