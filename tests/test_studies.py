@@ -69,6 +69,16 @@ def test_a_study_continues_and_names_records_of_other_commits(tmp_path, monkeypa
         studies.read_records()
 
 
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_page_has_the_table_of_the_records(name):
+    records = studies.read_records()
+    page = (studies.ROOT / "notebooks" / "studies.md").read_text("utf-8")
+    for line in studies.study_table(name, records).splitlines():
+        assert line in page or "records are of commit" in line or line.startswith("*: ")
+    figure = studies.study_figure("baselines", records)
+    assert (studies.ROOT / "notebooks" / "studies.svg").read_text("utf-8") == figure
+
+
 # t with 4 degrees of freedom at p = .1, .05, .01 and .001: from printed tables.
 @pytest.mark.parametrize("t, p", [(2.1318, .1), (2.7764, .05), (4.6041, .01), (8.6103, .001)])
 def test_p_and_interval_of_a_paired_t_test(t, p):
