@@ -174,10 +174,10 @@ def wait_for_the_annotator(rank, port):
     become_rank(rank, port)
     runtime.TIMEOUT = timedelta(seconds=1)
     runtime.start_ranks()
-    on_rank0(time.sleep, 3)
+    on_rank0(time.sleep, 2)
     runtime.ANNOTATION_TIMEOUT = timedelta(seconds=1)
     with pytest.raises(InputError, match=f"rank {rank} lost another rank, or waited too long"):
-        on_rank0(time.sleep, 3)
+        on_rank0(time.sleep, 2)
 
 
 def test_the_ranks_wait_for_the_annotator():
@@ -265,7 +265,7 @@ def run_rank(rank, port, path, folder):
 
 
 def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatch):
-    """300 MB in files of 50 MB, with an untied head and recomputed activations.
+    """190 MB in files of 30 MB, with an untied head and recomputed activations.
 
     The measured peak of each rank while it loads, including file pages, is .87 of the model,
     and 1.22 if `shard` holds references to the whole weights. Each rank holds half of the
@@ -275,8 +275,8 @@ def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatc
     torch.manual_seed(4)
     path = tmp_path / "base"
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=960, hidden_size=640, intermediate_size=1920, num_hidden_layers=14,
-        num_attention_heads=10)).save_pretrained(path, max_shard_size="50MB")
+        vocab_size=960, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
+        num_attention_heads=8)).save_pretrained(path, max_shard_size="30MB")
     load_model(ROOT / "toy" / "base", device="cpu")[1].save_pretrained(path)
     assert len(list(path.glob("model-*.safetensors"))) >= 5
     # Freed memory returns to the system at once, so that the peak counts only live memory.

@@ -38,7 +38,7 @@ def numbers(run) -> list[int]:
 # ── Stopped runs
 
 @pytest.mark.skipif(not SLOW, reason="SLOW=1 kills runs at random instants")
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(20 if SLOW else 1))
 def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number):
     """After SIGKILL the same command gives the files of an uninterrupted run."""
     start, end = ((finished_run / name).stat().st_mtime
