@@ -227,7 +227,7 @@ def study_table(name: str, records: dict) -> str:
                      difference and seed_interval(difference, "+") + star])
         if "right" in runs[0]["judge"]:
             least = min(run["judge"]["right"] for run in runs)
-            notes += f"{arm}: reward models right on {least:.3f} or more (needed: .7)\n"
+            notes += f"{arm}: the worst reward model is right on {least:.3f} (needed: .7)\n"
     for commit, count in commits.items():
         notes += f"{count} records are of commit {commit}; the code is now {code_commit()}.\n"
     return table([name, "facts", "minus first arm"], rows) + notes

@@ -62,7 +62,7 @@ def test_a_study_continues_and_names_records_of_other_commits(tmp_path, monkeypa
     assert len(started) == 1 and len(studies.read_records()) == 10
     assert "2 records are of commit old; the code is now new" in output
     assert "0.520 ± 0.020" in output and "-0.202 ± 0.002 *" in output
-    assert "a: reward models right on 0.800 or more" in output
+    assert "a: the worst reward model is right on 0.800" in output
     assert (tmp_path / "runs/studies/small.svg").read_text().count("<path") >= 2
     studies.RECORDS.write_text('{"words": "text2\n')
     with pytest.raises(InputError, match="records.jsonl, line 1: not rows of JSON"):
