@@ -152,7 +152,7 @@ def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
 
 # Colours for good, poor and other series. Colour-blind readers can tell them apart, both on
 # white and on black.
-_COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2")
+_COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2", "#b0902a", "#c2549d")
 
 
 def _mark(text: str, value: float, limit: float = 1) -> str:
@@ -214,13 +214,16 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
     # At least 1 % of the value, so that the rounding errors of a constant are not magnified.
     height = max(max(values) - low, abs(low) / 100) or 1.0
     width = x[-1] - x[0] or 1
+    columns = len(lines) if len(lines) < 4 else 2                # of the legend
+    top = 12 * ((len(lines) - 1) // columns)                     # height of its further rows
 
     def place(i, value):
         return f"{56 + 270 * (i - x[0]) / width:.2f} {156 - 110 * (value - low) / height:.2f}"
 
-    svg = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 340 180" width="100%" '
-           f'role="img" style="max-width:460px;font:11px system-ui" fill="currentColor">'
-           f'<title>{escape(title)}</title><text x="4" y="13">{escape(title)}</text>'
+    svg = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-top} 340 {180 + top}" '
+           f'width="100%" role="img" style="max-width:460px;font:11px system-ui" '
+           f'fill="currentColor">'
+           f'<title>{escape(title)}</title><text x="4" y="{13 - top}">{escape(title)}</text>'
            f'<path d="M56 46H326M56 156H326" stroke="#8885"/>'
            f'<text x="50" y="50" text-anchor="end">{low + height:.3g}</text>'
            f'<text x="50" y="160" text-anchor="end">{low:.3g}</text>'
@@ -228,11 +231,13 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
            f'<text x="191" y="172" text-anchor="middle">{escape(unit)}</text>'
            f'<text x="326" y="172" text-anchor="end">{x[-1]:g}</text>')
     for number, (name, points) in enumerate(lines.items()):
-        pen = (f'fill="none" stroke="{_COLOURS[number % 4]}" stroke-width="1.8" '
+        pen = (f'fill="none" stroke="{_COLOURS[number % 6]}" stroke-width="1.8" '
                f'stroke-linecap="round"')
+        row, column = divmod(number, columns)
+        y = 28 - top + 12 * row
         path = "L".join(f"{place(*point)}h0" for point in points)     # h0 shows a single point
-        svg += (f'<g transform="translate({336 * number / len(lines):.1f})"><path d="M4 28h13" '
-                f'{pen}/><text x="21" y="32">{escape(name)}</text></g>'
+        svg += (f'<g transform="translate({336 * column / columns:.1f})"><path d="M4 {y}h13" '
+                f'{pen}/><text x="21" y="{y + 4}">{escape(name)}</text></g>'
                 f'<path class="curve" d="M{path}" {pen}/>')
     return svg + "</svg>"
 

@@ -238,7 +238,9 @@ def study_figure(name: str, records: dict) -> str:  # Figure 5; Figure 6
     curves = {}
     for arm, words in STUDIES[name].items():
         points = zip(*(records[words, seed]["curve"] for seed in SEEDS))
-        curves[arm] = list(map(fmean, points))
+        curve = list(map(fmean, points))
+        if curve:                          # methods that train on fixed texts have none
+            curves[arm] = curve
     iterations = max(map(len, curves.values()))
     return svg_line(name, list(range(1, iterations + 1)), curves)
 
