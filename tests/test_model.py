@@ -87,11 +87,12 @@ def test_we_read_an_adapter_of_peft(base, tmp_path):  # Table 5
 
 
 def test_two_adapters_do_not_mix(toy_model):
-    """Leaving use_lora restores the former adapter and removes merged weights."""
+    """Leaving use_lora restores the former adapter and removes merged weights. Dropout is
+    active in training mode alone."""
     model, _ = toy_model
     alone = {None: logits_of(model)}
     for name, targets in (("policy", ("q_proj",)), ("reward", ("v_proj", "gate_proj"))):
-        parameters = add_lora(model, name, r=4, target_modules=targets)
+        parameters = add_lora(model, name, r=4, dropout=0.5, target_modules=targets)
         with use_lora(model, name):
             assert torch.equal(logits_of(model), alone[None])
             randomise(parameters, 0.2)
