@@ -30,6 +30,8 @@ def test_importing_model_turns_off_cudnn_attention():
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
+@pytest.mark.skipif("ATEN_CPU_CAPABILITY" in os.environ and not CUDA, reason="it hides "
+                    "instructions that PyTorch's attention in bfloat16 then asks for")
 def test_z_loss_gradients_of_192_tokens_in_bfloat16():
     """R_φ's first step on the toy base, with a prompt that is padded by 80 tokens."""
     pairs = [([*range(5, 125)], [*range(20, 92)]), ([*range(5, 45)], [*range(30, 90)])]
