@@ -27,7 +27,7 @@ from data import write_rows  # noqa: E402
 from model import ValueHead, add_lora, load_model  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
-SPACE_MB = 1500
+SPACE_MB = 1500                     # a run writes 0.5 GB, and pytest keeps three
 INNER = "inner and not slow"
 
 
@@ -38,7 +38,7 @@ def pytest_configure(config):
     folder = tempfile.gettempdir()
     free_mb = shutil.disk_usage(folder).free >> 20
     if free_mb < SPACE_MB:
-        raise pytest.UsageError(f"{folder} has {free_mb} MB free, and the tests write up to "
+        raise pytest.UsageError(f"{folder} has {free_mb} MB free, and the tests ask for "
                                 f"{SPACE_MB} MB: set TMPDIR to another folder")
 
 
