@@ -28,7 +28,6 @@ tokenizes the text again, but here the token offsets come from the sampled ids. 
 not the JSON that was asked for is refused and never repaired. It gives no reward.
 """
 
-import inspect
 import json
 import os
 import re
@@ -39,8 +38,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Callable
 
-from ask import (FREE, Journal, Question, Reply, Server, ask, check_asking, forecast,
-                 question_key)
+from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
 from data import (InputError, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
 from report import colour_tokens
@@ -510,7 +508,7 @@ def annotation_question(example, config):
     parts = [task.name, config.annotator, messages]
     if config.annotator_function:
         # The function may read any field.
-        parts += [example["row"], function_hash(config.annotator_function)]
+        parts += [example["row"], Function(config.annotator_function).source_hash]
     return Question(question_key(*parts), example["id"], messages, example,
                     mode.max_tokens or task.max_tokens, reply_schema(mode.form))
 
@@ -518,47 +516,21 @@ def annotation_question(example, config):
 def ask_annotator(questions, journal, config):
     """The reply to each question; the value of a usable reply is (Feedback, Grounding)."""
     replies = ask(questions, journal, load_annotator(config),
-                  partial(read_reply, mode=config.mode), config.concurrency, config.retries)
+                  partial(read_reply, mode=config.mode), config.concurrency)
     return [replies[question.key] for question in questions]
 
 
 def load_annotator(config):
-    """The server of --annotator_model, or the function of --annotator_function.
+    """The `Server` of --annotator_model, or the `Function` of --annotator_function.
 
-    No request is sent. Raises InputError if a setting is invalid. The function must return a
-    text, or a dict or Feedback, which becomes one.
+    No request is sent. Raises InputError if a setting is invalid.
     """
-    mode = get_mode(config.mode)
-    if not config.annotator_function:
-        check_asking(config)
-        return Server(config.annotator_model, config.base_url,
-                      get_task(config.task).temperature, config.timeout)
-    function = load_object("--annotator_function", config.annotator_function, Callable)
-
-    def reply(question):
-        try:
-            value = function(question.context["row"], question.context["response"])
-        except SystemExit as error:      # would end this thread alone; `ask` would wait forever
-            value = error
-        if isinstance(value, dict | Feedback):
-            value = json.dumps(value, default=asdict)
-        if not isinstance(value, str):
-            raise InputError(f"--annotator_function {config.annotator_function}, row "
-                             f"{question.id}: returned {value!r:.60}; return a Feedback, a "
-                             f"dict such as {mode.form}, or its JSON")
-        return Reply(value, usage=FREE)
-    return reply
-
-
-def function_hash(name):
-    """A hash of the source of --annotator_function: a critic that was edited is another one.
-
-    name: module:function. It is the hash of the module's file, without the helpers that the
-    module imports. A notebook has no such file; there the source of the function counts.
-    """
-    function = load_object("--annotator_function", name)
-    path = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
-    return checksum(path) if path else checksum(state=inspect.getsource(function))
+    get_mode(config.mode)
+    if config.annotator_function:
+        return Function(config.annotator_function)
+    check_asking(config)
+    return Server(config.annotator_model, config.base_url, get_task(config.task).temperature,
+                  config.timeout)
 
 
 def feedback_row(task, example, feedback, grounding, annotator):

@@ -14,20 +14,23 @@ all replies that arrived, and the next run does not request them again.
 Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent.
 """
 
+import inspect
 import json
 import os
 import re
+import sys
 import warnings
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Event
+from typing import Callable
 
 from tqdm import tqdm
 
-from data import InputError, checksum, lock, whole_rows
+from data import InputError, checksum, load_object, lock, whole_rows
 
 
 @dataclass
@@ -54,7 +57,7 @@ def question_key(*parts):
     return checksum(state=parts)[:32]
 
 
-FREE = {"prompt_tokens": 0, "completion_tokens": 0}
+NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 @dataclass
@@ -76,11 +79,11 @@ class Journal:
 
     Prices are in USD per million tokens; None counts as 0. max_usd: the budget in USD over all
     runs. spent: cost of all requests in USD, at these prices. replies: key → last reply.
-    ratio: the largest length of a reply that a server reported, relative to its `max_tokens`.
+    overrun: the largest length of a reply that a server reported, relative to its `max_tokens`.
     """
 
     spent = 0.0
-    ratio = 1
+    overrun = 1
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path = Path(path)
@@ -106,17 +109,17 @@ class Journal:
         """The cost of the tokens in USD."""
         return sum(count * self.prices[name] for name, count in usage.items()) / 1e6
 
-    def largest(self, question):
+    def max_usage(self, question):
         """The maximum usage of a request, as far as the reports so far tell."""
         return {"prompt_tokens": question.size,
-                "completion_tokens": question.max_tokens * self.ratio}
+                "completion_tokens": question.max_tokens * self.overrun}
 
     def can_afford(self, requests):
         """Whether the budget covers these requests, which are pairs (question, …), together.
 
         Raises InputError if it does not cover a single one.
         """
-        usd = sum(self.usd(self.largest(question)) for question, _ in requests)
+        usd = sum(self.usd(self.max_usage(question)) for question, _ in requests)
         if self.max_usd is None or self.spent + usd <= self.max_usd:
             return True
         if len(requests) == 1:
@@ -127,7 +130,7 @@ class Journal:
 
     def append(self, question, reply):
         """Write a reply. If its usage is unknown, the maximum is booked."""
-        usage = reply.usage or self.largest(question)
+        usage = reply.usage or self.max_usage(question)
         row = {"key": question.key, "id": question.id, "reply": reply.text,
                "reason": reply.reason, "usage": usage,
                "ratio": usage["completion_tokens"] / question.max_tokens}
@@ -135,10 +138,11 @@ class Journal:
         self._add(row)
 
     def _add(self, row):
-        """Update replies, spent and ratio with a line of the file."""
+        """Update replies, spent and overrun with a line of the file."""
         self.spent += self.usd(row["usage"])
         self.replies[row["key"]] = Reply(row["reply"], row["reason"], row["usage"])
-        self.ratio = max(self.ratio, row.get("ratio", 1))    # the fourth version has none
+        # The fourth version stored no ratio.
+        self.overrun = max(self.overrun, row.get("ratio", 1))
 
 
 def _why_unusable(question, journal, read):
@@ -164,7 +168,7 @@ def _missing(questions, journal, read):
 def forecast(questions, journal, read):
     """One line with the number of missing replies and their maximum cost."""
     todo = _missing(questions, journal, read)
-    usd = sum(journal.usd(journal.largest(question)) for question in todo)
+    usd = sum(journal.usd(journal.max_usage(question)) for question in todo)
     cost = f"at most ${usd:,.4f}" if usd else "USD unknown without prices"
     return f"{len(todo)} requests to send, {cost}"
 
@@ -183,13 +187,14 @@ def one_line(text):
 # ── Asking
 
 MOST_FAILURES_IN_A_ROW = 25           # more requests would waste money
+RETRIES = 6                           # of a request that the server was too busy to answer
 PAUSE = 1.5                           # seconds before the first retry; then 6, 13.5, 24, …
 
 
-def ask(questions, journal, model, read, concurrency=8, retries=6):
+def ask(questions, journal, model, read, concurrency=8):
     """Request every reply that is missing; return {key: last Reply}.
 
-    model: a `Server`, or a function (Question) → Reply, which is called in threads.
+    model: a `Server` or a `Function`, which maps a Question to a Reply. Threads call it.
     read(context, text) returns the value of a reply, or raises ValueError if the reply is
     unusable. It also reads the replies of earlier runs; an unusable one is requested again.
 
@@ -235,7 +240,7 @@ def ask(questions, journal, model, read, concurrency=8, retries=6):
                         bar.set_postfix_str(reason)
                     has_answered |= reply.status == 200
                     # From 429 on: too many requests, or a failure of the server.
-                    if reply.status >= 429 and trial < retries:
+                    if reply.status >= 429 and trial < RETRIES:
                         waiting.appendleft((question, trial + 1))
                         continue
                     bar.update()
@@ -308,7 +313,7 @@ class Server:
             answer = self.client.chat.completions.with_raw_response.create(**body)
         except openai.APIConnectionError as error:       # billed, unless it was never sent
             reason = one_line(f"{error} ({error.__cause__!r}, --timeout {self.timeout:g})")
-            return Reply("", reason, FREE if "ConnectError" in reason else None, 503)
+            return Reply("", reason, NO_TOKENS if "ConnectError" in reason else None, 503)
         except openai.APIStatusError as error:
             answer = error.response
         reply = _read_answer(answer.status_code, hide_key(answer.text), question)
@@ -344,7 +349,7 @@ def _read_answer(status, text, question):
         is_free = re.match(r"\s*<", text)
         status = 404
     if status >= 400:
-        return Reply("", reason, usage or (FREE if is_free else None), status)
+        return Reply("", reason, usage or (NO_TOKENS if is_free else None), status)
     if re.search(r'(?i)"finish_reason"\s*:\s*"\w*(length|max|limit|error)', text):
         reason = f"cut off after {question.max_tokens} tokens, or failed; raise `max_tokens`"
     else:
@@ -372,6 +377,52 @@ def _read_usage(report, question):
     return {"prompt_tokens": prompt or question.size,
             "completion_tokens": max(completion, total - prompt)}
 
+
+# ── A function in place of a server
+
+@dataclass
+class Function:
+    """A function (row, response) of the user, which answers in place of a server, for free.
+
+    name: module:function. Raises InputError where it cannot be imported or is no function.
+    """
+    name: str
+
+    def __post_init__(self):
+        self.function = load_object("--annotator_function", self.name, Callable)
+
+    def __str__(self):
+        return f"--annotator_function {self.name}"
+
+    def __call__(self, question):
+        """The Reply to a question: the text, or the dict or dataclass as JSON, that it returns.
+
+        Raises InputError where it returns anything else.
+        """
+        try:
+            value = self.function(question.context["row"], question.context["response"])
+        except SystemExit as error:      # would end this thread alone; `ask` would wait forever
+            value = error
+        if isinstance(value, dict) or is_dataclass(value):
+            value = json.dumps(value, default=asdict)
+        if not isinstance(value, str):
+            keys = ", ".join(question.schema["properties"])
+            raise InputError(f"{self}, row {question.id}: returned {value!r:.60}; return a "
+                             f"Feedback, a dict with the keys {keys}, or its JSON")
+        return Reply(value, usage=NO_TOKENS)
+
+    @cached_property
+    def source_hash(self):
+        """A hash of the function's source: a critic that was edited is another one.
+
+        It is the hash of the module's file, without the helpers that the module imports. A
+        notebook has no such file; there the source of the function counts.
+        """
+        path = getattr(sys.modules[self.name.partition(":")[0]], "__file__", None)
+        return checksum(path) if path else checksum(state=inspect.getsource(self.function))
+
+
+# ── Checks
 
 def check_asking(config):
     """Raise InputError for wrong settings of a server, before any request.

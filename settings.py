@@ -66,7 +66,6 @@ class AnnotatorConfig(ServerConfig):
     annotator_model: str = flag("gpt-4o", "model name on the server")
     annotator_function: str | None = flag(None, "module:function in place of a server")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
-    retries: int = flag(6, "maximum number of retries per request")
     timeout: float = flag(120.0, "seconds without a byte of a reply", least=0.01)
     skip_failed: bool = flag(False, "leave out responses without feedback")
 

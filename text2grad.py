@@ -29,7 +29,8 @@ from pathlib import Path
 
 import torch
 
-from annotate import annotate, function_hash, load_annotator
+from annotate import annotate, load_annotator
+from ask import Function
 from data import InputError, get_task, read_rows, reward_prompt, run_script, write_rows
 from model import (add_lora, encode_prompt, gathered, load_lora, load_model, lora_parameters,
                    target_layers)
@@ -228,7 +229,7 @@ def main(config: Config, critic=None, advantages=add_advantages):
     start_policy(model, config)
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
-    save_settings(config, out, function_hash=function and function_hash(function))
+    save_settings(config, out, function_hash=function and Function(function).source_hash)
     run_phases(model, tokenizer, rows, held_out, config, out, critic, advantages)
     if RANK == 0:
         print_result(out, reward_model_hint(out))

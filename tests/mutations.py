@@ -146,11 +146,11 @@ annotate.py: tests/test_annotate.py
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
 annotate.py: tests/test_ask.py -k killed_run
-    , function_hash(config.annotator_function)] ⇒ ]
+    , Function(config.annotator_function).source_hash] ⇒ ]
 ask.py: tests/test_ask.py
     self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
-    reply.usage or self.largest(question) ⇒ reply.usage or FREE
-    max(self.ratio, row.get("ratio", 1)) ⇒ 1
+    reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS
+    max(self.overrun, row.get("ratio", 1)) ⇒ 1
     [waiting[0], *running.values()] ⇒ [waiting[0]]
     except InputError:⏎            raise⏎ ⇒ except InterruptedError:⏎            raise⏎
     hide_key(answer.text) ⇒ answer.text

@@ -27,8 +27,9 @@ def usd(prompt_tokens, completion_tokens) -> float:
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch):
+def _few_retries(monkeypatch):
     monkeypatch.setattr("ask.PAUSE", 0.0)
+    monkeypatch.setattr("ask.RETRIES", 2)
 
 
 @pytest.fixture()
@@ -51,7 +52,7 @@ SIZE = questions(1)[0].size
 MAXIMUM = SIZE, MAX_TOKENS
 
 
-def run(path, n=3, cap=None, concurrency=1, read=lambda context, text: text, retries=2,
+def run(path, n=3, cap=None, concurrency=1, read=lambda context, text: text,
         prices=(2.5, 10.0), schema=None, **settings):
     """Ask n questions; return ({row: Reply}, message of the InputError or None, spent USD)."""
     message = None
@@ -59,7 +60,7 @@ def run(path, n=3, cap=None, concurrency=1, read=lambda context, text: text, ret
     model = Server("m", **{"base_url": "http://h/v1", **settings})
     with Journal(path, *prices, cap) as journal:
         try:
-            ask(asked, journal, model, read, concurrency, retries)
+            ask(asked, journal, model, read, concurrency)
         except InputError as error:
             message = str(error)
             assert "\n" not in message
@@ -104,7 +105,7 @@ def test_the_cap_holds_and_the_bill_is_booked(server, tmp_path, answer, cap, con
     server.answer = answer
     dollars = cap * sum(usd(q.size, MAX_TOKENS) for q in questions(24))
     for _ in range(2):
-        _, message, booked = run(tmp_path / "j", 24, dollars, concurrency, retries=1)
+        _, message, booked = run(tmp_path / "j", 24, dollars, concurrency)
     bills = [usd(*billed) for billed in server.billed]
     surprise = concurrency * max(bills) if answer in EXCEEDING else 0.0
     assert sum(bills) <= min(booked, dollars + surprise) * (1 + 1e-9)
@@ -358,20 +359,22 @@ server.serve_forever()
 """
 
 
-def test_a_server_that_hangs_or_is_killed_is_booked_but_one_that_is_gone_is_free(tmp_path):
+def test_a_server_that_hangs_or_is_killed_is_booked_but_one_that_is_gone_is_free(
+        tmp_path, monkeypatch):
     """Over HTTP. It answers question 0, hangs at 1, and is killed at 2."""
+    monkeypatch.setattr("ask.RETRIES", 0)
     with subprocess.Popen([sys.executable, "-c", HTTP_SERVER], text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
         assert run(tmp_path / "j", 1, base_url=url)[0]["row-0"].value == "fine"
-        replies, message, _ = run(tmp_path / "j", 2, retries=1, base_url=url, timeout=0.2)
+        replies, message, _ = run(tmp_path / "j", 2, base_url=url, timeout=0.2)
         assert "1 unusable" in message and "--timeout 0.2" in replies["row-1"].reason
-        run(tmp_path / "j", 3, retries=0, base_url=url)
-    replies, message, _ = run(tmp_path / "j", 3, retries=0, base_url=url)
+        run(tmp_path / "j", 3, base_url=url)
+    replies, message, _ = run(tmp_path / "j", 3, base_url=url)
     assert "1 unusable" in message and "ConnectError" in replies["row-1"].reason
     booked = [[*row["usage"].values()] for row in read_jsonl(tmp_path / "j")]
     first, second = ([question.size, MAX_TOKENS] for question in questions(3)[1:])
-    assert booked[1:] == [first, first, second, [0, 0]]
+    assert booked[1:] == [first, second, [0, 0]]
 
 
 # ── Phase 1
