@@ -11,21 +11,26 @@
         y_1, …, y_T ← the characters of each sampled id      token_offsets
         for each token y_t:                                  token_labels         18–25
             {ℓ_k of each span s_k that contains y_t}
-        δ_t = +1 if all these labels are good, −1 if all     token_rewards        15–28
+        δ_t = +1 if all these labels are good, −1 if all     combine_labels       15, 28
             are poor, else 0
-        return c, A(y), δ                                                         28
 
-The functions stand in this order: reading, places, offsets, rewards, then the prompts. The last
-part is phase 1 (Algorithm 1 l.4–11): `annotate` sends the requests through ask.py and writes
-the rows. This file does not import torch. Instead of a server, --annotator_function can
-annotate: a function (row, response) that returns a `Feedback`, or the reply of a server as a
-dict or a text.
+The functions stand in this order, but for the prompts, which come later. The annotator of phase
+1 and the reward model R_φ both write such replies, and both are read here. `read_critique` is
+all of the above for one critique of R_φ. A first reader may skip the next part, "Details of
+JSON and Unicode". The last part is phase 1 (Algorithm 1 l.4–11): `annotate` sends the requests
+through ask.py and writes the rows. This file does not import torch. Instead of a server,
+--annotator_function can annotate: a function (row, response) that returns a `Feedback`, or the
+reply of a server as a dict or a text.
 
-Departures. The paper does not say what happens to a quote that occurs in the response more
-often than it was quoted. Such a quote is ambiguous. It is counted but gets no span, because
-precision comes first (§4.2). A token in both a good and a poor span gets 0. Appendix L
-tokenizes the text again, but here the token offsets come from the sampled ids. A reply that is
-not the JSON that was asked for is refused and never repaired. It gives no reward.
+Departures.
+
+    ambiguous   the paper does not say what happens to a quote that occurs in the response more
+                often than it was quoted; here it is counted and gets no span, because precision
+                comes first (§4.2)
+    conflict    a token in both a good and a poor span gets 0; by l.16–25 the later span decides
+    tokens      Appendix L tokenizes the text again; here the offsets come from the sampled ids
+    refusal     a reply that is not the JSON that was asked for is refused and never repaired;
+                it gives no reward
 """
 
 import json
@@ -36,6 +41,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Callable
 
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
@@ -49,7 +55,7 @@ class FeedbackError(ValueError):
     """A reply is not valid feedback. The message says why."""
 
 
-# ── Algorithm 2: read feedback from a reply
+# ── Algorithm 2: from a reply to the spans of its quotes
 
 @dataclass(frozen=True)
 class Feedback:
@@ -63,97 +69,6 @@ class Feedback:
         spans = {"good_spans": self.good_spans, "poor_spans": self.poor_spans}
         return f"{self.critique.strip()}\n{json.dumps(spans, ensure_ascii=False)}"
 
-
-# The JSON keys in the paper, in its release and in its code task, reduced to their letters:
-# case and punctuation of the keys in a reply are ignored
-CRITIQUE_KEYS = ("textualfeedback", "codefeedback", "critique", "feedback")
-SPAN_KEYS = ("goodspans", "poorspans", "wrongcode", "improvementcode")
-
-
-def parse_feedback(text: str, critique=None, response="") -> Feedback:
-    """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13; see `find_object`).
-
-    critique: a human critique, which replaces the critique in the reply. Both lists of the code
-    task are poor spans. A list may be absent or null. Raises FeedbackError if the reply has no
-    critique, or if a list is not a list of strings.
-    """
-    value, prose = find_object(text, SPAN_KEYS, response)
-    lists = [value.get(key) or [] for key in SPAN_KEYS]
-    for quotes in lists:
-        if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
-            raise FeedbackError(f"quotes must be a list of strings, found {str(quotes)[:60]}")
-    good, *poor = lists
-    return Feedback(critique or read_critique(value, prose), good, sum(poor, []))
-
-
-def find_object(text, keys, response=""):
-    """Find the one JSON object that has any of the keys; return it and the prose before it.
-
-    The object is a dict, with its keys reduced to letters. It may stand in prose, in a code
-    fence, in a list or in another object. `<think>` text is ignored. Nothing is repaired.
-    Raises FeedbackError, with the reason, if there is not exactly one such object, if it is a
-    copy from the response, or if one of its keys stands outside of it. Then the reply is a
-    larger JSON text that is broken or cut off, and the missing part may contradict the object.
-    """
-    answer = text.rpartition("</think>")[2]
-    objects = _json_objects(answer, keys)
-    if len(objects) != 1:
-        raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with {' or '.join(keys)}; "
-                            f"the reply must have one that is valid")
-    start, end, value = objects[0]
-    if value in [copy for *_, copy in _json_objects(response, keys)]:
-        raise FeedbackError("the JSON object is a copy from the response")
-    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys))
-    outside = re.sub(r"[\s_\\-]", "", f"{answer[:start]}{{}}{answer[end:]}").lower()
-    # A key of the form, the key of the object, an open tag, or half of a surrogate pair
-    pattern = rf"""["'{{]({names})["']?:|["']:\[?{{}}|<think|[\ud800-\udfff]"""
-    extra = re.search(pattern, outside)
-    if extra:
-        raise FeedbackError(f"{extra[0]!r} stands outside of the JSON object, so the reply is "
-                            f"broken or cut off")
-    return value, answer[:start].strip().removesuffix("```json")
-
-
-def _json_objects(text, keys):
-    """[(start, end, object)] of the JSON objects with any of the keys, also inside of others.
-
-    The keys of each object are reduced to their letters. start, end: where the outermost object
-    stands in the text.
-    """
-    def read_object(pairs):
-        value = {}
-        for name, item in pairs:
-            key = re.sub(r"[\W_]", "", name).lower()
-            if value.setdefault(key, item) != item:
-                raise ValueError                           # the key has two values
-        if value.keys() & keys:
-            inner.append(value)
-        return value
-
-    decoder = json.JSONDecoder(object_pairs_hook=read_object, strict=False)
-    objects = []
-    start = text.find("{")
-    while start >= 0:
-        inner = []                                         # filled by `read_object`
-        try:
-            _, end = decoder.raw_decode(text, start)
-            json.dumps(inner, ensure_ascii=False).encode()         # no half surrogate pairs
-            objects += [(start, end, value) for value in inner]
-        except (ValueError, RecursionError):               # not JSON, or nested too deeply
-            end = start + 1
-        start = text.find("{", end)
-    return objects
-
-
-def read_critique(value, prose):
-    """The critique in the object, or else the prose. Raises FeedbackError if there is none."""
-    critique = next((value[key] for key in CRITIQUE_KEYS if key in value), prose)
-    if not isinstance(critique, str) or not critique.strip():
-        raise FeedbackError("the reply has no critique, or the critique is not a string")
-    return critique.strip()
-
-
-# ── Algorithm 2: find the quotes in the response
 
 @dataclass(frozen=True)
 class Span:
@@ -175,8 +90,32 @@ class Grounding:
     ambiguous: int = 0
 
 
+# The JSON keys in the paper, in its release and in its code task, reduced to their letters:
+# case and punctuation of the keys in a reply are ignored
+CRITIQUE_KEYS = ("textualfeedback", "codefeedback", "critique", "feedback")
+SPAN_KEYS = ("goodspans", "poorspans", "wrongcode", "improvementcode")
+
+
+def parse_feedback(text: str, critique=None, response="") -> Feedback:
+    """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13; see `find_object`).
+
+    critique: a human critique, which replaces the critique in the reply. Both lists of the code
+    task are poor spans. A list may be absent or null. Raises FeedbackError if the reply has no
+    critique, or if a list is not a list of strings.
+    """
+    value, prose = find_object(text, SPAN_KEYS, response)
+    # Four lists, in the order of SPAN_KEYS. The last two are those of the code task: wrong code
+    # and code that should be improved. Only the first list is good.
+    lists = [value.get(key) or [] for key in SPAN_KEYS]
+    for quotes in lists:
+        if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
+            raise FeedbackError(f"quotes must be a list of strings, found {str(quotes)[:60]}")
+    good, *poor = lists
+    return Feedback(critique or find_critique(value, prose), good, sum(poor, []))
+
+
 def ground(response: str, feedback: Feedback, repeats_are_poor=False) -> Grounding:
-    """Find each quote in the response (§3.3, Appendix L; see `quote_places`).
+    """Find each quote in the response: Alg. 2 l.16–17, §3.3, Appendix L (see `find_quote`).
 
     If a quote is repeated, the k-th repeat gets the k-th occurrence. Repeats without an
     occurrence are unmatched. A quote that occurs more often than it is quoted is ambiguous and
@@ -188,71 +127,30 @@ def ground(response: str, feedback: Feedback, repeats_are_poor=False) -> Groundi
     ambiguous = 0
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
         for quote, repeats in Counter(quotes).items():
-            places = quote_places(response, quote)
-            assert places == sorted(set(places)), "§3.3: the k-th repeat, the k-th occurrence"
-            if len(places) > repeats and not (repeats_are_poor and label > 0):
+            intervals = find_quote(response, quote)
+            assert intervals == sorted(set(intervals)), "§3.3: k-th repeat, k-th occurrence"
+            # "the cat" was quoted once, and the response says it twice. Nobody knows which of
+            # the two was meant, so neither gets a reward.
+            if len(intervals) > repeats and not (repeats_are_poor and label > 0):
                 ambiguous += 1
                 continue
-            for k, place in enumerate(places):
-                spans.append(Span(*place, label if k < repeats else -1))
-            unmatched += [quote] * (repeats - len(places))
+            for k, interval in enumerate(intervals):
+                # k < repeats holds for every k, except in the case of repeats_are_poor.
+                spans.append(Span(*interval, label if k < repeats else -1))
+            unmatched += [quote] * (repeats - len(intervals))
     spans.sort(key=lambda span: (span.start, span.end))
     return Grounding(spans, unmatched, ambiguous)
 
 
-def quote_places(response, quote):
-    """The intervals of the response that equal the quote, exactly or else as `_loose` allows.
-
-    An interval does not begin or end inside a word.
-    """
-    if not re.search(r"[^\s\b]", quote):
-        return []
-    for as_pattern in (re.escape, _loose):
-        # A lookahead also finds the matches that overlap.
-        matches = re.finditer(f"(?=({as_pattern(quote)}))", response)
-        places = [match.span(1) for match in matches
-                  if not any(_INSIDE_WORD.fullmatch(response, edge - 1, edge + 1)
-                             for edge in match.span(1))]
-        if places:
-            return places
-    return []
-
-
-# A character of a word. Chinese, Japanese, Korean, Thai, Lao, Khmer and Burmese do not separate
-# words by spaces. The vowel signs of Indian scripts (U+0900 to U+0DFF) are not in \w.
-_WORD = (r"(?![\u0964\u0965\u0e00-\u0eff\u1000-\u11ff\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7ff"
-         r"\uf900-\ufaff\uff65-\uffdc\U00020000-\U0003ffff])[\w\u0300-\u036f\u0900-\u0dff]")
-# Two characters that an edge may not separate: of a word, or of an emoji
-_INSIDE_WORD = re.compile(rf"(?s){_WORD}{_WORD}|.[\u0300-\u036f\u200d\ufe0f]|\u200d.")
-_ESCAPE = r"\\[bfnrt]"
-# Pattern of a character of a quote: white space, a single and a double quotation mark
-_LOOSE = {char: f"[{marks}]" for marks in ("'‘’‚‛`´", '"“”„‟«»') for char in marks}
-_LOOSE[" "] = rf"(?:\s|{_ESCAPE})+"
-
-
-def _loose(quote):
-    """A pattern for the quote up to white space, quotation marks and Unicode form.
-
-    JSON reads "\\frac" as a form feed and "rac", so white space also stands for an escape.
-    """
-    quote = re.sub(r"[\s\b]+", " ", unicodedata.normalize("NFC", quote))
-    pattern = f"(?:{_ESCAPE})?" if quote.startswith(" ") else ""
-    for char in quote.strip():
-        decomposed = unicodedata.normalize("NFD", char)
-        if decomposed != char:
-            pattern += f"(?:{char}|{decomposed})"
-        else:
-            pattern += _LOOSE.get(char, re.escape(char))
-    return pattern
-
-
-# ── Algorithm 2: compute δ from the spans
+# ── Algorithm 2: from spans to δ
 
 MARK = "\ufffd"                                 # the decoded text of an incomplete character
 
 
 def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple]]:
-    """Decode the ids; return the text and the interval of each token in it (Appendix L).
+    """Decode the ids; return the text and the interval of each token in it.
+
+    Alg. 2 l.18–25 needs to know where y_t stands in y (Appendix L).
 
     The text is not tokenized again. Ids are decoded in runs, and each run ends with a whole
     character. This works for byte-level BPE and for SentencePiece with byte fallback. If tokens
@@ -277,11 +175,18 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple]]:
             offsets.append((whole, whole))
             continue
         run.append(token_id)
+        # The text of this run. SentencePiece drops the space before the first token that it
+        # decodes, so the run before is decoded with it and then cut off.
         piece = decode(context + run)[len(decode(context)) :]
         start = whole
+        # MARKs at the end are a character that later tokens may complete. A token that adds
+        # only bytes completes nothing, and `whole` stays where it was.
         whole = max(start, run_start + len(piece.rstrip(MARK)))
+        # An incomplete character belongs to this token, too: one more than is whole.
         end = whole + 1 if piece.endswith(MARK) else whole
         offsets.append((start, end))
+        # The run ends where all its characters are complete and stand in the text as decoded
+        # here. Otherwise, the next token joins the run.
         if piece and end == whole and text.startswith(piece, run_start):
             run_start = whole
             context = run
@@ -291,14 +196,15 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple]]:
     return text, offsets
 
 
-def token_labels(text, offsets, spans):
-    """For each token, the set of the labels of the spans that contain it (Alg. 2 l.16–25).
+def token_labels(text, offsets, spans) -> list[set]:
+    """For each token, the set of the labels of the spans that contain it (Alg. 2 l.18–25).
 
     offsets: the interval of each token. A token that is only partly inside a span counts as
     outside. Whitespace around a token is ignored, unless the whole token is whitespace.
     """
     labels = []
     for start, end in offsets:
+        # Most tokens begin with a space, and quotes do not: " cat" is inside the span "cat".
         piece = text[start:end]
         word = piece.strip() or piece
         start += piece.index(word)
@@ -308,20 +214,188 @@ def token_labels(text, offsets, spans):
     return labels
 
 
-def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
-    """δ_t ∈ {−1, 0, +1} of each token (§3.3, Alg. 2 l.15–28). offsets: the token intervals.
+def combine_labels(labels: list[set]) -> list[float]:
+    """δ_t of each token from the set of its labels (Alg. 2 l.15, 28).
 
-    A token in both a good and a poor span gets 0, whereas l.16–25 would give it the label of
-    the later span.
+    The sum of a set is 1 for {+1}, −1 for {−1}, and 0 for a token without a label or with both.
     """
-    delta = [float(sum(labels)) for labels in token_labels(text, offsets, spans)]  # l.15–25
+    delta = [float(sum(token_set)) for token_set in labels]
     assert all(-1 <= d <= 1 for d in delta), "§3.3: δ_t lies in [−1, 1]"
-    return delta                                                                   # l.28
+    return delta
 
 
-def conflicting_tokens(text, offsets, spans):
-    """Count the tokens that are in both a good and a poor span."""
-    return sum(len(labels) > 1 for labels in token_labels(text, offsets, spans))
+def token_rewards(text: str, offsets, spans: list[Span]) -> list[float]:
+    """δ_t ∈ {−1, 0, +1} of each token (§3.3, Alg. 2 l.15–28). offsets: the token intervals."""
+    return combine_labels(token_labels(text, offsets, spans))
+
+
+# ── Algorithm 2 for one critique of a response, by R_φ or by the annotator
+
+@dataclass
+class Review:
+    """A critique of one response, and the token rewards that it gives (Alg. 4 l.13)."""
+    critique: str
+    delta: list[float]                    # δ'_t of each token of the response
+    reason: str = ""                      # why the critique cannot be parsed, or ""
+    quotes: int = 0                       # number of quotes in the critique
+    unmatched: int = 0                    # quotes that do not occur in the response
+    ambiguous: int = 0                    # quotes that occur more often than they are quoted
+    conflicts: int = 0                    # tokens in both a good and a poor span
+    spans: list[Span] = field(default_factory=list)
+
+
+def read_critique(critique: str, text: str, offsets, repeats_are_poor=False) -> Review:
+    """All of Algorithm 2 for a critique of R_φ: z' → A'(y) → spans → δ' (Alg. 4 l.13).
+
+    If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
+    token of the text. repeats_are_poor: see `ground`.
+    """
+    try:
+        if not critique:
+            raise FeedbackError("no critique: the response is empty or too long for R_φ")
+        feedback = parse_feedback(critique, response=text)
+    except FeedbackError as error:
+        return Review(critique, [0.0] * len(offsets), str(error))
+    grounding = ground(text, feedback, repeats_are_poor)
+    return make_review(critique, text, offsets, feedback, grounding)
+
+
+def make_review(critique: str, text: str, offsets, feedback, grounding) -> Review:
+    """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
+    labels = token_labels(text, offsets, grounding.spans)
+    return Review(critique, combine_labels(labels), "",
+                  len(feedback.good_spans + feedback.poor_spans), len(grounding.unmatched),
+                  grounding.ambiguous, sum(len(token_set) > 1 for token_set in labels),
+                  grounding.spans)
+
+
+# ── Details of JSON and Unicode, for Alg. 2 l.13 and l.16–17: a first reader may skip this part
+
+def find_object(text, keys, response=""):
+    """Find the one JSON object that has any of the keys; return it and the prose before it.
+
+    The object is a dict, with its keys reduced to letters. It may stand in prose, in a code
+    fence, in a list or in another object. `<think>` text is ignored. Nothing is repaired.
+    Raises FeedbackError, with the reason, if there is not exactly one such object, if it is a
+    copy from the response, or if one of its keys stands outside of it. Then the reply is a
+    larger JSON text that is broken or cut off, and the missing part may contradict the object.
+    """
+    answer = text.rpartition("</think>")[2]
+    objects = _json_objects(answer, keys)
+    if len(objects) != 1:
+        raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with {' or '.join(keys)}; "
+                            f"the reply must have one that is valid")
+    start, end, value = objects[0]
+    if value in [copy for *_, copy in _json_objects(response, keys)]:
+        raise FeedbackError("the JSON object is a copy from the response")
+    # The reply without the object, and without white space, "_", "-" and "\". {} stands where
+    # the object was. This reply, for example, is cut off:
+    #     {"critique": "…", "spans": [{"good_spans": ["a"]}, {"poor_spans": ["b
+    # Its rest is {"critique":"…","spans":[{},{"poorspans":["b
+    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys))
+    outside = re.sub(r"[\s_\\-]", "", f"{answer[:start]}{{}}{answer[end:]}").lower()
+    # Four signs of a larger JSON text: a key of the form, such as ,"poorspans": in the example;
+    # a key whose value is the object, ":{} or ":[{}; an open <think> tag; and half of a
+    # surrogate pair, which is half of an emoji.
+    pattern = rf"""["'{{]({names})["']?:|["']:\[?{{}}|<think|[\ud800-\udfff]"""
+    extra = re.search(pattern, outside)
+    if extra:
+        raise FeedbackError(f"{extra[0]!r} stands outside of the JSON object, so the reply is "
+                            f"broken or cut off")
+    return value, answer[:start].strip().removesuffix("```json")
+
+
+def _json_objects(text, keys):
+    """[(start, end, object)] of the JSON objects with any of the keys, also inside of others.
+
+    The keys of each object are reduced to their letters. start, end: where the outermost object
+    stands in the text.
+    """
+    def read_object(pairs):
+        value = {}
+        for name, item in pairs:
+            key = re.sub(r"[\W_]", "", name).lower()
+            if value.setdefault(key, item) != item:
+                raise ValueError                           # the key has two values
+        if value.keys() & keys:
+            inner.append(value)
+        return value
+
+    # The decoder calls `read_object` for each object that it has read, the innermost first.
+    decoder = json.JSONDecoder(object_pairs_hook=read_object, strict=False)
+    objects = []
+    start = text.find("{")
+    while start >= 0:
+        inner = []                                         # filled by `read_object`
+        try:
+            _, end = decoder.raw_decode(text, start)
+            json.dumps(inner, ensure_ascii=False).encode()         # no half surrogate pairs
+            objects += [(start, end, value) for value in inner]
+        except (ValueError, RecursionError):               # not JSON, or nested too deeply
+            end = start + 1
+        start = text.find("{", end)
+    return objects
+
+
+def find_critique(value, prose):
+    """The critique in the object, or else the prose. Raises FeedbackError if there is none."""
+    critique = next((value[key] for key in CRITIQUE_KEYS if key in value), prose)
+    if not isinstance(critique, str) or not critique.strip():
+        raise FeedbackError("the reply has no critique, or the critique is not a string")
+    return critique.strip()
+
+
+def find_quote(response, quote):
+    """The intervals of the response that equal the quote, exactly or else as `_loose` allows.
+
+    An interval does not begin or end inside a word.
+    """
+    if not re.search(r"[^\s\b]", quote):                   # nothing but white space
+        return []
+    for as_pattern in (re.escape, _loose):
+        # A lookahead matches no characters, so the next search begins one character later.
+        # Therefore it also finds the matches that overlap.
+        matches = re.finditer(f"(?=({as_pattern(quote)}))", response)
+        # At each edge, the characters before and after it must not be of one word.
+        intervals = [match.span(1) for match in matches
+                     if not any(_INSIDE_WORD.fullmatch(response, edge - 1, edge + 1)
+                                for edge in match.span(1))]
+        if intervals:
+            return intervals
+    return []
+
+
+# One character of a word. The part in (?!…) leaves out the scripts that do not separate words
+# by spaces: Chinese, Japanese, Korean, Thai, Lao, Khmer and Burmese. A quote may begin and end
+# anywhere in them. The last part adds what \w lacks: accents that stand on their own (U+0300 to
+# U+036F), and the vowel signs of Indian scripts (U+0900 to U+0DFF).
+_WORD = (r"(?![\u0964\u0965\u0e00-\u0eff\u1000-\u11ff\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7ff"
+         r"\uf900-\ufaff\uff65-\uffdc\U00020000-\U0003ffff])[\w\u0300-\u036f\u0900-\u0dff]")
+# Two characters that an edge may not separate: of a word, or of an emoji. U+200D joins two
+# emojis to one, and U+FE0F gives a sign its colour.
+_INSIDE_WORD = re.compile(rf"(?s){_WORD}{_WORD}|.[\u0300-\u036f\u200d\ufe0f]|\u200d.")
+_ESCAPE = r"\\[bfnrt]"
+# Pattern of a character of a quote: white space, a single and a double quotation mark
+_LOOSE = {char: f"[{marks}]" for marks in ("'‘’‚‛`´", '"“”„‟«»') for char in marks}
+_LOOSE[" "] = rf"(?:\s|{_ESCAPE})+"
+
+
+def _loose(quote):
+    """A pattern for the quote up to white space, quotation marks and Unicode form.
+
+    Example: a "b" becomes a, any white space, any double mark, b, any double mark. JSON reads
+    "\\frac" as a form feed and "rac", so white space also stands for an escape.
+    """
+    quote = re.sub(r"[\s\b]+", " ", unicodedata.normalize("NFC", quote))
+    pattern = f"(?:{_ESCAPE})?" if quote.startswith(" ") else ""
+    for char in quote.strip():
+        # "é" is one character, or "e" and an accent. The response may have either.
+        decomposed = unicodedata.normalize("NFD", char)
+        if decomposed != char:
+            pattern += f"(?:{char}|{decomposed})"
+        else:
+            pattern += _LOOSE.get(char, re.escape(char))
+    return pattern
 
 
 # ── The annotator's prompts (Appendix B)
@@ -336,8 +410,8 @@ class Mode:
     max_tokens: int | None = None    # maximum reply length in tokens; None: the task's limit
 
 
-def read_quotes(example, reply, critique=None):
-    """(Feedback, Grounding) of a reply (Alg. 2 l.13). critique: a human one, if any."""
+def parse_and_ground(example, reply, critique=None):
+    """(Feedback, Grounding) of a reply (Alg. 2 l.13–17). critique: a human one, if any."""
     feedback = parse_feedback(reply, critique, example["response"])
     return feedback, ground(example["response"], feedback)
 
@@ -353,18 +427,19 @@ MODES = {
         "against the request, in at most 200 words. Critique: say in at most 100 words what is "
         "good and what is poor, as the reasoning found it. Spans: quote the parts that the "
         f"critique speaks of, and no others.\n{_QUOTE}",
-        {"reasoning": "…", "textual_feedback": "…", **_SPANS}, read_quotes),
+        {"reasoning": "…", "textual_feedback": "…", **_SPANS}, parse_and_ground),
     # Table 1: critique and spans without reasoning
     "no_cot": Mode(
         "Write a critique of a few sentences, then quote the parts that it speaks of."
         f"\n{_QUOTE}",
-        {"textual_feedback": "…", **_SPANS}, read_quotes),
+        {"textual_feedback": "…", **_SPANS}, parse_and_ground),
     # Alg. 2 l.10–11: the critique is human, the annotator adds the spans
     "align": Mode(
         "A person has written the critique below. Quote the parts of the response that it "
         "speaks of: those it praises are good spans, those it finds fault with are poor spans. "
         f"Add no opinion of your own.\n{EXACT}, and is long enough to occur only once.",
-        _SPANS, lambda example, reply: read_quotes(example, reply, example.get("critique")),
+        _SPANS,
+        lambda example, reply: parse_and_ground(example, reply, example.get("critique")),
         shows=("critique",)),
 }
 
@@ -395,7 +470,7 @@ def annotation_messages(task, example, mode="cot"):
         tags.get(name, name): example[name]
         for name in ("prompt", "response", "outcome", *mode.shows) if example.get(name)})
     form = json.dumps(mode.form, ensure_ascii=False)
-    system = (f"{task.judge} Judge {task.criteria}.\n"
+    system = (f"{task.annotator_role} Judge {task.criteria}.\n"
               f"{mode.instruction.replace('{quotes}', task.quotes)}\n{tag_instruction}\n"
               f"Reply with one JSON object of this form and nothing after it:\n{form}")
     if mode.form.keys() <= task.example.keys():
@@ -446,7 +521,8 @@ def annotate(config, data, output, dry_run=False):
     """
     if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
         raise InputError(f"--output {output} is a directory or --data; name another file")
-    questions = annotation_questions(config, data)
+    task = get_task(config.task)
+    questions = annotation_questions(config, data, task)
     with Journal(f"{output}.journal", *config.prices) as journal:
         cost = forecast(questions, journal, partial(read_reply, mode=config.mode))
         if dry_run:
@@ -455,7 +531,7 @@ def annotate(config, data, output, dry_run=False):
             print(cost)
         rows = []                                                                    # l.5
         failures = []
-        for question, reply in zip(questions, ask_annotator(questions, journal, config)):
+        for question, reply in zip(questions, ask_annotator(questions, journal, task, config)):
             if reply.reason:
                 failures.append(f"{question.id}: {reply.reason[:150]}")
                 continue
@@ -474,27 +550,25 @@ def annotate(config, data, output, dry_run=False):
             f"${journal.spent:.4f} in all runs")
 
 
-def annotation_questions(config, data):
+def annotation_questions(config, data, task):
     """The `annotation_question` of each response in the file `data`, in order.
 
     Empty responses are left out. Raises InputError if no request is left.
     """
-    task = get_task(config.task)
     responses = list(examples(task, read_rows(data, task=task)))
     full = [example for example in responses if example["response"].strip()]
     print(f"{data}: {len(responses)} responses, {len(full)} of them not empty")
     if not full:
         raise InputError(f"{data}: no response to annotate; add a field 'response', or choose "
                          f"another --model if text2grad.py sampled empty ones")
-    return [annotation_question(example, config) for example in full]
+    return [annotation_question(example, task, config) for example in full]
 
 
-def annotation_question(example, config):
+def annotation_question(example, task, config):
     """The Question for the annotation of one response. Its context is the example.
 
     Raises InputError if the row lacks a person's critique or the outcome of the tests.
     """
-    task = get_task(config.task)
     mode = get_mode(config.mode)
     needs = {"critique"}.intersection(mode.shows)
     if task.tests and not config.annotator_function:
@@ -513,14 +587,14 @@ def annotation_question(example, config):
                     mode.max_tokens or task.max_tokens, reply_schema(mode.form))
 
 
-def ask_annotator(questions, journal, config):
+def ask_annotator(questions, journal, task, config):
     """The reply to each question; the value of a usable reply is (Feedback, Grounding)."""
-    replies = ask(questions, journal, load_annotator(config),
+    replies = ask(questions, journal, load_annotator(task, config),
                   partial(read_reply, mode=config.mode), config.concurrency)
     return [replies[question.key] for question in questions]
 
 
-def load_annotator(config):
+def load_annotator(task, config):
     """The `Server` of --annotator_model, or the `Function` of --annotator_function.
 
     No request is sent. Raises InputError if a setting is invalid.
@@ -529,8 +603,24 @@ def load_annotator(config):
     if config.annotator_function:
         return Function(config.annotator_function)
     check_asking(config)
-    return Server(config.annotator_model, config.base_url, get_task(config.task).temperature,
-                  config.timeout)
+    return Server(config.annotator_model, config.base_url, task.temperature, config.timeout)
+
+
+def check_annotator(task, config):
+    """Check the annotator of a whole run, before anything is sampled or paid.
+
+    config: a settings.Config. Raises InputError where the annotator is needed and cannot work.
+    """
+    is_paid = not config.annotator_function
+    if config.critic == "annotator" and is_paid and config.max_usd is None:
+        raise InputError("--critic annotator asks the server about every rollout: set "
+                         "--max_usd with --price_in and --price_out, or --annotator_function")
+    has_feedback = config.reward_model or Path(config.output_dir, "feedback.jsonl").exists()
+    if config.critic == "annotator" or not has_feedback:
+        load_annotator(task, config)
+        if task.tests and is_paid and not config.allow_code_execution:
+            raise InputError("the annotator needs the outcomes of the tests: "
+                             "set --allow_code_execution")
 
 
 def feedback_row(task, example, feedback, grounding, annotator):
@@ -554,21 +644,21 @@ def print_feedback(rows):
                               [Span(**span) for span in row["spans"]])
         print(f"\n  response: {colour_tokens(text, delta)}\n"
               f"  critique: {row['critique']}")
-    found = defaultdict(list)                       # what became of a quote → the quotes
+    quotes_by_fate = defaultdict(list)
     for row in rows:
         quotes = row["good_spans"] + row["poor_spans"]
         for quote in quotes:
-            places = quote_places(row["response"], quote)
-            name = "found"
-            if not places:
-                name = "inside a word" if quote in row["response"] else "unmatched"
-            elif row["ambiguous"] and len(places) > quotes.count(quote):
-                name = "ambiguous"
-            found[name].append(quote)
+            intervals = find_quote(row["response"], quote)
+            fate = "found"
+            if not intervals:
+                fate = "inside a word" if quote in row["response"] else "unmatched"
+            elif row["ambiguous"] and len(intervals) > quotes.count(quote):
+                fate = "ambiguous"
+            quotes_by_fate[fate].append(quote)
     print(f"\nfeedback: {sum(not row['spans'] for row in rows)} of {len(rows)} responses have "
           f"no span")
-    for name, quotes in found.items():
-        print(f"{len(quotes)} quotes {name}, for example {quotes[0][:60]!r}")
+    for fate, quotes in quotes_by_fate.items():
+        print(f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}")
 
 
 def main():

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pkgutil
+import random
 import re
 import shlex
 import sys
@@ -40,7 +41,7 @@ class Task:
     needs: tuple[str | tuple[str, ...], ...] = ()
     responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
     # For the annotator: its role, its criteria and the number of spans to quote.
-    judge: str = "You are a careful expert who reviews answers."
+    annotator_role: str = "You are a careful expert who reviews answers."
     criteria: str = "whether the answer is correct, helpful and does what was asked"
     quotes: str = "Quote as many spans as the critique supports."
     temperature: float = 0.3                                 # of the annotator
@@ -148,14 +149,25 @@ TASKS = {
 }
 
 
+def _feedback_prompt(row: dict) -> str:
+    """x of a row of feedback.jsonl. `join` raises TypeError where a field is not of texts."""
+    "".join(row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]])
+    return row["prompt"]
+
+
+# The rows of feedback.jsonl; their lists of spans may be empty.
+FEEDBACK = Task("feedback", _feedback_prompt,
+                ("id", "prompt", "response", "critique", "good_spans", "poor_spans"))
+
+
 def get_task(name: str) -> Task:
     """A task by its name, or by "module:NAME"; "toy" stands for toy:TASK."""
     return load_object("--task", "toy:TASK" if name == "toy" else name, Task,
                        TASKS | {"toy": None})
 
 
-def reward_prompt(prompt: str, response: str) -> str:
-    """The instruction to R_φ: judge the response to this prompt (§3.4)."""
+def critique_prompt(prompt: str, response: str) -> str:
+    """The instruction to R_φ: write a critique of the response to this prompt (§3.4)."""
     return f"{prompt}\n\nResponse: {response}\n\nJudge the response."
 
 
@@ -239,6 +251,42 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
     if not rows:
         raise InputError(f"{path}: the file has no rows; restore it or remove it")
     return [row for _, row in rows]
+
+
+def load_rows(task: Task, config) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows) (§4.1). No held-out prompt is trained on or annotated.
+
+    config: a settings.Config. The seed shuffles the rows of --data. Raises InputError where a
+    row does not fit the task.
+    """
+    if config.data:
+        rows = read_rows(config.data, task=task)
+        shuffled = random.Random(config.seed).sample(rows, len(rows))
+        return split_rows(shuffled, config.eval_rows, config.seed, task.policy_prompt)
+    if task.rows is None:
+        raise InputError(f"--task {config.task} needs --data rows.jsonl")
+    training = task.rows("train", config.annotated_rows, config.seed)
+    return training, task.rows("eval", config.eval_rows, 0)
+
+
+def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of
+               ) -> tuple[list[dict], list[dict]]:
+    """Split rows into (training rows, held-out rows) by their prompts (§4.1).
+
+    All rows of a prompt are in the same part, and both parts keep the order of `rows`.
+    held_out: number of held-out prompts. It is reduced to a tenth of all prompts, or to one if
+    there are fewer than ten. A single prompt is not held out. prompt_of(row): the prompt.
+    """
+    prompts = sorted({str(prompt_of(row)) for row in rows})
+    random.Random(seed).shuffle(prompts)
+    count = min(held_out, max(1, len(prompts) // 10), len(prompts) - 1)
+    held_out_prompts = set(prompts[:count])
+    training = []
+    evaluation = []
+    for row in rows:
+        part = evaluation if str(prompt_of(row)) in held_out_prompts else training
+        part.append(row)
+    return training, evaluation
 
 
 @contextmanager
@@ -361,7 +409,7 @@ def run_script(main: Callable, program: str, *errors: type[Exception]):
         message = str(error)
         if re.search("(?i)out of memory|allocate memory|^MemoryError", repr(error)):
             message = (f"out of memory ({message}): lower --micro_batch_tokens (training) or "
-                       f"--rollout_batch_size (texts), or set --activation_checkpointing or "
+                       f"--decode_batch_size (texts), or set --activation_checkpointing or "
                        f"--shard, and run the same command to continue")
         elif isinstance(error, OSError):
             message += "; check the path, your permissions, and the disk's free space and locks"

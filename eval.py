@@ -49,19 +49,19 @@ from tqdm import tqdm
 
 import report
 from ask import question_key
-from data import (InputError, append_row, chunks, examples, get_task, read_rows, reward_prompt,
-                  run_script, whole_rows, write_rows)
+from data import (InputError, append_row, checksum, chunks, critique_prompt, examples,
+                  get_task, read_rows, run_script, whole_rows, write_rows)
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
 from measures.spans import audit_text, read_spans, response_tokens, score_critiques
-from model import (ADAPTER_FILES, encode_prompt, eos_ids, find_model, load_lora, load_model,
-                   use_lora)
-from policy import Rollouts, reward_model_critic, score_response
-from runtime import WORLD_SIZE, checksum, lock_directory
+from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model,
+                   load_lora, load_model, use_lora)
+from policy import Rollouts, reward_model_critic
+from runtime import WORLD_SIZE, lock_directory
 from sampling import context_length, generate
 from settings import Config, flag, parse_flags
-from text2grad import drop_long_rows
+from report import review_metrics
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy"}, "alpaca_eval": {"max_new_tokens": 2048}}
 
@@ -85,7 +85,7 @@ class EvalConfig(judges.JudgeConfig):
     seed: int = flag(0, "random seed of the answers")
     dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
                                    "float32 on CPU", ("bfloat16", "float16", "float32", None))
-    rollout_batch_size: int = flag(64, "number of texts in a batch", least=1)
+    decode_batch_size: int = flag(64, "number of texts in a batch", least=1)
     temperature: float = flag(0.0, "sampling temperature; 0 is greedy; unused by mt_bench")
     max_new_tokens: int = flag(1024, "maximum tokens of an answer, and at most half of the "
                                      "context", least=1)
@@ -175,7 +175,7 @@ class Side:
                    for key, conversation in zip(keys, conversations) if key not in answers}
         # The longest come first, so that `generate` refuses prompts that are too long at once.
         order = sorted(prompts, key=lambda key: -len(prompts[key]))
-        for batch in tqdm(chunks(order, self.config.rollout_batch_size), self.name):
+        for batch in tqdm(chunks(order, self.config.decode_batch_size), self.name):
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in batch]
             uniforms = torch.stack([torch.rand(limit, generator=seed) for seed in seeds])
             with use_lora(model, self.lora, merge=True):
@@ -257,7 +257,7 @@ def task_rows(config: EvalConfig, load: Callable) -> list[dict]:
     else:
         rows = name_rows(read_rows(config.data, task=task))
         rows = held_out(config, rows, "held_out.jsonl", task.policy_prompt)
-    return drop_long_rows(rows, *load(), config)[: config.limit]
+    return drop_long_rows(rows, task, *load(), config)[: config.limit]
 
 
 def policy(side: Side, rows: list[dict]) -> tuple:  # Table 2
@@ -279,13 +279,14 @@ def policy(side: Side, rows: list[dict]) -> tuple:  # Table 2
         # As in training, EOS is the last token of a response.
         offsets = [[*response_tokens(tokenizer, text), (len(text), len(text))]
                    for text in texts]
-        batch = Rollouts(rows, column(pairs, "prompt"), texts, offsets, *[None] * 4)
-        judgements = reward_model_critic(batch, model, tokenizer, config)
-        scores = [score_response(judgement, is_truncated=False) for judgement in judgements]
+        batch = Rollouts(rows, column(pairs, "prompt"), texts, offsets, *[None] * 4,
+                         task=task)
+        reviews = reward_model_critic(batch, model, tokenizer, config)
+        scores = [review_metrics(review, is_truncated=False) for review in reviews]
         counts |= {name: column(scores, name)
                    for name in ("delta", "good", "poor", "unparseable")}
-        for pair, judgement in zip(pairs, judgements):
-            pair["judgement"] = asdict(judgement)
+        for pair, review in zip(pairs, reviews):
+            pair["review"] = asdict(review)
     references = [pair.get("reference", "") for pair in pairs]
     counts |= reference_scores(texts, references, config.encoder)
     counts["perplexity"] = perplexity(model, tokenizer, prompts, texts)
@@ -308,7 +309,7 @@ def reward_model(side: Side) -> tuple:  # Tables 1, 6, 7, 16
                     lambda row: (str(row["id"]), row["response"]))[: config.limit]
     # The function from a text to the offsets of its tokens; None counts words.
     tokens = functools.partial(response_tokens, side.load()[1]) if config.adapters else None
-    answers = side.answer([row | {"prompt": reward_prompt(row["prompt"], row["response"])}
+    answers = side.answer([row | {"prompt": critique_prompt(row["prompt"], row["response"])}
                            for row in rows])
     scored, counts, tables = score_critiques(rows, column(answers, "response"), tokens,
                                              side.name)
@@ -341,7 +342,7 @@ def arc(side: Side) -> tuple:  # Table 4
     """ARC-Challenge accuracy by the log-likelihood of each choice; no text is generated."""
     rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
     logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora,
-                                          side.config.rollout_batch_size)
+                                          side.config.decode_batch_size)
     return [], columns(benchmarks.arc_scores(rows, logprobs))
 
 

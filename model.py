@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import InputError, write_rows
+from data import InputError, Task, critique_prompt, write_rows
 from runtime import WORLD_SIZE, find_device, load_tensors, print_rank0, save_tensors
-from sampling import head_weight
+from sampling import context_length, head_weight
 
 # Chat templates get this date instead of today's. It is the default date of Llama 3.1.
 DATE = "26 Jul 2024"
@@ -137,6 +137,28 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the turns: "
                          f"{error}; change it, or `policy_prompt` of the task") from error
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def drop_long_rows(rows: list[dict], task: Task, model, tokenizer, config) -> list[dict]:
+    """Keep rows whose prompt, response and critique fit the context; print how many do not.
+
+    Raises InputError where no row fits.
+    """
+    instruction = encode_prompt(tokenizer, critique_prompt("", ""))
+    room = (context_length(model) - len(instruction) - config.max_new_tokens
+            - config.max_critique_tokens)
+    limit = min(room, config.max_prompt_tokens or room)
+    fitting_rows = [row for row in rows
+                    if len(encode_prompt(tokenizer, task.policy_prompt(row))) <= limit]
+    too_long = len(rows) - len(fitting_rows)
+    problem = f"{too_long} of {len(rows)} prompts have more than {limit} tokens"
+    if not fitting_rows:
+        raise InputError(f"no prompt is left for training or evaluation ({problem}): add rows "
+                         f"with other prompts, lower --max_new_tokens or "
+                         f"--max_critique_tokens, or raise --max_prompt_tokens")
+    if too_long:
+        print_rank0(f"left out: {problem}")
+    return fitting_rows
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
@@ -410,7 +432,7 @@ def shard(model, device):
 
     The weights are read from memory-mapped files one block at a time, so that a device holds
     its shard, two blocks, and the embeddings, head and norm, which stay whole. For sampling,
-    `gathered` puts all weights on each device. Adapters are not sharded, whether they are
+    `unsharded` puts all weights on each device. Adapters are not sharded, whether they are
     loaded before or after this call. Each rank holds all adapters, so any single rank can save
     them. The caller sums their gradients over the ranks.
     """
@@ -427,10 +449,10 @@ def shard(model, device):
 
 
 @contextmanager
-def gathered(model):
+def unsharded(model):
     """Hold all weights of a sharded model on every rank during a `with` block.
 
-    Inside the block, no rank waits for another. Without `gathered`, sampling would gather all
+    Inside the block, no rank waits for another. Without it, sampling would gather all
     weights for each token.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -11,51 +11,62 @@
             ρ_t = π_θ(y_t) / π_θold(y_t)
             θ, ψ ← AdamW on −L_CLIP − β_H H + c_V L_VF               minibatch_loss     21–30
 
-Start with `train`. The functions above it are its steps, in order; the functions below it only
-measure and log. `critic` is the function that criticises the rollouts: R_φ, or another one that
-`train` is given. It is not the critic of actor–critic, which is V_ψ, here called value head.
-c_V is the weight of the value loss. β_H is the weight of the entropy, which the paper calls β;
-here β is the KL coefficient.
+Start with `train`, at the end. The functions above it are its steps, in order. `critic` is the
+function that criticises the rollouts: R_φ, the annotator, or another one that `train` is given.
+It is not the critic of actor–critic, which is V_ψ, here called value head. c_V is the weight of
+the value loss. β_H is the weight of the entropy, which the paper calls β; here β is the KL
+coefficient.
 
-Departures. "Release" is the code that the authors published.
+Departures from the paper.
 
     entropy     the loss is −L_CLIP − β_H H; to maximise the paper's L_CLIP − β H lowers H
     GAE         the sum ends at T − t, not at T − t − 1; V is 0 after the last token
     δ_t         the paper has two: `delta`, of the critique, and `td_error`, of GAE
     sampling    all π are at the sampling temperature, and R_φ writes z' greedily
-    KL          of the sampled token; the release pays the exact KL_t of all tokens, which is
-                the same for every y_t and so gives no gradient at y_t
-    release     A_t is whitened (there in each process, here over all), the target of V is
-                A_t + V_t, the value loss is halved and clipped, β adapts to a target KL, one
-                optimizer with one gradient clip steps θ and ψ, and a step whose mean ρ_t is
-                above 10 is skipped; for SLF5K it has Adafactor and no gradient clip
-    ours        a step whose loss or gradient is not finite is skipped, too
+    KL          the penalty is paid for the sampled token
+    skipping    a step whose loss or gradient is not finite is skipped
+
+From the release, the code that the authors published, and not in the paper:
+
+    whitening   A_t has mean 0 and variance 1 over the batch; in the release, in each process
+    V's target  A_t + V_t; --value_target return is the paper's
+    V's loss    halved, and clipped like the policy's
+    β           adapts to a target KL
+    optimizer   one AdamW, with one gradient clip, steps θ and ψ; for SLF5K, the release has
+                Adafactor and no gradient clip
+    ratio       a step whose mean ρ_t is above 10 is skipped
+
+Not from the release:
+
+    KL          the release pays the exact KL_t, the mean over all tokens that π could have
+                sampled at t. It is the same for every y_t, so as a reward it does not move π at
+                y_t
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
-tokens of some rows, H hidden size. Each rank samples, judges and trains on the rows
-[RANK::WORLD_SIZE], and every rank holds the full batch. A random draw depends only on the seed,
-the iteration and the position in the batch. On a CPU, an interrupted run that continues ends
-with bit-identical weights. A GPU does not guarantee this.
+tokens of some rows, H hidden size. Each rank samples, criticises and trains on its `rank_share`
+of the rows, and every rank holds the full batch. A random draw depends only on the seed, the
+iteration and the position in the batch. On a CPU, an interrupted run that continues ends with
+bit-identical weights. A GPU does not guarantee this.
 """
 
-import importlib
 import math
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from annotate import token_offsets
-from data import InputError, append_row, chunks, get_task, prompt_text
-from model import (ValueHead, encode_prompt, eos_ids, gathered, lora_parameters,
-                   response_hidden, save_lora, use_lora)
-from report import colour_tokens, split_text
-from reward_model import Judgement, read_judgement, write_critiques
-from runtime import (RANK, WORLD_SIZE, Timer, all_sum, checkpointed, gather_rows,
-                     optimizer_parameters, print_rank0, save_tensors, token_groups)
+from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
+                      read_critique, token_offsets)
+from ask import Journal, Reply
+from data import InputError, Task, chunks, examples, get_task, prompt_text
+from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
+                   save_lora, unsharded, use_lora)
+from report import batch_metrics, log_iteration
+from reward_model import write_critiques
+from runtime import (RANK, Timer, all_sum, checkpointed, gather_rows, optimizer_parameters,
+                     print_rank0, rank_share, save_tensors, token_groups)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 from settings import PolicyConfig
 
@@ -81,6 +92,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     sum Σ_k (γλ)^{k−t} δ_k of §3.6.
     """
     assert rewards.shape == values.shape == mask.shape, "§3.5 GAE: one r_t and V per token"
+    # The sum over l, from the last token to the first: A_t = td_error_t + γλ A_{t+1}
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
@@ -113,6 +125,9 @@ def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) 
     """
     assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
     ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
+    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing, and the gradient
+    # is 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, whose
+    # gradient moves it back.
     # l.23
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     return -(gain * mask).sum() / (mask.sum() if count is None else count)
@@ -124,6 +139,7 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     Any shape → scalar; count as in `ppo_loss`.
     """
     assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
+    # V may move by `clip` per batch. Beyond it, the larger of both errors has no gradient.
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
     error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)            # l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
@@ -155,7 +171,7 @@ class Rollouts:
     prompt_mask: Tensor                   # [B, P]
     response_ids: Tensor                  # y
     mask: Tensor                          # 1 on sampled tokens, EOS included
-    feedback: list[Judgement] = None
+    reviews: list[Review] = None      # of all ranks
     delta: Tensor = None              # δ'_t
     logprobs_old: Tensor = None       # log π_θold(y_t)
     entropy: Tensor = None            # H(π_θold(·|x, y_<t))
@@ -165,6 +181,7 @@ class Rollouts:
     advantages: Tensor = None         # A_t, whitened
     returns: Tensor = None            # targets of V
     truncated: list[bool] = None      # no EOS within max_new_tokens
+    task: Task = None                 # how a row became a prompt, and what is measured
 
     def sampled(self, index) -> Tensor:
         """Whether each column of these rows holds a sampled token, [len(index), T]."""
@@ -194,15 +211,18 @@ def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
 def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
                     generator) -> Rollouts:
     """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads the texts only."""
-    prompts = [get_task(config.task).policy_prompt(row) for row in rows]
+    task = get_task(config.task)
+    prompts = [task.policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     prompts = [prompt_text(prompt) for prompt in prompts]
+    # All ranks draw the same numbers, one for each token, and use those of their own rows. So a
+    # text depends neither on the number of ranks nor on the other rows.
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     eos = eos_ids(tokenizer, model)
     with use_lora(model, adapter, merge=True):
-        ids = generate(model, prompt_ids[RANK::WORLD_SIZE], config.max_new_tokens,       # l.11
-                       config.temperature, eos, uniforms[RANK::WORLD_SIZE],
-                       config.rollout_batch_size)
+        ids = generate(model, rank_share(prompt_ids), config.max_new_tokens,             # l.11
+                       config.temperature, eos, rank_share(uniforms),
+                       config.decode_batch_size)
     ids = gather_rows(ids)
     truncated = [y[-1] not in eos for y in ids]
     assert all(len(y) == config.max_new_tokens for y, cut in zip(ids, truncated) if cut), \
@@ -210,34 +230,80 @@ def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
     texts, offsets = zip(*(token_offsets(tokenizer, y) for y in ids))
     padded = pad_batch(prompt_ids, ids, model.device)
     return Rollouts(rows, prompts, list(texts), list(offsets), *padded,                  # l.8
-                    truncated=truncated)
+                    truncated=truncated, task=task)
 
 
-def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Judgement]:
+def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Review]:
     """z' ~ R_φ(·|x, y) and its δ' (Alg. 4 l.12–13) for this rank's rows: the paper's critic.
 
     `train` and `evaluate` accept any such function; experiments/designs.py has others.
     """
-    task = get_task(config.task)
-    share = slice(RANK, None, WORLD_SIZE)
-    texts = rollouts.texts[share]
-    critiques = write_critiques(model, tokenizer, rollouts.prompts[share], texts,        # l.12
+    texts = rank_share(rollouts.texts)
+    critiques = write_critiques(model, tokenizer, rank_share(rollouts.prompts), texts,   # l.12
                                 config.max_critique_tokens,
-                                batch_size=config.rollout_batch_size)
-    return [read_judgement(z, text, offsets, task)                                       # l.13
-            for z, text, offsets in zip(critiques, texts, rollouts.offsets[share])]
+                                batch_size=config.decode_batch_size)
+    return [read_critique(z, text, offsets, rollouts.task.repeats_are_poor)              # l.13
+            for z, text, offsets in zip(critiques, texts, rank_share(rollouts.offsets))]
 
 
-def add_feedback(rollouts: Rollouts, judgements: list[Judgement]):
-    """Gather the judgements of all ranks, and their δ' as one tensor (Alg. 4 l.13)."""
-    rollouts.feedback = gather_rows(judgements)
+def annotator_critic(rollouts: Rollouts, model, tokenizer, config):  # noqa: ARG001
+    """The annotator in the place of R_φ (--critic annotator): reviews of this rank's rows.
+
+    Rank 0 asks about all rows, because the journal has one writer.
+    """
+    reviews = critique_by_annotator(rollouts, config) if RANK == 0 else None
+    return rank_share(gather_rows([reviews])[0])
+
+
+CRITICS = {"reward_model": reward_model_critic, "annotator": annotator_critic}     # --critic
+
+
+def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
+    """The annotator's reviews of all rollouts, in the place of Alg. 4 l.12–13.
+
+    Requests use the journal, budget and prices of phase 1. A review of an empty response, or
+    without a usable reply, has a reason and δ = 0.
+    """
+    task = rollouts.task
+    rows = [row | {"response": y, "outcome": None}
+            for row, y in zip(rollouts.rows, rollouts.texts)]
+    rows = with_outcomes(rows, task, config)
+    questions = [annotation_question(example, task, config) for example in examples(task, rows)
+                 if example["response"].strip()]
+    path = Path(config.output_dir, "feedback.jsonl.journal")
+    with Journal(path, *config.prices) as journal:
+        replies = iter(ask_annotator(questions, journal, task, config))
+    reviews = []
+    for text, offsets in zip(rollouts.texts, rollouts.offsets):
+        reply = next(replies) if text.strip() else Reply("", "the response is empty")
+        if reply.reason:
+            reviews.append(Review(reply.text, [0.0] * len(offsets), reply.reason))
+            continue
+        feedback, grounding = reply.value
+        if task.repeats_are_poor:
+            grounding = ground(text, feedback, repeats_are_poor=True)
+        reviews.append(make_review(reply.text, text, offsets, feedback, grounding))
+    return reviews
+
+
+def with_outcomes(rows: list[dict], task: Task, config) -> list[dict]:
+    """The rows, with the outcomes of their tests if the task has tests that may run."""
+    if not (task.tests and config.allow_code_execution):
+        return rows
+    from measures.sandbox import add_outcomes
+    return add_outcomes(rows, task)
+
+
+def add_feedback(rollouts: Rollouts, rank_reviews: list[Review]):
+    """Gather the reviews of all ranks, and their δ' as one tensor [B, T] (Alg. 4 l.13)."""
+    rollouts.reviews = gather_rows(rank_reviews)
     rollouts.delta = torch.zeros_like(rollouts.mask, dtype=torch.float32)
-    assert len(rollouts.feedback) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
-    for row, judgement in enumerate(rollouts.feedback):
+    assert len(rollouts.reviews) == len(rollouts.rows), "Alg. 4 l.12: one z' for each y"
+    for row, review in enumerate(rollouts.reviews):
         n = int(rollouts.mask[row].sum())
-        assert len(judgement.delta) == n, \
+        assert len(review.delta) == n, \
             "Alg. 4 l.13: one δ'_t per sampled token, EOS included"
-        rollouts.delta[row, :n] = torch.tensor(judgement.delta)
+        rollouts.delta[row, :n] = torch.tensor(review.delta)
 
 
 @torch.no_grad()
@@ -247,9 +313,11 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
     The update needs only the log-probs of π_θold, so its weights are not copied (l.7).
     """
     weight = head_weight(model)
-    scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)
+    # Four numbers for each token: log π_θold, H, log π_ref and V_ψ. Each rank fills in its own
+    # rows and leaves 0 in the others, so the sum over the ranks is the whole batch.
+    scores = torch.zeros(4, *rollouts.mask.shape, device=model.device)               # [4, B, T]
     for group in rollouts.groups(range(len(rollouts.rows)), config):
-        index = group[RANK::WORLD_SIZE]
+        index = rank_share(group)
         if not index:
             continue
         hidden, targets = forward(model, rollouts, index, "policy")
@@ -258,6 +326,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
         entropy = token_entropy(hidden, weight, config.temperature)
         logprobs_ref = token_logprobs(hidden_ref, weight, targets, config.temperature)
         values = value_head(hidden)
+        # From N sampled tokens back to rows of T: the padding stays 0.
         sampled = rollouts.sampled(index)
         part = torch.zeros(4, *sampled.shape, device=model.device)
         part[:, sampled] = torch.stack([logprobs, entropy, logprobs_ref, values])
@@ -283,6 +352,7 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     """r_t = δ'_t + r_t^KL, A_t by GAE, whitened, and the value targets (Alg. 4 l.14–17, 24).
 
     r_t^KL = −β (log π(y_t) − log π_ref(y_t)), of the sampled token (see the top of this file).
+    All tensors are [B, T].
     """
     mask = rollouts.mask
     values = rollouts.values
@@ -290,7 +360,10 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     rewards = (rollouts.delta - beta * kl) * mask                                        # l.14
     rollouts.rewards = rewards
     advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
-    if config.value_target == "return":     # l.24: Σ_k γ^{k−t} r_k, as GAE with λ = 1 and V = 0
+    # By default V learns A_t + V_t, which mixes the rewards with V itself, as GAE does. In the
+    # paper, V learns the plain sum of later rewards, R_t = Σ_k γ^{k−t} r_k (l.24). GAE gives
+    # this sum if λ is 1 and V is 0.
+    if config.value_target == "return":
         no_values = torch.zeros_like(values)
         rollouts.returns, _ = gae(rewards, no_values, mask, config.gamma, 1.0)
     last = mask.sum(1, keepdim=True).long() - 1                                     # [B, 1]
@@ -316,9 +389,11 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
     assert rollouts.advantages.shape == rollouts.returns.shape == rollouts.mask.shape, \
         "Alg. 4 l.17: one A_t, R_t per token"
     parameters = optimizer_parameters(optimizer)
-    steps = []
+    steps = []                                     # the metrics of each step
     skipped = 0
-    model.train()                                  # for --activation_checkpointing
+    # Only --activation_checkpointing needs the training mode. Adapters of the policy have no
+    # dropout, because a random mask would change π between two passes.
+    model.train()
     for _ in range(config.ppo_epochs):                                                # l.19
         order = rng.sample(range(len(rollouts.rows)), len(rollouts.rows))
         for minibatch in chunks(order, config.minibatch_size):                        # l.20
@@ -326,7 +401,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = norm.item()
             if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
-                # ρ may differ from 1 after the first step, or because half precision rounds.
+                # Before its first step, π_θ is π_θold, so ρ is 1. Afterwards θ has moved, and
+                # half precision rounds the two passes differently.
                 may_differ = steps or skipped or model.dtype != torch.float32
                 assert may_differ or abs(stats["ratio"] - 1) < 0.1, \
                     "Alg. 4 l.22: ρ = 1 until θ moves"
@@ -347,10 +423,12 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
 def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, parameters,
                   config: PolicyConfig) -> dict[str, float]:
     """Accumulate the gradients of a minibatch over all ranks (Alg. 4 l.21–28) → metrics."""
+    # The loss is a mean over all tokens of the minibatch. Each pass divides its sum by this
+    # count, so the gradients of all passes and ranks add up to that of the mean.
     count = rollouts.mask[minibatch].sum()
     totals = []
     for group in rollouts.groups(minibatch, config):
-        index = group[RANK::WORLD_SIZE]
+        index = rank_share(group)
         with use_lora(model, "policy"):    # --activation_checkpointing: also while backward
             loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
             loss.backward()
@@ -406,9 +484,9 @@ def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
 
 def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward_model_critic,
           advantages=add_advantages):
-    """Algorithm 4: the adapter "policy" learns from the critic's judgements of its rollouts.
+    """Algorithm 4: the adapter "policy" learns from the critic's reviews of its rollouts.
 
-    critic(rollouts, model, tokenizer, config) → a Judgement of each row of this rank's share.
+    critic(rollouts, model, tokenizer, config) → a Review of each row of this rank's share.
     advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
     further metrics. Writes policy/, value_head.safetensors, metrics, samples and a checkpoint
     after each iteration to `out`, and continues from the newest checkpoint there.
@@ -418,12 +496,13 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     state = {"beta": config.kl_coef}
     for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
+        # A run that continues draws what it would have drawn, as the seed is the iteration's.
         seed = config.seed * 1_000_003 + iteration
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
         timer = Timer()
         set_learning_rates(optimizer, config, iteration)
-        with gathered(model):                  # with --shard, each rank holds all weights here
+        with unsharded(model):                 # with --shard, each rank holds all weights here
             drawn_rows = batch_rows(rows, config, iteration)                         # l.9–10
             batch = sample_rollouts(model, tokenizer, drawn_rows, config, "policy", generator)
             timer.lap("rollout")
@@ -435,85 +514,12 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": state["beta"],
-                   "kl_target": config.kl_target} | batch_metrics(
-            batch, get_task(config.task)) | counts | stats | timer
+                   "kl_target": config.kl_target}
+        metrics |= batch_metrics(batch) | counts | stats | timer
         if RANK == 0:
-            log_iteration(metrics, batch, config, out)
+            print_rank0(log_iteration(metrics, batch, config, out))
         state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,
                                    config.kl_target, config.kl_horizon)
     if RANK == 0:
         save_lora(model, "policy", out / "policy")                                     # l.33
         save_tensors(out / "value_head.safetensors", value_head.state_dict(), {})
-
-
-# ── What is measured and logged
-
-def score_response(judgement: Judgement, is_truncated: bool) -> dict[str, float]:
-    """The metrics of one response that its judgement gives; shares are of its tokens."""
-    delta = judgement.delta
-    tokens = max(1, len(delta))
-    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
-            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
-            "truncated": float(is_truncated),
-            "unparseable": float(bool(judgement.reason)),
-            "conflicting": judgement.conflicts / tokens}
-
-
-def response_scores(rollouts: Rollouts, task) -> list[dict[str, float]]:
-    """The metrics of each response, task.truth first; curves and tables show their means."""
-    scores = []
-    for row, text, judgement, is_truncated in zip(
-            rollouts.rows, rollouts.texts, rollouts.feedback, rollouts.truncated):
-        truth = {name: float(measure(row, text)) for name, measure in task.truth.items()}
-        scores.append(truth | score_response(judgement, is_truncated))
-    return scores
-
-
-def mean_scores(scores: list[dict], judgements: list[Judgement]) -> dict[str, float]:
-    """The means of `response_scores`, and the shares of quotes whose place is unknown."""
-    means = {name: fmean(score[name] for score in scores) for name in scores[0]}
-    quotes = max(1, sum(judgement.quotes for judgement in judgements))
-    return means | {
-        "unmatched": sum(judgement.unmatched for judgement in judgements) / quotes,
-        "ambiguous": sum(judgement.ambiguous for judgement in judgements) / quotes}
-
-
-def batch_metrics(rollouts: Rollouts, task) -> dict[str, float]:
-    """The means of the scores, and metrics of the policy; report.NOTES explains them."""
-    scores = response_scores(rollouts, task)
-    sampled = rollouts.mask.bool()
-    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
-    returns = rollouts.returns[sampled].double()
-    errors = returns - rollouts.values[sampled].double()
-    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    return mean_scores(scores, rollouts.feedback) | {
-        "kl": kl.sum().item() / len(scores),                      # nats per response
-        "entropy": rollouts.entropy[sampled].double().mean().item(),
-        "explained_variance": 1 - unexplained.item()}
-
-
-def sample_row(rollouts: Rollouts, row: int) -> dict:
-    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
-    judgement = rollouts.feedback[row]
-    offsets = rollouts.offsets[row]
-    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
-              "critique": judgement.critique, "unreadable": judgement.reason,
-              "tokens": split_text(rollouts.texts[row], offsets), "delta": judgement.delta}
-    if rollouts.advantages is not None:
-        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
-    return sample
-
-
-def log_iteration(metrics: dict, batch: Rollouts, config: PolicyConfig, out: Path):
-    """Write an iteration's metrics and one sample; the metrics also go to --wandb."""
-    iteration = metrics["iteration"]
-    sample = sample_row(batch, (iteration - 1) % len(batch.rows))
-    append_row(out / "metrics.jsonl", metrics)
-    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
-    if config.wandb:
-        wandb = importlib.import_module("wandb")
-        if wandb.run is None:
-            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
-        wandb.log(metrics, step=iteration)
-    if iteration % 10 == 1:
-        print_rank0(f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}")

@@ -1,4 +1,4 @@
-"""Readable output: coloured tokens, tables, curves, and the HTML report of a run.
+"""What a run measures and shows: metrics, coloured tokens, tables, curves, an HTML report.
 
     print(colour_tokens(["The ", "cat ", "flew"], [1, 0, -1]))       # good green, poor red
     python report.py runs/toy                # writes report.html, even during training
@@ -11,16 +11,19 @@ Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
 import sys
+from collections import Counter
+from dataclasses import asdict
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-from data import InputError, next_command, read_rows, run_script, whole_rows
+from data import InputError, append_row, next_command, read_rows, run_script, whole_rows
 
 # ── The terminal
 
@@ -61,7 +64,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
 def print_examples(rows: list[dict]):
     """Print the first five responses with their tokens in colour, and the critique of each.
 
-    rows: {tokens, delta, critique, prompt if known}, as policy.sample_row returns them.
+    rows: {tokens, delta, critique, prompt if known}, as `sample_row` returns them.
     """
     for row in rows[:5]:
         print(f"\n{row.get('prompt', '')[:300]}\n"
@@ -294,6 +297,147 @@ def above_limits(rows: list[dict]) -> list[str]:
         if not mean <= limit:                                       # NaN is above, too
             sentences.append(f"{metric} is {mean:.3g}: {NOTES[metric]}")
     return sentences
+
+
+# ── What is measured: R_φ on held-out rows (§4.2, Table 1)
+
+def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
+    """Count the marked, predicted and correctly predicted tokens of a response (Table 1).
+
+    truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
+    that graded values such as .75 count as well.
+    """
+    counts = Counter(tokens=len(truth))
+    for true_delta, predicted_delta in zip(truth, predicted):
+        for name, sign in (("good", 1), ("poor", -1)):
+            is_marked = true_delta * sign > 0
+            is_predicted = predicted_delta * sign > 0
+            counts[f"{name} marked"] += is_marked
+            counts[f"{name} predicted"] += is_predicted
+            counts[f"{name} hit"] += is_marked and is_predicted
+    return counts
+
+
+def token_figures(counts: Counter) -> dict[str, float | None]:
+    """Precision and recall from the sums of `count_tokens`; None if a denominator is 0."""
+    figures = {}
+    for name in ("good", "poor"):
+        for figure, denominator in (("precision", "predicted"), ("recall", "marked")):
+            total = counts[f"{name} {denominator}"]
+            figures[f"{name}_{figure}"] = counts[f"{name} hit"] / total if total else None
+    return figures
+
+
+def reward_model_summary(metrics: dict) -> str:
+    """One line with the precision and recall of the tokens that R_φ marks, and a warning.
+
+    R_φ is weak if it finds less than a fifth of the poor tokens, or if random marks would be as
+    precise.
+    """
+    if not metrics["held_out_rows"]:
+        return "trained, but not evaluated: too few rows to hold any out"
+    figures = ", ".join(f"{name} {metrics[name] or 0.0:.3f}" for name in (
+        "poor_precision", "poor_recall", "good_precision", "good_recall", "unparseable"))
+    share = metrics["poor_tokens"] / max(1, metrics["tokens"])
+    text = f"{figures}; {share:.3f} of {metrics['tokens']} held-out tokens are poor"
+    if (metrics["poor_recall"] or 0.0) < 0.2 or (metrics["poor_precision"] or 0.0) <= share:
+        text += ("\nwarning: R_φ is weak; annotate more rows, raise --reward_epochs, or use "
+                 "--critic annotator")
+    return text
+
+
+# ── What is measured: the responses of a batch, a policy.Rollouts
+
+def review_metrics(review, is_truncated: bool) -> dict[str, float]:
+    """The metrics of one response that its annotate.Review gives; shares are of its tokens."""
+    delta = review.delta
+    tokens = max(1, len(delta))
+    return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
+            "poor": sum(d < 0 for d in delta) / tokens, "response_tokens": len(delta),
+            "truncated": float(is_truncated), "unparseable": float(bool(review.reason)),
+            "conflicting": review.conflicts / tokens}
+
+
+def response_metrics(rollouts) -> list[dict[str, float]]:
+    """The metrics of each response, task.truth first; curves and tables show their means."""
+    metrics = []
+    for row, text, review, is_truncated in zip(
+            rollouts.rows, rollouts.texts, rollouts.reviews, rollouts.truncated):
+        truth = {name: float(measure(row, text))
+                 for name, measure in rollouts.task.truth.items()}
+        metrics.append(truth | review_metrics(review, is_truncated))
+    return metrics
+
+
+def mean_metrics(metrics: list[dict], reviews: list) -> dict[str, float]:
+    """The means of `response_metrics`, and the shares of quotes whose place is unknown."""
+    means = {name: fmean(row[name] for row in metrics) for name in metrics[0]}
+    quotes = max(1, sum(review.quotes for review in reviews))
+    return means | {"unmatched": sum(review.unmatched for review in reviews) / quotes,
+                    "ambiguous": sum(review.ambiguous for review in reviews) / quotes}
+
+
+def batch_metrics(rollouts) -> dict[str, float]:
+    """The means over a batch, and metrics of the policy; NOTES explains them."""
+    metrics = response_metrics(rollouts)
+    sampled = rollouts.mask.bool()
+    kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
+    returns = rollouts.returns[sampled].double()
+    errors = returns - rollouts.values[sampled].double()
+    unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    return mean_metrics(metrics, rollouts.reviews) | {
+        "kl": kl.sum().item() / len(metrics),                     # nats per response
+        "entropy": rollouts.entropy[sampled].double().mean().item(),
+        "explained_variance": 1 - unexplained.item()}
+
+
+def sample_row(rollouts, row: int) -> dict:
+    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
+    review = rollouts.reviews[row]
+    offsets = rollouts.offsets[row]
+    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
+              "critique": review.critique, "unreadable": review.reason,
+              "tokens": split_text(rollouts.texts[row], offsets), "delta": review.delta}
+    if rollouts.advantages is not None:
+        sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
+    return sample
+
+
+def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
+    """Write an iteration's metrics and one sample; the metrics also go to --wandb.
+
+    Returns a line for the terminal: the sample in colour in every tenth iteration, else "".
+    """
+    iteration = metrics["iteration"]
+    sample = sample_row(rollouts, (iteration - 1) % len(rollouts.rows))
+    append_row(out / "metrics.jsonl", metrics)
+    append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
+    if config.wandb:
+        wandb = importlib.import_module("wandb")
+        if wandb.run is None:
+            wandb.init(project=config.wandb, name=out.name, config=asdict(config))
+        wandb.log(metrics, step=iteration)
+    if iteration % 10 != 1:
+        return ""
+    return f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}"
+
+
+MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
+
+
+def check_critiques(means: dict, samples: list[dict]) -> str:
+    """A line with what phase 3 will learn from. Raises InputError if most are unreadable.
+
+    means: of the held-out responses before training, see text2grad.evaluate.
+    """
+    shares = [f"{name} {means[name]:.0%}" for name in
+              ("good", "poor", "conflicting", "unmatched", "ambiguous", "unparseable")]
+    if means["unparseable"] > MOST_UNREADABLE:
+        reasons = [sample["unreadable"] for sample in samples if sample["unreadable"]]
+        raise InputError(f"{means['unparseable']:.0%} of the critiques cannot be read (as for: "
+                         f"{reasons[0]}); train R_φ again with more rows or --reward_epochs, "
+                         f"or a higher --reward_learning_rate or --max_critique_tokens")
+    return f"before phase 3, shares of tokens, quotes and critiques: {', '.join(shares)}"
 
 
 # ── The page of a run

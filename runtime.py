@@ -1,7 +1,7 @@
 """Ranks, tensors on disk, checkpoints, and the phases of a run.
 
     device = start_ranks()                       # torchrun starts one process, a rank, per GPU
-    rows = gather_rows([work(row) for row in rows[RANK::WORLD_SIZE]])
+    rows = gather_rows([work(row) for row in rank_share(rows)])
     for step in checkpointed(100, optimizer, {}, Path("run"), "fit"):
         …                                        # after a kill, it continues with the next step
 
@@ -14,6 +14,7 @@ The paper does not describe any of this.
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -38,7 +39,7 @@ from data import (InputError, append_row, atomic_file, checksum, chunks, lock, r
 RANK = int(os.environ.get("RANK", 0))                # torchrun sets RANK and WORLD_SIZE
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 TIMEOUT = timedelta(minutes=30)                      # of a collective operation
-ANNOTATION_TIMEOUT = timedelta(days=1)               # of waiting for rank 0, see `on_rank0`
+ANNOTATION_TIMEOUT = timedelta(days=1)               # of waiting for rank 0 in `run_phase`
 
 
 def find_device() -> torch.device:
@@ -79,11 +80,13 @@ def run_collective(collective, *args, **options):
                          ) from error
 
 
-def gather_rows(share: list) -> list:
-    """The lists of all ranks as one list, in the order of the rows before the split.
+def rank_share(rows):
+    """This rank's part of a list, a range or a Tensor of any shape: every WORLD_SIZE-th row."""
+    return rows[RANK::WORLD_SIZE]
 
-    Each rank's list belongs to rows[RANK::WORLD_SIZE].
-    """
+
+def gather_rows(share: list) -> list:
+    """The lists of all ranks as one list, in the order of the rows before `rank_share`."""
     shares = [share] * WORLD_SIZE
     run_collective(dist.all_gather_object, shares, share)
     rows = [None] * sum(map(len, shares))
@@ -99,7 +102,7 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows by their length, in groups; each rank takes group[RANK::WORLD_SIZE] in one pass.
+    """Rows by their length, in groups; each rank takes its `rank_share` of one in one pass.
 
     index: numbers of the rows. lengths[i]: tokens of row i. With padding, the share of a rank
     has at most `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
@@ -115,14 +118,6 @@ def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def on_rank0(function, *args):
-    """Run a function on rank 0 and return its result; other ranks wait up to a day for None."""
-    group = run_collective(dist.new_group, backend="gloo", timeout=ANNOTATION_TIMEOUT)
-    result = function(*args) if RANK == 0 else None
-    run_collective(dist.barrier, group)
-    return result
-
-
 def check_ranks(state):
     """Raise InputError where the ranks differ in `state`: settings, rows, hashes or paths."""
     if len(set(gather_rows([checksum(state=state)]))) > 1:
@@ -130,9 +125,20 @@ def check_ranks(state):
                          "all nodes the same files and flags, and one output directory")
 
 
-def print_rank0(text: str):
-    """Print on rank 0 only, without breaking a progress bar."""
-    if RANK == 0:
+def check_batches(config):
+    """Raise InputError where the ranks cannot share each batch equally.
+
+    config: a settings.PolicyConfig.
+    """
+    unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
+    if config.batch_size % unit or config.minibatch_size % WORLD_SIZE:
+        raise InputError(f"ranks share each batch equally: --batch_size must be a multiple of "
+                         f"{unit}, and --minibatch_size of {WORLD_SIZE}")
+
+
+def print_rank0(text: str | None):
+    """Print on rank 0 only, without breaking a progress bar. None and "" print nothing."""
+    if RANK == 0 and text:
         tqdm.write(text)
 
 
@@ -259,12 +265,12 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 # masks, which phase 2 draws for each forward pass.
 CHANGEABLE = set("""
     output_dir base_url price_in price_out max_usd concurrency micro_batch_tokens
-    rollout_batch_size activation_checkpointing shard wandb allow_code_execution
+    decode_batch_size activation_checkpointing shard wandb allow_code_execution
     torch transformers commit""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
 # "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
 POLICY_SETTINGS = set("""
-    reward_model critic iterations passes learning_rate value_rate_factor batch_size
+    reward_model critic iterations epochs learning_rate value_rate_factor batch_size
     minibatch_size responses_per_prompt kl_coef kl_target kl_horizon gamma lam ppo_epochs
     schedule clip value_clip value_coef value_target entropy_coef lora_r lora_alpha
     lora_targets""".split())
@@ -328,13 +334,23 @@ def reward_model_hint(directory: Path) -> str:
     return f", with --reward_model {adapter}" if adapter.exists() else ""
 
 
-def run_phase(name: str, result: str, directory: Path, function, *args):
-    """Run a phase, unless its last file exists. The function returns a summary."""
+def run_phase(name: str, result: str, directory: Path, phase, only_rank0=False):
+    """Run a phase, unless the file `result` exists in the directory: it is written last.
+
+    phase() does the work and returns a summary. only_rank0: rank 0 alone runs it, and the other
+    ranks wait for up to a day.
+    """
     if gather_rows([(directory / result).exists()])[0]:                # as rank 0 sees it
         print_rank0(f"{name}: reused {directory / result}")
         return
     start = time.time()
-    summary = function(*args)
+    group = None
+    if only_rank0:
+        group = run_collective(dist.new_group, backend="gloo", timeout=ANNOTATION_TIMEOUT)
+    if RANK == 0 or not only_rank0:
+        summary = phase()
+    if only_rank0:
+        run_collective(dist.barrier, group)
     if RANK == 0:
         row = {"phase": name, "ended": time.strftime("%Y-%m-%d %H:%M"),
                "seconds": time.time() - start, "summary": summary}

@@ -32,12 +32,12 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-from annotate import token_offsets
+from annotate import read_critique, token_offsets
 from data import run_script
 from model import (PLAIN_TEMPLATE, encode_prompt, eos_ids, load_lora, load_model, merge_lora,
                    use_lora)
 from report import colour_tokens, split_text
-from reward_model import read_judgement, write_critiques
+from reward_model import write_critiques
 from sampling import generate
 from settings import flag, parse_flags
 
@@ -88,9 +88,9 @@ def main():
         print(f"\n{adapter or 'base'}: {text}")
         if config.reward_model:
             z, = write_critiques(model, tokenizer, [prompt], [text], config.max_new_tokens)
-            judgement = read_judgement(z, text, offsets)
-            print(f"R_φ: {colour_tokens(split_text(text, offsets), judgement.delta)}\n"
-                  f"{z}\n{judgement.reason}")
+            review = read_critique(z, text, offsets)
+            print(f"R_φ: {colour_tokens(split_text(text, offsets), review.delta)}\n"
+                  f"{z}\n{review.reason}")
 
 
 if __name__ == "__main__":

@@ -114,11 +114,11 @@ class PolicyConfig(BaseConfig):
     """Policy: rollouts, rewards and the update (Algorithm 4, Table 10)."""
     adapter: str | None = flag(None, "SFT adapter of π_θ and π_ref; none: base")
     iterations: int | None = flag(
-        None, "iterations of Algorithm 4; none: passes over the rows, at least 16", least=1)
-    passes: int = flag(1, "passes over the rows, see iterations", least=1)
+        None, "iterations of Algorithm 4; none: epochs over the rows, at least 16", least=1)
+    epochs: int = flag(1, "passes over the rows, see iterations", least=1)
     batch_size: int = flag(16, "rollouts per iteration, all ranks", least=1)
     responses_per_prompt: int = flag(1, "rollouts per prompt", least=1)
-    rollout_batch_size: int = flag(64, "texts that a rank decodes together", least=1)
+    decode_batch_size: int = flag(64, "texts that a rank decodes together", least=1)
     temperature: float = flag(0.7, "sampling temperature of π", least=0.01)
     max_new_tokens: int = flag(64, "tokens of a response", least=1)
     kl_coef: float = flag(0.2, "initial KL coefficient β")
@@ -171,7 +171,7 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
 _COMMON = dict(
     reward_epochs=3, reward_batch_size=8, reward_learning_rate=1e-5, reward_weight_decay=3e-7,
     reward_lora_dropout=0.1, reward_lora_targets="q_proj,v_proj",
-    passes=4, batch_size=64, minibatch_size=64, ppo_epochs=4, learning_rate=1e-6,
+    epochs=4, batch_size=64, minibatch_size=64, ppo_epochs=4, learning_rate=1e-6,
     value_rate_factor=1, value_clip=0.2, temperature=0.6, max_new_tokens=512,
     max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, kl_horizon=10_000,
     lora_targets="q_proj,v_proj")
@@ -203,8 +203,8 @@ def derive_settings(config, count: int, model):
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     scale = max(1.0, frozen / 1e6) ** (1 / 3)
     derived = {"learning_rate": 1.3e-3 / scale, "reward_learning_rate": 5e-3 / scale}
-    if hasattr(config, "passes"):
-        iterations = config.passes * count // config.batch_size
+    if hasattr(config, "epochs"):
+        iterations = config.epochs * count // config.batch_size
         derived["iterations"] = min(6000, max(16, iterations))
     return replace(config, **{name: value for name, value in derived.items()
                               if getattr(config, name, value) is None})

@@ -36,21 +36,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import text2grad
-from annotate import Span, annotate, token_offsets
+from annotate import Review, Span, annotate, token_offsets
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
 from experiments.designs import CHANGES, SCORED, mark_ends, replace_delta, token_scores
-from model import (encode_answer, encode_prompt, load_lora, load_model, lora_parameters,
-                   response_hidden, save_lora, use_lora)
-from policy import add_advantages, reward_model_critic, sample_rollouts
+from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
+                   save_lora, use_lora)
+from policy import CRITICS, add_advantages, sample_rollouts
 from report import print_result
-from reward_model import Judgement, annotator_critic, fit_adapter, write_critiques
-from runtime import WORLD_SIZE, lock_directory, run_phase, save_settings
+from reward_model import fit_adapter, write_critiques
+from runtime import WORLD_SIZE, run_phase
 from sampling import head_weight, pad_batch, token_logprobs
-from settings import Config, derive_settings, parse_flags
-from text2grad import (check_config, drop_long_rows, evaluate, load_rows, start_policy,
-                       train_and_evaluate, write_responses)
+from settings import Config, parse_flags
+from text2grad import evaluate, prepare, train_and_evaluate, write_responses
 
 
 # ── The losses
@@ -368,12 +367,12 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path, name: str):
 
 # ── Evaluation without a critic
 
-def no_reward(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
+def no_reward(rollouts, model, tokenizer, config) -> list[Review]:  # noqa: ARG001
     """A critic that gives no reward: the evaluation then measures task.truth alone."""
-    return [Judgement("", [0.0] * len(offsets)) for offsets in rollouts.offsets]
+    return [Review("", [0.0] * len(offsets)) for offsets in rollouts.offsets]
 
 
-def reflect(rollouts, model, tokenizer, config) -> list[Judgement]:
+def reflect(rollouts, model, tokenizer, config) -> list[Review]:
     """No reward, but each response y is replaced by y', rewritten with z' ~ R_φ(·|x, y)."""
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts,
                                 config.max_critique_tokens)
@@ -431,8 +430,7 @@ def main(argv=None):
     if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
         raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
                          f"--responses_per_prompt to 2 or more, such as 4")
-    critic = annotator_critic if config.critic == "annotator" else reward_model_critic
-    critic = SCORED.get(method, critic)
+    critic = SCORED.get(method, CRITICS[config.critic])
     for change in changes:
         critic = replace_delta(critic, change)
     advantages, = functions or [add_advantages]
@@ -448,29 +446,23 @@ def train_baseline(method: str, config: Config, critic, advantages):
         raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
         raise InputError(f"{method} runs in one process only: start it without torchrun")
+    needs_annotator = method not in ("sft", "reflection")
+    model, tokenizer, rows, held_out, config, _lock = prepare(config, needs_annotator,
+                                                              method=method)
     out = Path(config.output_dir)
-    if method not in ("sft", "reflection"):
-        check_config(config, out)
-    _lock = lock_directory(out)                                # held until the process exits
-    model, tokenizer = load_model(config.model, config.dtype)
-    rows, held_out = (drop_long_rows(part, model, tokenizer, config)
-                      for part in load_rows(config))
-    config = derive_settings(config, len(rows), model)
-    save_settings(config, out, method=method)
-    start_policy(model, config)
     adapter = config.reward_model
     if method in SCORED and not adapter:
-        run_phase("reward model", "reward/metrics.json", out, fit_scores, model, tokenizer,
-                  rows, config, out / "reward", method)
+        run_phase("reward model", "reward/metrics.json", out, lambda: fit_scores(
+            model, tokenizer, rows, config, out / "reward", method))
         adapter = out / "reward" / "adapter"
     if adapter and not lora_parameters(model, "reward"):
         load_lora(model, "reward", adapter)
     arguments = model, tokenizer, rows, held_out, config, out
     if method in SCORED:
-        run_phase("phase 3, policy", "result.json", out, train_and_evaluate, *arguments,
-                  critic, advantages)
+        run_phase("phase 3, policy", "result.json", out,
+                  lambda: train_and_evaluate(*arguments, critic, advantages))
     else:
-        run_phase(method, "result.json", out, fit_and_evaluate, method, *arguments)
+        run_phase(method, "result.json", out, lambda: fit_and_evaluate(method, *arguments))
     print_result(out, "")
 
 

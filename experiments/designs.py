@@ -4,7 +4,7 @@
     python -m experiments.baselines end --seed 1  # setting B of App. A: Σ_t δ_t at the end
     python -m experiments.baselines late end --critic annotator
 
-A critic maps rollouts to one Judgement for each row of this rank. A design changes the δ of any
+A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
 critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. Dense labels
 and steps are modes of the annotator (experiments/modes.py). "Human spans" (Table 11) need no
 design: R_φ is then trained on spans that people marked.
@@ -24,18 +24,12 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import Span, token_labels
+from annotate import Review, Span, token_labels
 from data import chunks
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
-from reward_model import Judgement
-from runtime import RANK, WORLD_SIZE
+from runtime import rank_share
 from sampling import head_weight, pad_batch
-
-
-def row_share(rollouts) -> range:
-    """Indices of the rows that this rank judges."""
-    return range(RANK, len(rollouts.rows), WORLD_SIZE)
 
 
 def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
@@ -47,26 +41,26 @@ def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
 # ── Designs: changes of δ, whoever judges
 
 def replace_delta(critic, change):
-    """A critic like another one, but with δ = change(text, offsets, judgement)."""
+    """A critic like another one, but with δ = change(text, offsets, review)."""
     def new_critic(rollouts, model, tokenizer, config):
-        judgements = critic(rollouts, model, tokenizer, config)
+        reviews = critic(rollouts, model, tokenizer, config)
         results = []
-        for i, judgement in zip(row_share(rollouts), judgements):
-            delta = change(rollouts.texts[i], rollouts.offsets[i], judgement)
+        for i, review in zip(rank_share(range(len(rollouts.rows))), reviews):
+            delta = change(rollouts.texts[i], rollouts.offsets[i], review)
             # A later design finds the rewards of this one.
-            results.append(replace(judgement, delta=delta))
+            results.append(replace(review, delta=delta))
         return results
     return new_critic
 
 
-def end(text, offsets, judgement) -> list[float]:
+def end(text, offsets, review) -> list[float]:
     """Σ_t δ_t at the last token: the same feedback without positions (App. A, setting B)"""
-    return [0.0] * (len(offsets) - 1) + [sum(judgement.delta)]        # Eq. §3.6 A^B
+    return [0.0] * (len(offsets) - 1) + [sum(review.delta)]        # Eq. §3.6 A^B
 
 
-def late(text, offsets, judgement) -> list[float]:
+def late(text, offsets, review) -> list[float]:
     """the label of a span at the next span, and that of the last span at the last token"""
-    spans = sorted(judgement.spans, key=lambda span: span.start)
+    spans = sorted(review.spans, key=lambda span: span.start)
     places = tokens_inside(text, offsets, spans)
     last = len(offsets) - 1
     delta = [0.0] * len(offsets)
@@ -76,27 +70,27 @@ def late(text, offsets, judgement) -> list[float]:
     return delta
 
 
-def linear_decay(text, offsets, judgement) -> list[float]:
+def linear_decay(text, offsets, review) -> list[float]:
     """weights that fall from 1 to 0.1 within a span (App. I.1)"""
-    return weigh(text, offsets, judgement, decay_weights)
+    return weigh(text, offsets, review, decay_weights)
 
 
-def importance(text, offsets, judgement) -> list[float]:
+def importance(text, offsets, review) -> list[float]:
     """weights of 1 on content words and 0.2 on other tokens of a span (App. I.1)"""
-    return weigh(text, offsets, judgement, word_weights)
+    return weigh(text, offsets, review, word_weights)
 
 
 CHANGES = {change.__name__: change for change in (end, late, linear_decay, importance)}
 
 
-def weigh(text: str, offsets, judgement, weights_of) -> list[float]:
+def weigh(text: str, offsets, review, weights_of) -> list[float]:
     """δ with a weight for each token of a span: weights_of(text, places of its tokens)."""
-    delta = list(judgement.delta)
-    for span, tokens in zip(judgement.spans, tokens_inside(text, offsets, judgement.spans)):
+    delta = list(review.delta)
+    for span, tokens in zip(review.spans, tokens_inside(text, offsets, review.spans)):
         weights = weights_of(text, [offsets[t] for t in tokens])
         for t, weight in zip(tokens, weights):
             # δ is 0 where a good and a poor span conflict, and stays 0 there.
-            delta[t] = weight * span.label if judgement.delta[t] else 0.0
+            delta[t] = weight * span.label if review.delta[t] else 0.0
     return delta
 
 
@@ -149,16 +143,16 @@ def mark_ends(text: str, offsets, steps: list[Span]) -> list[int]:
 
 
 @torch.no_grad()
-def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgement]:
+def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Review]:
     """Rewards from the scores of the adapter "reward": for the response or for each step.
 
     by_step=False: r(x, y) = ℓ_T at the last token, for PPO (Tables 2 and 3). by_step=True:
     2σ(ℓ) − 1 = tanh(ℓ/2) at the last token of each step, for PRM-PPO (Appendix N). This maps
     σ(ℓ), the probability that the step is correct, to [−1, 1]. All other rewards are 0.
     """
-    judgements = []
+    reviews = []
     with use_lora(model, "reward"):
-        for part in chunks(row_share(rollouts), config.rollout_batch_size):
+        for part in chunks(rank_share(range(len(rollouts.rows))), config.decode_batch_size):
             pairs = []
             for i in part:
                 y = rollouts.response_ids[i][rollouts.mask[i].bool()]
@@ -174,8 +168,8 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Judgem
                 if by_step:
                     ends = mark_ends(text, offsets, step_spans(text, config.task == "kodcode"))
                 delta = [score if end else 0.0 for score, end in zip(row_scores, ends)]
-                judgements.append(Judgement("", delta))
-    return judgements
+                reviews.append(Review("", delta))
+    return reviews
 
 
 # Critics of the reward models that baselines.py trains for PPO and PRM-PPO.

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from annotate import (EXACT, Feedback, FeedbackError, Grounding, Mode, Span, find_object,
-                      quote_places, read_critique)
+                      find_quote, find_critique)
 
 LABELS = {"good": 1, "neutral": 0, "poor": -1}
 
@@ -58,7 +58,7 @@ def read_labels(example: dict, reply: str) -> tuple[Feedback, Grounding]:
         elif label:
             spans.append(Span(match.start(), match.end(), label))
         previous_label = label
-    return quoted(response, read_critique(value, prose), spans), Grounding(spans)
+    return quoted(response, find_critique(value, prose), spans), Grounding(spans)
 
 
 DENSE = Mode(
@@ -89,7 +89,7 @@ def read_steps(example: dict, reply: str) -> tuple[Feedback, Grounding]:
     spans = []
     position = 0                                 # end of the step before
     for verdict, step, _ in steps:
-        places = [place for place in quote_places(response, step) if place[0] >= position]
+        places = [place for place in find_quote(response, step) if place[0] >= position]
         if not places:
             raise FeedbackError(f"the step {step!r} does not follow in the response")
         start, position = places[0]

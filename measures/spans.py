@@ -30,12 +30,11 @@ from typing import Callable
 import numpy as np
 from transformers import AutoTokenizer
 
-from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback,
-                      token_offsets, token_rewards)
+from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback, token_offsets,
+                      token_rewards)
 from data import InputError, read_rows, run_script
 from model import encode_text
-from report import LEGEND, card, heatmap, page, table, text_block, write_page
-from reward_model import count_tokens
+from report import LEGEND, card, count_tokens, heatmap, page, table, text_block, write_page
 
 SIGNS = {"good": 1, "poor": -1}
 MOST_ROWS = 300                                              # maximum number of rows on a page

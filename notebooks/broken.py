@@ -22,15 +22,15 @@ import torch
 
 import policy
 import toy
-from annotate import Span, token_rewards
+from annotate import Review, Span, token_rewards
 from data import get_task, write_rows
 from experiments.designs import end, replace_delta
 from model import ValueHead, add_lora, load_model
-from policy import (add_advantages, add_feedback, add_scores, batch_metrics, batch_rows,
+from policy import (add_advantages, add_feedback, add_scores, annotator_critic, batch_rows,
                     forward, minibatch_loss, sample_rollouts, whiten)
-from reward_model import Judgement, annotator_critic
 from sampling import generate, head_weight
 from settings import Config, parse_flags
+from report import batch_metrics
 
 RECORD = Path(__file__).with_suffix(".jsonl")
 SEED = 0
@@ -168,9 +168,9 @@ def by_row(x, mask):
     return torch.cat([whiten(row[None], row_mask[None]) for row, row_mask in zip(x, mask)])
 
 
-def last_column(batch, judgements):
+def last_column(batch, reviews):
     """add_feedback with the sum of δ in delta[:, -1], where most rows have padding."""
-    add_feedback(batch, judgements)
+    add_feedback(batch, reviews)
     total = batch.delta.sum(1)
     batch.delta = torch.zeros_like(batch.delta)
     batch.delta[:, -1] = total
@@ -182,17 +182,17 @@ def copied_once(batch, model, value_head, config):
     batch.logprobs_old = batch.logprobs_ref
 
 
-def half_blind(rollouts, model, tokenizer, config) -> list[Judgement]:  # noqa: ARG001
+def half_blind(rollouts, model, tokenizer, config) -> list[Review]:  # noqa: ARG001
     """A critic that knows all phrases of the base, and overlooks repeated and new words."""
-    judgements = []
+    reviews = []
     for row, text, offsets in zip(rollouts.rows, rollouts.texts, rollouts.offsets):
         spans = [Span(start, start + len(value), 1 if row["facts"].get(slot) == value else -1)
                  for start, slot, value in toy.said_facts(text)]
-        judgements.append(Judgement("", token_rewards(text, offsets, spans), spans=spans))
-    return judgements
+        reviews.append(Review("", token_rewards(text, offsets, spans), spans=spans))
+    return reviews
 
 
-def silent(text, offsets, judgement) -> list[float]:  # noqa: ARG001
+def silent(text, offsets, review) -> list[float]:  # noqa: ARG001
     """No reward, so that the penalty acts alone."""
     return [0.0] * len(offsets)
 
@@ -236,7 +236,7 @@ def main():
                 start = [p.detach().clone() for p in theta]
         batch = answered(temperature=settings.get("temperature", 1.0))
         truth = annotator_critic(batch, model, tokenizer, config)
-        reward = sum(sum(judgement.delta) for judgement in truth) / len(truth)
+        reward = sum(sum(review.delta) for review in truth) / len(truth)
         letter, number = PUZZLES.get(name, (None, None))
         rows.append({"run": name, "letter": letter, "mistake": number, "curve": curve,
                      "facts": facts(batch), "KL": kl(batch), "annotator's reward": reward,

@@ -26,9 +26,8 @@ import toy
 from hypothesis import settings
 from safetensors.torch import load_file
 
-from annotate import parse_feedback
+from annotate import Review, parse_feedback
 from data import InputError
-from reward_model import Judgement
 from sampling import pad_batch
 from policy import Rollouts, add_advantages, add_scores
 from settings import Config, parse_flags
@@ -210,9 +209,10 @@ def random_rollouts():
     draw = lambda n: [rng.randrange(2, 640) for _ in range(n)]
     prompts = [draw(n) for n in (9, 4, 1, 6, 12, 3)]
     responses = [draw(n) for n in (5, 1, 8, 3, 2, 7)]
-    rollouts = Rollouts([{}] * 6, [""] * 6, [""] * 6, [[]] * 6, *pad_batch(prompts, responses))
+    rollouts = Rollouts([{}] * 6, [""] * 6, [""] * 6, [[]] * 6, *pad_batch(prompts, responses),
+                        task=toy.TASK)
     rollouts.delta = torch.randint(-1, 2, rollouts.mask.shape) * rollouts.mask.float()
-    rollouts.feedback = [Judgement("", []) for _ in range(6)]
+    rollouts.reviews = [Review("", []) for _ in range(6)]
     return rollouts
 
 

@@ -38,7 +38,7 @@ policy.py: tests/test_equations.py -k "gae or whiten or loss_by or definition or
 policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or minibatch"
     (start + prompts - 1) // n + 1) ⇒ start // n + 1)
     range(config.responses_per_prompt)] ⇒ range(1)]
-    torch.tensor(judgement.delta) ⇒ torch.tensor(judgement.delta).roll(1)
+    torch.tensor(review.delta) ⇒ torch.tensor(review.delta).roll(1)
     rollouts, index, config.reference) ⇒ rollouts, index, "policy")
     rollouts.delta - beta * kl ⇒ rollouts.delta + beta * kl
     no_values, mask, config.gamma, 1.0 ⇒ no_values, mask, config.gamma, config.lam
@@ -86,7 +86,7 @@ reward_model.py: tests/test_reward_model.py
     is_marked and is_predicted ⇒ is_predicted
     ("recall", "marked") ⇒ ("recall", "predicted")
 reward_model.py: tests/test_train.py -k annotator
-    gather_rows([judgements])[0][RANK::WORLD_SIZE] ⇒ gather_rows([judgements])[0]
+    gather_rows([reviews])[0][RANK::WORLD_SIZE] ⇒ gather_rows([reviews])[0]
 sampling.py: tests/test_sampling.py
     mean_weight.mul_((previous - log_sum).exp()) ⇒ pass
     targets - tile.start ⇒ targets
@@ -142,7 +142,7 @@ annotate.py: tests/test_annotate.py
     if extra:⏎ ⇒ if False:⏎
     if piece and end == whole ⇒ if end == whole
     whole + 1 if piece.endswith(MARK) else whole ⇒ whole
-    critique or read_critique(value, prose) ⇒ read_critique(value, prose)
+    critique or find_critique(value, prose) ⇒ find_critique(value, prose)
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
 annotate.py: tests/test_ask.py -k killed_run

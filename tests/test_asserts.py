@@ -13,11 +13,10 @@ import torch
 import reward_model
 import sampling
 import policy
-from annotate import Grounding
+from annotate import Grounding, Review
 from data import get_task
 from helpers import toy_config, ROOT, scored
 from model import response_hidden
-from reward_model import Judgement
 from sampling import generate, token_entropy, token_logprobs
 from policy import adapt_beta, add_feedback, gae
 
@@ -62,7 +61,7 @@ def judge_as(judge_row):
     """A call of add_feedback in which each row of n tokens has the δ' judge_row(n)."""
     def call(model, head, rollouts, tokenizer):
         lengths = rollouts.mask.sum(1).tolist()
-        add_feedback(rollouts, [Judgement("", judge_row(n)) for n in lengths])
+        add_feedback(rollouts, [Review("", judge_row(n)) for n in lengths])
     return call
 
 

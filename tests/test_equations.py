@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from annotate import Feedback, ground, parse_feedback, token_rewards
-from data import reward_prompt
+from annotate import Feedback, Review, ground, parse_feedback, read_critique, token_rewards
+from data import critique_prompt, split_rows
 from helpers import toy_config, noise, random_rollouts, randomise, scored
 from model import add_lora, encode_prompt, lora_parameters, response_hidden, use_lora
-from reward_model import Judgement, encode_rows, fit_adapter, read_judgement, split_rows, z_loss
+from reward_model import encode_rows, fit_adapter, z_loss
 from sampling import head_weight, token_logprobs
 from policy import (Rollouts, adapt_beta, add_advantages, add_feedback, add_scores, batch_rows,
                     gae, minibatch_loss, nl_gradient_loss, ppo_loss, ppo_update,
@@ -347,7 +347,7 @@ def test_delta_is_in_the_column_of_its_token():
     batch = random_rollouts()
     expected = torch.arange(batch.mask.numel()).view_as(batch.mask) * batch.mask.float()
     deltas = [row[:n] for row, n in zip(expected.tolist(), batch.mask.sum(1).tolist())]
-    add_feedback(batch, [Judgement("", delta) for delta in deltas])
+    add_feedback(batch, [Review("", delta) for delta in deltas])
     assert torch.equal(batch.delta, expected)
 
 
@@ -596,7 +596,7 @@ def test_encode_rows_leaves_out_quotes_that_are_not_there_and_rows_that_are_too_
     kept, pairs = encode_rows(rows, tokenizer, 10**6)
     x, z = pairs[0]
     assert kept == rows
-    assert x == encode_prompt(tokenizer, reward_prompt("Summarise.", "the cat sat"))
+    assert x == encode_prompt(tokenizer, critique_prompt("Summarise.", "the cat sat"))
     assert z[-1] == tokenizer.eos_token_id and z.count(tokenizer.eos_token_id) == 1
     read = parse_feedback(tokenizer.decode(z[:-1]))
     assert read == Feedback("Some of it is right.", ["cat"], ["sat"])
@@ -627,9 +627,9 @@ TEXT = "the cat saw the dog run"
 
 
 def judged(critique):
-    """The Judgement of TEXT, whose tokens are its words and EOS."""
+    """The Review of TEXT, whose tokens are its words and EOS."""
     words = [match.span() for match in re.finditer(r" ?\S+", TEXT)]
-    return read_judgement(critique, TEXT, [*words, (len(TEXT), len(TEXT))])
+    return read_critique(critique, TEXT, [*words, (len(TEXT), len(TEXT))])
 
 
 @pytest.mark.parametrize("critique, reason", [
@@ -638,7 +638,7 @@ def judged(critique):
 def test_an_unreadable_critique_rewards_nothing_and_says_why(critique, reason):
     """Invariant 2: zeros for every token, with a reason; "" is R_φ's for an empty response."""
     verdict = judged(critique)
-    assert verdict == Judgement(critique, [0.0] * 7, verdict.reason)
+    assert verdict == Review(critique, [0.0] * 7, verdict.reason)
     assert reason in verdict.reason
 
 

@@ -118,7 +118,7 @@ def test_saved_answers_are_reused_and_both_sides_share_random_numbers(adapter, r
     folder = tmp_path / "b"
     folder.mkdir()
     (folder / file.name).write_bytes(lines[0] + lines[1][:20])                 # as after a kill
-    result, _ = run(folder, **flags, limit=6, rollout_batch_size=3)
+    result, _ = run(folder, **flags, limit=6, decode_batch_size=3)
     assert sizes == [6, 3, 2]
     assert result["figures"] == expected["figures"]
     run(**flags, limit=6, seed=1)
@@ -195,7 +195,7 @@ def test_a_prompt_that_exceeds_the_context_is_refused(adapter, gold, tmp_path):
     rows = read_rows(gold["data"])
     write_rows(gold["data"], rows[:2] + [rows[2] | {"prompt": "word " * 400}])
     message = error_message("eval.py", *arguments(
-        **gold, adapter=adapter, output_dir=tmp_path, rollout_batch_size=1))
+        **gold, adapter=adapter, output_dir=tmp_path, decode_batch_size=1))
     assert "with 256 new tokens it exceeds the model's context of 512 tokens" in message
     assert not [*tmp_path.glob("answers*")][0].read_text()
 

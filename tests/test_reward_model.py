@@ -1,4 +1,4 @@
-"""Algorithm 3 in `fit_adapter`, and the inputs of `fit` and `write_critiques`.
+"""Algorithm 3 in `fit_adapter`, and the inputs of `fit_reward_model` and `write_critiques`.
 
 Each test compares a step's inputs (batches, learning rates, dropout masks, uniforms, the judged
 adapter) with explicit values or a closed form.
@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data import InputError, reward_prompt, write_rows
+from data import InputError, critique_prompt, split_rows, write_rows
 from helpers import randomise, read_jsonl, toy_config, toy_feedback
 from model import add_lora, load_lora, lora_parameters, use_lora
-from reward_model import (count_tokens, encode_rows, fit, fit_adapter, split_rows, summary,
-                          token_figures, write_critiques, z_loss)
+from report import count_tokens, reward_model_summary, token_figures
+from reward_model import encode_rows, fit_adapter, fit_reward_model, write_critiques, z_loss
 
 pytestmark = pytest.mark.inner
 CONFIG = toy_config(reward_batch_size=4, reward_epochs=2, reward_lora_r=2,
@@ -116,7 +116,7 @@ def test_the_loss_of_held_out_rows_falls(toy_model, tmp_path, spy):
     write_rows(tmp_path / "rows.jsonl", rows)
     config = toy_config(reward_epochs=2, reward_held_out=4, max_critique_tokens=8)
     fitted = spy("reward_model.fit_adapter", lambda model, pairs, *_, **__: pairs)
-    fit(model, tokenizer, config, tmp_path / "rows.jsonl", tmp_path / "r")
+    fit_reward_model(model, tokenizer, config, tmp_path / "rows.jsonl", tmp_path / "r")
     load_lora(model, "saved", tmp_path / "r" / "adapter")
     _, held_out = split_rows(rows, 4, config.seed, lambda row: row["prompt"])
     _, pairs = encode_rows(held_out, tokenizer, 512)
@@ -136,7 +136,8 @@ def test_rows_that_are_too_long_are_counted_on_the_terminal(toy_model, tmp_path,
         row["critique"] = "word " * 600
     write_rows(data, rows)
     config = toy_config(reward_epochs=1, reward_held_out=0)
-    assert fit(*toy_model, config, data, tmp_path / "r").startswith("trained, but not evalu")
+    summary = fit_reward_model(*toy_model, config, data, tmp_path / "r")
+    assert summary.startswith("trained, but not evalu")
     metrics, = read_jsonl(tmp_path / "r" / "metrics.json")
     assert (metrics["training_rows"], metrics["too_long"]) == (2, 2)
     assert f"left out: {data}: 2 of 4 rows have more than 512" in capsys.readouterr().out
@@ -166,7 +167,7 @@ def critic_model(toy_model):
 
 
 def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
-    prompt = reward_prompt("Where is the xylophone?", "In the quarry.")
+    prompt = critique_prompt("Where is the xylophone?", "In the quarry.")
     assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
 
 
@@ -197,5 +198,5 @@ def test_a_weak_reward_model_is_one_warning(figures, warning):
     metrics = {"held_out_rows": 9, "tokens": 1000, "poor_tokens": 100,
                "poor_recall": .7, "poor_precision": .8, "good_recall": 1.0,
                "good_precision": 1.0, "unparseable": 0.0, **figures}
-    _, _, line = summary(metrics).partition("\n")
+    _, _, line = reward_model_summary(metrics).partition("\n")
     assert line.startswith(f"warning: {warning}") if warning else line == ""

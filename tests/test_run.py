@@ -17,24 +17,25 @@ import torch
 import transformers
 from loopback import loopback
 from safetensors.torch import load_file
+import report
 import reward_model
 import runtime
 import sample
 import text2grad
 import toy
-from annotate import annotate, annotation_questions
-from data import (InputError, checksum, examples, get_task, is_prompt, read_rows, run_script,
-                  write_rows)
+from annotate import annotate, annotation_questions, read_critique
+from data import (FEEDBACK, InputError, checksum, examples, get_task, is_prompt, read_rows,
+                  run_script, write_rows)
 from helpers import (ROOT, SLOW, SMALL, error_message, randomise, read_jsonl, run_main,
                      toy_config, toy_feedback)
-from model import add_lora, encode_prompt, eos_ids, load_lora, load_model, save_lora, use_lora
-from policy import Rollouts
+from model import (add_lora, drop_long_rows, encode_prompt, eos_ids, load_lora, load_model,
+                   save_lora, use_lora)
+from policy import Rollouts, critique_by_annotator
 from report import NOTES
-from reward_model import FEEDBACK, encode_rows, judge_by_annotator, read_judgement
+from reward_model import encode_rows
 from runtime import checkpoints, load_tensors, lock_directory
 from sampling import generate
 from settings import AnnotateConfig
-from text2grad import drop_long_rows
 
 
 def refused(*flags) -> str:
@@ -85,7 +86,7 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
         replies = [json.dumps({"critique": "Well done.", "good_spans": [text],
                                "poor_spans": []}) for text in rollouts.texts]
         replies[:unreadable] = ["no JSON"] * unreadable
-        return [*map(read_judgement, replies, rollouts.texts, rollouts.offsets)]
+        return [*map(read_critique, replies, rollouts.texts, rollouts.offsets)]
 
     monkeypatch.setattr(text2grad, "train", lambda *_: trained.append(capsys.readouterr().out))
     trained, rows = [], toy.rows("eval", 6)
@@ -152,7 +153,7 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_pat
     module:NAME is a task of the user, whose settings override the defaults."""
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(text2grad, "MOST_UNREADABLE", 1.0)    # R_φ of so small a run is poor
+    monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)    # R_φ of so small a run is poor
     stories[0].config.max_position_embeddings = 2048               # enough for the posts
     for part in stories:
         part.save_pretrained(tmp_path / "base")
@@ -224,13 +225,14 @@ def test_help_has_the_flags_in_groups_and_the_script_s_own_first(capsys):
 def test_prompts_that_do_not_fit_are_left_out_and_counted(toy_model, capsys):
     rows = [{"prompt": "word " * (5 + 600 * (i == 3))} for i in range(6)]
     config = toy_config(task="ultrafeedback", data="rows.jsonl", max_new_tokens=24)
-    assert drop_long_rows(rows, *toy_model, config) == rows[:3] + rows[4:]
+    task = get_task("ultrafeedback")
+    assert drop_long_rows(rows, task, *toy_model, config) == rows[:3] + rows[4:]
     assert "left out: 1 of 6 prompts have more than" in capsys.readouterr().out
     fitting = replace(config, max_prompt_tokens=len(encode_prompt(toy_model[1], "word " * 5)))
-    assert drop_long_rows(rows, *toy_model, fitting) == rows[:3] + rows[4:]
+    assert drop_long_rows(rows, task, *toy_model, fitting) == rows[:3] + rows[4:]
     for setting in ({"max_new_tokens": 480}, {"max_prompt_tokens": 4}):
         with pytest.raises(InputError, match="6 of 6 prompts .*, or raise --max_prompt_tokens"):
-            drop_long_rows(rows, *toy_model, replace(config, **setting))
+            drop_long_rows(rows, task, *toy_model, replace(config, **setting))
 
 
 def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, monkeypatch):
@@ -271,7 +273,8 @@ def test_phase_1_and_the_annotator_as_critic_have_one_journal_and_one_budget(tmp
     texts = [f"{i} is right and {i} was wrong" for i in range(3)]
     rows[2]["outcome"] = "All tests passed."                  # outcome of the row's response
     offsets = [[m.span() for m in re.finditer(r" ?\S+", y)] for y in texts]
-    batch = Rollouts(rows, [], texts, offsets, *[None] * 4)             # no ids, no masks
+    batch = Rollouts(rows, [], texts, offsets, *[None] * 4,             # no ids, no masks
+                     task=get_task("ultrafeedback"))
     responses = tmp_path / "responses.jsonl"
     write_rows(responses, [row | {"response": y} for row, y in zip(rows, texts)][:2])
     with loopback() as server:
@@ -284,13 +287,13 @@ def test_phase_1_and_the_annotator_as_critic_have_one_journal_and_one_budget(tmp
         spent = sum(map(sum, server.billed)) / 1e3
         assert len(server.requests) == 2 and spent > 0
         with pytest.raises(InputError, match="--max_usd .* reached: .* the next request"):
-            judge_by_annotator(batch, config(spent * 1.01))
+            critique_by_annotator(batch, config(spent * 1.01))
         assert len(server.requests) == 2
-        judgements = judge_by_annotator(batch, config(1e6))
-        assert len(server.requests) == 3 and not any(x.reason for x in judgements)
+        reviews = critique_by_annotator(batch, config(1e6))
+        assert len(server.requests) == 3 and not any(x.reason for x in reviews)
         request = str(server.requests[-1])
         assert texts[2] in request and "passed" not in request
-        assert judge_by_annotator(batch, config(0.0)) == judgements
+        assert critique_by_annotator(batch, config(0.0)) == reviews
         assert len(server.requests) == 3
 
 
@@ -326,7 +329,7 @@ def test_a_mutated_row_is_named_or_read_correctly(task, tmp_path, toy_model):
                 encode_rows(read_rows(path, task=FEEDBACK), toy_model[1], 512)
                 continue
             config = AnnotateConfig(task=task, annotator_function="toy:critique")
-            questions = annotation_questions(config, path)
+            questions = annotation_questions(config, path, get_task(task))
         except InputError as error:
             assert f"{path}, line 2: " in str(error) and "\n" not in str(error)
             assert re.search(f"{name}|surrogates not allowed|the response is empty", str(error))

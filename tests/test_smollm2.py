@@ -17,8 +17,7 @@ from helpers import ROOT, assert_equal_tensors, finish, read_jsonl, run_main, st
 from model import (add_lora, encode_answer, encode_prompt, load_lora, load_model,
                    response_hidden, use_lora)
 from notebooks import prose
-from policy import nl_gradient_loss, train
-from reward_model import annotator_critic
+from policy import annotator_critic, nl_gradient_loss, train
 from sampling import head_weight, pad_batch, token_logprobs
 from settings import Config, parse_flags
 from text2grad import start_policy

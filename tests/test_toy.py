@@ -12,7 +12,7 @@ import pytest
 import torch
 import toy
 from annotate import Feedback, read_reply
-from data import InputError, reward_prompt
+from data import InputError, critique_prompt
 from helpers import SLOW
 from model import encode_answer, encode_prompt
 from notebooks import prose
@@ -140,7 +140,7 @@ def test_critiques_fit_the_limits_of_the_toy_run(toy_model):
     rng = random.Random(1)
     for row in toy.rows("train", 400):
         text = toy.write_draft(row["facts"], rng)
-        x = encode_prompt(tokenizer, reward_prompt(toy.prompt(row), text))
+        x = encode_prompt(tokenizer, critique_prompt(toy.prompt(row), text))
         z = encode_answer(tokenizer, toy.critique(row, text))
         assert len(encode_answer(tokenizer, text)) <= 32
         assert len(z) <= 96 and len(x) + len(z) <= 256

@@ -14,18 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import text2grad
+import runtime
 import toy
-from annotate import annotation_questions, token_offsets
-from data import InputError, get_task, write_rows
+from annotate import Review, annotation_questions, read_critique, token_offsets
+from data import InputError, get_task, load_rows, write_rows
 from helpers import error_message, randomise, read_jsonl, run_main, scored, toy_config
 from model import ValueHead, add_lora, encode_text, lora_parameters
-from reward_model import Judgement, annotator_critic, read_judgement
 from runtime import CHANGEABLE, POLICY_SETTINGS
-from policy import (add_advantages, add_gradients, add_scores, batch_rows, ppo_update,
-                    sample_rollouts, train)
+from policy import (add_advantages, add_gradients, add_scores, annotator_critic, batch_rows,
+                    ppo_update, sample_rollouts, train)
 from settings import Config, FitConfig, derive_settings, parse_flags
-from text2grad import evaluate, load_rows, train_and_evaluate, write_responses
+from text2grad import evaluate, train_and_evaluate, write_responses
 
 pytestmark = pytest.mark.inner
 CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
@@ -34,7 +33,7 @@ CONFIG = toy_config(iterations=2, batch_size=8, minibatch_size=8, ppo_epochs=1,
 
 def length_critic(rollouts, model, tokenizer, config):
     """A critic without R_φ: δ_1 is the length of the response, all other δ_t are 0."""
-    return [Judgement("", [float(len(offsets)), *[0.0] * (len(offsets) - 1)])
+    return [Review("", [float(len(offsets)), *[0.0] * (len(offsets) - 1)])
             for offsets in rollouts.offsets]
 
 
@@ -61,7 +60,7 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
     eos = [tokenizer.eos_token_id, *range(100, 300)]
     model.generation_config.eos_token_id = eos
     calls = spy("policy.generate", lambda model, x, n, T, *options: options)
-    batch = sample_rollouts(model, tokenizer, rows, replace(CONFIG, rollout_batch_size=3),
+    batch = sample_rollouts(model, tokenizer, rows, replace(CONFIG, decode_batch_size=3),
                             "policy", torch.Generator().manual_seed(5))
     (ends, uniforms, size), = calls
     assert (ends, size) == (eos, 3)
@@ -168,8 +167,7 @@ def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
 
     def gradient(rank, ranks):
         """The gradient of one rank's share."""
-        monkeypatch.setattr("policy.RANK", rank)
-        monkeypatch.setattr("policy.WORLD_SIZE", ranks)
+        monkeypatch.setattr("runtime.RANK", rank)
         monkeypatch.setattr("runtime.WORLD_SIZE", ranks)
         monkeypatch.setattr("policy.all_sum", lambda x: x)
         model.zero_grad()
@@ -222,13 +220,14 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
     data = tmp_path / "rows.jsonl"
     write_rows(data, [{"prompt": f"Say {i % 20}.", "number": i} for i in range(60)])
     config = toy_config(task="ultrafeedback", data=str(data), eval_rows=2)
-    training, held_out = load_rows(config)
+    training, held_out = load_rows(get_task(config.task), config)
     prompts = {row["prompt"] for row in held_out}
     assert len(prompts) == 2 and not prompts & {row["prompt"] for row in training}
     numbers = [row["number"] for row in training + held_out]
     assert sorted(numbers) == [*range(60)] and numbers[:54] != sorted(numbers[:54])
-    assert (training, held_out) == load_rows(config)
-    assert held_out != load_rows(replace(config, seed=1))[1], "the seed decides"
+    assert (training, held_out) == load_rows(get_task(config.task), config)
+    other = replace(config, seed=1)
+    assert held_out != load_rows(get_task(config.task), other)[1], "the seed decides"
 
 
 # ── Settings of a task
@@ -237,7 +236,7 @@ def test_no_held_out_prompt_is_trained_on(tmp_path):
     ({}, 20, 0.3, (16, 1.3e-3, 5e-3)),
     ({}, 10_000, 8030, (625, 6.49e-5, 2.5e-4)),
     ({}, 500_000, 8000, (6000, 6.5e-5, 2.5e-4)),
-    ({"passes": 4, "batch_size": 12}, 5000, 1, (1666, 1.3e-3, 5e-3)),
+    ({"epochs": 4, "batch_size": 12}, 5000, 1, (1666, 1.3e-3, 5e-3)),
     ({"iterations": 7, "learning_rate": 0.0}, 20, 0.3, (7, 0.0, 5e-3))])
 def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, millions,
                                                              expected):
@@ -253,7 +252,7 @@ def test_derived_settings_follow_from_the_rows_and_the_model(settings, rows, mil
 @pytest.mark.parametrize("flags", [["--batch_size", 12, "--minibatch_size", 8],
                                    ["--batch_size", 16, "--minibatch_size", 12]])
 def test_eight_ranks_name_the_batch_sizes_that_they_can_share(tmp_path, monkeypatch, flags):
-    monkeypatch.setattr(text2grad, "WORLD_SIZE", 8)
+    monkeypatch.setattr(runtime, "WORLD_SIZE", 8)
     message = error_message("text2grad.py", "--task", "slf5k", "--data", "rows.jsonl",
                             "--output_dir", tmp_path, *flags)
     assert message.endswith("a multiple of 8, and --minibatch_size of 8")
@@ -278,7 +277,8 @@ def test_a_stored_response_that_is_empty_is_left_out_and_not_sampled_again(tmp_p
              "rejected": [{"content": " "}]}, {"id": "b", "prompt": "q", "response": ""}]
     config = toy_config(task="ultrafeedback", annotator_function="toy:critique")
     assert write_responses(None, None, rows, config, tmp_path) == "0 responses sampled"
-    questions = annotation_questions(config, tmp_path / "responses.jsonl")
+    questions = annotation_questions(config, tmp_path / "responses.jsonl",
+                                     get_task(config.task))
     assert [question.id for question in questions] == ["a/0"]
 
 
@@ -323,7 +323,7 @@ def test_every_name_that_binds_a_run_is_a_flag():
 
 @pytest.mark.parametrize("task", ["toy", "notebooks.prose:TASK"])    # prose: repeats are poor
 def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, monkeypatch):
-    """Independent side: direct calls. Of two ranks, each gets the judgements of its rows."""
+    """Independent side: direct calls. Of two ranks, each gets the reviews of its rows."""
     model, tokenizer = toy_model
     add_lora(model, "policy", 4, 8)
     config = toy_config(task=task, output_dir=str(tmp_path), max_new_tokens=24, mode="cot")
@@ -335,17 +335,17 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     batch.texts[3] = ""
     replies = [toy.critique(row, text) if text else ""
                for row, text in zip(rows, batch.texts)]
-    expected = [read_judgement(reply, text, offsets, get_task(task))
+    expected = [read_critique(reply, text, offsets, get_task(task).repeats_are_poor)
                 for reply, text, offsets in zip(replies, batch.texts, batch.offsets)]
     for _ in range(2):                                 # the second time from the journal
-        judgements = annotator_critic(batch, model, tokenizer, config)
-        assert [x.delta for x in judgements] == [x.delta for x in expected]
-        assert [x.critique for x in judgements] == [x.critique for x in expected]
-        assert [bool(x.reason) for x in judgements] == [i == 3 for i in range(12)]
-    monkeypatch.setattr("reward_model.gather_rows", lambda share: [judgements, None])
-    monkeypatch.setattr("reward_model.RANK", 1)
-    monkeypatch.setattr("reward_model.WORLD_SIZE", 2)
-    assert annotator_critic(batch, None, None, config) == judgements[1::2]
+        reviews = annotator_critic(batch, model, tokenizer, config)
+        assert [x.delta for x in reviews] == [x.delta for x in expected]
+        assert [x.critique for x in reviews] == [x.critique for x in expected]
+        assert [bool(x.reason) for x in reviews] == [i == 3 for i in range(12)]
+    monkeypatch.setattr("policy.gather_rows", lambda share: [reviews, None])
+    for name, value in (("policy.RANK", 1), ("runtime.RANK", 1), ("runtime.WORLD_SIZE", 2)):
+        monkeypatch.setattr(name, value)
+    assert annotator_critic(batch, None, None, config) == reviews[1::2]
 
 
 @pytest.mark.slow

@@ -298,7 +298,8 @@ def prompt(row: dict) -> str:
 
 
 TASK = Task(
-    "toy", prompt, needs=(("post",), ("facts",)), judge="You check summaries of short posts.",
+    "toy", prompt, needs=(("post",), ("facts",)),
+    annotator_role="You check summaries of short posts.",
     criteria="whether each fact of the summary stands in the post", quotes="Quote every fact.",
     truth={"fact accuracy": fact_accuracy}, rows=rows,
     settings={
@@ -307,6 +308,6 @@ TASK = Task(
         "reward_epochs": 2, "reward_batch_size": 16, "reward_learning_rate": 5e-3,
         "reward_lora_r": 32, "reward_lora_alpha": 64, "reward_max_tokens": 512,
         "iterations": 18, "batch_size": 64, "minibatch_size": 64, "ppo_epochs": 4,
-        "rollout_batch_size": 256, "temperature": 1.0, "max_new_tokens": 32, "kl_coef": 0.5,
+        "decode_batch_size": 256, "temperature": 1.0, "max_new_tokens": 32, "kl_coef": 0.5,
         "kl_target": 2.0, "kl_horizon": 115, "learning_rate": 1e-3, "value_rate_factor": 7,
         "schedule": "linear", "lora_targets": "q_proj,v_proj"})

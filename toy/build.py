@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import toy
-from data import chunks, reward_prompt
+from data import chunks, critique_prompt
 from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
@@ -104,7 +104,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         for row in toy.rows("base", 1500, seed, length):
             summary = toy.write_draft(row["facts"], rng)
             texts += exercise(rng)
-            texts += [reward_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
+            texts += [critique_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -38,7 +38,7 @@ EVENT = Task(
         "Write one sentence that announces this event. State each fact below and add nothing."
         "\n\n" + "\n".join(f"{name}: {row[name]}" for name in FIELDS)),
     needs=FIELDS,
-    judge="You are the editor of a town's calendar of events.",
+    annotator_role="You are the editor of a town's calendar of events.",
     criteria="whether the sentence states the event, day, time, place and price, and nothing "
              "that the row does not say",
 )
