@@ -55,9 +55,7 @@ def random_model(shape: str, device: str):
 
 
 def add_peft(model):
-    """The model with an adapter by PEFT, or None where PEFT is not installed."""
-    if not find_spec("peft"):
-        return None
+    """The model with an adapter by PEFT."""
     from peft import LoraConfig, get_peft_model
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM",
                                             target_modules=["q_proj", "v_proj"]))
@@ -122,13 +120,12 @@ def print_table(title: str, header: list[str], lines: list[list[str]]):
 
 
 def compare(title: str, sides: dict):
-    """Measure the functions in `sides`, ours first, and print a table; None: not installed."""
-    figures = {name: measure(side) for name, side in sides.items() if side}
+    """Measure the functions in `sides`, ours first, and print a table."""
+    figures = {name: measure(side) for name, side in sides.items()}
     own_seconds, own_memory = figures["ours"]
     lines = [[name, f"{seconds:.3g}", f"{own_seconds / seconds:.2f}", f"{memory / 1e6:,.0f}",
               f"{own_memory / max(memory, 1):.2f}"]
              for name, (seconds, memory) in figures.items()]
-    lines += [[name, "not installed", "", "", ""] for name in sides if name not in figures]
     print_table(title, ["side", "seconds", "ours / side", "MB", "ours / side"], lines)
 
 
@@ -179,10 +176,9 @@ def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
         blocks.zero_grad()
 
     train = partial(train_blocks, model.base_model, partial(use_lora, model, "policy"))
-    train_by_peft = peft_model and partial(
-        train_blocks, peft_model.base_model.model.model, nullcontext)
+    train_by_peft = partial(train_blocks, peft_model.base_model.model.model, nullcontext)
     compare(f"Decoding {response} tokens for each of {rows} rows",
-            {"ours": decode, "PEFT, `generate`": peft_model and decode_by_peft})
+            {"ours": decode, "PEFT, `generate`": decode_by_peft})
     compare(f"LoRA, forward and backward, {rows} rows of {inputs.shape[1]} tokens",
             {"ours": train, "PEFT": train_by_peft})
 
@@ -240,7 +236,10 @@ def main():
     model = random_model(arguments.shape, arguments.device)
     add_lora(model, "policy", 16, 32)
     measure_iteration(model, *sizes[1])
-    compare_peft(model, arguments.shape, *sizes[1])
+    if find_spec("peft"):
+        compare_peft(model, arguments.shape, *sizes[1])
+    else:
+        print("PEFT is not installed, so nothing is compared with it")
 
 
 if __name__ == "__main__":
