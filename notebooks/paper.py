@@ -102,9 +102,11 @@ HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #888
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
 a { color: inherit; } label { display: block; }
-textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
+textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; font-size: .75em; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }
-.formula { font-family: "STIX Two Text", Cambria, "DejaVu Serif", serif; line-height: 1.9; }
+.formula { font-family: "STIX Two Text", Cambria, "DejaVu Serif", serif; line-height: 1.8;
+  padding-left: 4rem; }
+.formula small { display: inline-block; width: 4rem; margin-left: -4rem; }
 pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
   background: linear-gradient(90deg, Canvas 1rem, #0000) 0 / 2rem 100% local no-repeat,
     linear-gradient(270deg, Canvas 1rem, #0000) 100% / 2rem 100% local no-repeat,
@@ -200,7 +202,7 @@ def row(place: str, description: str, code: str, tests: str) -> str:
     slug, left = anchor(place), ""
     for label, cell in zip(("printed", "here"), WORDS.get(place, [])):
         formulas = "<br>".join(map(math, cell.split("; ")))
-        left += f'<p class="formula"><small>{label}</small> {formulas}</p>'
+        left += f'<p class="formula"><small>{label}</small>{formulas}</p>'
     if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
         left += f"<p>{math(description)}</p>"
     right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
