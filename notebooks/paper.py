@@ -102,7 +102,8 @@ HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #888
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
 a { color: inherit; } label { display: block; }
-textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; font-size: .75em; }
+textarea { width: 100%; box-sizing: border-box; font: inherit; }
+sub, sup { line-height: 0; font-size: .75em; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }
 .formula { font-family: "STIX Two Text", Cambria, "DejaVu Serif", serif; line-height: 1.8;
   padding-left: 4rem; }
