@@ -1,8 +1,7 @@
-"""Measure time and memory beside PyTorch, PEFT, a plain PPO loop and TRL; print the tables.
+"""Measure time and memory beside PyTorch and PEFT; print the tables.
 
     python bench/bench.py                                       # on a CPU, four minutes
     python bench/bench.py --device cuda --shape llama3-8b       # on one GPU of 80 GB
-    trl/bin/python bench/bench.py                               # beside TRL, see README.md
 
 The sides of a table do the same work with the same random weights and random texts.
 """
@@ -28,7 +27,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import policy                                                                   # noqa: E402
-from model import ValueHead, add_lora, lora_parameters, use_lora                # noqa: E402
+from model import add_lora, use_lora                                            # noqa: E402
 from sampling import generate, head_weight, pad_batch, token_logprobs           # noqa: E402
 from settings import Config                                                     # noqa: E402
 
@@ -56,9 +55,7 @@ def random_model(shape: str, device: str):
 
 
 def add_peft(model):
-    """The model with an adapter by PEFT, or None where PEFT is not installed."""
-    if not find_spec("peft"):
-        return None
+    """The model with an adapter by PEFT."""
     from peft import LoraConfig, get_peft_model
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM",
                                             target_modules=["q_proj", "v_proj"]))
@@ -123,13 +120,12 @@ def print_table(title: str, header: list[str], lines: list[list[str]]):
 
 
 def compare(title: str, sides: dict):
-    """Measure the functions in `sides`, ours first, and print a table; None: not installed."""
-    figures = {name: measure(side) for name, side in sides.items() if side}
+    """Measure the functions in `sides`, ours first, and print a table."""
+    figures = {name: measure(side) for name, side in sides.items()}
     own_seconds, own_memory = figures["ours"]
     lines = [[name, f"{seconds:.3g}", f"{own_seconds / seconds:.2f}", f"{memory / 1e6:,.0f}",
               f"{own_memory / max(memory, 1):.2f}"]
              for name, (seconds, memory) in figures.items()]
-    lines += [[name, "not installed", "", "", ""] for name in sides if name not in figures]
     print_table(title, ["side", "seconds", "ours / side", "MB", "ours / side"], lines)
 
 
@@ -180,81 +176,11 @@ def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
         blocks.zero_grad()
 
     train = partial(train_blocks, model.base_model, partial(use_lora, model, "policy"))
-    train_by_peft = peft_model and partial(
-        train_blocks, peft_model.base_model.model.model, nullcontext)
+    train_by_peft = partial(train_blocks, peft_model.base_model.model.model, nullcontext)
     compare(f"Decoding {response} tokens for each of {rows} rows",
-            {"ours": decode, "PEFT, `generate`": peft_model and decode_by_peft})
+            {"ours": decode, "PEFT, `generate`": decode_by_peft})
     compare(f"LoRA, forward and backward, {rows} rows of {inputs.shape[1]} tokens",
             {"ours": train, "PEFT": train_by_peft})
-
-
-def compare_ppo(model, shape: str, rows: int, prompt: int, response: int):
-    """Old log-probs, values, reference, GAE and 4 epochs: ours, plain PyTorch, TRL."""
-    prompts = random_ids(rows, prompt, model.config.vocab_size)
-    responses = random_ids(rows, response + 1, model.config.vocab_size)
-    padded = pad_batch(prompts, responses, model.device)
-    prompt_ids, prompt_mask, response_ids, mask = padded
-    delta = torch.zeros(mask.shape, device=model.device)
-    delta[range(rows), mask.sum(1) - 1] = 1.0                          # the reward of a row
-    batch = policy.Rollouts([{}] * rows, [""] * rows, [""] * rows, [[]] * rows, *padded,
-                            delta=delta)
-    value_head = ValueHead(model.config.hidden_size, model.device)
-    parameters = [*lora_parameters(model, "policy"), *value_head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0, fused=True)
-    parts = torch.arange(rows).chunk(2)
-    config = Config(batch_size=rows, minibatch_size=rows, ppo_epochs=4, temperature=1.0,
-                    micro_batch_tokens=len(parts[0]) * (prompt + response + 1))
-
-    def step():
-        policy.add_scores(batch, model, value_head, config)
-        policy.add_advantages(batch, 0.2, config)
-        policy.ppo_update(batch, model, value_head, optimizer, config, random.Random(0))
-
-    def score(part, adapter):
-        ids = torch.cat([prompt_ids, response_ids], 1)[part]
-        attention = torch.cat([prompt_mask, mask], 1)[part]
-        with use_lora(model, adapter):
-            hidden = model.base_model(ids, attention, (attention.cumsum(1) - 1).clamp(min=0),
-                                      use_cache=False).last_hidden_state
-        hidden = hidden[:, prompt_ids.shape[1] - 1 : -1]
-        targets = response_ids[part]
-        logprobs = plain_logprobs(hidden.flatten(0, 1), head_weight(model), targets.flatten())
-        return logprobs.view_as(targets), value_head(hidden.detach())
-
-    def plain_step():
-        with torch.no_grad():
-            scores = [score(part, "policy") for part in parts]
-            batch.logprobs_ref = torch.cat([score(part, None)[0] for part in parts])
-        batch.logprobs_old, batch.values = (torch.cat(tensors) for tensors in zip(*scores))
-        policy.add_advantages(batch, 0.2, config)
-        for _ in range(4):
-            for i in parts:
-                logprobs, values = score(i, "policy")
-                loss = policy.ppo_loss(logprobs, batch.logprobs_old[i], batch.advantages[i],
-                                       mask[i], 0.2)
-                loss += policy.value_loss(values, batch.values[i], batch.returns[i], mask[i], 5)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    compare(f"A PPO step, 4 epochs, {rows} rows of up to {prompt} + {response + 1} tokens",
-            {"ours": step, "plain PyTorch": plain_step,
-             "TRL 0.11.3, `PPOTrainer.step`": trl_step(shape, prompts, responses)})
-
-
-def trl_step(shape: str, prompts, responses):
-    """The PPO step of TRL 0.11.3, the engine of the authors' release, or None without TRL."""
-    if not find_spec("trl"):
-        return None
-    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        add_peft(random_model(shape, "cpu")))
-    config = PPOConfig(batch_size=len(prompts), mini_batch_size=len(prompts) // 2,
-                       ppo_epochs=4, gradient_accumulation_steps=2, learning_rate=1e-6,
-                       kl_penalty="full")
-    trainer = PPOTrainer(config, model, None, word_tokenizer(SHAPES[shape][-1]))
-    texts = [[*map(torch.tensor, ids)] for ids in (prompts, responses)]
-    return lambda: trainer.step(*texts, [torch.tensor(1.0)] * len(prompts))
 
 
 def measure_iteration(model, rows: int, prompt: int, response: int):
@@ -309,11 +235,11 @@ def main():
     compare_logprobs(*sizes[0], arguments.device)
     model = random_model(arguments.shape, arguments.device)
     add_lora(model, "policy", 16, 32)
-    compare_ppo(model, arguments.shape, *sizes[1])
-    if find_spec("trl"):
-        return                   # TRL 0.11.3 needs transformers 4, and the rest needs 5
     measure_iteration(model, *sizes[1])
-    compare_peft(model, arguments.shape, *sizes[1])
+    if find_spec("peft"):
+        compare_peft(model, arguments.shape, *sizes[1])
+    else:
+        print("PEFT is not installed, so nothing is compared with it")
 
 
 if __name__ == "__main__":

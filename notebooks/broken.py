@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -228,9 +228,7 @@ def main():
     rows = []
     start = base
     for name, (mistake, settings) in RUNS.items():
-        with ExitStack() as stack:
-            if mistake:
-                stack.enter_context(patch(*mistake))
+        with patch(*mistake) if mistake else nullcontext():
             curve = learn(start=start if name in CONTINUED else base, **settings)
             if name == "right":
                 start = [p.detach().clone() for p in theta]

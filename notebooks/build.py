@@ -7,12 +7,9 @@ Each notebook runs in a new kernel. Times, warnings and the kernel's version are
 that a second build writes the same bytes if it computes the same numbers.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -25,18 +22,18 @@ METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "na
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def execute_notebook(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
+def execute_notebook(path: Path) -> nbformat.NotebookNode:
     """Run a notebook in a new kernel and return it with its outputs.
 
     Raises CellExecutionError if a cell fails, and CellTimeoutError if a cell runs longer than
-    `timeout` seconds.
+    900 seconds.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
             cell.execution_count = None
-    client = NotebookClient(notebook, timeout=timeout, kernel_name="python3",
+    client = NotebookClient(notebook, timeout=900, kernel_name="python3",
                             record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(HERE)}})
     # Discard the kernel's log. An error in a cell still raises an exception here.
@@ -59,10 +56,7 @@ def main():
     """Run the notebooks given on the command line, or all notebooks in this directory."""
     paths = [Path(argument) for argument in sys.argv[1:]] or sorted(HERE.glob("*.ipynb"))
     for path in paths:
-        start_time = time.time()
-        notebook = execute_notebook(path)
-        nbformat.write(remove_run_details(notebook), path)
-        print(f"{path.name}: {time.time() - start_time:.0f} s")
+        nbformat.write(remove_run_details(execute_notebook(path)), path)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@
     chosen = complete(gae, update)   # the functions by name; the solution instead of a blank
 
 cases_NAME() gives the inputs of an exercise from the smallest on, so the first failing case is
-a small one. It is shown as a table of tokens. A hint is given only if the function gives what a
-mistake in solutions.py gives, in all cases, and no other mistake gives the same.
+a small one. It is shown as a table of tokens. Each case is used before the next one is made, so
+its function may read the variables of the loop.
 """
 
 import inspect
 import math
 import random
 import traceback
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ import toy
 from annotate import Span
 from model import ValueHead, add_lora, load_model, lora_parameters, use_lora
 from notebooks import solutions
-from policy import Rollouts, add_scores, ppo_loss, whiten
+from policy import Rollouts, add_scores, ppo_loss
 from report import table
 from sampling import pad_batch
 from settings import PolicyConfig
@@ -52,7 +53,7 @@ def check(name: str, function):
     """Print "right" or "not done yet", or raise `Wrong` with what is wrong and where."""
     if is_blank(function):
         return print("not done yet")
-    for case in cases(name):
+    for case in globals()[f"cases_{name}"]():
         expected = results_of(getattr(solutions, name), case)
         found = results_of(function, case)
         if isinstance(found, Exception):
@@ -60,8 +61,10 @@ def check(name: str, function):
         else:
             problem = difference(found, expected)
         if problem:
-            hint = hint_for(name, function, case)
-            raise Wrong("\n".join([problem, *hint, "", *show(case, found, expected)]))
+            again = results_of(function, case, seed=1)
+            if isinstance(again, dict) and difference(again, found):
+                problem += "\nA second call with the same inputs gives other results."
+            raise Wrong("\n".join([problem, "", *show(case, found, expected)]))
     print("right")
 
 
@@ -86,12 +89,6 @@ def is_blank(function) -> bool:
     return function.__code__.co_code == blank.__code__.co_code
 
 
-@cache
-def cases(name: str) -> list[Case]:
-    """The cases of an exercise, from the smallest to the largest."""
-    return list(globals()[f"cases_{name}"]())
-
-
 def results_of(function, case: Case, seed: int = 0):
     """The results of a function in a case, or the exception that it raises."""
     torch.manual_seed(seed)
@@ -108,51 +105,6 @@ def error_message(function, error: Exception) -> str:
              for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     message = str(error).partition("\n")[0]
     return f"{type(error).__name__}{''.join(lines[:1])}: {message}"
-
-
-# ── Hints
-
-def hint_for(name: str, function, case: Case) -> list[str]:
-    """A list of one hint if it is certain what is wrong, or of none. case: where it failed."""
-    again = [results_of(function, case, seed) for seed in (0, 1, 2)]
-    if not same_results(again[:1] * 2, again[1:]):
-        return ["Hint: the same inputs give different results. Do not draw random numbers."]
-    found = [results_of(function, case) for case in cases(name)]
-    hints = [hint for hint, results in wrong_results(name) if same_results(found, results)]
-    is_certain = len(hints) == 1 and not all(isinstance(x, Exception) for x in found)
-    return [f"Hint: {hints[0]}."] if is_certain else []
-
-
-def same_results(found: list, others: list) -> bool:
-    """Whether two functions have the same results in all cases."""
-    for result, other in zip(found, others):
-        has_failed = isinstance(result, Exception), isinstance(other, Exception)
-        if any(has_failed):
-            if not all(has_failed) or type(result) is not type(other):
-                return False
-        elif difference(result, other) or difference(other, result):
-            return False
-    return True
-
-
-@cache
-def wrong_results(name: str) -> list[tuple]:
-    """(hint, results in all cases) of each mistake: of the solution with its edits."""
-    source = inspect.getsource(getattr(solutions, name))
-    versions = []
-    for hint, *edits in solutions.MISTAKES[name]:
-        names = vars(solutions) | {"ppo_loss": ppo_loss, "whiten": whiten}
-        exec(edited(source, edits), names)
-        versions.append((hint, [results_of(names[name], case) for case in cases(name)]))
-    return versions
-
-
-def edited(source: str, edits) -> str:
-    """A source with its edits, pairs (text, replacement)."""
-    for text, replacement in edits:
-        assert source.count(text) == 1, text
-        source = source.replace(text, replacement)
-    return source
 
 
 # ── Comparing results
@@ -213,8 +165,7 @@ def number_difference(found, expected, name: str) -> str | None:
     if math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5):
         return None
     reason = "" if math.isfinite(found) else " (a division by 0, or exp or log of padding?)"
-    digits = ".6g" if isinstance(expected, float) else ""
-    return f"{name} is {found:.6g}{reason}, expected {expected:{digits}}"
+    return f"{name} is {found:.6g}{reason}, expected {expected:.6g}"
 
 
 def show(case: Case, found, expected: dict) -> list[str]:
@@ -229,7 +180,9 @@ def show(case: Case, found, expected: dict) -> list[str]:
             columns[f"your {name}"] = yours
             columns[name] = flat(value)
         elif name == "result" and isinstance(value, list):
-            lines += [f"your result: {found[name]}", f"expected:    {value}"]
+            is_right = not difference(found[name], value)
+            lines += ["your result is the expected one"] if is_right else [
+                f"your result: {found[name]}", f"expected:    {value}"]
     return [*lines, table(list(columns), list(zip(*columns.values())))]
 
 
@@ -249,17 +202,27 @@ def draw(rng: random.Random, lengths: list[int], low: float, high: float) -> Ten
                          for _ in lengths])
 
 
-def mask_of(lengths: list[int]) -> Tensor:
-    """1.0 on the tokens of responses with these lengths, 0.0 on padding, [rows, longest]."""
-    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()
+def batch_case(names: list[str], inputs: dict, lengths: list[int], constants: list,
+               title: str = "", has_gradient: bool = False) -> Case:
+    """A case of a function of tensors [B, T], the mask of B responses, and constants.
 
+    names: of its results. has_gradient: whether a gradient for the first tensor is a result.
+    """
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()       # [B, T]
 
-def token_columns(mask: Tensor, **tensors: Tensor) -> dict[str, list]:
-    """The columns of the table for tensors [B, T]: row, t, mask and the tensors."""
+    def call(function):
+        tensors = [x.clone() for x in inputs.values()]
+        tensors[0].requires_grad_(has_gradient)
+        found = function(*tensors, mask.clone(), *constants)
+        if len(names) == 1 or not isinstance(found, (tuple, list)) or len(found) != len(names):
+            found = [found] * len(names)
+        grads = gradients(found[0], {[*inputs][0]: tensors[0]}) if has_gradient else {}
+        return dict(zip(names, found)) | grads
+
     B, T = mask.shape
-    columns = {"row": [b for b in range(B) for _ in range(T)], "t": list(range(1, T + 1)) * B,
+    columns = {"row": [b for b in range(B) for _ in range(T)], "t": [*range(1, T + 1)] * B,
                "mask": [int(m) for m in flat(mask)]}
-    return columns | {name: flat(tensor) for name, tensor in tensors.items()}
+    return Case(call, columns | {name: flat(x) for name, x in inputs.items()}, title)
 
 
 def gradients(result, inputs: dict) -> dict:
@@ -275,12 +238,18 @@ def random_ids(rng: random.Random, *lengths) -> list[list[int]]:
     return [[rng.randrange(8, 640) for _ in range(length)] for length in lengths]
 
 
+def randomise(weights, seed: int):
+    """Set weights to small random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in weights:
+        p.data = torch.randn(p.shape, generator=generator) / 30
+
+
 @cache
 def toy_model():
     """The toy base with a random adapter "policy"."""
     model, _ = load_model(toy.BASE, device="cpu")
-    for i, p in enumerate(add_lora(model, "policy", 4, 8)):
-        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 30
+    randomise(add_lora(model, "policy", 4, 8), seed=0)
     return model
 
 
@@ -295,12 +264,11 @@ def cases_find_spans():
             ("cat cat cat", ["cat", "cat"]), ("the cat, a dog", ["a dog", "the"]),
             ("a (cat) sat", ["(cat)"]), ('he said "no."', ['"no."']), ("so he sat.", ["sat."]),
             ("It ran, twice", [", twice"]), ("a 3rd cat", ["3"]), ("a.b axb", ["a.b"]),
-            ("a cat, a cat", ["a cat", "cat", "a cat"]), ("the man (the cat)", ["the"])]:
-        def call(function, response=response, quotes=quotes):
+            ("a cat, a cat", ["a cat", "cat", "a cat"]), ("the man (the cat)", ["the"]),
+            ("a cat", [" cat"]), ("my_cat", ["cat"]), ("ha ha ha", ["ha ha"])]:
+        def call(function):
             spans = function(response, list(quotes))
-            if spans is None or not all(len(span) == 2 for span in spans):
-                return {"result": spans}
-            return {"result": sorted(map(tuple, spans))}
+            return {"result": spans and sorted(map(tuple, spans))}
         columns = {"character": [*map(repr, response)], "place": [*range(len(response))]}
         yield Case(call, columns, f"response: {response!r}\nquotes: {quotes}")
 
@@ -308,10 +276,11 @@ def cases_find_spans():
 def cases_token_rewards():
     """All short texts with one span, then some with two: whitespace, halves, EOS, conflicts."""
     words = ["cat", " cat", "cat ", " ", ".\n"]
-    texts = [[word] for word in words] + [[a, b] for a in words for b in words]
+    short = [[word] for word in words]
+    long = [[a, b] for a in words for b in words]
     rng = random.Random(0)
-    for size, count in ((1, 1), (1, 2), (2, 2), (2, 3)):           # tokens, spans
-        for tokens in [text for text in texts if len(text) == size]:
+    for texts, count in ((short, 1), (short, 2), (long, 2), (long, 3)):     # count of spans
+        for tokens in texts:
             for _ in range(4):
                 yield reward_case(tokens, [
                     Span(*sorted(rng.sample(range(len("".join(tokens)) + 1), 2)),
@@ -337,86 +306,61 @@ def cases_z_loss():
     for lengths in ([(1, 1)], [(2, 1)], [(1, 2)], [(3, 2)], [(2, 3), (3, 1)], [(1, 5), (4, 2)]):
         pairs = [tuple(random_ids(rng, x, z)) for x, z in lengths]
 
-        def call(function, pairs=pairs):
+        def call(function):
             matrices = dict(zip("AB", lora_parameters(toy_model(), "policy")))
             with use_lora(toy_model(), "policy"):
                 result = function(toy_model(), pairs)
             return {"loss": result} | gradients(result, matrices)
-        columns = {"pair": [], "part": [], "token id": []}
-        for number, pair in enumerate(pairs):
-            for part, ids in zip(("x, y", "z"), pair):
-                columns["pair"] += [number] * len(ids)
-                columns["part"] += [part] * len(ids)
-                columns["token id"] += ids
-        yield Case(call, columns)
+        rows = [(number, part, token) for number, pair in enumerate(pairs)
+                for part, ids in zip(("x, y", "z"), pair) for token in ids]
+        yield Case(call, dict(zip(("pair", "part", "token id"), zip(*rows))))
 
 
 def cases_nl_gradient():
-    """A linear model of two words; the second call shows whether gradients pile up."""
+    """A linear layer that reads two features per token and writes one of three words."""
     rng = random.Random(0)
     for delta in ([1.0], [-1.0], [1.0, 0.0], [1.0, -1.0, 0.0, 1.0], [0.0, 0.0]):
         T = len(delta)
         features = draw(rng, [2] * T, -1, 1)                                       # [T, 2]
-        start = draw(rng, [2, 2, 2], -1, 1)                                        # [3, 2]
+        start = draw(rng, [2, 2, 2], -1, 1), draw(rng, [3], -1, 1)                 # W, bias
         words = [rng.randrange(3) for _ in delta]
 
-        def logprobs_of(weight, features=features, words=words):
-            log_p = (features @ weight.T).log_softmax(-1)                          # [T, 3]
-            return log_p[range(len(words)), words]
+        def logprobs_of(W, bias):
+            return (features @ W.T + bias).log_softmax(-1)[range(T), words]        # [T]
 
-        def call(function, delta=delta, start=start, logprobs_of=logprobs_of):
-            weight = nn.Parameter(start.clone())
-            first = function(logprobs_of(weight), torch.tensor(delta), [weight])
-            if not isinstance(first, (list, tuple)):
-                return {"g_NL": first, "g_NL in a second call": first}
-            first = [part.clone() for part in first]
-            second = function(logprobs_of(weight), torch.tensor(delta), [weight])
-            return {"g_NL": first, "g_NL in a second call": [*second]}
-        logprobs = logprobs_of(start)
-        yield Case(call, {"t": [*range(1, T + 1)], "δ": delta, "log π": logprobs.tolist()})
+        def call(function):
+            parameters = [nn.Parameter(x.clone()) for x in start]
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            return {"g_NL": function(logprobs_of(*parameters), torch.tensor(delta), parameters)}
+        yield Case(call, {"t": [*range(1, T + 1)], "δ": delta,
+                          "log π": logprobs_of(*start).tolist()},
+                   "parameters: W [3, 2] and bias [1, 3]; p.grad is 1 before the call")
 
 
 def cases_add_penalty():
-    """Tokens where the policy is above and below the reference."""
+    """Tokens where the policy is above and below the reference; the padding holds numbers."""
     rng = random.Random(0)
     for lengths in ([1], [1], [3], [2, 1], [4, 2, 3]):
-        mask = mask_of(lengths)
-        delta = draw(rng, lengths, -1, 1).round() * mask
-        old = draw(rng, lengths, -3, -0.1)
-        reference = draw(rng, lengths, -3, -0.1)
-
-        def call(function, inputs=(delta, old, reference, mask)):
-            return {"r": function(*(x.clone() for x in inputs), 0.5)}
-        yield Case(call, token_columns(mask, **{"δ": delta, "log π_old": old,
-                                                "log π_ref": reference}), "β = 0.5")
+        inputs = {"δ": draw(rng, lengths, -1, 1).round(),
+                  "log π_old": draw(rng, lengths, -3, -0.1),
+                  "log π_ref": draw(rng, lengths, -3, -0.1)}
+        yield batch_case(["r"], inputs, lengths, [0.5], "β = 0.5")
 
 
 def cases_gae():
     """One token, then more; the padding of shorter rows holds numbers."""
     rng = random.Random(0)
     for lengths in ([1], [2], [3], [2, 1], [3, 2], [4, 1, 3]):
-        mask = mask_of(lengths)
-        rewards = draw(rng, lengths, -1, 1)
-        values = draw(rng, lengths, -1, 1)
-
-        def call(function, inputs=(rewards, values, mask)):
-            result = function(*(x.clone() for x in inputs), 0.9, 0.8)
-            if not isinstance(result, (tuple, list)) or len(result) != 2:
-                return {"A": result, "R": result}
-            return {"A": result[0], "R": result[1]}
-        yield Case(call, token_columns(mask, r=rewards, V=values), "γ = 0.9, λ = 0.8")
+        inputs = {"r": draw(rng, lengths, -1, 1), "V": draw(rng, lengths, -1, 1)}
+        yield batch_case(["A", "R"], inputs, lengths, [0.9, 0.8], "γ = 0.9, λ = 0.8")
 
 
 def cases_whiten():
     """One row, then rows of different lengths, whose padding holds numbers."""
     rng = random.Random(0)
     for lengths in ([2], [3], [2, 1], [4, 2, 3]):
-        mask = mask_of(lengths)
-        advantages = draw(rng, lengths, -1, 3)
-
-        def call(function, inputs=(advantages, mask)):
-            return {"Â": function(*(x.clone() for x in inputs))}
-        yield Case(call, token_columns(mask, A=advantages))
+        yield batch_case(["Â"], {"A": draw(rng, lengths, -1, 3)}, lengths, [])
 
 
 def cases_ppo_loss():
@@ -427,15 +371,11 @@ def cases_ppo_loss():
     for lengths in ([3], [2, 1], [4, 1, 3], [5, 5, 2, 4]):
         inputs.append((draw(rng, lengths, -0.8, 0.8), draw(rng, lengths, -2, 2), lengths))
     for change, advantages, lengths in inputs:
-        mask = mask_of(lengths)
         old = draw(rng, lengths, -2, -1)
-
-        def call(function, new=old + change, inputs=(old, advantages, mask)):
-            logprobs = new.clone().requires_grad_()
-            result = function(logprobs, *(x.clone() for x in inputs), 0.2)
-            return {"loss": result} | gradients(result, {"log π": logprobs})
-        yield Case(call, token_columns(mask, **{"log π": old + change, "log π_old": old,
-                                                "ρ": change.exp(), "A": advantages}), "ε = 0.2")
+        case = batch_case(["loss"], {"log π": old + change, "log π_old": old, "A": advantages},
+                          lengths, [0.2], "ε = 0.2", has_gradient=True)
+        case.tokens["ρ"] = flat(change.exp())
+        yield case
 
 
 def cases_update():
@@ -447,34 +387,22 @@ def cases_update():
     config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.6, clip=0.2,
                           value_clip=0.5)
     batch = Rollouts([{}] * 5, [], [], [], *pad_batch(prompts, responses))
-    add_scores(batch, toy_model(), ValueHead(128), config)
-    batch.values = draw(rng, lengths, -1, 1) * batch.mask
-    batch.advantages = draw(rng, lengths, -2, 2) * batch.mask
-    batch.returns = draw(rng, lengths, -2, 2) * batch.mask
-    shift = draw(rng, [128], -0.2, 0.2)
-    theta = lora_parameters(toy_model(), "policy")
-    start = [p.detach() + torch.randn(p.shape, generator=torch.Generator().manual_seed(9)) / 30
-             for p in theta]                                     # so that ρ is not 1
+    start = deepcopy(toy_model()), ValueHead(128)
+    add_scores(batch, *start, config)
+    batch.values = draw(rng, lengths, -1, 1)
+    batch.advantages = draw(rng, lengths, -2, 2)
+    batch.returns = draw(rng, lengths, -2, 2)
+    randomise(lora_parameters(start[0], "policy"), seed=1)       # so that ρ is not 1
+    start[1].linear.weight.data = draw(rng, [128], -0.2, 0.2)
     for steps in ([[0]], [[1]], [[4, 0, 2]], [[4, 0, 2], [1, 3]]):
-        def call(function, steps=steps):
-            head = ValueHead(128)
-            head.linear.weight.data += shift
-            stored = [p.data for p in theta]
-            for p, value in zip(theta, start):
-                p.data = value.clone()
-                p.grad = None
-            weights = [*theta, *head.parameters()]
-            optimizer = torch.optim.SGD(weights, 0.1)
-            try:
-                norms = [function(batch, index, toy_model(), head, optimizer, config,
-                                  lambda *terms: 2 * ppo_loss(*terms)) for index in steps]
-                after = [p.detach().clone() for p in weights]
-            finally:
-                for p, value in zip(theta, stored):
-                    p.data = value
-                    p.grad = None
-            return {"norm": norms, "ψ after the last step": after[-2:],
-                    "θ after the last step": after[:-2]}
+        def call(function):
+            model, head = deepcopy(start)
+            theta = lora_parameters(model, "policy")
+            optimizer = torch.optim.SGD([*theta, *head.parameters()], 0.1)
+            norms = [function(batch, index, model, head, optimizer, config,
+                              lambda *terms: 2 * ppo_loss(*terms)) for index in steps]
+            return {"norm": norms, "ψ after the last step": [*head.parameters()],
+                    "θ after the last step": theta}
         index = steps[-1]
         picked = batch.mask[index].bool()
         columns = {"row": [i for i in index for _ in range(lengths[i])]}
@@ -493,7 +421,7 @@ def cases_lora_forward():
                    "down": draw(rng, [features] * rank, -2, 2),
                    "up": draw(rng, [rank] * outputs, -2, 2)}
 
-        def call(function, numbers=numbers):
+        def call(function):
             x, W, down, up = (tensor.clone().requires_grad_() for tensor in numbers.values())
             result = function(x, W.detach(), down, up, 5.0)
             return {"result": result} | gradients(result, {"x": x, "down": down, "up": up})
@@ -507,45 +435,34 @@ def cases_generate():
     Token ids below 8 never occur, so a sum can equal u = 0."""
     rng = random.Random(0)
     model, tokenizer = load_model(toy.BASE, device="cpu")
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill(-1, torch.arange(8), -1e9))
+    calls = []                                    # of the model: number of columns, …
+
+    def record(module, arguments, options):
+        positions = options["position_ids"]
+        calls.append((positions.shape[1], positions[:, -1].tolist(),
+                      options["attention_mask"][:, -1].tolist()))
+
+    model.model.register_forward_pre_hook(record, with_kwargs=True)
     posts = [tokenizer(row["post"]).input_ids for row in toy.rows("train", 4)]
     for lengths, T in (([2], 1), ([2], 2), ([1], 4), ([2, 3], 4), ([6, 3, 8, 8], 10)):
         prompts = [ids[:length] for ids, length in zip(posts, lengths)]
-        uniforms = torch.tensor([[round(rng.uniform(0.1, 0.9), 2) for _ in range(T)]
-                                 for _ in lengths])
+        uniforms = draw(rng, [T] * len(lengths), 0.1, 0.9)
         if T > 3:
             uniforms[-1, 1] = 0.0
             uniforms[0, -1] = 1.5                     # no sum is above it
-        with impossible_ids(model):
-            longest = solutions.generate(model, prompts, uniforms, 0.7, -1)
+        longest = solutions.generate(model, prompts, uniforms, 0.7, -1)
         eos = longest[-1][2] if T > 3 else -1
 
-        def call(function, prompts=prompts, uniforms=uniforms, eos=eos):
-            positions = []                            # of the columns in each call, [B, n]
-
-            def record(_, arguments, options):
-                positions.append(options["position_ids"].clone())
-
-            with impossible_ids(model):
-                hook = model.model.register_forward_pre_hook(record, with_kwargs=True)
-                try:
-                    result = function(model, [list(x) for x in prompts], uniforms.clone(), 0.7,
-                                      eos)
-                finally:
-                    hook.remove()
-            needed = max(map(len, prompts)) + uniforms.shape[1] - 1
-            read = sum(p.shape[1] for p in positions)
-            last = [p[:, -1].tolist() for p in positions[:1]]
-            return {"result": result, "columns read twice": max(0, read - needed),
-                    "position of the last token of each prompt": last}
+        def call(function):
+            calls.clear()
+            result = function(model, [list(x) for x in prompts], uniforms.clone(), 0.7, eos)
+            widths, positions, attention = [*zip(*calls)] or [[0], [None], [None]]
+            needed = max(lengths) + T - 1
+            return {"result": result, "columns read twice": max(0, sum(widths) - needed),
+                    "attention of the prompts' last column": attention[0],
+                    "position of the prompts' last column": positions[0]}
         columns = {"row": [i for i in range(len(prompts)) for _ in range(T)],
                    "t": [*range(1, T + 1)] * len(prompts), "u": flat(uniforms)}
         yield Case(call, columns, f"prompts: {prompts}\nEOS: {eos}, τ = 0.7")
-
-
-def impossible_ids(model):
-    """A context in which the model gives the ids below 8 the probability 0."""
-    def exclude(module, inputs, logits):
-        logits = logits.clone()
-        logits[..., :8] = -1e9
-        return logits
-    return model.lm_head.register_forward_hook(exclude)

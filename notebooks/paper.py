@@ -26,7 +26,7 @@ from report import LEGEND, page, split_text, write_page  # noqa: E402
 PLACES = r"(?m)^\| ((?:Eq|Alg)\. .*) \|$"          # rows of the map in PAPER.md
 LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
 # place | formulas as the paper prints them | how this repository reads or changes them, if it
-# does. "; " separates formulas, {a}/{b} is a fraction, and ‹ › enclose a slip (PAPER.md).
+# does. "; " separates formulas, _ and ^ begin scripts, and ‹ › enclose a slip (PAPER.md).
 WORDS = """\
 Eq. §3.1 Definition 1 | ∇_NL(c → y) = ∑_{t=1}^T δ_t ∇_θ log π_θ(y_t ∣ x, y_<t)
 Eq. §3.3 δ | δ_t = +1 if t ∈ s_k and 𝒜(y)[s_k] = positive;
@@ -52,15 +52,15 @@ Eq. §3.6 ΔA^A − ΔA^B | ΔA_t^A − ΔA_t^B = ∑_{k=t}^{T−1} ‹(γλ)^{k
 Eq. Appendix A ΔA | ΔA_t^A = ∑_{k=t}^T (γλ)^{k−t} Δr_k; ΔA_t^B = (γλ)^{T−t} ∑_{‹k=t›}^T Δr_k;
   ΔA_t^A > ΔA_t^B if ‹any Δr_k > 0, k < T›
   | ΔA_1^A > ΔA_1^B if all Δr_k ≥ 0 and any Δr_k > 0, k < T
-Eq. Appendix A α | α(k, T) = {(γλ)^{k−t}}/{(γλ)^{T−t}} = (γλ)^{−(T−k)}; 0.95^{−20} ≈ 2.8
-Eq. Appendix I.1 decay | r_i = 1.0 − (i − 1) · {0.9}/{‹n − 1›} | r_1 = 1 if n = 1
+Eq. Appendix A α | α(k, T) = (γλ)^{k−t} / (γλ)^{T−t} = (γλ)^{−(T−k)}; 0.95^{−20} ≈ 2.8
+Eq. Appendix I.1 decay | r_i = 1.0 − (i − 1) · 0.9 / ‹(n − 1)› | r_1 = 1 if n = 1
 Alg. 1 l.5 | 𝒟_R ← ∅
 Alg. 1 l.7–8 | (c_i, 𝒜(y_i), δ_i) ←; GenerateDualFeedback(x_i, y_i)
 Alg. 1 l.9 | z_i ← [c_i;𝒜(y_i)]
 Alg. 1 l.14 | R_φ ← TrainRewardModel(𝒟_R)
 Alg. 1 l.18–19 | π_θ ←; OptimizePolicyWithNLGradient(π_θ, R_φ, V_ψ)
-Alg. 2 l.5–9 | c, 𝒜(y); s_k ⊂ y; ℓ_k ∈ \\{positive, ‹neutral›, negative\\}
-  | ℓ_k ∈ \\{positive, negative\\}
+Alg. 2 l.5–9 | c, 𝒜(y); s_k ⊂ y; ℓ_k ∈ {positive, ‹neutral›, negative}
+  | ℓ_k ∈ {positive, negative}
 Alg. 2 l.10–11 | ‹c›, 𝒜(y) | 𝒜(y)
 Alg. 2 l.13 | R_LLM(x, y) = (c, 𝒜(y)); 𝒜(y) : s_k ↦ ℓ_k
 Alg. 2 l.16–17 | ℓ_k = 𝒜(y)[s_k]
@@ -82,10 +82,10 @@ Alg. 4 l.15–16 | A_t = ∑_{k=t}^T γ^{k−t} r_k^{total,A} − V_ψ(x, y_<t);
   or A_t = ∑_{l=0}^{‹T−t−1›} (γλ)^l (r_{t+l}^{total,A};
   + γ V_ψ(x, y_{<t+l+1}) − V_ψ(x, y_{<t+l}))
   | A_t = ∑_{l=0}^{T−t} (γλ)^l δ_{t+l}^TD; V_ψ(x, y_{<T+1}) = 0
-Alg. 4 l.21–22 | ρ_t(θ) = {π_θ(y_t ∣ x, y_<t)}/{π_{θ_old}(y_t ∣ x, y_<t)}
+Alg. 4 l.21–22 | ρ_t(θ) = π_θ(y_t ∣ x, y_<t) / π_{θ_old}(y_t ∣ x, y_<t)
 Alg. 4 l.23 | L_t^CLIP(θ) = min(ρ_t(θ) A_t, clip(ρ_t(θ), 1 − ε, 1 + ε) A_t)
 Alg. 4 l.24 | L_t^VF(ψ) = (V_ψ(x, y_<t) − (∑_{k=t}^T γ^{k−t} r_k^{total,A}))^2
-  | L_t^VF(ψ) = {1}/{2} max((V_t − R_t)^2, (clip(V_t) − R_t)^2); R_t = A_t + V_t^old
+  | L_t^VF(ψ) = ½ max((V_t − R_t)^2, (clip(V_t) − R_t)^2); R_t = A_t + V_t^old
 Alg. 4 l.25 | L_t^ENT(θ) = ℋ(π_θ(· ∣ x, y_<t))
 Alg. 4 l.27 | L^PPO(θ) = 𝔼_{ℬ,t}[L_t^CLIP(θ) ‹−› β L_t^ENT(θ)]
   | maximise 𝔼_{ℬ,t}[L_t^CLIP(θ) + β_H L_t^ENT(θ)]
@@ -93,10 +93,6 @@ Alg. 4 l.28 | L^VF(ψ) = 𝔼_{ℬ,t}[L_t^VF(ψ)]
 Alg. 4 l.29–30 | θ ← optimizer step(θ, ∇_θ L^PPO(θ)); ψ ← optimizer step(ψ, ∇_ψ L^VF(ψ))"""
 WORDS = {place: formulas for place, *formulas in
          (line.split(" | ") for line in re.sub(r"\n +", " ", WORDS).split("\n"))}
-# Tokens of a formula → tags of MathML. All other tokens are numbers, names or operators.
-TAGS = {"_": "msub", "^": "msup", "{": "mrow", "‹": 'mrow class="slip"',
-        " ": 'mspace width=".25em"', "⁻": 'mo form="prefix"',
-        **dict.fromkeys([*"()[]|", "\\{", "\\}"], 'mo stretchy="false"')}
 # Equations whose lines of code have the tag of another place.
 SAME = {"Eq. §3.5 total reward": "Alg. 4 l.14", "Eq. §3.5 r_t^KL": "Alg. 4 l.14",
         "Eq. §3.5 GAE": "Alg. 4 l.15–16", "Eq. §3.4 L_R": "Alg. 3 l.5–6",
@@ -106,16 +102,17 @@ HEAD = """<style>.row { display: grid; gap: 0 1.5rem; border-top: 1px solid #888
 .row > * { margin: .6rem 0; min-width: 0; } pre { overflow-x: auto; font-size: .75rem; }
 mark { background: #f0b42940; color: inherit; } :target { outline: 2px solid #2f7fd1; }
 a { color: inherit; } label { display: block; }
-textarea { width: 100%; box-sizing: border-box; font: inherit; } sub, sup { line-height: 0; }
+textarea { width: 100%; box-sizing: border-box; font: inherit; }
+sub, sup { line-height: 0; font-size: .75em; }
 .small { font-size: .8rem; overflow-wrap: anywhere; } h3 + div { white-space: pre-wrap }
-math { font-family: "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", math; }
-.formula, pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
+.formula { font-family: "STIX Two Text", Cambria, "DejaVu Serif", serif; line-height: 1.8;
+  padding-left: 4rem; }
+.formula small { display: inline-block; width: 4rem; margin-left: -4rem; }
+pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
   background: linear-gradient(90deg, Canvas 1rem, #0000) 0 / 2rem 100% local no-repeat,
     linear-gradient(270deg, Canvas 1rem, #0000) 100% / 2rem 100% local no-repeat,
     linear-gradient(90deg, var(--shade)) 0 / 1rem 100% scroll no-repeat,
     linear-gradient(270deg, var(--shade)) 100% / 1rem 100% scroll no-repeat; }
-.formula math { math-style: normal;
-  display: block math; width: fit-content; padding: .15rem 0; font-size: 1.05rem; }
 #worked { white-space: pre-line; } small { opacity: .75; }
 .slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
   padding: 0 .15em; }</style>
@@ -193,51 +190,22 @@ def anchor(text: str) -> str:
 
 
 def math(text: str) -> str:
-    """A formula as MathML; WORDS has such formulas. A minus with no space after it is tight."""
-    braced = re.sub(r"([_^])(<?[^\W_]+|′)", r"\1{\2}", text)              # y_<t → y_{<t}
-    tight = re.sub(r"−(?=[\w(])", "⁻", braced)
-    tokens = re.findall(r"[A-Za-z]+|\d+(?:[.–]\d+)?|(?<=[\w})›\]]) (?=[\w‹∇])|\\?\S", tight)
-    plain = escape(text.replace("\\", ""))
-    return f'<math alttext="{plain}">{elements(tokens)}</math>'
-
-
-def elements(tokens: list[str]) -> str:
-    """The MathML of the tokens before the next closing } or ›, which are removed."""
-    nodes = []                                                              # [tag, content]
-    while tokens and (token := tokens.pop(0)) not in "}›":
-        tag = TAGS.get(token, "mn" if token[0].isdigit() else "mi" if token.isalpha() else "mo")
-        if token in "_^/" and tokens[:1] == ["{"]:    # a script or the second part of {a}/{b}
-            base_tag, content = nodes.pop()
-            if (base_tag, token) == ("msub", "^"):
-                tag = "msubsup"
-            else:
-                tag = "mfrac" if token == "/" else tag
-                content = element(base_tag, content)
-            tokens.pop(0)
-            nodes.append([tag, content + element("mrow", elements(tokens))])
-        elif token in "{‹":
-            nodes.append([tag, elements(tokens)])
-        else:
-            nodes.append([tag, escape(token.strip("\\ ").replace("⁻", "−"))])
-    return "".join(element(*node) for node in nodes)
-
-
-def element(tag: str, content: str) -> str:
-    """An element of MathML. The scripts of ∑ and ∏ stand below and above the sign."""
-    if content.startswith(("<mo>∑", "<mo>∏")):
-        tag = tag.replace("sub", "under").replace("sup", "over")
-    return f"<{tag}>{content}</{tag.split()[0]}>"
+    """The HTML of a formula such as those in WORDS."""
+    html = escape(re.sub(r"([_^])(<?[^\W_]+|′)", r"\1{\2}", text))            # y_<t → y_{<t}
+    for _ in range(2):                                   # a script may be in another script
+        html = re.sub(r"_\{([^{}]*)\}", r"<sub>\1</sub>", html)
+        html = re.sub(r"\^\{([^{}]*)\}", r"<sup>\1</sup>", html)
+    return html.replace("‹", '<span class="slip">').replace("›", "</span>")
 
 
 def row(place: str, description: str, code: str, tests: str) -> str:
     """A row of the page: the paper's side has the anchor #slug, the code's #slug-code."""
     slug, left = anchor(place), ""
     for label, cell in zip(("printed", "here"), WORDS.get(place, [])):
-        formulas = " ".join(map(math, cell.split("; ")))
-        left += f'<p class="formula"><small>{label}</small> {formulas}</p>'
+        formulas = "<br>".join(map(math, cell.split("; ")))
+        left += f'<p class="formula"><small>{label}</small>{formulas}</p>'
     if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
-        words = (math(w) if re.search("[_^]", w) else escape(w) for w in description.split())
-        left += f"<p>{' '.join(words)}</p>"
+        left += f"<p>{math(description)}</p>"
     right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
                     for name in re.findall(r"`(\w+\.\w+)`", code))
     right += f'<p class="small">Fails without it: {tests.strip("`")}</p>'

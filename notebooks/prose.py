@@ -7,14 +7,10 @@ is a summary. The annotator also looks for words that a real language model make
 """
 
 import re
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import toy  # noqa: E402
+import toy
 
 POSTS = [
     ['In {month} my {person} opened my mail. When I asked about it, I was told "{reply}"',

@@ -1,4 +1,4 @@
-"""The checks of notebook 6: what is right, what is wrong, and no false hint."""
+"""The checks of notebook 6: what is right, and what is wrong."""
 
 import contextlib
 import inspect
@@ -18,11 +18,9 @@ import reward_model
 from annotate import token_rewards
 
 from notebooks import solutions
-from notebooks.checks import (Wrong, cases, check, edited, results_of, same_results,
-                              wrong_results)
+from notebooks.checks import Wrong, check
 
 CELLS = nbformat.read(ROOT / "notebooks" / "6_build_it_yourself.ipynb", as_version=4).cells
-MISTAKES = solutions.MISTAKES
 # Other right versions: the solution with an edit, or a function of the project
 RIGHT = [
     ("find_spans", ("places.append((start, end))", "places.insert(0, [start, end])")),
@@ -50,7 +48,7 @@ RIGHT = [
     ("token_rewards", token_rewards), ("z_loss", reward_model.z_loss), ("gae", policy.gae),
     ("whiten", policy.whiten), ("ppo_loss", policy.ppo_loss),
 ]
-# Wrong versions without a known mistake, or with two: (edits, part of the message); no hint
+# Wrong versions whose message says what this pattern says
 WRONG = [
     ("find_spans", "expected", ("response[start:end] == quote",
                                 "response[start:end].lower() == quote.lower()")),
@@ -59,29 +57,172 @@ WRONG = [
     ("z_loss", "should be a tensor", ("return loss", "return loss.item()")),
     ("z_loss", "cut off", ("return loss", "return loss.detach()")),
     ("nl_gradient", "wrong shape", ("list(torch", "list(x.flatten() for x in torch")),
-    ("gae", "expected", ("+ gamma * next_value", "+ lam * next_value")),
-    ("gae", "expected", ("gamma * lam * next", "gamma * next"),
-     ("advantages + values", "advantages - values")),
-    ("whiten", "expected", ("** 2", "** 4")),
+    ("nl_gradient", "wrong length: expected 2, found 1", ("parameters))", "parameters[0]))")),
     ("ppo_loss", "cut off", ("(logprobs - ", "(logprobs.detach() - ")),
-    ("ppo_loss", "expected", ("return -(", "return ("), ("minimum", "maximum")),
-    ("update", "expected", ("config.clip)", "config.value_clip)")),
     ("update", "RuntimeError in line 2", ("loss.back", "(loss + mask).back")),
     ("lora_forward", "RuntimeError in line 3 of your", ("x @ W.T", "x @ W @ W")),
     ("generate", "columns read twice is", (
         "next_logits(model, ids, attention, positions, cache)",
         "next_logits(model, (seen := torch.cat([seen, ids], 1) if cache else ids), attention, "
         "(attention.cumsum(1) - 1).clamp(min=0), None)")),
-    ("generate", "Do not draw random", (
+    ("generate", "A second call with the same inputs gives other results", (
         "(sums <= u[:, None]).sum(-1, keepdim=True)",
         "(logits / temperature).softmax(-1).multinomial(1)")),
+    ("generate", r"attention of the prompts' last column\[0\] is 0, expected 1"
+                 r"[^─]*\nyour result is the expected one\n",
+     ("[0] * n + x", "x + [0] * n"), ("[0] * n + [1] * len(x)", "[1] * len(x) + [0] * n")),
 ]
+# More wrong versions: "text ⇒ wrong text"; ‖ separates two edits, ⏎ is the end of a line
+MISTAKES = """
+find_spans
+    and not cuts_left and not cuts_right ⇒
+    and not cuts_right ⇒
+    and not cuts_left ⇒
+    if len(places) <= quotes.count(quote): ⇒ if places:
+    spans += places ⇒ spans += places[:1]
+    set(quotes) ⇒ quotes
+    len(places) <= ⇒ len(places) ==
+    <= quotes.count(quote): ⇒ > 0: ‖ += places ⇒ += places[: quotes.count(quote)]
+    and quote[0].isalnum() ⇒ == quote[0].isalnum() ‖ and quote[-1] ⇒ == quote[-1]
+    and quote[0].isalnum() ⇒ ‖ and quote[-1].isalnum() ⇒
+    spans = [] ⇒ spans, quotes = [], [quote.strip() for quote in quotes]
+    : start].isalnum() ⇒ : start].replace("_", "x").isalnum()
+    == quote and ⇒ == quote and (not places or start >= places[-1][1]) and
+token_rewards
+    span.start <= start < end <= span.end ⇒ max(start, span.start) < min(end, span.end)
+    end <= span.end ⇒ end < span.end
+    piece.strip() or piece ⇒ piece
+    piece.strip() or piece ⇒ piece.lstrip() or piece
+    word = piece.strip() or piece ⇒ word = piece.strip()
+    start < end <= span.end ⇒ start <= end <= span.end
+    {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
+    sum(labels) ⇒ [0, *labels][-1] ‖ {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
+    sum(labels) ⇒ [*labels, 0][0] ‖ {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
+    sum(labels) ⇒ min(labels, default=0)
+    sum(labels) ⇒ max(labels, default=0)
+z_loss
+    [len(prompt) - 1 : -1] ⇒ [len(prompt) :]
+    len(prompt) - 1 : ⇒ : ‖ range(len(z)), z] ⇒ range(len(prompt + z) - 1), (prompt + z)[1:]]
+    log_p[range(len(z)), z] ⇒ log_p[range(1, len(z)), z[1:]]
+    log_p[range(len(z)), z] ⇒ log_p[range(len(z) - 1), z[:-1]]
+    return loss ⇒ return loss / len(pairs)
+    return loss ⇒ return loss / sum(len(z) for _, z in pairs)
+    log_p[range(len(z)), z].sum() ⇒ log_p[range(len(z)), z].mean()
+    loss = loss - log_p ⇒ loss = 0 * loss - log_p
+nl_gradient
+    .sum() ⇒ .mean()
+    (delta * logprobs) ⇒ (delta.abs() * logprobs)
+    (delta * logprobs) ⇒ (delta.clamp(min=0) * logprobs)
+    (delta * logprobs) ⇒ logprobs
+    return ⇒ objective.backward(retain_graph=True)⏎    return [p.grad for p in parameters]#
+add_penalty
+    * mask ⇒
+    (delta - beta * log_ratio) * mask ⇒ delta - beta * log_ratio * mask
+    logprobs_old - logprobs_ref ⇒ (logprobs_old - logprobs_ref).abs()
+    logprobs_old - logprobs_ref ⇒ (logprobs_old - logprobs_ref).clamp(min=0)
+    logprobs_old - logprobs_ref ⇒ ((logprobs_old - logprobs_ref) * mask).sum(-1, keepdim=True)
+    beta * log_ratio ⇒ beta * logprobs_old.exp() * log_ratio
+gae
+    values = values * mask ⇒ pass
+    rewards * mask ⇒ rewards ‖ values * mask ⇒ values ‖ return ⇒ advantages *= mask⏎    return
+    rewards = rewards * mask ⇒ pass
+    gamma * lam * next ⇒ gamma * next
+    gamma * lam * next ⇒ lam * next
+    gamma * lam * next_advantage ⇒ 0
+    + gamma * next_value ⇒ + next_value
+    + gamma * next_value ⇒ + lam * next_value
+    + gamma * next_value ⇒
+    reversed(range(rewards.shape[1])) ⇒ reversed(range(rewards.shape[1] - 1))
+    advantages + values ⇒ rewards.flip(1).cumsum(1).flip(1)
+    return advantages ⇒ return whiten(advantages, mask)
+    return ⇒ advantages = whiten(advantages, mask)⏎    return
+    reversed(range(rewards.shape[1])) ⇒ range(rewards.shape[1])
+whiten
+    (advantages * mask).sum() / count ⇒ advantages.mean()
+    ((advantages - mean) ** 2 * mask).sum() / count ⇒ ((advantages - mean) ** 2).mean()
+    2 * mask).sum() / count ⇒ 2 * mask).sum() / (count - 1)
+    .sqrt() * mask ⇒ .sqrt()
+    mask.sum() ⇒ mask.numel()
+    count = mask.sum() ⇒ count = mask.sum(1, True) ‖ s * mask).sum() ⇒ s * mask).sum(1, True)
+ppo_loss
+    minimum ⇒ maximum
+    / mask.sum() ⇒ / mask.numel()
+    / mask.sum() ⇒
+    -(gain * mask).sum() / mask.sum() ⇒ -gain.mean()
+    -(gain * mask).sum() / mask.sum() ⇒ -((gain * mask).sum(1) / mask.sum(1)).mean()
+    torch.exp((logprobs - logprobs_old) * mask) ⇒ 1 + (logprobs - logprobs_old) * mask
+    (logprobs - logprobs_old) ⇒ (logprobs_old - logprobs)
+    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(max=1 + clip)
+    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(min=1 - clip)
+    torch.minimum(ratio * advantages, clipped * advantages) ⇒ clipped * advantages
+    torch.minimum(ratio * advantages, clipped * advantages) ⇒ ratio * advantages
+    ratio * advantages, clipped * advantages) ⇒ ratio, clipped) * advantages
+    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(-clip, clip)
+    _old) * mask ⇒ _old) ‖ -(gain * mask).sum() / mask.sum() ⇒ -gain.mean()
+update
+    optimizer.zero_grad() ⇒ pass
+    loss.backward() ⇒ loss.backward()⏎    optimizer.zero_grad()
+    value_head(hidden.detach()) ⇒ value_head(hidden)
+    = policy_loss( ⇒ = ppo_loss(
+    optimizer.step() ⇒ pass
+    (weights, 1.0) ⇒ (weights, 1e9)
+    config.value_coef * ⇒
+    loss - config.entropy_coef * entropy.mean() ⇒ loss
+    entropy.mean() ⇒ entropy.sum()
+    (logits / config.temperature) ⇒ logits
+    entropy = - ⇒ log_p = logits.log_softmax(-1)⏎    entropy = -
+    logprobs = log_p[ ⇒ logprobs = logits.log_softmax(-1)[
+    config.value_clip ⇒ config.clip
+    config.clip) ⇒ config.value_clip)
+    config.entropy_coef * ⇒
+    optimizer.step() ⇒ for p in weights:⏎        p.grad *= -1⏎    optimizer.step()
+    return norm.item() ⇒ return sum(p.grad.norm() ** 2 for p in weights).item() ** 0.5
+lora_forward
+    (alpha / len(down)) * ⇒
+    alpha / len(down) ⇒ alpha
+    alpha / len(down) ⇒ 1 / len(down)
+    alpha / len(down) ⇒ alpha // len(down)
+    alpha / len(down) ⇒ alpha / down.shape[1]
+generate
+    if eos not in answer: ⇒ if token != eos and eos not in answer:
+    return answers ⇒ return [[v for v in y if v != eos] for y in answers]
+    if eos not in answer: ⇒ if True: ‖ if all(eos in answer for answer in answers): ⇒ if False:
+    [[] for _ in prompts] ⇒ [list(x) for x in prompts]
+    logits / temperature ⇒ logits
+    [0] * n + [1] * len(x) ⇒ [1] * longest
+    (attention.cumsum(1) - 1).clamp(min=0) ⇒ torch.arange(longest).expand(len(prompts), -1)
+    (attention.cumsum(1) - 1).clamp(min=0) ⇒ attention.cumsum(1)
+    positions[:, -1:] + 1 ⇒ positions[:, -1:]
+    positions[:, -1:] + 1 ⇒ torch.full_like(ids, attention.shape[1] - 1)
+    cache = None ⇒ cache, attention = None, torch.ones_like(attention)
+    torch.ones_like(ids)], 1) ⇒ torch.zeros_like(ids)], 1)
+    (sums <= u[:, None]).sum(-1, keepdim=True) ⇒ logits.argmax(-1, keepdim=True)
+    (sums <= u[:, None]) ⇒ (sums < u[:, None])
+    ids = ids.clamp(max=logits.shape[1] - 1) ⇒ pass
+    (sums <= u[:, None]).sum(-1, ⇒ (sums > u[:, None]).int().argmax(-1,
+"""
+EXERCISES = re.findall(r"(?m)^\w+", MISTAKES)
+
+
+def read_mistakes():
+    """(exercise, pattern, edits…) of each line of MISTAKES."""
+    for line in MISTAKES.strip().splitlines():
+        if not line.startswith(" "):
+            name = line
+            continue
+        edits = line.strip().replace("⏎", "\n").split(" ‖ ")
+        yield name, "", *((old, new.strip()) for old, _, new in
+                          (edit.partition(" ⇒") for edit in edits))
 
 
 def version(name: str, *edits):
     """The solution with edits, pairs (text, replacement)."""
+    source = inspect.getsource(getattr(solutions, name))
+    for text, replacement in edits:
+        assert source.count(text) == 1, text
+        source = source.replace(text, replacement)
     names = vars(solutions) | {"ppo_loss": policy.ppo_loss, "whiten": policy.whiten}
-    exec(edited(inspect.getsource(getattr(solutions, name)), edits), names)
+    exec(source, names)
     return names[name]
 
 
@@ -93,35 +234,24 @@ def message(name: str, function) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name, right", [*RIGHT, *((name, ("", "")) for name in MISTAKES)])
+@pytest.mark.parametrize("name, right", [*RIGHT, *((name, ()) for name in EXERCISES)])
 def test_what_is_right_is_accepted(name, right, capsys):
-    function = right if callable(right) else version(name, *([right] if right[0] else []))
+    function = right if callable(right) else version(name, *([right] if right else []))
     check(name, function)
     assert capsys.readouterr().out == "right\n"
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_each_mistake_is_refused_and_no_two_look_the_same(name):
-    """So each mistake gets its own hint, which is read off for the last one."""
-    right = [results_of(getattr(solutions, name), case) for case in cases(name)]
-    known = wrong_results(name)
-    assert len(known) >= 6
-    for i, (hint, results) in enumerate(known):
-        assert not same_results(results, right), hint
-        assert not [other for other, others in known[:i] if same_results(results, others)], hint
-    hint, *edits = MISTAKES[name][-1]
-    assert f"\nHint: {hint}.\n" in message(name, version(name, *edits))
+@pytest.mark.parametrize("name", EXERCISES)
+def test_each_mistake_is_refused_in_words_that_fit(name):
+    mistakes = [mistake for mistake in (*read_mistakes(), *WRONG) if mistake[0] == name]
+    assert len(mistakes) >= 5
+    for _, pattern, *edits in mistakes:
+        text = message(name, version(name, *edits))
+        assert re.search(pattern, text), text
+        assert ("second call" in text) == ("second call" in pattern), edits
 
 
-@pytest.mark.parametrize("name, part, edits", [(name, part, edits)
-                                               for name, part, *edits in WRONG])
-def test_another_mistake_is_refused_without_a_hint(name, part, edits):
-    text = message(name, version(name, *edits))
-    assert re.search(part, text)
-    assert "Hint" not in text or "Do not draw" in part
-
-
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", EXERCISES)
 def test_none_nan_and_a_text_are_named(name):
     for wrong, part in ((None, "None"), ("text", "should be|text|wrong length"),
                         (math.nan, "should be|Error|nan")):
@@ -138,7 +268,7 @@ def test_the_last_cells_train_with_the_students_functions():
     source = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     for long, short in ("=8,", "=1,"), ("[:80]", "[:16]"), (", 96)", ", 2)"), ("assert", "#"):
         source = source.replace(long, short)
-    for name in MISTAKES:
+    for name in EXERCISES:
         names[f"solve_{name}"] = getattr(solutions, name)
         exec(f"def {name}(*inputs):\n    called.add('{name}')\n"
              f"    return solve_{name}(*inputs)", names)
@@ -148,4 +278,4 @@ def test_the_last_cells_train_with_the_students_functions():
         patch.setenv("TQDM_DISABLE", "1")
         exec(compile(source, "notebook 6", "exec"), names)
     assert "solutions: none\n" in output.getvalue()
-    assert called == {*MISTAKES}
+    assert called == {*EXERCISES}
