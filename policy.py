@@ -125,9 +125,9 @@ def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) 
     """
     assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
     ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
-    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing, and the gradient
-    # is 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, whose
-    # gradient moves it back.
+    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing: the gradient is
+    # 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, and its
+    # gradient moves ρ_t back.
     # l.23
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     return -(gain * mask).sum() / (mask.sum() if count is None else count)

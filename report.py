@@ -379,14 +379,13 @@ def mean_metrics(metrics: list[dict], reviews: list) -> dict[str, float]:
 
 def batch_metrics(rollouts) -> dict[str, float]:
     """The means over a batch, and metrics of the policy; NOTES explains them."""
-    metrics = response_metrics(rollouts)
     sampled = rollouts.mask.bool()
     kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
     returns = rollouts.returns[sampled].double()
     errors = returns - rollouts.values[sampled].double()
     unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    return mean_metrics(metrics, rollouts.reviews) | {
-        "kl": kl.sum().item() / len(metrics),                     # nats per response
+    return mean_metrics(response_metrics(rollouts), rollouts.reviews) | {
+        "kl": kl.sum().item() / len(rollouts.rows),               # nats per response
         "entropy": rollouts.entropy[sampled].double().mean().item(),
         "explained_variance": 1 - unexplained.item()}
 
@@ -401,6 +400,14 @@ def sample_row(rollouts, row: int) -> dict:
     if rollouts.advantages is not None:
         sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
     return sample
+
+
+def measure_held_out(rollouts) -> tuple[dict, list[dict]]:
+    """(the means of all metrics, the samples with their metrics) of held-out responses."""
+    metrics = response_metrics(rollouts)
+    samples = [{"id": row.get("id"), **sample_row(rollouts, i), "scores": metrics[i]}
+               for i, row in enumerate(rollouts.rows)]
+    return mean_metrics(metrics, rollouts.reviews), samples
 
 
 def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:

@@ -19,7 +19,7 @@ Departures.
     loss        the mean per token of z; the paper's is the mean per row
     quotes      those that do not occur in the response are removed from z before training;
                 Appendix L removes them from the annotation
-    greedy      z' is decoded greedily by default; Alg. 4 l.12 samples it
+    greedy      z' is decoded greedily; Alg. 4 l.12 samples it
 
 B rows, P tokens of x and y (padded left), T tokens of z (padded right), N tokens of z in a flat
 batch, H hidden size.
@@ -161,26 +161,25 @@ def add_gradients(model, parameters, batch, config: RewardConfig, loss_of, count
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
-                    max_new_tokens: int, temperature=0.0, uniforms=None,
-                    batch_size=64) -> list[str]:
+                    max_new_tokens: int, batch_size=64) -> list[str]:
     """Write one critique per response with the adapter "reward" (Alg. 4 l.12).
 
-    By default decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'.
-    With a temperature above 0, `uniforms` decide the draws, [B, max_new_tokens]. batch_size:
+    Decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'. batch_size:
     critiques that are decoded together. The critique is "" if the response is empty or too long
     for the context.
     """
     max_prompt_tokens = context_length(model) - max_new_tokens
-    prompt_ids = {}                        # index of a response → prompt ids
+    # Only responses that R_φ can read, by their index: an empty one has nothing to quote, and a
+    # long one leaves no room for the critique.
+    prompt_ids = {}
     for i, (x, y) in enumerate(zip(prompts, responses)):
         ids = encode_prompt(tokenizer, critique_prompt(x, y))
         if y.strip() and len(ids) <= max_prompt_tokens:
             prompt_ids[i] = ids
-    u = None if uniforms is None else uniforms[list(prompt_ids)]
     with use_lora(model, "reward", merge=True):
-        critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, temperature,
-                                eos_ids(tokenizer, model), u, batch_size)
-    # The responses that were left out keep "".
+        critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, 0,
+                                eos_ids(tokenizer, model), batch_size=batch_size)
+    # Each critique goes back to its response. Those that were left out keep "".
     critiques = [""] * len(responses)
     for i, ids in zip(prompt_ids, critique_ids, strict=True):
         critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
@@ -195,6 +194,7 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
     data: the annotated rows. out: directory for the adapter, metrics and samples. Raises
     InputError if every training row is too long.
     """
+    # The rows of phase 1, without those that are too long for [x ; y ; z]
     rows = read_rows(data, task=FEEDBACK)
     limit = min(config.reward_max_tokens, context_length(model))
     _lock = lock_directory(out)                       # held until the function ends
@@ -210,6 +210,7 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
     if too_long:
         print_rank0(f"left out: {problem}")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
+    # R_φ criticises responses to prompts on which it was not trained.
     with unsharded(model):
         figures, samples = compare_critiques(model, tokenizer, held_out,
                                              config.max_critique_tokens)
@@ -257,6 +258,7 @@ def compare_critiques(model, tokenizer, rows: list[dict], max_critique_tokens: i
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
+    # The rows know their task, and the task has defaults for the flags.
     config = parse_flags(FitConfig, __doc__)
     task = read_rows(config.data)[0].get("task") or config.task
     # If the command line has a --task, it comes later and has priority.

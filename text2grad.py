@@ -34,8 +34,7 @@ from model import (add_lora, drop_long_rows, load_lora, load_model, lora_paramet
                    target_layers, unsharded)
 from policy import (CRITICS, add_advantages, add_feedback, reward_model_critic, sample_rollouts,
                     train, with_outcomes)
-from report import (check_critiques, mean_metrics, print_examples, print_result,
-                    response_metrics, sample_row)
+from report import check_critiques, measure_held_out, print_examples, print_result
 from reward_model import fit_reward_model
 from runtime import (RANK, check_batches, check_ranks, gather_rows, lock_directory, print_rank0,
                      rank_share, reward_model_hint, run_phase, save_settings, start_ranks,
@@ -50,9 +49,13 @@ def main(config: Config, critic=None, advantages=add_advantages):
 
     critic, advantages: see `train`. None is the critic of --critic; experiments/ has others.
     """
+    # The base, its tokenizer, the prompts x, and the settings. The adapter "policy" is π_θ.
     model, tokenizer, rows, held_out, config, _lock = prepare(config)
     out = Path(config.output_dir)
-    # A phase whose last file exists in the run directory is over, and is not run again.
+    # Each phase leaves a file in the run directory, here its second argument, and is not run
+    # again if the file exists. So the same command continues a run that was stopped.
+    # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
+    # --reward_model names an R_φ of an earlier run.
     if config.critic == "reward_model" and not config.reward_model:
         run_phase("phase 1, respond", "responses.jsonl", out, lambda: write_responses(
             model, tokenizer, rows[: config.annotated_rows], config, out))              # l.4–6
@@ -74,6 +77,7 @@ def main(config: Config, critic=None, advantages=add_advantages):
 def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     task = get_task(config.task)
+    # Rows of SLF5K, UltraFeedback and KodCode hold responses already.
     with_response = [row for row in rows if task.all_responses(row)]
     without_response = [row for row in rows if not task.all_responses(row)
                         for _ in range(config.annotated_responses_per_prompt)]
@@ -85,6 +89,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
                 torch.Generator().manual_seed(config.seed))
         with_response += [row | {"response": y}
                           for row, y in zip(without_response, batch.texts)]             # l.6
+    # KodCode: the annotator reads the outcomes of the tests. The ranks share the tests.
     with_response = gather_rows(with_outcomes(rank_share(with_response), task, config))
     if RANK == 0:
         write_rows(out / "responses.jsonl", with_response)
@@ -94,11 +99,13 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
                        critic=reward_model_critic, advantages=add_advantages) -> str:
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
+    # π_ref before training: the base, or the SFT adapter
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
     if RANK == 0:
         write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
         print_examples(samples)
+    # A critic whose critiques cannot be read gives no reward, so nothing could be learned.
     print_rank0(check_critiques(before, samples))
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
@@ -118,10 +125,7 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     with unsharded(model):
         batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
         add_feedback(batch, critic(batch, model, tokenizer, config))
-    metrics = response_metrics(batch)
-    samples = [{"id": row.get("id"), **sample_row(batch, i), "scores": metrics[i]}
-               for i, row in enumerate(rows)]
-    return mean_metrics(metrics, batch.reviews), samples
+    return measure_held_out(batch)
 
 
 # ── Before the first phase
@@ -133,6 +137,7 @@ def prepare(config: Config, needs_annotator=True, **names):
     run directory, which is held as long as this file is open). names: further settings that
     bind the run, for config.json. Raises InputError where anything cannot work.
     """
+    # First what costs nothing: flags, annotator, rows. Then the model, which takes a while.
     task = get_task(config.task)
     config = replace(config, output_dir=str(config.output_dir or f"runs/{task.name}"))
     out = Path(config.output_dir)
@@ -143,13 +148,16 @@ def prepare(config: Config, needs_annotator=True, **names):
     training, held_out = load_rows(task, config)
     model, tokenizer = load_model(config.model, config.dtype, start_ranks(), config.shard,
                                   config.activation_checkpointing)
+    # x, y and z must fit the context together, or R_φ could not review the response.
     rows = drop_long_rows(training, task, model, tokenizer, config)
     held_out = drop_long_rows(held_out, task, model, tokenizer, config)
+    # Some defaults depend on the number of rows and the size of the model.
     config = derive_settings(config, len(rows), model)
     target_layers(model, config.reward_lora_targets.split(","))
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
+    # All ranks must train the same policy on the same rows, and a run directory holds one run.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
     save_settings(config, out, function_hash=function and Function(function).source_hash,
@@ -159,10 +167,12 @@ def prepare(config: Config, needs_annotator=True, **names):
 
 def start_policy(model, config: Config):
     """Create the adapter "policy", or load it and π_ref from --adapter (Alg. 1 l.17)."""
+    # π_θ starts where π_ref is. With an SFT adapter, a second copy of it stays frozen.
     if config.adapter:
         load_lora(model, "reference", config.adapter)
         load_lora(model, "policy", config.adapter)
     else:
+        # B = 0, so that the new adapter changes nothing at first.
         torch.manual_seed(config.seed)
         add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
                  config.lora_targets.split(","))

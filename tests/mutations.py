@@ -82,7 +82,7 @@ reward_model.py: tests/test_reward_model.py
     config.seed * 1_000_003 + step * WORLD_SIZE + RANK ⇒ config.seed * 1_000_003 + RANK
     1 - step / len(batches) ⇒ 1 - (step + 1) / len(batches)
     math.isfinite(loss + norm.item()) ⇒ True
-    uniforms[list(prompt_ids)] ⇒ uniforms[: len(prompt_ids)]
+    zip(prompt_ids, critique_ids, strict=True) ⇒ enumerate(critique_ids)
     is_marked and is_predicted ⇒ is_predicted
     ("recall", "marked") ⇒ ("recall", "predicted")
 reward_model.py: tests/test_train.py -k annotator
