@@ -47,7 +47,7 @@ from typing import Callable
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
 from data import (InputError, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
-from report import colour_tokens
+from report import check_critiques, print_examples, review_sample
 from settings import AnnotateConfig, parse_flags
 
 
@@ -247,6 +247,7 @@ class Review:
     ambiguous: int = 0                    # quotes that occur more often than they are quoted
     conflicts: int = 0                    # tokens in both a good and a poor span
     spans: list[Span] = field(default_factory=list)
+    fates: dict[str, list[str]] = field(default_factory=dict)        # see `sort_quotes`
 
 
 def read_critique(critique: str, text: str, offsets, repeats_are_poor=False) -> Review:
@@ -271,7 +272,23 @@ def make_review(critique: str, text: str, offsets, feedback, grounding) -> Revie
     return Review(critique, combine_labels(labels), "",
                   len(feedback.good_spans + feedback.poor_spans), len(grounding.unmatched),
                   grounding.ambiguous, sum(len(token_set) > 1 for token_set in labels),
-                  grounding.spans)
+                  grounding.spans, sort_quotes(text, feedback, grounding))
+
+
+def sort_quotes(text: str, feedback, grounding) -> dict[str, list[str]]:
+    """The quotes of a critique by their fate: found, or the reason why they give no reward."""
+    quotes = feedback.good_spans + feedback.poor_spans
+    fates = defaultdict(list)
+    for quote in quotes:
+        fate = "found"
+        if quote in grounding.unmatched:
+            fate = "inside a word" if quote in text else "unmatched"
+        elif quote in feedback.good_spans and quote in feedback.poor_spans:
+            fate = "conflicting"
+        elif grounding.ambiguous and len(find_quote(text, quote)) > quotes.count(quote):
+            fate = "ambiguous"
+        fates[fate].append(quote)
+    return dict(fates)
 
 
 # ── Details of JSON and Unicode, for Alg. 2 l.13 and l.16–17: a first reader may skip this part
@@ -533,7 +550,8 @@ def annotate(config, data, output, dry_run=False):
 
     config: an AnnotatorConfig. Returns a summary. dry_run: only forecast the cost. A second run
     only sends requests that have no usable reply in the journal, OUTPUT.journal. Raises
-    InputError if a response could not be annotated, unless --skip_failed is set.
+    InputError if a response could not be annotated, unless --skip_failed is set, or if the
+    feedback cannot teach.
     """
     if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
         raise InputError(f"--output {output} is a directory or --data; name another file")
@@ -561,8 +579,9 @@ def annotate(config, data, output, dry_run=False):
             f"{len(failures)} responses have no feedback, so {output} is not written "
             f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Repeat the "
             f"command to ask again, or set --skip_failed to leave them out")
+    # Feedback that gives the same δ to every word is not written: nothing could learn from it.
+    check_feedback(rows)
     write_rows(output, rows)
-    print_feedback(rows)
     return (f"{output}: {len(rows)} responses with feedback, {len(failures)} skipped; "
             f"${journal.spent:.4f} in all runs")
 
@@ -652,33 +671,23 @@ def feedback_row(task, example, feedback, grounding, annotator):
             "annotator": annotator}
 
 
-def print_feedback(rows):
-    """Print three responses with their spans in colour, and the quotes that give no reward.
+def check_feedback(rows):
+    """Print three responses in colour and the fates of the quotes; see `check_critiques`.
 
     rows: annotated rows, see `feedback_row`.
     """
-    for row in rows[:3]:
-        text = row["response"]
-        # No tokenizer is known here, so each character counts as a token.
-        delta = token_rewards(text, [(i, i + 1) for i in range(len(text))],
-                              [Span(**span) for span in row["spans"]])
-        print(f"\n  response: {colour_tokens(text, delta)}\n"
-              f"  critique: {row['critique']}")
-    quotes_by_fate = defaultdict(list)
+    samples = []
     for row in rows:
-        quotes = row["good_spans"] + row["poor_spans"]
-        for quote in quotes:
-            intervals = find_quote(row["response"], quote)
-            fate = "found"
-            if not intervals:
-                fate = "inside a word" if quote in row["response"] else "unmatched"
-            elif row["ambiguous"] and len(intervals) > quotes.count(quote):
-                fate = "ambiguous"
-            quotes_by_fate[fate].append(quote)
-    print(f"\nfeedback: {sum(not row['spans'] for row in rows)} of {len(rows)} responses have "
-          f"no span")
-    for fate, quotes in quotes_by_fate.items():
-        print(f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}")
+        feedback = Feedback(row["critique"], row["good_spans"], row["poor_spans"])
+        grounding = Grounding([Span(**span) for span in row["spans"]], row["unmatched"],
+                              row["ambiguous"])
+        # No tokenizer is known here, so each word and each punctuation mark counts as a token.
+        pieces = re.finditer(r"\s*(\w+|[^\w\s]+)|\s+", row["response"])
+        offsets = [piece.span() for piece in pieces]
+        review = make_review(row["critique"], row["response"], offsets, feedback, grounding)
+        samples.append(review_sample("", row["response"], offsets, review))
+    print_examples(samples[:3])
+    print(check_critiques(samples, "annotator"))
 
 
 def main():

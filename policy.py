@@ -518,6 +518,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
         metrics |= batch_metrics(batch) | counts | stats | timer
         if RANK == 0:
             print_rank0(log_iteration(metrics, batch, config, out))
+        state["shown"] = {name: round(metrics[name], 3) for name in ("delta", "kl")}
         state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,
                                    config.kl_target, config.kl_horizon)
     if RANK == 0:

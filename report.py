@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from html import escape
 from itertools import groupby
@@ -61,15 +61,15 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
     return text
 
 
-def print_examples(rows: list[dict]):
-    """Print the first five responses with their tokens in colour, and the critique of each.
+def print_examples(samples: list[dict]):
+    """Print responses with their tokens in colour, and the critique of each.
 
-    rows: {tokens, delta, critique, prompt if known}, as `sample_row` returns them.
+    samples: see `review_sample`.
     """
-    for row in rows[:5]:
-        print(f"\n{row.get('prompt', '')[:300]}\n"
-              f"  response: {colour_tokens(row['tokens'], row['delta'])}\n"
-              f"  critique: {row['critique']}")
+    for sample in samples:
+        print(f"\n{sample['prompt'][:300]}\n"
+              f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
+              f"  critique: {sample['critique']}")
 
 
 def _cell(value, digits: int) -> str:
@@ -255,12 +255,11 @@ NOTES = {
           "--learning_rate or raise --kl_coef",
     "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
     "response_tokens": "tokens per response; steady",
-    "truncated": "share of responses cut off at --max_new_tokens, after which V is 0",
+    "truncated": "share of responses cut off at --max_new_tokens, after which V is 0; healthy "
+                 "under .5, otherwise raise --max_new_tokens",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
-    "unparseable": "share of critiques that cannot be parsed; healthy under .05, otherwise "
-                   "raise --reward_learning_rate or --reward_epochs",
-    "unmatched": "share of quotes that are not in the response; healthy under .05, otherwise "
-                 "raise --reward_learning_rate or --reward_epochs",
+    "unparseable": "share of critiques that cannot be parsed; healthy under .05",
+    "unmatched": "share of quotes that are not in the response; healthy under .05",
     "ambiguous": "share of quotes that occur more often than quoted; healthy under .05, "
                  "otherwise the annotator must quote more words",
     "conflicting": "share of tokens in good and poor spans; healthy under .05, otherwise the "
@@ -279,23 +278,28 @@ NOTES = {
     "seconds_score": "steady", "seconds_update": "steady",
 }
 # The limits that NOTES names; that of kl depends on the run.
-LIMITS = {"unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05, "conflicting": 0.05,
-          "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
+LIMITS = {"truncated": 0.5, "unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05,
+          "conflicting": 0.05, "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
+# What to do about critiques that are unparseable or unmatched, by --critic
+CRITIC_REMEDIES = {"reward_model": "raise --reward_learning_rate or --reward_epochs",
+                   "annotator": "the annotator must quote the response word for word"}
 
 
-def above_limits(rows: list[dict]) -> list[str]:
+def above_limits(rows: list[dict], critic: str) -> list[str]:
     """A sentence for each metric whose mean over the iterations is above its limit.
 
-    rows: of metrics.jsonl.
+    rows: of metrics.jsonl, or the means before training. critic: the flag --critic.
     """
-    if not rows:
-        return []
     sentences = []
-    target = rows[-1].get("kl_target") or math.inf                  # 0 where β is fixed
-    for metric, limit in {**LIMITS, "kl": 3 * target}.items():
-        mean = fmean(row[metric] for row in rows)
-        if not mean <= limit:                                       # NaN is above, too
-            sentences.append(f"{metric} is {mean:.3g}: {NOTES[metric]}")
+    target = rows[-1].get("kl_target") if rows else 0               # 0 where β is fixed
+    for metric, limit in {**LIMITS, "kl": 3 * (target or math.inf)}.items():
+        values = [row[metric] for row in rows if metric in row]
+        if values and not fmean(values) <= limit:                   # NaN is above, too
+            note = NOTES[metric]
+            if metric in ("unparseable", "unmatched"):
+                remedy = CRITIC_REMEDIES.get(critic, "mend the critic")
+                note += f", otherwise {remedy}"
+            sentences.append(f"{metric} is {fmean(values):.3g}: {note}")
     return sentences
 
 
@@ -390,13 +394,18 @@ def batch_metrics(rollouts) -> dict[str, float]:
         "explained_variance": 1 - unexplained.item()}
 
 
+def review_sample(prompt: str, text: str, offsets, review) -> dict:
+    """A response and its annotate.Review for people: each token with its δ_t."""
+    return {"prompt": prompt, "response": text, "critique": review.critique,
+            "unreadable": review.reason, "tokens": split_text(text, offsets),
+            "delta": review.delta, "fates": review.fates}
+
+
 def sample_row(rollouts, row: int) -> dict:
-    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
-    review = rollouts.reviews[row]
+    """One rollout for the report: its `review_sample` and, if computed, A_t of each token."""
     offsets = rollouts.offsets[row]
-    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
-              "critique": review.critique, "unreadable": review.reason,
-              "tokens": split_text(rollouts.texts[row], offsets), "delta": review.delta}
+    sample = review_sample(rollouts.prompts[row], rollouts.texts[row], offsets,
+                           rollouts.reviews[row])
     if rollouts.advantages is not None:
         sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
     return sample
@@ -410,6 +419,15 @@ def measure_held_out(rollouts) -> tuple[dict, list[dict]]:
     return mean_metrics(metrics, rollouts.reviews), samples
 
 
+def load_tracker():
+    """The package wandb. Raises InputError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise InputError(f"--wandb needs the package wandb ({error}); pip install wandb"
+                         ) from error
+
+
 def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
     """Write an iteration's metrics and one sample; the metrics also go to --wandb.
 
@@ -420,7 +438,7 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
     append_row(out / "metrics.jsonl", metrics)
     append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
     if config.wandb:
-        wandb = importlib.import_module("wandb")
+        wandb = load_tracker()
         if wandb.run is None:
             wandb.init(project=config.wandb, name=out.name, config=asdict(config))
         wandb.log(metrics, step=iteration)
@@ -429,22 +447,75 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
     return f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}"
 
 
+# ── What phase 3 can learn from
+
 MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
+MOST_EQUAL = 0.98                         # share of tokens with the same δ; a warning above it
+REMEDIES = {
+    "unmatched": "copy each quote from the response, character by character",
+    "inside a word": "begin and end each quote with whole words",
+    "ambiguous": "quote more words, so that each quote occurs once",
+    "conflicting": "put each quote in one list only",
+}
 
 
-def check_critiques(means: dict, samples: list[dict]) -> str:
-    """A line with what phase 3 will learn from. Raises InputError if most are unreadable.
+def check_critiques(samples: list[dict], critic: str) -> str:
+    """Lines with the δ and the fates of the quotes of some responses, see `review_sample`.
 
-    means: of the held-out responses before training, see text2grad.evaluate.
+    critic: the flag --critic, which says who wrote the critiques. Raises InputError if nothing
+    can be learned from them: most are unreadable, or δ is the same for every token.
     """
-    shares = [f"{name} {means[name]:.0%}" for name in
-              ("good", "poor", "conflicting", "unmatched", "ambiguous", "unparseable")]
-    if means["unparseable"] > MOST_UNREADABLE:
-        reasons = [sample["unreadable"] for sample in samples if sample["unreadable"]]
-        raise InputError(f"{means['unparseable']:.0%} of the critiques cannot be read (as for: "
-                         f"{reasons[0]}); train R_φ again with more rows or --reward_epochs, "
-                         f"or a higher --reward_learning_rate or --max_critique_tokens")
-    return f"before phase 3, shares of tokens, quotes and critiques: {', '.join(shares)}"
+    unreadable = [sample["unreadable"] for sample in samples if sample["unreadable"]]
+    if len(unreadable) > MOST_UNREADABLE * len(samples):
+        remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
+                  "--reward_learning_rate or --max_critique_tokens"
+                  if critic == "reward_model" else "read the replies in the journal")
+        raise InputError(f"{len(unreadable) / len(samples):.0%} of the critiques cannot be "
+                         f"read (as for: {unreadable[0]}); {remedy}")
+    quotes_by_fate = defaultdict(list)
+    deltas = []                                         # of tokens with text
+    has_end = False                                     # whether EOS has a reward: some designs
+    for sample in samples:
+        for fate, quotes in sample["fates"].items():
+            quotes_by_fate[fate] += quotes
+        for token, delta in zip(sample["tokens"], sample["delta"]):
+            if token.strip():
+                deltas.append(delta)
+            else:
+                has_end |= delta != 0
+    without = sum(not any(sample["delta"]) for sample in samples)
+    lines = [f"critiques of {len(samples)} responses: {without} give no reward, "
+             f"{len(unreadable)} cannot be read; of the tokens, "
+             f"{sum(d > 0 for d in deltas) / max(1, len(deltas)):.0%} are good and "
+             f"{sum(d < 0 for d in deltas) / max(1, len(deltas)):.0%} poor"]
+    lines += [f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}"
+              for fate, quotes in quotes_by_fate.items()]
+    value, count = Counter(deltas).most_common(1)[0] if deltas else (0.0, 0)
+    if has_end or count <= MOST_EQUAL * len(deltas):
+        return "\n".join(lines)
+    if count < len(deltas):
+        lines.append(f"warning: δ is {value:g} for {count / len(deltas):.1%} of the tokens, so "
+                     f"training will be slow")
+        return "\n".join(lines)
+    examples = quotes_by_fate.pop("found", [])
+    if value:
+        cause = "the critiques praise or blame all words (such as {})"
+        remedy = "quote the good words as good, the poor ones as poor, and leave out the others"
+    elif quotes_by_fate:
+        fate, examples = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
+        cause = f"{len(examples)} quotes are {fate} (such as {{}})"
+        remedy = REMEDIES[fate]
+    elif examples:
+        cause = "the quotes hold no whole token (such as {})"
+        remedy = REMEDIES["inside a word"]
+    else:
+        cause = "the critiques quote nothing"
+        remedy = "return passages of the response as good_spans and poor_spans"
+    if critic == "reward_model":
+        remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"
+    shown = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(examples)][:2])
+    raise InputError(f"nothing can be learned, because δ is {value:g} for every token: "
+                     f"{cause.format(shown)}; {remedy}")
 
 
 # ── The page of a run
@@ -507,8 +578,9 @@ _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
     ("Before and after", lambda *rows: html_table(*before_and_after(*rows), 3), *_RESULT),
-    ("Metrics above their limits",
-     lambda rows: text_block("\n".join(above_limits(rows)) or "none"), "metrics.jsonl"),
+    ("Metrics above their limits", lambda rows, settings: text_block(
+        "\n".join(above_limits(rows, settings[0]["critic"])) or "none"),
+     "metrics.jsonl", "config.json"),
     ("Curves", curves, "metrics.jsonl"),
     ("Held-out examples, before and after training", _cards, "before_samples.jsonl",
      "after_samples.jsonl"),
@@ -543,8 +615,10 @@ def print_result(out: Path, hint: str):
 
     hint: flag that a run with other settings needs, or "".
     """
-    print(table(*before_and_after(*(read_rows(out / name) for name in _RESULT))))
-    for text in above_limits(whole_rows(out / "metrics.jsonl")):
+    results = [read_rows(out / name) for name in _RESULT]
+    print(table(*before_and_after(*results)))
+    print("± is 1.96 standard errors; rows with equal facts count as often as they occur")
+    for text in above_limits(whole_rows(out / "metrics.jsonl"), results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"
           f"{next_command('eval.py', adapter=out / 'policy')}\n"

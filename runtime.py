@@ -235,7 +235,8 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
     The checkpoint holds the optimizer's parameters, their moments, and `state`, a dict that the
     caller fills. It is read from the newest checkpoint in `run` before the first step. Log rows
     after that checkpoint are removed. The two newest checkpoints are kept. every: steps between
-    two checkpoints. run: None for no checkpoints.
+    two checkpoints. run: None for no checkpoints. The bar shows state["shown"], a dict of
+    numbers.
     """
     if run:
         resume(run, optimizer, state)
@@ -247,8 +248,10 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
         for log in filter(Path.exists, [run / "metrics.jsonl", run / "samples.jsonl"]):
             rows = [row for row in whole_rows(log) if row.get("iteration", 0) <= start]
             write_rows(log, rows)
-    for step in tqdm(range(start, count), name, count, initial=start, disable=RANK > 0):
+    bar = tqdm(range(start, count), name, count, initial=start, disable=RANK > 0)
+    for step in bar:
         yield step
+        bar.set_postfix(state.get("shown", {}))
         done = step + 1
         state["step"] = done
         is_due = done % every == 0 or done == count
@@ -265,7 +268,7 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 # masks, which phase 2 draws for each forward pass.
 CHANGEABLE = set("""
     output_dir base_url price_in price_out max_usd concurrency micro_batch_tokens
-    decode_batch_size activation_checkpointing shard wandb allow_code_execution
+    decode_batch_size activation_checkpointing shard wandb preview allow_code_execution
     torch transformers commit""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
 # "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.

@@ -161,6 +161,8 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
     annotated_rows: int = flag(10_000, "rows for phases 1 and 2", least=1)
     annotated_responses_per_prompt: int = flag(
         1, "responses for a row that has none", least=1)
+    preview: int | None = flag(
+        None, "only show the critiques of so many responses", least=1)
     eval_rows: int = flag(64, "held-out prompts, judged before and after", least=1)
 
 

@@ -34,7 +34,8 @@ from model import (add_lora, drop_long_rows, load_lora, load_model, lora_paramet
                    target_layers, unsharded)
 from policy import (CRITICS, add_advantages, add_feedback, reward_model_critic, sample_rollouts,
                     train, with_outcomes)
-from report import check_critiques, measure_held_out, print_examples, print_result
+from report import (above_limits, check_critiques, load_tracker, measure_held_out,
+                    print_examples, print_result)
 from reward_model import fit_reward_model
 from runtime import (RANK, check_batches, check_ranks, gather_rows, lock_directory, print_rank0,
                      rank_share, reward_model_hint, run_phase, save_settings, start_ranks,
@@ -52,6 +53,8 @@ def main(config: Config, critic=None, advantages=add_advantages):
     # The base, its tokenizer, the prompts x, and the settings. The adapter "policy" is π_θ.
     model, tokenizer, rows, held_out, config, _lock = prepare(config)
     out = Path(config.output_dir)
+    if config.preview:
+        return preview(model, tokenizer, held_out[: config.preview], config, critic)
     # Each phase leaves a file in the run directory, here its second argument, and is not run
     # again if the file exists. So the same command continues a run that was stopped.
     # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
@@ -71,6 +74,21 @@ def main(config: Config, critic=None, advantages=add_advantages):
         advantages))                                                                  # l.16–19
     if RANK == 0:
         print_result(out, reward_model_hint(out))
+    stop_ranks()
+
+
+def preview(model, tokenizer, rows, config: Config, critic=None):
+    """--preview: show reviewed responses, and what phase 3 could learn from them.
+
+    Nothing is trained. Without an R_φ, the critic is the annotator, whose critiques R_φ will
+    learn to write. Raises InputError if nothing can be learned.
+    """
+    name = config.critic if config.reward_model else "annotator"
+    _, samples = evaluate(model, tokenizer, rows, config, config.reference,
+                          critic or CRITICS[name])
+    if RANK == 0:
+        print_examples(samples)
+    print_rank0(check_critiques(samples, name))
     stop_ranks()
 
 
@@ -104,9 +122,11 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
     if RANK == 0:
         write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
-        print_examples(samples)
-    # A critic whose critiques cannot be read gives no reward, so nothing could be learned.
-    print_rank0(check_critiques(before, samples))
+        print_examples(samples[:5])
+    # Here phase 3 ends if nothing can be learned, as from a critic that quotes nothing.
+    print_rank0(check_critiques(samples, config.critic))
+    for text in above_limits([before], config.critic):
+        print_rank0(f"warning, before training: {text}")
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
@@ -142,6 +162,8 @@ def prepare(config: Config, needs_annotator=True, **names):
     config = replace(config, output_dir=str(config.output_dir or f"runs/{task.name}"))
     out = Path(config.output_dir)
     check_batches(config)
+    if config.wandb:
+        load_tracker()
     if needs_annotator:
         check_annotator(task, config)
     lock = lock_directory(out)

@@ -472,7 +472,7 @@ def test_a_critic_is_asked_with_row_and_response_in_parallel(work):
         calls.append((row["more"], response))
         if 1 < len(calls) <= 7:
             barrier.wait()                         # three calls wait for each other
-        return Feedback("It ends.", ["the end"], [])
+        return Feedback("It ends.", [response.split()[-1]], [])
 
     calls = []
     work.module.judge = judge
@@ -483,7 +483,7 @@ def test_a_critic_is_asked_with_row_and_response_in_parallel(work):
             } == {("module_of_the_test:judge", "It ends.", None)}
     work([rows[0], *[row | {"more": 9} for row in rows[1:]]], concurrency=3, **JUDGE)
     assert len(calls) == 7 + 6, "any changed field of a row calls the function again"
-    work.module.judge = lambda row, response: calls.append(row) or Feedback("c", [], [])
+    work.module.judge = lambda row, response: calls.append(row) or Feedback("c", ["0"], [])
     work([rows[0]], **JUDGE)
     assert len(calls) == 7 + 6 + 1, "and so does another source of the function"
     with pytest.raises(InputError, match="no response to annotate; .* another --model"):
@@ -499,7 +499,24 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     text = capsys.readouterr().out
     assert text.count("response: the [+cat+]") == 3 == text.count("critique: It is so.")
     assert "the [+cat+] 1 [+and the+] dog sat [-here-]\n" in text
-    assert text.split("feedback: ")[1].splitlines() == [
-        "0 of 4 responses have no span", "12 quotes found, for example 'cat'",
-        "4 quotes ambiguous, for example 'the'", "8 quotes inside a word, for example 'ca'",
-        "4 quotes unmatched, for example 'a bird'"]
+    assert text.split("critiques of ")[1].splitlines() == [
+        "4 responses: 0 give no reward, 0 cannot be read; of the tokens, 38% are good and 12% "
+        "poor", "12 quotes found, for example 'cat'", "4 quotes ambiguous, for example 'the'",
+        "8 quotes inside a word, for example 'ca'", "4 quotes unmatched, for example 'a bird'"]
+
+
+@pytest.mark.parametrize("good, poor, cause, remedy", [
+    (["a bird"], [], "quotes are unmatched .such as 'a bird'", "character by character"),
+    (["ca"], ["og"], "quotes are inside a word .such as 'ca' and 'og'", "whole words"),
+    (["the"], [], "quotes are ambiguous .such as 'the'", "more words"),
+    (["cat"], ["cat"], "quotes are conflicting .such as 'cat'", "one list only"),
+    (["the cat sat on the dog"], [], "praise or blame all words", "leave out the others"),
+    ([], [], "the critiques quote nothing", "return passages")])
+def test_feedback_that_cannot_teach_is_refused_with_its_remedy(work, good, poor, cause, remedy):
+    """Nothing is written, so that no phase continues with it."""
+    work.module.judge = lambda row, response: Feedback("It is so.", good, poor)
+    with pytest.raises(InputError, match=f"nothing can be learned, because δ is . for every "
+                                         f"token: .*{cause}.*; .*{remedy}"):
+        work([{"id": str(i), "prompt": "p", "response": "the cat sat on the dog"}
+              for i in range(4)], **JUDGE)
+    assert not work.output.exists()

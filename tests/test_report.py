@@ -183,14 +183,15 @@ def test_a_mean_above_its_limit_is_one_line_with_a_remedy():
     """The note names the limit, which for KL is 3 times the target."""
     for name, limit in {**LIMITS, "kl": 3}.items():
         rows = [{"iteration": i, **HEALTHY} for i in range(1, 9)]
-        assert above_limits(rows) == above_limits([]) == []
+        assert above_limits(rows, "annotator") == above_limits([], "annotator") == []
         rows[3][name] += 8 * .004                            # the mean of all iterations counts
-        line, = above_limits(rows)
-        assert line == f"{name} is {HEALTHY[name] + .004:.3g}: {NOTES[name]}"
+        line, = above_limits(rows, "annotator")
+        assert line.startswith(f"{name} is {HEALTHY[name] + .004:.3g}: {NOTES[name]}")
         number, = re.findall(r"healthy (?:under|at) (\S+).*, otherwise .", line)
         assert float(number) == limit
         rows[3][name] = math.nan
-        assert above_limits(rows) == [f"{name} is nan: {NOTES[name]}"]
+        line, = above_limits(rows, "reward_model")
+        assert line.startswith(f"{name} is nan: {NOTES[name]}")
 
 
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
@@ -213,4 +214,4 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
         "ambiguous": .5, "conflicting": .25, "right": (6 + 5) / 2})
     assert sample_row(batch, 1) == {
         "prompt": "x'", "response": "c", "critique": "d", "unreadable": "unread",
-        "tokens": ["c"], "delta": [-1.0], "advantage": [0.0]}
+        "tokens": ["c"], "delta": [-1.0], "fates": {}, "advantage": [0.0]}
