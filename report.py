@@ -12,7 +12,6 @@ Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 
 import argparse
 import importlib
-import json
 import math
 import os
 import sys
@@ -137,9 +136,9 @@ def html_table(header: list[str], rows: list[list], digits: int = 2) -> str:
     return f'<div class="scroll"><table>{html}</table></div>'
 
 
-def text_block(text: str, html: str = "") -> str:
-    """A block of text that keeps its white space. html: the same text with its markup."""
-    return f'<div class="text" dir="auto">{html or escape(text)}</div>'
+def text_block(text: str) -> str:
+    """A block of text that keeps its white space."""
+    return f'<div class="text" dir="auto">{escape(text)}</div>'
 
 
 def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
@@ -158,16 +157,6 @@ def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2", "#b0902a", "#c2549d")
 
 
-def _mark(text: str, value: float, limit: float = 1) -> str:
-    """A text as HTML, coloured by the sign and the magnitude of a value."""
-    colour = _COLOURS[value < 0]
-    wave = "wavy " if value < 0 else ""
-    level = min(1, abs(value) / limit) if math.isfinite(value) else 0
-    return (f'<span title="{value:+.4g}" style="background:{colour}{round(128 * level):02x};'
-            f'text-decoration:underline {wave}{colour}{round(255 * level):02x}">'
-            f'{escape(text)}</span>')
-
-
 def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
     """Tokens as HTML, coloured by δ_t or A_t: green above 0, vermillion below 0.
 
@@ -175,31 +164,18 @@ def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
     """
     html = ""
     for token, value in zip(tokens, values, strict=True):
-        html += _mark(token.replace("\n", "↵\n") or "▯", value, limit)
+        colour = _COLOURS[value < 0]
+        wave = "wavy " if value < 0 else ""
+        level = min(1, abs(value) / limit) if math.isfinite(value) else 0
+        html += (f'<span title="{value:+.4g}" '
+                 f'style="background:{colour}{round(128 * level):02x};'
+                 f'text-decoration:underline {wave}{colour}{round(255 * level):02x}">'
+                 f'{escape(token).replace(chr(10), "↵" + chr(10)) or "▯"}</span>')
     return ('<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;'
             f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
 
 
 LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], [1, -1, 0])
-
-
-def critique_block(critique: str, response: str) -> str:
-    """A critique as HTML: its prose, and its quotes, coloured if the response contains them.
-
-    The critique is prose with a JSON object on a new line; other texts are shown as they are.
-    """
-    prose, _, spans = f"\n{critique}".partition("\n{")
-    try:
-        value = json.loads("{" + spans, strict=False)
-    except (ValueError, RecursionError):
-        return text_block(critique)
-    html = escape(prose.strip())
-    for name, item in value.items():
-        sign = ("good" in name) - ("poor" in name)
-        quotes = item if isinstance(item, list) else [item]
-        marks = [_mark(quote, sign * (quote in response)) for quote in map(str, quotes)]
-        html += f"\n{escape(name)}: {' · '.join(marks)}"
-    return text_block(prose, html)
 
 
 # ── Curves
@@ -411,12 +387,22 @@ def sample_row(rollouts, row: int) -> dict:
     return sample
 
 
-def measure_held_out(rollouts) -> tuple[dict, list[dict]]:
-    """(the means of all metrics, the samples with their metrics) of held-out responses."""
+def measure_held_out(rollouts, truth=()) -> tuple[dict, list[dict]]:
+    """(the means of all metrics, the samples with their metrics) of held-out responses.
+
+    truth: the annotator's reviews, if they are known; then the means hold R_φ's `token_figures`
+    and the number of tokens that the annotator marks as poor.
+    """
     metrics = response_metrics(rollouts)
     samples = [{"id": row.get("id"), **sample_row(rollouts, i), "scores": metrics[i]}
                for i, row in enumerate(rollouts.rows)]
-    return mean_metrics(metrics, rollouts.reviews), samples
+    means = mean_metrics(metrics, rollouts.reviews)
+    counts = Counter()
+    for annotation, review in zip(truth, rollouts.reviews):
+        counts += count_tokens(annotation.delta, review.delta)
+    if truth:
+        means |= token_figures(counts) | {"poor_tokens": counts["poor marked"]}
+    return means, samples
 
 
 def load_tracker():
@@ -534,7 +520,7 @@ def _cards(*files: list[dict]) -> str:  # Figure 4
             if "advantage" in row:
                 columns["A_t, deepest from ±2"] = heatmap(row["tokens"], row["advantage"], 2)
             title = f"no reward, {row['unreadable']}" if row["unreadable"] else "critique"
-            columns[side + title] = critique_block(row["critique"], row["response"])
+            columns[side + title] = text_block(row["critique"])
         html += card(f"{row.get('id') or row.get('iteration', '')}", row["prompt"], columns)
     return html
 
@@ -569,6 +555,29 @@ def before_and_after(after: list[dict], before: list[dict], settings: list[dict]
             "before", "after", "change, 95 % interval"], lines
 
 
+FEW_TOKENS = 100                          # poor tokens; a recall of fewer says little
+
+
+def compare_with_annotator(result: dict) -> str:
+    """Lines on how well R_φ finds what the annotator marks, before and after training.
+
+    result: the row of result.json. "" if the annotator is no function, so asking has a price.
+    """
+    if "poor_tokens" not in result["before"]:
+        return ""
+    lines = ["R_φ beside the annotator, on the same held-out responses:"]
+    for when in ("before", "after"):
+        means = result[when]
+        lines.append(f"  {when} training: poor tokens {means['poor_tokens']}, "
+                     f"recall {_cell(means['poor_recall'], 3)}, "
+                     f"precision {_cell(means['poor_precision'], 3)}")
+    if means["poor_tokens"] >= FEW_TOKENS and means["poor_recall"] < 0.8:
+        lines.append("R_φ does not see some of the errors that are left. A second round trains "
+                     "it on this policy's responses: --adapter with the new policy, and "
+                     "another --output_dir")
+    return "\n".join(lines)
+
+
 def _pairs(rows: list[dict]) -> str:
     lines = [f"{key}: {value}" for row in rows for key, value in row.items()]
     return text_block("\n".join(lines))
@@ -581,6 +590,8 @@ _SECTIONS = [
     ("Metrics above their limits", lambda rows, settings: text_block(
         "\n".join(above_limits(rows, settings[0]["critic"])) or "none"),
      "metrics.jsonl", "config.json"),
+    ("R_φ and the annotator", lambda rows: text_block(
+        compare_with_annotator(rows[0]) or "The annotator was not asked."), "result.json"),
     ("Curves", curves, "metrics.jsonl"),
     ("Held-out examples, before and after training", _cards, "before_samples.jsonl",
      "after_samples.jsonl"),
@@ -617,7 +628,8 @@ def print_result(out: Path, hint: str):
     """
     results = [read_rows(out / name) for name in _RESULT]
     print(table(*before_and_after(*results)))
-    print("± is 1.96 standard errors; rows with equal facts count as often as they occur")
+    print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
+          + compare_with_annotator(read_rows(out / "result.json")[0]))
     for text in above_limits(whole_rows(out / "metrics.jsonl"), results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"

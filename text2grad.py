@@ -32,8 +32,8 @@ from ask import Function
 from data import get_task, load_rows, run_script, write_rows
 from model import (add_lora, drop_long_rows, load_lora, load_model, lora_parameters,
                    target_layers, unsharded)
-from policy import (CRITICS, add_advantages, add_feedback, reward_model_critic, sample_rollouts,
-                    train, with_outcomes)
+from policy import (CRITICS, add_advantages, add_feedback, annotator_critic,
+                    reward_model_critic, sample_rollouts, train, with_outcomes)
 from report import (above_limits, check_critiques, load_tracker, measure_held_out,
                     print_examples, print_result)
 from reward_model import fit_reward_model
@@ -145,7 +145,12 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     with unsharded(model):
         batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
         add_feedback(batch, critic(batch, model, tokenizer, config))
-    return measure_held_out(batch)
+    # A function costs nothing, so it says how much of its own judgement R_φ has learned. This
+    # may fall during training: the errors that are left are those that R_φ does not see.
+    truth = ()
+    if critic is reward_model_critic and config.annotator_function:
+        truth = gather_rows(annotator_critic(batch, model, tokenizer, config))
+    return measure_held_out(batch, truth)
 
 
 # ── Before the first phase
