@@ -47,7 +47,7 @@ from typing import Callable
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
 from data import (InputError, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
-from report import check_critiques, print_examples, review_sample
+from report import describe_critiques, review_sample
 from settings import AnnotateConfig, parse_flags
 
 
@@ -672,7 +672,7 @@ def feedback_row(task, example, feedback, grounding, annotator):
 
 
 def check_feedback(rows):
-    """Print three responses in colour and the fates of the quotes; see `check_critiques`.
+    """Print three responses in colour and the fates of the quotes; see `describe_critiques`.
 
     rows: annotated rows, see `feedback_row`.
     """
@@ -686,8 +686,7 @@ def check_feedback(rows):
         offsets = [piece.span() for piece in pieces]
         review = make_review(row["critique"], row["response"], offsets, feedback, grounding)
         samples.append(review_sample("", row["response"], offsets, review))
-    print_examples(samples[:3])
-    print(check_critiques(samples, "annotator"))
+    print(describe_critiques(samples, "annotator", 3))
 
 
 def main():
