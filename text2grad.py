@@ -58,8 +58,8 @@ def main(config: Config, critic=None, advantages=add_advantages):
         evaluate_reference(model, tokenizer, held_out[: config.preview],
                            replace(config, critic=name), critic or CRITICS[name])
         return stop_ranks()
-    # Each phase leaves a file in the run directory, here its second argument, and is not run
-    # again if the file exists. So the same command continues a run that was stopped.
+    # Each call names a phase and the file that it writes last. If the file exists, the phase is
+    # not run again. So the same command continues a run that was stopped.
     # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
     # --reward_model names an R_φ of an earlier run.
     if config.critic == "reward_model" and not config.reward_model:
@@ -151,9 +151,10 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
 def prepare(config: Config, needs_annotator=True, **names):
     """Check everything, before anything is sampled or paid, and load the model and the rows.
 
-    Returns (model, tokenizer, training rows, held-out rows, config without None, lock of the
-    run directory, which is held as long as this file is open). names: further settings that
-    bind the run, for config.json. Raises InputError where anything cannot work.
+    Returns (model, tokenizer, training rows, held-out rows, config, lock). The config has an
+    output directory, a number of iterations and learning rates, whose defaults are None. The
+    lock is a file; no other process can use the run directory until it is closed. names:
+    further entries of config.json. Raises InputError where anything cannot work.
     """
     # First what costs nothing: flags, annotator, rows. Then the model, which takes a while.
     task = get_task(config.task)
@@ -173,7 +174,7 @@ def prepare(config: Config, needs_annotator=True, **names):
     held_out = drop_long_rows(held_out, task, model, tokenizer, config)
     # Some defaults depend on the number of rows and the size of the model.
     config = derive_settings(config, len(rows), model)
-    target_layers(model, config.reward_lora_targets.split(","))
+    target_layers(model, config.reward_lora_targets.split(","))          # raises InputError
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
