@@ -555,8 +555,8 @@ def annotate(config, data, output, dry_run=False):
 
     config: an AnnotateConfig or a Config. Returns a summary. dry_run: only forecast the cost.
     A second run only sends requests that have no usable reply in the journal, OUTPUT.journal.
-    Raises InputError if a response could not be annotated, unless --skip_failed is set, or if the
-    feedback cannot teach.
+    Raises InputError if a response could not be annotated, unless --skip_failed is set, or if
+    the feedback cannot teach.
     """
     if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
         raise InputError(f"--output {output} is a directory or --data; name another file")

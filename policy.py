@@ -503,8 +503,8 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads the
-    # newest one into the parameters, the optimizer and this dict.
+    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads
+    # the newest one into the parameters, the optimizer and this dict.
     state = {"beta": config.kl_coef}
     for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
         # A run that continues draws what it would have drawn, as the seed is the iteration's.
