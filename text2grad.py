@@ -229,7 +229,7 @@ def main(config: Config, critic=None, advantages=add_advantages):
     start_policy(model, config)
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
-    save_settings(config, out, function_hash=function and Function(function).source_hash)
+    save_settings(config, out, function_files=function and Function(function).source)
     run_phases(model, tokenizer, rows, held_out, config, out, critic, advantages)
     if RANK == 0:
         print_result(out, reward_model_hint(out))
