@@ -48,8 +48,8 @@ from pathlib import Path
 from typing import Callable
 
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
-from data import (InputError, checksum, examples, get_task, load_object, next_command,
-                  read_rows, run_script, write_rows)
+from data import (InputError, checksum, error_text, examples, get_task, load_object,
+                  next_command, read_rows, run_script, write_rows)
 from report import describe_critiques, review_sample
 from settings import AnnotateConfig, parse_flags
 
@@ -537,8 +537,13 @@ def read_reply(example, reply, mode="cot"):
     Raises FeedbackError if the reply is invalid, and InputError if the mode returns anything
     but (Feedback, Grounding) with spans inside the response and labels ±1.
     """
-    # A mode may be the user's own, so what it returns is checked.
-    value = get_mode(mode).read(example, reply)
+    # A mode may be the user's own: what it raises and returns is checked.
+    try:
+        value = get_mode(mode).read(example, reply)
+    except ValueError:                                     # the reply is unusable
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"--mode {mode}, row {example['id']}: {error_text(error)}") from error
     match value:
         case Feedback(str(), list(), list()), Grounding(list(spans)) if all(
                 0 <= span.start < span.end <= len(example["response"])
@@ -580,10 +585,12 @@ def annotate(config, data, output, dry_run=False):
             rows.append(row | {"usage": reply.usage,
                                "usd": journal.usd(reply.usage) or None})    # unknown, or free
     if failures and not (config.skip_failed and rows):
+        remedy = ("change the function" if config.annotator_function else
+                  "repeat the command to ask again")
         raise InputError(
             f"{len(failures)} responses have no feedback, so {output} is not written "
-            f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Repeat the "
-            f"command to ask again, or set --skip_failed to leave them out")
+            f"({'; '.join(failures[:3])}). All replies are in {journal.path}; {remedy}, or set "
+            f"--skip_failed to leave them out")
     # Feedback that gives the same δ to every word is not written: nothing could learn from it.
     check_feedback(rows)
     write_rows(output, rows)
@@ -623,11 +630,14 @@ def annotation_question(example, task, config):
     # The key says what was asked, so that a reply in the journal is used for this request only.
     messages = annotation_messages(task, example, config.mode)
     parts = [task.name, config.annotator, messages]
+    source = Server("", config.base_url, task.temperature).source
     if config.annotator_function:
         # The function may read any field.
-        parts += [example["row"], Function(config.annotator_function).source_hash]
-    return Question(question_key(*parts), example["id"], messages, example,
-                    mode.max_tokens or task.max_tokens, reply_schema(mode.form))
+        source = Function(config.annotator_function).source
+        parts += [example["row"], next(iter(source.values()))]      # the module's file alone
+    return Question(question_key(*parts, source), example["id"], messages, example,
+                    mode.max_tokens or task.max_tokens, reply_schema(mode.form),
+                    question_key(*parts))
 
 
 def ask_annotator(questions, journal, task, config):

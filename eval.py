@@ -430,7 +430,7 @@ def run_flags(config: EvalConfig) -> list[str]:
         return []
     out = Path(config.adapter).parent
     flags = []
-    for run in whole_rows(out / "config.json"):           # at most one row
+    for run in whole_rows(out / "config.json", lambda row: row["task"]):     # at most one row
         names = ["model"]
         if config.task in (run["task"], EvalConfig.task):
             names += ["task", "data", "reward_model", "dtype", "temperature",

@@ -62,7 +62,7 @@ from torch import Tensor
 
 from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
                       read_critique, token_offsets)
-from ask import Journal, Reply
+from ask import Reply, run_journal
 from data import InputError, Task, chunks, examples, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
                    save_lora, unsharded, use_lora)
@@ -277,7 +277,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     questions = [annotation_question(example, task, config) for example in examples(task, rows)
                  if example["response"].strip()]
     path = Path(config.output_dir, "feedback.jsonl.journal")
-    with Journal(path, *config.prices) as journal:
+    with run_journal(path, *config.prices) as journal:
         replies = iter(ask_annotator(questions, journal, task, config))
     reviews = []
     for text, offsets in zip(rollouts.texts, rollouts.offsets):

@@ -590,6 +590,12 @@ def _pairs(rows: list[dict]) -> str:
     return text_block("\n".join(lines))
 
 
+def _check_metrics(row: dict):
+    """Raise KeyError or TypeError where a row of metrics.jsonl lacks a number."""
+    fmean([row["iteration"], *(row[name] for name in (*LIMITS, "kl"))])
+
+
+_CHECKS = {"metrics.jsonl": _check_metrics}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
@@ -614,13 +620,13 @@ def run_report(directory) -> Path:
     Raises InputError if the directory holds no run.
     """
     out = Path(directory)
-    settings = whole_rows(out / "config.json")
+    facts = "model {model} · task {task} · critic: {critic}"
+    settings = whole_rows(out / "config.json", facts.format_map)
     if not settings:
         raise InputError(f"{out} has no config.json; name the --output_dir of a run")
-    facts = "model {model} · task {task} · critic: {critic}"
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
-        files = [whole_rows(out / name) for name in names]
+        files = [whole_rows(out / name, _CHECKS.get(name, bool)) for name in names]
         html = html_of(*files) if files[0] else f"{names[0]} does not exist yet."
         body += f"<section><h2>{title}</h2>{html}</section>"
     path = out / "report.html"
@@ -637,7 +643,8 @@ def print_result(out: Path, hint: str):
     print(table(*before_and_after(*results)))
     print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
           + compare_with_annotator(read_rows(out / "result.json")[0]))
-    for text in above_limits(whole_rows(out / "metrics.jsonl"), results[-1][0]["critic"]):
+    metrics = whole_rows(out / "metrics.jsonl", _check_metrics)
+    for text in above_limits(metrics, results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"
           f"{next_command('eval.py', adapter=out / 'policy')}\n"

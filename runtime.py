@@ -248,12 +248,13 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
         resume(run, optimizer, state)
     start = state.setdefault("step", 0)
     if run and RANK == 0:
+        state |= {"binds": row.get("binds") for row in whole_rows(run / "config.json")}
         if start == 0:
             for path in checkpoints(run):                # damaged, or of other rows
                 path.unlink()
         for log in filter(Path.exists, [run / "metrics.jsonl", run / "samples.jsonl"]):
-            rows = [row for row in whole_rows(log) if row.get("iteration", 0) <= start]
-            write_rows(log, rows)
+            write_rows(log, [row for row in whole_rows(log, lambda row: row["iteration"] + 1)
+                             if row["iteration"] <= start])
     bar = tqdm(range(start, count), name, count, initial=start, disable=RANK > 0)
     for step in bar:
         yield step
@@ -273,9 +274,9 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 # Settings that may always change. Weights and texts do not depend on them, except for dropout
 # masks, which phase 2 draws for each forward pass.
 CHANGEABLE = set("""
-    output_dir base_url price_in price_out max_usd concurrency micro_batch_tokens
-    decode_batch_size activation_checkpointing shard wandb preview allow_code_execution
-    torch transformers commit""".split())
+    output_dir base_url price_in price_out max_usd concurrency timeout skip_failed preview
+    micro_batch_tokens decode_batch_size activation_checkpointing shard wandb
+    allow_code_execution torch transformers""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
 # "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
 POLICY_SETTINGS = set("""
@@ -301,38 +302,55 @@ def lock_directory(directory: Path):
 def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    names: further entries, such as a hash of the annotator's source.
+    names: further entries, such as the hashes of the files of the annotator's source. The entry
+    `binds` is a hash of what may not change in phase 3. Each checkpoint holds it, so that a run
+    can continue after config.json is lost. Another commit of this project gives a warning.
     """
     def exists(*patterns) -> bool:
-        return any(path for pattern in patterns for path in directory.glob(pattern))
+        return any(list(directory.glob(pattern)) for pattern in patterns)
 
     git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
     settings = asdict(config) | names | {
         "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
-    saved = settings
-    if exists("config.json"):
-        saved, = read_rows(directory / "config.json")
-    if saved.get("version") != VERSION:
-        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
-                         f"this project; choose another --output_dir")
+    binding = sorted(settings.keys() - CHANGEABLE)
+    settings["binds"] = checksum(state=[settings[name] for name in binding])
     has_policy = exists("checkpoint-*", "result.json")
     has_reward_model = has_policy or exists("reward/checkpoint-*", "reward/metrics.json")
     has_rows = has_reward_model or exists("responses.jsonl")
+    saved, *others = [settings]
+    if exists("config.json"):
+        saved, *others = read_rows(directory / "config.json")
+    elif has_rows and settings["binds"] not in [load_tensors(path)[1].get("binds")
+                                                for path in checkpoints(directory)]:
+        raise InputError(f"{directory} has lost config.json; use another --output_dir")
+    if others or saved.get("version") != VERSION:
+        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
+                         "this project; choose another --output_dir")
     changes = []
-    for name in saved.keys() & settings.keys() - CHANGEABLE:
+    for name in saved.keys() & binding:
+        is_bound = has_rows
         if name in POLICY_SETTINGS:
             is_bound = has_policy
         elif name.startswith("reward_"):
             is_bound = has_reward_model
+        before = saved[name]
+        after = settings[name]
+        text = f"{name} was {before}, is {after}"
+        if not is_bound or before == after:
+            continue
+        if name == "commit":
+            print_rank0(f"warning: {text}; an unbroken run may have other weights")
+        elif isinstance(after and before, dict):                     # hashes of files
+            changes += [f"{file} was edited"
+                        for file in sorted(dict(before.items() ^ after.items()))]
         else:
-            is_bound = has_rows
-        if is_bound and saved[name] != settings[name]:
-            changes.append(f"{name} was {saved[name]}, is {settings[name]}")
+            changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
-                         f"choose another --output_dir{reward_model_hint(directory)}")
+                         f"choose another --output_dir{reward_model_hint(directory)}, "
+                         "or --adapter")
     if RANK == 0:
         write_rows(directory / "config.json", [settings])
 

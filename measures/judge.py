@@ -82,6 +82,10 @@ PROMPTS = {
 }
 
 
+def _server(config: JudgeConfig) -> Server:
+    return Server(config.judge_model, config.base_url, TEMPERATURE, config.timeout)
+
+
 def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Question:
     """A question to the judge.
 
@@ -104,8 +108,10 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
         instruction, user = fenced(values)
         system += f"\n{instruction}"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    key = question_key("judge", config.judge_model, TEMPERATURE, messages)
-    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens)
+    parts = "judge", config.judge_model, TEMPERATURE, messages
+    key = question_key(*parts, _server(config).source)
+    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens,
+                    old_key=question_key(*parts))
 
 
 # ── The judge's verdicts
@@ -162,9 +168,8 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
     next run asks again. Raises InputError in the same cases as `ask.ask`.
     """
-    server = Server(config.judge_model, config.base_url, TEMPERATURE)
     with Journal(path, *config.prices) as journal:
-        replies = ask(questions, journal, server, read_verdict, config.concurrency)
+        replies = ask(questions, journal, _server(config), read_verdict, config.concurrency)
     return [{**question.context, "verdict": replies[question.key].value,
              "reason": replies[question.key].reason} for question in questions]
 

@@ -146,7 +146,7 @@ annotate.py: tests/test_annotate.py
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
 annotate.py: tests/test_ask.py -k killed_run
-    , Function(config.annotator_function).source_hash] ⇒ ]
+    (*parts, source) ⇒ (*parts)
 ask.py: tests/test_ask.py
     self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
     reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS
