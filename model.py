@@ -45,6 +45,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PE
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
+# Even if it is asked for safetensors, transformers reads a pickle that their index names.
+NO_PICKLES = mock.patch("torch.load", side_effect=ValueError(
+    "a file of weights is a pickle, which can run code"))
 # The only options of PEFT that an adapter may set, and their values if not all are plain LoRA:
 # with them it computes W x + (alpha / r) B A x with the base's own W.
 OPTIONS = """
@@ -65,16 +68,9 @@ def find_model(path) -> str:
     return str(shipped if shipped.is_dir() and not os.path.isdir(path) else path)
 
 
-def _first_line(error) -> str:
+def first_line(error) -> str:
+    """The type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-
-
-def refuse_pickle(file, *_, **__):
-    """Stand in for torch.load while transformers loads a model, and raise ValueError.
-
-    Even if it is asked for safetensors, transformers reads a pickle that their index names.
-    """
-    raise ValueError(f"{file} is a pickle, which can run code")
 
 
 def load_model(path, dtype=None, device=None, is_sharded=False,
@@ -96,12 +92,12 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False)
-        with mock.patch("torch.load", refuse_pickle):
+        with NO_PICKLES:
             model, report = AutoModelForCausalLM.from_pretrained(
                 find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
                 trust_remote_code=False)
     except Exception as error:      # reading a damaged directory can raise any exception
-        raise InputError(f"cannot load a model from {path}: {_first_line(error)}; give --model "
+        raise InputError(f"cannot load a model from {path}: {first_line(error)}; give --model "
                          "a hub id or a Hugging Face directory") from error
     if report["missing_keys"]:
         raise InputError(f"{path}: weights are missing, such as {min(report['missing_keys'])}; "
@@ -118,7 +114,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
         check_passes(model)
     except Exception as error:      # an unknown architecture can raise any exception
         raise InputError(
-            f"{path}, a {model.config.model_type} model, is unusable: {_first_line(error)};"
+            f"{path}, a {model.config.model_type} model, is unusable: {first_line(error)};"
             " restore it, or use another model") from error
     return model, tokenizer
 

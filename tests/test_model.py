@@ -249,7 +249,7 @@ FAR = edit(lambda x: x["model"]["vocab"].update({"<far>": 2000}))     # after a 
     (MODEL, turn_into_pickle, "cannot load a model"),
     (MODEL, edit(lambda x: x.pop(UP)),     # transformers would draw random numbers
      f"weights are missing, such as {UP}"),
-    (MODEL, turn_into_indexed_pickle, "pytorch_model.bin is a pickle"),
+    (MODEL, turn_into_indexed_pickle, "a file of weights is a pickle"),
     (MODEL, edit(lambda x: x[UP].fill_(torch.nan)), f"{UP} is not finite"),
     *[(MODEL, edit(lambda x, bad=bad: x[EMBEDDING][500, 3].fill_(bad)),  # a row of no prompt
        f"{EMBEDDING} is not finite") for bad in (torch.nan, -torch.inf)],
