@@ -121,6 +121,11 @@ OPEN = Problem("t", "Square it.", "", "", TESTS)
     "memo = [0] * 99\nfor i in range(99): memo[i] += i * i\ndef f(n): return memo[n]\nmemo[0]",
     "try: from math import prod\nexcept ImportError: prod = 1\nf = lambda n: prod([n, n])",
     "from __future__ import annotations\nfrom math import *\ndef f(n): return floor(n * n)",
+    f"{SQUARE}\nUse it:\n```python\nprint(f(int(input())))\n```",
+    "def f(n): return g(n)\ndef g(n): return n * n\nassert g(2) == 5",
+    "m = {}\ndef f(n): return m.get(n, n * n)\nm[3] = input()\nif __name__[0]: m[3] = 0",
+    "import sys\nsys.setrecursionlimit(5000)\ndef f(n): return n * n + deep(2000)\n"
+    "def deep(n): return n and deep(n - 1)",
     f"{SQUARE}```\nUse it:\n```python\nprint(f(input()))\n```"])
 @pytest.mark.parametrize("task", [HIDDEN, OPEN])
 def test_of_an_answer_only_what_the_function_needs_is_run(answer, task):

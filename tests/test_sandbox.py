@@ -207,7 +207,7 @@ PART = "def g(x):\n    return x\n"
     (INCREMENT, f"```code\n{INCREMENT}```"),
     (INCREMENT, f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```"),
     *[(INCREMENT, text) for text in (              # no clean fence
-        f"{INCREMENT}```", f"\ufeff```python\n{INCREMENT}```", f"```\n{INCREMENT.rstrip()}```",
+        f"{INCREMENT}```", f"\ufeff{INCREMENT}", f"```\n{INCREMENT.rstrip()}```",
         f"So (see 1.:\n\n{INCREMENT}\nIt's done.", f"<code>\n{INCREMENT}</code>",
         f"if needed:\n{INCREMENT}", f"{INCREMENT}\ndef g(x):\n    return (x")],
     *[(text, text) for text in ("def f(:\n    pass", "f\0", "(" * 999, "Say \ud800 so")],
@@ -435,7 +435,8 @@ def test_accents_spaces_and_a_narrow_umask_are_no_obstacle(outside):
     try:
         output = subprocess.run(
             ["sh", sandbox.FOLDER / "sandbox.sh", "/usr", folder, "sh", "-c",
-             'cat "$0/file"; touch "$0/written"', folder], capture_output=True, text=True)
+             'cat "$0/file"; touch "$0/written"', folder], capture_output=True, text=True,
+            env={"HOME": str(outside)})                        # no locale, as in run_python
         assert sandbox.run_python("x = 1", "assert x == 1").passed
     finally:
         os.umask(previous)
