@@ -11,7 +11,8 @@ requests. The main thread alone writes the journal and reads the replies: it wri
 soon as the reply arrives, and then reads it. A run that is killed or that fails therefore keeps
 all replies that arrived, and the next run does not request them again.
 
-Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent.
+Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent. The tokens
+and the cost of annotation (Tables 12 and 14) follow from `usage` in each line of the journal.
 """
 
 import json

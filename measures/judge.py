@@ -125,6 +125,11 @@ BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
 # What the judge only quotes: a fence, a line after ">", and words in quotation marks.
 QUOTED = (r"(?s:```.*?(?:```|\Z))|(?m:^\s*>.*)|[\"“”„«»].*?[\"“”„«»]"
           r"|['‘’`]\[\[.*?\]\]['‘’`]")
+# FastChat's prompt shows the verdict in quotation marks, and some judges copy them to their
+# last line. This line has no other words than these, and follows a sentence or an empty line.
+LABEL = r"(?:(?:my|the|is|final|overall|verdict|rating|score|winner|judge?ment)\W+)*"
+LAST_LINE = (r"((?:\A|[.!?)][*_]*\s*\n|[^:,*_\s][*_]*\s*\n\s*\n)\W*" + LABEL
+             + r")[\"“”„«»'‘’`](" + LABEL + r"\[\[[^\[\]]*\]\])\W*\Z")
 WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # nothing of it ends a reply
 
 
@@ -133,10 +138,14 @@ def read_verdict(question: dict, text: str) -> float:
 
     A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
     may be citations or code. Nor are verdicts that the judge quotes, for example from the
-    answer. For a single answer, the verdict is a rating from 1 to 10. For a pair, it is 1 if A
-    is better, 0.5 for a tie, and 0 if B is better. question: its `context`.
+    answer; but its last line may be a verdict in quotation marks. For a single answer, the
+    verdict is a rating from 1 to 10. For a pair, it is 1 if A is better, 0.5 for a tie, and 0
+    if B is better. question: its `context`.
     """
-    text = re.split("</think(?:ing)?>", text.lower())[-1]      # without the model's reasoning
+    # Remove the model's reasoning, also if it has no end.
+    text = re.split("</think(?:ing)?>", text.lower())[-1]
+    text = re.sub(r"(?ms)^\s*<think.*", "", text)
+    text = re.sub(LAST_LINE, r"\1\2", text)
     is_rating = question["kind"].startswith("single")
     form = re.compile(RATING if is_rating else WINNER)
     verdicts = set()

@@ -3,7 +3,7 @@
     python -m measures.spans --audit feedback.jsonl                      # tables and a page
     figures(total([compare(y, offsets, spans, readable(z, y)) for …]))   # scores of R_φ
 
-Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
+Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 15, 16, 18 and 19.
 
 Every metric of R_φ is a share, hits / cases. Both are counted for each response and summed over
 the responses, so resampling the responses gives a bootstrap interval. A critique that cannot be
@@ -19,16 +19,13 @@ label to more than half of its characters.
 """
 
 import argparse
-import json
 import re
 from collections import Counter
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, groupby, pairwise, product
 from typing import Callable
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback, token_offsets,
                       token_rewards)
@@ -214,7 +211,7 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
                for metric, value in figures(summed).items() if value is not None}
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
-              *audit([row for row in scored if not row["reason"]], places)[:2]]
+              *audit([row for row in scored if not row["reason"]], places)]
     return scored, metrics, tables
 
 
@@ -260,45 +257,15 @@ def _by_length(annotated: list[tuple], unit: str) -> tuple:
         cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if lengths else []
         for k, (low, high) in enumerate(pairwise(cuts), 1):
             quarter = [accuracy for length, accuracy in measured[sign] if low < length <= high]
-            lines.append([f"{name}, quarter {k}", high, len(quarter), _mean(quarter)])
+            known = [accuracy for accuracy in quarter if accuracy is not None]
+            mean = np.mean(known) if known else None
+            lines.append([f"{name}, quarter {k}", high, len(quarter), mean])
     return (f"Table 18, Table 19: {unit} of a span, and its share with the true label",
             ["spans", f"{unit}, at most", "number", "right %"], lines)
 
 
-def _mean(values: list) -> float | None:
-    """The mean of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    return np.mean(known) if known else None
-
-
-def dense_reply(row: dict) -> str:
-    """The feedback of a row with a label for every word, beside a copy of it (Table 12)."""
-    response = row["response"]
-    places = words(response)
-    signs = token_rewards(response, places, read_spans(row))
-    labels = [{"word": response[start:end], "label": ("neutral", "good", "poor")[int(sign)]}
-              for (start, end), sign in zip(places, signs)]
-    return f"{row['critique']}\n{json.dumps({'labels': labels}, ensure_ascii=False)}"
-
-
-def _costs(rows: list[dict], places: Callable | None) -> tuple:
-    """Tables 12 and 14: length of the replies in both forms, and the cost of annotation."""
-    split = places or re.compile(r"\w+|[^\w\s]").findall
-    quoted = [row for row in rows if "unmatched" in row]     # rows by people have no quotes
-    columns = {
-        "reply with spans": [len(split(Feedback(
-            row["critique"], row["good_spans"], row["poor_spans"]).text())) for row in quoted],
-        "reply with a label a word": [len(split(dense_reply(row))) for row in quoted],
-        "thousandths of a USD": [1000 * row["usd"] for row in rows if row.get("usd")]}
-    unit = "tokens" if places else "words and punctuation marks"
-    return (f"Table 12, Table 14: {unit} of replies, and the bill",
-            ["", "rows", "mean", "total"],
-            [[name, len(values), _mean(values), sum(values)]
-             for name, values in columns.items()])
-
-
 def audit(rows: list[dict], places: Callable | None = None) -> list[tuple]:
-    """Tables 12, 14, 15, 18 and 19 and the shares of §3.3, as (title, header, lines) each.
+    """Tables 15, 18 and 19 and the shares of §3.3, as (title, header, lines) each.
 
     rows: annotated rows with `spans`. Table 19 also needs the true spans, `gold_spans`. places:
     function from a text to the offsets of its tokens. None counts words instead, because an
@@ -306,7 +273,7 @@ def audit(rows: list[dict], places: Callable | None = None) -> list[tuple]:
     """
     annotated = [(row, read_spans(row), (places or words)(row["response"])) for row in rows]
     unit = "tokens" if places else "words"
-    return [_shares(annotated, unit), _by_length(annotated, unit), _costs(rows, places)]
+    return [_shares(annotated, unit), _by_length(annotated, unit)]
 
 
 def audit_text(tables: list[tuple]) -> str:
@@ -344,17 +311,12 @@ def main():
     """Print tables of annotated rows, and write the rows as an HTML page beside their file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--audit", required=True, help="annotated rows")
-    parser.add_argument("--tokenizer", help="None counts words")
     args = parser.parse_args()
     rows = read_rows(args.audit, ("response", "spans"))
-    places = None
-    if args.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
-        places = partial(response_tokens, tokenizer)
     # eval.py sets `reason` if a critique cannot be parsed.
     readable_rows = [row for row in rows if not row.get("reason")]
     feedback_page(f"{args.audit}.html", readable_rows)
-    print(f"{audit_text(audit(readable_rows, places))}\n\n"
+    print(f"{audit_text(audit(readable_rows))}\n\n"
           f"{len(rows) - len(readable_rows)} rows without feedback were left out\n"
           f"{args.audit}.html shows the first {MOST_ROWS} rows")
 

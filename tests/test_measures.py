@@ -7,7 +7,7 @@ the encoders and texts of this file; its dependencies would double the test pack
 import json
 import math
 import random
-import re
+import shutil
 from itertools import combinations, product
 
 import numpy as np
@@ -119,7 +119,7 @@ def test_bert_score_is_that_of_the_package(encoders, pairs, name):  # Table 2
     assert metrics.BERT_SCORE_LAYERS == stored["layers"]
 
 
-def test_the_layer_is_known_or_given(encoders, monkeypatch):
+def test_the_layer_is_known_or_given_and_no_pickle_is_read(encoders, monkeypatch, tmp_path):
     for layer in (":x", ":4", ""):
         with pytest.raises(InputError, match="no layer .*bert:LAYER with a layer from 0"):
             load_encoder(f"{encoders / 'bert'}{layer}")
@@ -127,6 +127,13 @@ def test_the_layer_is_known_or_given(encoders, monkeypatch):
         load_encoder(encoders / "nowhere")
     monkeypatch.setitem(metrics.BERT_SCORE_LAYERS, "bert", 2)
     assert load_encoder(encoders / "bert")[2] == 2
+    copy = shutil.copytree(encoders / "bert", tmp_path / "bert")
+    torch.save({}, copy / "x.bin")
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"x": "x.bin"}}))
+    with pytest.raises(InputError, match="cannot load .*bert: ValueError: .* is a pickle"):
+        load_encoder(copy)
 
 
 # ── metrics.py: metrics.perplexity, pass@k and intervals
@@ -331,26 +338,13 @@ def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Table
     assert lines([annotated], "Table 18")["good, quarter 1"] == [1.75, 1, None]
 
 
-def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tables 12 and 14
-    rows = [row("cat mat", usd=0.001), row("cat mat", critique="It is it.", usd=None),
-            {"response": "a", "spans": []}, row("cat mat", usd=0.004)]
-    table = lines(rows, "Table 12")
-    quotes = '{"good_spans": ["cat"], "poor_spans": ["mat"]}'
-    dense = ('{"labels": [{"word": "cat", "label": "good"}, '
-             '{"word": "mat", "label": "poor"}]}')
-    for name, form in (("reply with spans", quotes), ("reply with a label a word", dense)):
-        n = len(re.findall(r"\w+|[^\w\s]", f"c It is it. c {3 * form}"))
-        assert table[name] == [3, n / 3, n]
-    assert table["thousandths of a USD"] == [2, 2.5, 5.0]
-
-
-def test_the_script_prints_the_tables_and_writes_a_page(tmp_path, capsys, shared):  # Figure 2
+def test_the_script_prints_the_tables_and_writes_a_page(tmp_path, capsys):  # Figure 2
     file = tmp_path / "f.jsonl"
     write_rows(file, [row("🏠 cat sat </b>", ["🏠 cat", "sat"], ["</b>"], critique="A </b>"),
                       {"response": "y", "spans": [], "reason": "cut off"}])
-    run_main("--audit", file, "--tokenizer", shared / "models" / "stories260K", module=spans)
+    run_main("--audit", file, module=spans)
     printed = capsys.readouterr().out
-    assert "Table 19: tokens of a span" in printed and "1 rows without feedback" in printed
+    assert "Table 19: words of a span" in printed and "1 rows without feedback" in printed
     page = Page((tmp_path / "f.jsonl.html").read_text())
     tags = [(a["title"], text) for a, text in page.all("span")[3:]]        # after the legend
     assert tags == [("+1", "🏠 cat"), ("+0", " "), ("+1", "sat"), ("+0", " "), ("-1", "</b>")]
@@ -380,7 +374,20 @@ CASES = [
     ("pair", "Neither [[A]] nor another word", "no verdict"),
     ("single", "It says “I earn [[10]] here” itself. I give [[2]]", 2.0),
     ("single", "> [[9]]\nNo, [[3]]", 3.0), ("single", "```\n[[9]]\n```\nNo: [[3]]", 3.0),
-    ("single", "He's '[[9]]'. [[3]]", 3), ("single", "So:\n```\n[[9]]", "no verdict")]
+    ("single", "He's '[[9]]'. [[3]]", 3), ("single", "So:\n```\n[[9]]", "no verdict"),
+    # Reasoning without an end is not read; the word alone is no reasoning.
+    *[("single", text, "no verdict") for text in ("<think>so [[1]]", "Ok\n <thinking>\n[[1]]",
+                                                  "<think>a</think>\n<think>[[1]]")],
+    ("single", "Its <think> tag is open. [[4]]", 4),
+    # The last line may be in quotation marks, as in FastChat's prompt.
+    *[("pair", text, 1.0) for text in (
+        '"[[A]]"', 'A is better.\n"[[A]]"', 'A\n\nFinal verdict: "[[A]]".', "So.\n`[[A]]`",
+        "**A is better.**\n\nMy verdict is:\n\n**“[[A]]”**", 'B says "[[B]]".\n"[[A]]"')],
+    ("single", 'Good.\n"Rating: [[5]]"', 5), ("single", '[[4]] first.\n"[[5]]"', "differ"),
+    *[("single", text, "no verdict") for text in (       # these quote the answer
+        'It ends with\n"[[10]]"', 'It ends with:\n\n"[[10]]"', '**It says:**\n\n"[[10]]"',
+        'Its last line is "Rating: [[10]]"', 'Bad.\n> "[[10]]"', 'Bad.\n```\n"[[10]]"',
+        'Bad.\nThe answer: "[[10]]"')]]
 
 
 def test_verdicts_are_parsed_and_never_guessed(shared):
