@@ -9,7 +9,6 @@ Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for
 R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
-import fcntl
 import gzip
 import hashlib
 import inspect
@@ -19,15 +18,22 @@ import pkgutil
 import random
 import re
 import shlex
+import subprocess
 import sys
 import traceback
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
+
+try:
+    import fcntl
+except ImportError:                                      # Windows
+    import msvcrt
+    fcntl = None
 
 
 class InputError(ValueError):
@@ -238,6 +244,8 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
                     rows.append((place, json.loads(line)))
         for place, row in rows:
             json.dumps(row, ensure_ascii=False).encode()             # no half surrogate pairs
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing; check the path") from error
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise InputError(f"{place}: not rows of JSON in UTF-8 ({error}); check the path, or "
                          f"fix the row. The package datasets converts other formats: "
@@ -307,7 +315,7 @@ def atomic_file(path):
     temporary = path.with_name(f".{path.name}.new")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:     # Windows refuses fsync of a read-only file
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:              # without a file name where the disk is full
@@ -371,8 +379,12 @@ def lock(file, place: Path):
     Raises InputError where another process has the lock.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:                        # lock a byte behind the end: no one else can read it
+            file.seek(1 << 30)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError) as error:
         raise InputError(f"{place}: another process is writing to it; wait for it to end, or "
                          f"choose another output") from error
 
@@ -468,18 +480,29 @@ def imported_files(path: str) -> list[Path]:
 
 def next_command(script: str, **flags) -> str:
     """A line with the command that runs another script. A flag that is None is left out."""
-    words = ["python", os.path.relpath(Path(__file__).with_name(script))]
+    path = Path(__file__).with_name(script)
+    words = ["python", script if path.parent == Path.cwd() else str(path)]
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", str(value)]
-    return f"next: {shlex.join(words)}"
+    return f"next: {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
+
+
+def git(*words: str) -> str:
+    """The output of a git command on this project; "" without git, or without its history."""
+    with suppress(OSError):                              # there is no git
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, text=True,
+                              capture_output=True).stdout.strip()
+    return ""
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):
     """Run `main` without tracebacks: report InputError, `errors`, and errors of the system.
 
     The report is one line on stderr. Errors of the system are OSError and a lack of memory.
+    The output is UTF-8, because old locales have no φ and no lines of tables.
     """
+    sys.stdout.reconfigure(encoding="utf-8")
     try:
         main()
     except (InputError, OSError, MemoryError, RuntimeError, *errors) as error:

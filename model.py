@@ -91,6 +91,9 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
+        parent = find_model(Path(path).parent)
+        if parent != "." and os.path.isdir(parent) and not os.path.isdir(find_model(path)):
+            raise FileNotFoundError("no such directory")     # it is no hub id
         tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False)
         with NO_PICKLES:
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -16,8 +16,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
-import subprocess
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,8 +29,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import (InputError, append_row, atomic_file, checksum, chunks, lock, read_rows,
-                  whole_rows, write_rows)
+from data import (InputError, append_row, atomic_file, checksum, chunks, git, lock,
+                  read_rows, whole_rows, write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
 
@@ -138,8 +136,11 @@ def check_batches(config):
     """
     unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
     if config.batch_size % unit or config.minibatch_size % WORLD_SIZE:
-        raise InputError(f"ranks share each batch equally: --batch_size must be a multiple of "
-                         f"{unit}, and --minibatch_size of {WORLD_SIZE}")
+        message = f"--batch_size must be a multiple of {unit}"
+        if WORLD_SIZE > 1:
+            message = (f"ranks share each batch equally: {message}, and --minibatch_size of "
+                       f"{WORLD_SIZE}")
+        raise InputError(message)
 
 
 def print_rank0(text: str | None):
@@ -175,7 +176,8 @@ def load_tensors(path) -> tuple[dict[str, Tensor], dict]:
     """
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            # Copies: Windows neither deletes nor replaces a file that is mapped.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             metadata = file.metadata() or {}
         digest, _, text = metadata.get("state", "").partition(" ")
         is_foreign = not metadata or "format" in metadata        # as PEFT writes it
@@ -309,11 +311,10 @@ def save_settings(config, directory: Path, **names):
     def exists(*patterns) -> bool:
         return any(list(directory.glob(pattern)) for pattern in patterns)
 
-    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
     settings = asdict(config) | names | {
         "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
-        "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
+        "commit": git("describe", "--always", "--dirty")}
     binding = sorted(settings.keys() - CHANGEABLE)
     settings["binds"] = checksum(state=[settings[name] for name in binding])
     has_policy = exists("checkpoint-*", "result.json")

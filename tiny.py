@@ -14,7 +14,9 @@ prompt (padded left), T tokens of an answer (padded right), H hidden, V vocabula
 
 import copy
 import json
+import os
 import random
+import sys
 
 import torch
 import toy
@@ -42,6 +44,8 @@ RESPONSE_TOKENS = 32               # longest y
 CRITIQUE_TOKENS = 96               # longest z
 JUDGE = "{}\n\nResponse: {}\n\nJudge the response."               # x and y, as R_φ reads them
 COLOURS = {1: "\033[32m", -1: "\033[31m", 0: "\033[0m"}           # green, red, none
+if "NO_COLOR" in os.environ or not sys.stdout.isatty():
+    COLOURS = dict.fromkeys(COLOURS, "")
 TOKENIZER = AutoTokenizer.from_pretrained(toy.BASE)
 EOS = TOKENIZER.eos_token_id       # the last token of y and of z
 
@@ -297,4 +301,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8")             # old locales have no φ
     main()

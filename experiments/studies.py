@@ -28,7 +28,7 @@ from statistics import fmean, stdev
 
 from tqdm import tqdm
 
-from data import InputError, append_row, read_rows, run_script, whole_rows
+from data import InputError, append_row, git, read_rows, run_script, whole_rows
 from experiments.baselines import split_names
 from report import svg_line, table
 
@@ -109,8 +109,8 @@ def read_records() -> dict[tuple, dict]:
 
 def code_commit() -> str:
     """The last commit that changed the code of a run."""
-    command = "git log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
-    return subprocess.check_output(command.split(), cwd=ROOT, text=True).strip()
+    words = "log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
+    return git(*words.split()) or "unknown"
 
 
 def record_of(words: str, seed: int) -> dict:
@@ -260,7 +260,7 @@ def main():
     records = read_records()
     for name in names:
         path = ROOT / f"runs/studies/{name}.svg"
-        path.write_text(study_figure(name, records))
+        path.write_text(study_figure(name, records), "utf-8")
         print(f"{study_table(name, records)}\nFigure: {path}\n")
 
 

@@ -14,7 +14,7 @@ import pytest
 from annotate import Feedback, Mode, annotate, annotation_questions
 from ask import Function, Journal, Question, Server, ask, hide_key, question_key, run_journal
 from data import SCRIPTS, InputError, get_task, load_object, read_rows, write_rows
-from helpers import ROOT, error_message, read_jsonl
+from helpers import ROOT, error_message, needs_posix, read_jsonl
 from loopback import Answer, completion, critique, httpx, loopback
 from measures.judge import JudgeConfig, ask_judge, pairwise_questions
 from settings import AnnotateConfig
@@ -441,7 +441,7 @@ def start_annotating(folder, quick):
     process = subprocess.Popen(
         [sys.executable, ROOT / "annotate.py", "--task=ultrafeedback",
          "--annotator_function=critic:judge"], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(folder)},
+        stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for _ in range(quick + 8):
         while process.stdout.readline() != "asked\n":
@@ -449,6 +449,7 @@ def start_annotating(folder, quick):
     return process
 
 
+@needs_posix
 def test_a_second_ctrl_c_does_not_wait_and_a_killed_run_loses_no_reply(tmp_path):
     """Threads sleep for a minute, and the process ends. An edited critic is asked anew."""
     process = start_annotating(tmp_path, 20)
@@ -587,7 +588,7 @@ def test_a_function_with_a_fault_ends_the_run_and_loses_no_reply(work, fault):
 def test_invalid_flags_send_no_request(server, monkeypatch, tmp_path, flags, message):
     write_rows(tmp_path / "rows.jsonl", rows_of(2))
     words = f"--task ultrafeedback --data {{}}/rows.jsonl --output {{}}/f.jsonl {flags}"
-    words = words.replace("{}", str(tmp_path)).split()
+    words = [word.replace("{}", str(tmp_path)) for word in words.split()]
     assert message in error_message("annotate.py", *words)
     monkeypatch.setenv("OPENAI_API_KEY", "sk\n")
     assert "OPENAI_API_KEY" in error_message("annotate.py", *words[:6])

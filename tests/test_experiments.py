@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shlex
 from itertools import product
 from statistics import mean
 
@@ -352,7 +353,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
         (result,) = read_rows(out / "result.json")
         assert 0 <= min(part["fact accuracy"] for part in (result["before"], result["after"]))
         output = capsys.readouterr().out
-        assert f"eval.py --adapter {out}/policy" in output
+        assert shlex.join(["eval.py", "--adapter", f"{out}/policy"]) in output
         assert (out / "policy" / "adapter_model.safetensors").exists()
         return output
 

@@ -22,7 +22,8 @@ import report
 import reward_model
 from data import InputError
 from helpers import (ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, flip_bit, kill_after, read_jsonl, run_main, toy_config)
+                     error_message, flip_bit, kill_after, needs_posix, read_jsonl, run_main,
+                     toy_config)
 from model import load_model, lora_parameters
 from reward_model import z_loss
 from runtime import checkpoints, load_tensors
@@ -76,6 +77,7 @@ def run_and_die(out, name, number):
     run_main(*SMALL, "--output_dir", out)
 
 
+@needs_posix
 def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp_path):
     for name, number in KILLS:
         process = get_context("fork").Process(target=run_and_die, args=(tmp_path, name, number))
@@ -220,7 +222,7 @@ def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, phase_3, t
 @pytest.mark.parametrize("files, message", [
     ({"config.json": zeros}, "config.json, line 1: not rows of JSON"),
     ({"after_samples.jsonl": zeros}, "after_samples.jsonl, line 1: not rows of JSON"),
-    ({"after_samples.jsonl": remove}, "after_samples.jsonl: not rows of JSON"),
+    ({"after_samples.jsonl": remove}, "after_samples.jsonl is missing"),
     ({"feedback.jsonl": remove, "responses.jsonl": append(HALF)}, "responses.jsonl, line 121"),
     (IN_PHASE_2 | {"feedback.jsonl": append(HALF)}, "feedback.jsonl, line 121: not rows of"),
     ({"config.json": lambda path: path.write_text('{"train": {}, "torch": "2.13"}')},

@@ -28,8 +28,8 @@ import toy
 from annotate import annotate, annotation_questions, read_critique
 from data import (FEEDBACK, InputError, checksum, examples, get_task, is_prompt, read_rows,
                   run_script, write_rows)
-from helpers import (ROOT, SLOW, SMALL, error_message, randomise, read_jsonl, run_main,
-                     toy_config, toy_feedback)
+from helpers import (ROOT, SLOW, SMALL, error_message, needs_posix, randomise, read_jsonl,
+                     run_main, toy_config, toy_feedback)
 from model import (add_lora, drop_long_rows, encode_prompt, eos_ids, load_lora, load_model,
                    save_lora, use_lora)
 from policy import Rollouts, critique_by_annotator
@@ -216,7 +216,7 @@ LOCAL = "--task ultrafeedback --model toy/base --annotator_function toy:critique
 CODE = "--task kodcode --data rows.jsonl --base_url http://127.0.0.1:9/v1"
 # Flags, where {} is the folder of these files → a part of the message.
 REFUSED = [
-    (LOCAL, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl: not rows of"),
+    (LOCAL, "needs --data"), (f"{LOCAL} --data nowhere.jsonl", "nowhere.jsonl is missing"),
     (f"{LOCAL} --data {{}}/prompts.jsonl", "prompts.jsonl, line 2: field 'prompt'"),
     (f"{LOCAL} --data {{}}/same.jsonl", "no prompt is left for training or evaluation"),
     ("--annotator_function none", "OPENAI_API_KEY"), (CODE, "needs the outcomes of the tests"),
@@ -239,7 +239,7 @@ def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monk
     for name, rows in FILES.items():
         write_rows(tmp_path / f"{name}.jsonl", rows)
     out = tmp_path / "run"
-    flags = shlex.split(flags.replace("{}", str(tmp_path)))
+    flags = [word.replace("{}", str(tmp_path)) for word in shlex.split(flags)]
     assert message.replace("{}", str(tmp_path)) in refused("--output_dir", out, *flags)
     assert {path.name for path in out.glob("*")} <= {".lock"}
 
@@ -393,6 +393,7 @@ def test_rows_of_pandas_and_windows_are_read_and_other_files_refused(tmp_path):
 
 # ── Files and machines
 
+@needs_posix
 def test_what_is_no_regular_file_is_refused_and_stays(tmp_path):
     """As for /dev/null, which no test touches: with a fault, root would replace it."""
     path = tmp_path / "output"
