@@ -15,8 +15,8 @@
             are poor, else 0
 
 The functions stand in this order, but for the prompts, which come later. The annotator of phase
-1 and the reward model R_φ both write such replies, and both are read here. `read_critique` is
-all of the above for one critique of R_φ. A first reader may skip the next part, "Details of
+1 and the reward model R_φ both write such replies, and both are read here. `read_critique` does
+l.13 to l.28 for one critique of R_φ. A first reader may skip the next part, "Details of
 JSON and Unicode". The last part is phase 1 (Algorithm 1 l.4–11): `annotate` sends the requests
 through ask.py and writes the rows. This file does not import torch. Instead of a server,
 --annotator_function can annotate: a function (row, response) that returns a `Feedback`, or the
@@ -28,6 +28,9 @@ Departures.
                 often than it was quoted; here it is counted and gets no span, because precision
                 comes first (§4.2)
     conflict    a token in both a good and a poor span gets 0; by l.16–25 the later span decides
+    matching    a quote must match exactly, or up to white space, quotation marks and Unicode
+                form, and begin and end with whole words; the k-th repeat of a quote gets its
+                k-th occurrence; Appendix L matches exactly
     tokens      Appendix L tokenizes the text again; here the offsets come from the sampled ids
     refusal     a reply that is not the JSON that was asked for is refused and never repaired;
                 it gives no reward
@@ -47,7 +50,7 @@ from typing import Callable
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
 from data import (InputError, checksum, examples, get_task, load_object, next_command,
                   read_rows, run_script, write_rows)
-from report import check_critiques, print_examples, review_sample
+from report import describe_critiques, review_sample
 from settings import AnnotateConfig, parse_flags
 
 
@@ -103,8 +106,7 @@ def parse_feedback(text: str, critique=None, response="") -> Feedback:
     task are poor spans. A list may be absent or null. Raises FeedbackError if the reply has no
     critique, or if a list is not a list of strings.
     """
-    # A reply ends with the JSON object. The critique is one of its fields, or the prose before
-    # it, as in z.
+    # The critique is a field of the JSON object, or the prose before it, as in z.
     value, prose = find_object(text, SPAN_KEYS, response)
     # Four lists, in the order of SPAN_KEYS. The last two are those of the code task: wrong code
     # and code that should be improved. Only the first list is good.
@@ -131,7 +133,7 @@ def ground(response: str, feedback: Feedback, repeats_are_poor=False) -> Groundi
     for label, quotes in ((+1, feedback.good_spans), (-1, feedback.poor_spans)):
         for quote, repeats in Counter(quotes).items():
             intervals = find_quote(response, quote)
-            assert intervals == sorted(set(intervals)), "§3.3: k-th repeat, k-th occurrence"
+            assert intervals == sorted(set(intervals)), "§3.3, read as: k-th repeat, k-th place"
             # "the cat" was quoted once, and the response says it twice. Nobody knows which of
             # the two was meant, so neither gets a reward.
             if len(intervals) > repeats and not (repeats_are_poor and label > 0):
@@ -251,7 +253,7 @@ class Review:
 
 
 def read_critique(critique: str, text: str, offsets, repeats_are_poor=False) -> Review:
-    """All of Algorithm 2 for a critique of R_φ: z' → A'(y) → spans → δ' (Alg. 4 l.13).
+    """Algorithm 2 from l.13 on for a critique of R_φ: z' → A'(y) → spans → δ' (Alg. 4 l.13).
 
     If the critique cannot be parsed, δ' is zero. offsets: the characters [start, end) of each
     token of the text. repeats_are_poor: see `ground`.
@@ -269,10 +271,11 @@ def read_critique(critique: str, text: str, offsets, repeats_are_poor=False) -> 
 def make_review(critique: str, text: str, offsets, feedback, grounding) -> Review:
     """Compute δ' from grounded feedback (Alg. 4 l.13), and count quotes without reward."""
     labels = token_labels(text, offsets, grounding.spans)
-    return Review(critique, combine_labels(labels), "",
-                  len(feedback.good_spans + feedback.poor_spans), len(grounding.unmatched),
-                  grounding.ambiguous, sum(len(token_set) > 1 for token_set in labels),
-                  grounding.spans, sort_quotes(text, feedback, grounding))
+    return Review(critique, combine_labels(labels),
+                  quotes=len(feedback.good_spans + feedback.poor_spans),
+                  unmatched=len(grounding.unmatched), ambiguous=grounding.ambiguous,
+                  conflicts=sum(len(token_set) > 1 for token_set in labels),
+                  spans=grounding.spans, fates=sort_quotes(text, feedback, grounding))
 
 
 def sort_quotes(text: str, feedback, grounding) -> dict[str, list[str]]:
@@ -341,7 +344,7 @@ def _json_objects(text, keys):
             if value.setdefault(key, item) != item:
                 raise ValueError                           # the key has two values
         if value.keys() & keys:
-            inner.append(value)
+            found.append(value)
         return value
 
     # The decoder calls `read_object` for each object that it has read, the innermost first.
@@ -349,11 +352,11 @@ def _json_objects(text, keys):
     objects = []
     start = text.find("{")
     while start >= 0:
-        inner = []                                         # filled by `read_object`
+        found = []                                         # filled by `read_object`
         try:
             _, end = decoder.raw_decode(text, start)
-            json.dumps(inner, ensure_ascii=False).encode()         # no half surrogate pairs
-            objects += [(start, end, value) for value in inner]
+            json.dumps(found, ensure_ascii=False).encode()         # no half surrogate pairs
+            objects += [(start, end, value) for value in found]
         except (ValueError, RecursionError):               # not JSON, or nested too deeply
             end = start + 1
         # After an object the search goes on behind it, else at the next brace.
@@ -504,9 +507,11 @@ def annotation_messages(task, example, mode="cot"):
               f"{mode.instruction.replace('{quotes}', task.quotes)}\n{tag_instruction}\n"
               f"Reply with one JSON object of this form and nothing after it:\n{form}")
     # The task's worked example, if it has all the fields of this form. In "align" mode it also
-    # shows the person's critique, as the request does: len(mode.shows) is 1 there, else 0.
+    # shows the person's critique, as the request does.
     if mode.form.keys() <= task.example.keys():
-        critique = f"textual_feedback: {task.example['textual_feedback']}\n" * len(mode.shows)
+        critique = ""
+        if "critique" in mode.shows:
+            critique = f"textual_feedback: {task.example['textual_feedback']}\n"
         reply = json.dumps({name: task.example[name] for name in mode.form}, ensure_ascii=False)
         system += (f"\nAn example of another case.\nrequest: {task.example['request']}\n"
                    f"response: {task.example['response']}\n{critique}reply: {reply}")
@@ -548,9 +553,9 @@ def read_reply(example, reply, mode="cot"):
 def annotate(config, data, output, dry_run=False):
     """Annotate the responses in the file `data` and write `output` (Alg. 1 l.5–11).
 
-    config: an AnnotatorConfig. Returns a summary. dry_run: only forecast the cost. A second run
-    only sends requests that have no usable reply in the journal, OUTPUT.journal. Raises
-    InputError if a response could not be annotated, unless --skip_failed is set, or if the
+    config: an AnnotateConfig or a Config. Returns a summary. dry_run: only forecast the cost.
+    A second run only sends requests that have no usable reply in the journal, OUTPUT.journal.
+    Raises InputError if a response could not be annotated, unless --skip_failed is set, or if the
     feedback cannot teach.
     """
     if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
@@ -649,14 +654,14 @@ def check_annotator(task, config):
 
     config: a settings.Config. Raises InputError where the annotator is needed and cannot work.
     """
-    is_paid = not config.annotator_function
-    if config.critic == "annotator" and is_paid and config.max_usd is None:
+    asks_server = not config.annotator_function
+    if config.critic == "annotator" and asks_server and config.max_usd is None:
         raise InputError("--critic annotator asks the server about every rollout: set "
                          "--max_usd with --price_in and --price_out, or --annotator_function")
     has_feedback = config.reward_model or Path(config.output_dir, "feedback.jsonl").exists()
     if config.critic == "annotator" or not has_feedback:
         load_annotator(task, config)
-        if task.tests and is_paid and not config.allow_code_execution:
+        if task.tests and asks_server and not config.allow_code_execution:
             raise InputError("the annotator needs the outcomes of the tests: "
                              "set --allow_code_execution")
 
@@ -672,7 +677,7 @@ def feedback_row(task, example, feedback, grounding, annotator):
 
 
 def check_feedback(rows):
-    """Print three responses in colour and the fates of the quotes; see `check_critiques`.
+    """Print three responses in colour and the fates of the quotes; see `describe_critiques`.
 
     rows: annotated rows, see `feedback_row`.
     """
@@ -686,8 +691,7 @@ def check_feedback(rows):
         offsets = [piece.span() for piece in pieces]
         review = make_review(row["critique"], row["response"], offsets, feedback, grounding)
         samples.append(review_sample("", row["response"], offsets, review))
-    print_examples(samples[:3])
-    print(check_critiques(samples, "annotator"))
+    print(describe_critiques(samples, "annotator", 3))
 
 
 def main():

@@ -60,17 +60,6 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
     return text
 
 
-def print_examples(samples: list[dict]):
-    """Print responses with their tokens in colour, and the critique of each.
-
-    samples: see `review_sample`.
-    """
-    for sample in samples:
-        print(f"\n{sample['prompt'][:300]}\n"
-              f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
-              f"  critique: {sample['critique']}")
-
-
 def _cell(value, digits: int) -> str:
     if value is None:
         return "–"
@@ -443,6 +432,24 @@ REMEDIES = {
     "ambiguous": "quote more words, so that each quote occurs once",
     "conflicting": "put each quote in one list only",
 }
+
+
+def describe_critiques(samples: list[dict], critic: str, shown: int, means=None) -> str:
+    """Some responses in colour with their critiques, and what can be learned from all of them.
+
+    samples: see `review_sample`. critic: the flag --critic, which says who wrote the critiques.
+    shown: number of responses. means: of all metrics, to warn about. Raises InputError, as
+    `check_critiques` does.
+    """
+    text = ""
+    for sample in samples[:shown]:
+        text += (f"\n{sample['prompt'][:300]}\n"
+                 f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
+                 f"  critique: {sample['critique']}\n")
+    text += f"\n{check_critiques(samples, critic)}"
+    for sentence in above_limits([means] if means else [], critic):
+        text += f"\nwarning: {sentence}"
+    return text
 
 
 def check_critiques(samples: list[dict], critic: str) -> str:

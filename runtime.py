@@ -95,6 +95,11 @@ def gather_rows(share: list) -> list:
     return rows
 
 
+def from_rank0(value):
+    """Rank 0's value, on every rank. The other ranks may pass None."""
+    return gather_rows([value])[0]
+
+
 def all_sum(x: Tensor) -> Tensor:
     """Sum a tensor of any shape over all ranks, in place."""
     run_collective(dist.all_reduce, x)
@@ -102,10 +107,11 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows by their length, in groups; each rank takes its `rank_share` of one in one pass.
+    """Micro-batches, as lists of row numbers: each is one forward pass of all ranks together.
 
-    index: numbers of the rows. lengths[i]: tokens of row i. With padding, the share of a rank
-    has at most `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
+    Each rank takes its `rank_share` of a group. index: numbers of the rows, which are sorted by
+    their length. lengths[i]: tokens of row i. With padding, the share of a rank has at most
+    `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
     """
     groups = []
     order = sorted(index, key=lengths.__getitem__)
@@ -343,7 +349,7 @@ def run_phase(name: str, result: str, directory: Path, phase, only_rank0=False):
     phase() does the work and returns a summary. only_rank0: rank 0 alone runs it, and the other
     ranks wait for up to a day.
     """
-    if gather_rows([(directory / result).exists()])[0]:                # as rank 0 sees it
+    if from_rank0((directory / result).exists()):
         print_rank0(f"{name}: reused {directory / result}")
         return
     start = time.time()

@@ -34,8 +34,7 @@ from model import (add_lora, drop_long_rows, load_lora, load_model, lora_paramet
                    target_layers, unsharded)
 from policy import (CRITICS, add_advantages, add_feedback, annotator_critic,
                     reward_model_critic, sample_rollouts, train, with_outcomes)
-from report import (above_limits, check_critiques, load_tracker, measure_held_out,
-                    print_examples, print_result)
+from report import describe_critiques, load_tracker, measure_held_out, print_result
 from reward_model import fit_reward_model
 from runtime import (RANK, check_batches, check_ranks, gather_rows, lock_directory, print_rank0,
                      rank_share, reward_model_hint, run_phase, save_settings, start_ranks,
@@ -54,9 +53,13 @@ def main(config: Config, critic=None, advantages=add_advantages):
     model, tokenizer, rows, held_out, config, _lock = prepare(config)
     out = Path(config.output_dir)
     if config.preview:
-        return preview(model, tokenizer, held_out[: config.preview], config, critic)
-    # Each phase leaves a file in the run directory, here its second argument, and is not run
-    # again if the file exists. So the same command continues a run that was stopped.
+        # Without an R_φ the annotator reviews, whose critiques R_φ will learn to write.
+        name = config.critic if config.reward_model else "annotator"
+        evaluate_reference(model, tokenizer, held_out[: config.preview],
+                           replace(config, critic=name), critic or CRITICS[name])
+        return stop_ranks()
+    # Each call names a phase and the file that it writes last. If the file exists, the phase is
+    # not run again. So the same command continues a run that was stopped.
     # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
     # --reward_model names an R_φ of an earlier run.
     if config.critic == "reward_model" and not config.reward_model:
@@ -74,21 +77,6 @@ def main(config: Config, critic=None, advantages=add_advantages):
         advantages))                                                                  # l.16–19
     if RANK == 0:
         print_result(out, reward_model_hint(out))
-    stop_ranks()
-
-
-def preview(model, tokenizer, rows, config: Config, critic=None):
-    """--preview: show reviewed responses, and what phase 3 could learn from them.
-
-    Nothing is trained. Without an R_φ, the critic is the annotator, whose critiques R_φ will
-    learn to write. Raises InputError if nothing can be learned.
-    """
-    name = config.critic if config.reward_model else "annotator"
-    _, samples = evaluate(model, tokenizer, rows, config, config.reference,
-                          critic or CRITICS[name])
-    if RANK == 0:
-        print_examples(samples)
-    print_rank0(check_critiques(samples, name))
     stop_ranks()
 
 
@@ -117,22 +105,27 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
                        critic=reward_model_critic, advantages=add_advantages) -> str:
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
-    # π_ref before training: the base, or the SFT adapter
-    before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
+    before, samples = evaluate_reference(model, tokenizer, held_out, config, critic)
     if RANK == 0:
         write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
-        print_examples(samples[:5])
-    # Here phase 3 ends if nothing can be learned, as from a critic that quotes nothing.
-    print_rank0(check_critiques(samples, config.critic))
-    for text in above_limits([before], config.critic):
-        print_rank0(f"warning, before training: {text}")
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": before, "after": after}])
     return f"{config.iterations} iterations"
+
+
+def evaluate_reference(model, tokenizer, rows, config: Config, critic):
+    """Evaluate π_ref, and print what phase 3 can learn from the critiques of its responses.
+
+    Returns what `evaluate` returns. Raises InputError if nothing can be learned, as from a
+    critic that quotes nothing.
+    """
+    before, samples = evaluate(model, tokenizer, rows, config, config.reference, critic)
+    print_rank0(describe_critiques(samples, config.critic, config.preview or 5, before))
+    return before, samples
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
@@ -158,9 +151,10 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
 def prepare(config: Config, needs_annotator=True, **names):
     """Check everything, before anything is sampled or paid, and load the model and the rows.
 
-    Returns (model, tokenizer, training rows, held-out rows, config without None, lock of the
-    run directory, which is held as long as this file is open). names: further settings that
-    bind the run, for config.json. Raises InputError where anything cannot work.
+    Returns (model, tokenizer, training rows, held-out rows, config, lock). The config has an
+    output directory, a number of iterations and learning rates, whose defaults are None. The
+    lock is a file; no other process can use the run directory until it is closed. names:
+    further entries of config.json. Raises InputError where anything cannot work.
     """
     # First what costs nothing: flags, annotator, rows. Then the model, which takes a while.
     task = get_task(config.task)
@@ -180,7 +174,7 @@ def prepare(config: Config, needs_annotator=True, **names):
     held_out = drop_long_rows(held_out, task, model, tokenizer, config)
     # Some defaults depend on the number of rows and the size of the model.
     config = derive_settings(config, len(rows), model)
-    target_layers(model, config.reward_lora_targets.split(","))
+    target_layers(model, config.reward_lora_targets.split(","))          # raises InputError
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)

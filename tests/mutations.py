@@ -36,7 +36,7 @@ policy.py: tests/test_equations.py -k "gae or whiten or loss_by or definition or
     kl / target - 1, -0.2 ⇒ 1 - kl / target, -0.2
     error * min(1, n / horizon) ⇒ error * n / horizon
 policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or minibatch"
-    (start + prompts - 1) // n + 1) ⇒ start // n + 1)
+    (start + prompt_count - 1) // n + 1) ⇒ start // n + 1)
     range(config.responses_per_prompt)] ⇒ range(1)]
     torch.tensor(review.delta) ⇒ torch.tensor(review.delta).roll(1)
     rollouts, index, config.reference) ⇒ rollouts, index, "policy")
@@ -75,7 +75,7 @@ reward_model.py: tests/test_equations.py -k "z_loss or encode or split or critiq
     return training, evaluation⏎⏎⏎def fit( ⇒ return training + evaluation, evaluation⏎⏎⏎def fit(
     [0.0] * len(offsets), str(error) ⇒ [-1.0] * len(offsets), str(error)
 reward_model.py: tests/test_reward_model.py
-    eos_ids(tokenizer, model), u, ⇒ eos_ids(tokenizer), u,
+    eos_token_id=eos_ids(tokenizer, model) ⇒ eos_token_id=eos_ids(tokenizer)
     weight_decay=config.reward_weight_decay ⇒ weight_decay=0.0
     rng.sample(pairs, len(pairs)) ⇒ random.Random(config.seed).sample(pairs, len(pairs))
     model.train() ⇒ model.eval()
@@ -85,8 +85,8 @@ reward_model.py: tests/test_reward_model.py
     zip(prompt_ids, critique_ids, strict=True) ⇒ enumerate(critique_ids)
     is_marked and is_predicted ⇒ is_predicted
     ("recall", "marked") ⇒ ("recall", "predicted")
-reward_model.py: tests/test_train.py -k annotator
-    gather_rows([reviews])[0][RANK::WORLD_SIZE] ⇒ gather_rows([reviews])[0]
+policy.py: tests/test_train.py -k annotator
+    rank_share(from_rank0(reviews)) ⇒ from_rank0(reviews)
 sampling.py: tests/test_sampling.py
     mean_weight.mul_((previous - log_sum).exp()) ⇒ pass
     targets - tile.start ⇒ targets

@@ -177,9 +177,10 @@ def test_an_empty_response_has_no_critique_and_moves_none(critic_model, spy):
     model, tokenizer = critic_model
     eos = [tokenizer.eos_token_id, 7]
     model.generation_config.eos_token_id = eos
-    calls = spy("reward_model.generate", lambda *inputs, **_: inputs[3:])
+    calls = spy("reward_model.generate", lambda *_, **options: options)
     empty, critique = write_critiques(model, tokenizer, ["a", "b"], ["", "It was a cat."], 16)
-    assert empty == "" != critique and calls == [(0, eos)]
+    assert empty == "" != critique and calls[0]["eos_token_id"] == eos
+    assert calls[0]["temperature"] == 0
 
 
 # ── What R_φ is worth, before phase 3

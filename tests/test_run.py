@@ -97,7 +97,7 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
     unreadable = 1
     text2grad.train_and_evaluate(*arguments)
     assert trained[0].count("response: ") == 5 and "1 cannot be read" in trained[0]
-    assert "warning, before training: truncated is 1: " in trained[0]
+    assert "warning: truncated is 1: " in trained[0]
     assert read_jsonl(tmp_path / "result.json")[0]["before"]["truncated"] == 1
     unreadable = 4
     with pytest.raises(InputError, match="^67% of the critiques cannot be read .as for: no "
