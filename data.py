@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -408,12 +409,9 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
     try:
         value = pkgutil.resolve_name(name)
     except Exception as error:                           # the module may raise anything
-        word, _, attribute = name.partition(":")
-        names = [*choices, *(module.name for module in pkgutil.iter_modules())]
-        if word in sys.modules:                          # only the attribute is missing
-            names = vars(sys.modules[word])
-            word = attribute
-        near = get_close_matches(word, names) or ["nothing"]
+        module, _, attribute = name.partition(":")
+        known = [*choices, *vars(sys.modules.get(module, pkgutil))]
+        near = get_close_matches(attribute or name, known) or ["nothing"]
         names = ", ".join(choices) or "a module in this directory or on PYTHONPATH"
         raise InputError(f"{flag_name} {name}: cannot import it ({error_text(error)}); "
                          f"similar: {near[0]}; use module:NAME, or one of: {names}") from error
@@ -447,35 +445,22 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + "".join(places[-1:])
 
 
+@cache
 def source_hashes(name: str, function: Callable) -> dict[str, str]:
     """{file: `checksum`} of the source of the function "module:NAME".
 
     The first file is the module's. The others are those that it imports from its directory. A
     notebook has no file; there the source of the function counts.
     """
-    module = sys.modules.get(name.partition(":")[0])
-    if hasattr(module, "__file__"):
-        return {os.path.relpath(file, os.path.dirname(module.__file__)): checksum(file)
-                for file in imported_files(module.__file__)}
-    return {name: checksum(state=inspect.getsource(function))}
-
-
-@cache
-def imported_files(path: str) -> list[Path]:
-    """A Python file, and the files that it imports from its directory, also through others.
-
-    They are searched by name in that directory and in the folders there, for each word of a
-    line that begins with `import` or `from`. Scripts of this project are left out.
-    """
-    files = [Path(path)]
-    for file in files:                                   # the list grows
-        lines = re.findall(r"(?m)^\s*(?:from|import)\b(?:[^(\n]*\([^)]*\)|.*)",
-                           file.read_text("utf-8", "ignore"))
-        for word in re.findall(r"\w+", " ".join(lines)):
-            for pattern in (f"{word}.py", f"*/{word}.py", f"{word}/__init__.py"):
-                files += [found for found in sorted(files[0].parent.glob(pattern))
-                          if found not in [*files, *SCRIPTS]]
-    return files
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    if not path:
+        return {name: checksum(state=inspect.getsource(function))}
+    folder = os.path.dirname(path)
+    finder = ModuleFinder([folder])
+    finder.run_script(path)
+    files = {module.__file__ for module in finder.modules.values() if module.__file__}
+    return {os.path.relpath(file, folder): checksum(file)
+            for file in (path, *sorted(files - {path, *map(str, SCRIPTS)}))}
 
 
 def next_command(script: str, **flags) -> str:

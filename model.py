@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import InputError, Task, critique_prompt, write_rows
+from data import InputError, Task, critique_prompt, error_text, write_rows
 from runtime import WORLD_SIZE, find_device, load_tensors, print_rank0, save_tensors
 from sampling import Decoder, context_length, head_weight
 
@@ -68,11 +68,6 @@ def find_model(path) -> str:
     return str(shipped if shipped.is_dir() and not os.path.isdir(path) else path)
 
 
-def first_line(error) -> str:
-    """The type of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-
-
 def load_model(path, dtype=None, device=None, is_sharded=False,
                checkpoint_activations=False):  # Table 5
     """Load a frozen causal LM and its tokenizer from a directory or hub id.
@@ -100,7 +95,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
                 find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
                 trust_remote_code=False)
     except Exception as error:      # reading a damaged directory can raise any exception
-        raise InputError(f"cannot load a model from {path}: {first_line(error)}; give --model "
+        raise InputError(f"cannot load a model from {path}: {error_text(error)}; give --model "
                          "a hub id or a Hugging Face directory") from error
     if report["missing_keys"]:
         raise InputError(f"{path}: weights are missing, such as {min(report['missing_keys'])}; "
@@ -117,7 +112,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
         check_passes(model)
     except Exception as error:      # an unknown architecture can raise any exception
         raise InputError(
-            f"{path}, a {model.config.model_type} model, is unusable: {first_line(error)};"
+            f"{path}, a {model.config.model_type} model, is unusable: {error_text(error)};"
             " restore it, or use another model") from error
     return model, tokenizer
 

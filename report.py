@@ -426,11 +426,14 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
 
 MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
 MOST_EQUAL = 0.98                         # share of tokens with the same δ; a warning above it
+# The fate of quotes that give no reward → what to do
 REMEDIES = {
     "unmatched": "copy each quote from the response, character by character",
     "inside a word": "begin and end each quote with whole words",
     "ambiguous": "quote more words, so that each quote occurs once",
     "conflicting": "put each quote in one list only",
+    "around all words": "leave out the words that are neither good nor poor",
+    "around no whole word": "return passages of the response as good_spans and poor_spans",
 }
 
 
@@ -458,57 +461,45 @@ def check_critiques(samples: list[dict], critic: str) -> str:
     critic: the flag --critic, which says who wrote the critiques. Raises InputError if nothing
     can be learned from them: most are unreadable, or δ is the same for every token.
     """
+    has_reward_model = critic == "reward_model"
     unreadable = [sample["unreadable"] for sample in samples if sample["unreadable"]]
     if len(unreadable) > MOST_UNREADABLE * len(samples):
-        remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
-                  "--reward_learning_rate or --max_critique_tokens"
-                  if critic == "reward_model" else "read the replies in the journal")
+        remedy = "read the replies in the journal"
+        if has_reward_model:
+            remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
+                      "--reward_learning_rate or --max_critique_tokens")
         raise InputError(f"{len(unreadable) / len(samples):.0%} of the critiques cannot be "
                          f"read (as for: {unreadable[0]}); {remedy}")
     quotes_by_fate = defaultdict(list)
-    deltas = []                                         # of tokens with text
-    has_end = False                                     # whether EOS has a reward: some designs
+    deltas = []                         # of tokens with text, and of others that have a reward
     for sample in samples:
         for fate, quotes in sample["fates"].items():
             quotes_by_fate[fate] += quotes
-        for token, delta in zip(sample["tokens"], sample["delta"]):
-            if token.strip():
-                deltas.append(delta)
-            else:
-                has_end |= delta != 0
-    without = sum(not any(sample["delta"]) for sample in samples)
-    lines = [f"critiques of {len(samples)} responses: {without} give no reward, "
-             f"{len(unreadable)} cannot be read; of the tokens, "
-             f"{sum(d > 0 for d in deltas) / max(1, len(deltas)):.0%} are good and "
-             f"{sum(d < 0 for d in deltas) / max(1, len(deltas)):.0%} poor"]
+        deltas += [delta for token, delta in zip(sample["tokens"], sample["delta"])
+                   if token.strip() or delta]
+    good, poor = (fmean([sign * delta > 0 for delta in deltas] or [0]) for sign in (1, -1))
+    lines = [f"critiques of {len(samples)} responses, {len(unreadable)} unreadable: "
+             f"{good:.0%} of the tokens are good and {poor:.0%} poor"]
     lines += [f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}"
               for fate, quotes in quotes_by_fate.items()]
-    value, count = Counter(deltas).most_common(1)[0] if deltas else (0.0, 0)
-    if has_end or count <= MOST_EQUAL * len(deltas):
+    (value, count), = Counter(deltas or [0.0]).most_common(1)
+    share = count / max(1, len(deltas))
+    if MOST_EQUAL < share < 1:
+        lines.append(f"warning: δ is {value:g} for {share:.1%} of the tokens; this may teach, "
+                     f"but slowly")
+    if share < 1 or MOST_EQUAL == 1:
         return "\n".join(lines)
-    if count < len(deltas):
-        lines.append(f"warning: δ is {value:g} for {count / len(deltas):.1%} of the tokens, so "
-                     f"training will be slow")
-        return "\n".join(lines)
-    examples = quotes_by_fate.pop("found", [])
-    if value:
-        cause = "the critiques praise or blame all words (such as {})"
-        remedy = "quote the good words as good, the poor ones as poor, and leave out the others"
-    elif quotes_by_fate:
-        fate, examples = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
-        cause = f"{len(examples)} quotes are {fate} (such as {{}})"
-        remedy = REMEDIES[fate]
-    elif examples:
-        cause = "the quotes hold no whole token (such as {})"
-        remedy = REMEDIES["inside a word"]
-    else:
-        cause = "the critiques quote nothing"
-        remedy = "return passages of the response as good_spans and poor_spans"
-    if critic == "reward_model":
+    # All tokens have the same δ. The most frequent fate other than "found" says why.
+    found = quotes_by_fate.pop("found", [])
+    fate = "around all words" if value else "around no whole word"
+    if quotes_by_fate and not value:
+        fate, found = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
+    examples = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(found)][:2])
+    remedy = REMEDIES[fate]
+    if has_reward_model:
         remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"
-    shown = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(examples)][:2])
     raise InputError(f"nothing can be learned, because δ is {value:g} for every token: "
-                     f"{cause.format(shown)}; {remedy}")
+                     f"{len(found)} quotes are {fate} (such as {examples or 'none'}); {remedy}")
 
 
 # ── The page of a run
@@ -590,12 +581,8 @@ def _pairs(rows: list[dict]) -> str:
     return text_block("\n".join(lines))
 
 
-def _check_metrics(row: dict):
-    """Raise KeyError or TypeError where a row of metrics.jsonl lacks a number."""
-    fmean([row["iteration"], *(row[name] for name in (*LIMITS, "kl"))])
-
-
-_CHECKS = {"metrics.jsonl": _check_metrics}
+# Raises an error for a row that has no numbers, so that `whole_rows` leaves the row out.
+_CHECKS = {"metrics.jsonl": lambda row: fmean(map(row.get, ("iteration", *LIMITS, "kl")))}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
@@ -643,7 +630,7 @@ def print_result(out: Path, hint: str):
     print(table(*before_and_after(*results)))
     print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
           + compare_with_annotator(read_rows(out / "result.json")[0]))
-    metrics = whole_rows(out / "metrics.jsonl", _check_metrics)
+    metrics = whole_rows(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
     for text in above_limits(metrics, results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"

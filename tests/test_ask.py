@@ -631,8 +631,8 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     assert text.count("response: the [+cat+]") == 3 == text.count("critique: It is so.")
     assert "the [+cat+] 1 [+and the+] dog sat [-here-]\n" in text
     assert text.split("critiques of ")[1].splitlines() == [
-        "4 responses: 0 give no reward, 0 cannot be read; of the tokens, 38% are good and 12% "
-        "poor", "12 quotes found, for example 'cat'", "4 quotes ambiguous, for example 'the'",
+        "4 responses, 0 unreadable: 38% of the tokens are good and 12% poor",
+        "12 quotes found, for example 'cat'", "4 quotes ambiguous, for example 'the'",
         "8 quotes inside a word, for example 'ca'", "4 quotes unmatched, for example 'a bird'"]
 
 
@@ -641,8 +641,8 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     (["ca"], ["og"], "quotes are inside a word .such as 'ca' and 'og'", "whole words"),
     (["the"], [], "quotes are ambiguous .such as 'the'", "more words"),
     (["cat"], ["cat"], "quotes are conflicting .such as 'cat'", "one list only"),
-    (["the cat sat on the dog"], [], "praise or blame all words", "leave out the others"),
-    ([], [], "the critiques quote nothing", "return passages")])
+    (["the cat sat on the dog"], [], "around all words", "leave out"),
+    ([], [], "0 quotes are around no whole word", "return passages")])
 def test_feedback_that_cannot_teach_is_refused_with_its_remedy(work, good, poor, cause, remedy):
     """Nothing is written, so that no phase continues with it."""
     work.module.judge = lambda row, response: Feedback("It is so.", good, poor)
@@ -719,8 +719,8 @@ def test_a_mode_that_raises_is_one_line(work, server):
 
 
 @pytest.mark.parametrize("name, near", [
-    ("my_task:juge", "similar: judge;"), ("my_tusk:judge", "similar: my_task;"),
-    ("cots", "similar: cot;"), ("my_task:zzz", "similar: nothing;")])
+    ("my_task:juge", "similar: judge;"), ("cots", "similar: cot;"),
+    ("my_task:zzz", "similar: nothing;")])
 def test_a_name_that_is_near_is_offered(my_task, name, near):
     my_task("def judge(row, response): pass")
     with pytest.raises(InputError, match=near):
@@ -739,6 +739,7 @@ def test_a_function_that_cannot_be_imported_has_the_line_of_its_file(my_task):
 def test_an_edit_of_a_file_that_is_imported_makes_another_function(my_task, tmp_path, source):
     """Not an edit of a file that it does not import. Scripts of this project do not count."""
     (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "__init__.py").write_text("")
     (tmp_path / "part" / "deep.py").write_text("import helper")
     (tmp_path / "other.py").write_text("")
     my_task("from annotate import Feedback\njudge = len", source)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import runtime
 import toy
-from annotate import (FeedbackError, Grounding, Review, Span, read_reply, token_offsets,
+from annotate import (FeedbackError, Review, Span, read_reply, token_offsets,
                       token_rewards)
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs

@@ -260,7 +260,7 @@ def test_metrics_and_state_are_json_alone(unbroken):
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     _, state = load_tensors(unbroken / "checkpoint-000004.safetensors")
-    assert state.keys() == {"step", "beta", "shown", "binds"} and state["step"] == 4
+    assert state.keys() == {"step", "beta", "shown"} and state["step"] == 4
 
 
 # ── Harmful steps

@@ -96,7 +96,7 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
     arguments = *toy_model, rows, rows, toy_config(max_new_tokens=3), tmp_path, critic
     unreadable = 1
     text2grad.train_and_evaluate(*arguments)
-    assert trained[0].count("response: ") == 5 and "1 cannot be read" in trained[0]
+    assert trained[0].count("response: ") == 5 and "6 responses, 1 unreadable" in trained[0]
     assert "warning: truncated is 1: " in trained[0]
     assert read_jsonl(tmp_path / "result.json")[0]["before"]["truncated"] == 1
     unreadable = 4
@@ -118,7 +118,7 @@ def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypa
     monkeypatch.setattr(toy, "critique", lambda row, response: {
         "critique": "All of it is fine.", "good_spans": [response.strip()], "poor_spans": []})
     for mode in (["--preview", 3], ["--critic", "annotator"]):
-        assert "praise or blame all words" in refused(*flags[:-1], tmp_path / "new", *mode)
+        assert "around all words" in refused(*flags[:-1], tmp_path / "new", *mode)
         assert not [*(tmp_path / "new").glob("checkpoint-*")]
 
 
