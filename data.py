@@ -433,7 +433,7 @@ def one_line(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The error in words, with the last file and line of the user's code that it passed.
+    """The error in one line, with the last file and line of the user's code that it passed.
 
     Frames of this project's scripts, of the standard library and of packages do not count.
     """
@@ -442,10 +442,18 @@ def error_text(error: BaseException) -> str:
               if Path(frame.filename) not in SCRIPTS
               and "-packages" not in frame.filename
               and not frame.filename.startswith(("<frozen", os.path.dirname(os.__file__)))]
-    return f"{type(error).__name__}: {error}" + "".join(places[-1:])
+    return one_line(f"{type(error).__name__}: {error}") + "".join(places[-1:])
 
 
 @cache
+def imported_files(path: str) -> list[str]:
+    """A Python file, and the files in its directory that it imports, also through others."""
+    finder = ModuleFinder([os.path.dirname(path)])
+    finder.run_script(path)
+    files = {module.__file__ for module in finder.modules.values() if module.__file__}
+    return [path, *sorted(files - {path, *map(str, SCRIPTS)})]
+
+
 def source_hashes(name: str, function: Callable) -> dict[str, str]:
     """{file: `checksum`} of the source of the function "module:NAME".
 
@@ -455,12 +463,8 @@ def source_hashes(name: str, function: Callable) -> dict[str, str]:
     path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
     if not path:
         return {name: checksum(state=inspect.getsource(function))}
-    folder = os.path.dirname(path)
-    finder = ModuleFinder([folder])
-    finder.run_script(path)
-    files = {module.__file__ for module in finder.modules.values() if module.__file__}
-    return {os.path.relpath(file, folder): checksum(file)
-            for file in (path, *sorted(files - {path, *map(str, SCRIPTS)}))}
+    return {os.path.relpath(file, os.path.dirname(path)): checksum(file)
+            for file in imported_files(path)}
 
 
 def next_command(script: str, **flags) -> str:

@@ -438,7 +438,7 @@ REMEDIES = {
 
 
 def describe_critiques(samples: list[dict], critic: str, shown: int, means=None) -> str:
-    """Some responses in colour with their critiques, and what can be learned from all of them.
+    """Some responses in colour (Figure 2), and what can be learned from all critiques.
 
     samples: see `review_sample`. critic: the flag --critic, which says who wrote the critiques.
     shown: number of responses. means: of all metrics, to warn about. Raises InputError, as

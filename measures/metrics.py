@@ -28,8 +28,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
-from data import InputError, chunks
-from model import (NO_PICKLES, encode_prompt, encode_text, first_line, response_hidden,
+from data import InputError, chunks, error_text
+from model import (NO_PICKLES, encode_prompt, encode_text, response_hidden,
                    use_lora)
 from sampling import context_length, head_weight, pad_batch, token_logprobs
 
@@ -143,7 +143,7 @@ def load_encoder(name):
             encoder = AutoModel.from_pretrained(
                 path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot load an encoder from {path}: {first_line(error)}; --encoder "
+        raise InputError(f"cannot load an encoder from {path}: {error_text(error)}; --encoder "
                          f"needs a Hugging Face directory or hub id with safetensors"
                          ) from error
     last = encoder.config.num_hidden_layers

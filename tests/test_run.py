@@ -112,7 +112,7 @@ def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypa
     flags = [*SMALL, "--output_dir", tmp_path]
     run_main(*flags, "--preview", 3)
     printed = capsys.readouterr().out
-    assert printed.count("response: ") == 3 and "critiques of 3 responses: " in printed
+    assert printed.count("response: ") == 3 and "critiques of 3 responses, 0 unread" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "config.json", "feedback.jsonl.journal"]
     monkeypatch.setattr(toy, "critique", lambda row, response: {
