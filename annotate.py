@@ -110,10 +110,12 @@ def parse_feedback(text: str, critique=None, response="") -> Feedback:
     value, prose = find_object(text, SPAN_KEYS, response)
     # Four lists, in the order of SPAN_KEYS. The last two are those of the code task: wrong code
     # and code that should be improved. Only the first list is good.
-    lists = [value.get(key) or [] for key in SPAN_KEYS]
+    lists = [[] if value.get(key) is None else value[key] for key in SPAN_KEYS]
     for quotes in lists:
         if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
             raise FeedbackError(f"quotes must be a list of strings, found {str(quotes)[:60]}")
+        if "…" in quotes:
+            raise FeedbackError("a quote is … as in the form, and not from the response")
     good, *poor = lists
     return Feedback(critique or find_critique(value, prose), good, sum(poor, []))
 
@@ -377,7 +379,7 @@ def find_quote(response, quote):
 
     An interval does not begin or end inside a word.
     """
-    if not re.search(r"[^\s\b]", quote):                   # nothing but white space
+    if not re.sub(rf"[\s\b]|{_UNSEEN}", "", quote):        # nothing that anybody can see
         return []
     # First the exact quote. Only if the response does not contain it, the loose pattern.
     for as_pattern in (re.escape, _loose):
@@ -406,16 +408,20 @@ _ESCAPE = r"\\[bfnrt]"
 # Pattern of a character of a quote: white space, a single and a double quotation mark
 _LOOSE = {char: f"[{marks}]" for marks in ("'‘’‚‛`´", '"“”„‟«»') for char in marks}
 _LOOSE[" "] = rf"(?:\s|{_ESCAPE})+"
+# Characters that nobody sees: of width zero, and the soft hyphen. The response may have them
+# anywhere, and they do not protect it from a quote.
+_UNSEEN = "[\u200b\u200c\u2060\ufeff\u00ad]"
 
 
 def _loose(quote):
-    """A pattern for the quote up to white space, quotation marks and Unicode form.
+    """A pattern for the quote up to white space, quotation marks, Unicode form and `_UNSEEN`.
 
     Example: a "b" becomes a, any white space, any double mark, b, any double mark. JSON reads
     "\\frac" as a form feed and "rac", so white space also stands for an escape.
     """
     # All white space of the quote becomes one space, which stands for any white space.
-    quote = re.sub(r"[\s\b]+", " ", unicodedata.normalize("NFC", quote))
+    quote = re.sub(_UNSEEN, "", unicodedata.normalize("NFC", quote))
+    quote = re.sub(r"[\s\b]+", " ", quote)
     pattern = f"(?:{_ESCAPE})?" if quote.startswith(" ") else ""
     for char in quote.strip():
         # "é" is one character, or "e" and an accent. The response may have either.
@@ -424,7 +430,8 @@ def _loose(quote):
             pattern += f"(?:{char}|{decomposed})"
         else:
             pattern += _LOOSE.get(char, re.escape(char))
-    return pattern
+        pattern += f"{_UNSEEN}*"
+    return pattern.removesuffix(f"{_UNSEEN}*")
 
 
 # ── The annotator's prompts (Appendix B)

@@ -29,7 +29,7 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from data import (InputError, checksum, error_text, iterate_rows, load_object, lock, one_line,
+from data import (InputError, checksum, error_text, iterate_log, load_object, lock, one_line,
                   source_hashes)
 
 
@@ -114,7 +114,7 @@ class Journal:
         self.spent = 0.0
         self.overrun = 1
         self.replies = {}
-        for _ in tqdm(iterate_rows(self.path, self._add), "read the journal", delay=1):
+        for _ in tqdm(iterate_log(self.path, self._add), "read the journal", delay=1):
             pass
         self.file.seek(max(0, self.file.tell() - 1))
         if self.file.read() not in "\n":

@@ -340,7 +340,7 @@ def append_row(path, row: dict):
         os.fsync(file.fileno())
 
 
-def iterate_rows(path: Path, check=bool) -> Iterator[dict]:
+def iterate_log(path: Path, check=bool) -> Iterator[dict]:
     """Yield the rows of a file that `append_row` writes, without lines that are no such rows.
 
     A line is skipped, and named, where a crash cut it off, where it is no JSON object, or where
@@ -360,9 +360,9 @@ def iterate_rows(path: Path, check=bool) -> Iterator[dict]:
                 yield row
 
 
-def whole_rows(path: Path, check=bool) -> list[dict]:
-    """The rows of a file, see `iterate_rows`; [] without a file."""
-    return list(iterate_rows(path, check)) if path.exists() else []
+def read_log(path: Path, check=bool) -> list[dict]:
+    """The rows of a file, see `iterate_log`; [] without a file."""
+    return list(iterate_log(path, check)) if path.exists() else []
 
 
 def checksum(*paths: Path, state=None) -> str:
@@ -405,7 +405,7 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
     if name in choices:
         return choices[name]
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())         # last, so that no file there replaces a package
     try:
         value = pkgutil.resolve_name(name)
     except Exception as error:                           # the module may raise anything

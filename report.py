@@ -14,6 +14,7 @@ import argparse
 import importlib
 import math
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import asdict
@@ -22,7 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-from data import InputError, append_row, next_command, read_rows, run_script, whole_rows
+from data import (InputError, append_row, atomic_file, next_command, read_log, read_rows,
+                  run_script)
 
 # ── The terminal
 
@@ -43,6 +45,11 @@ def split_text(text: str, offsets) -> list[str]:
     return pieces
 
 
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor of a terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
 def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
     """The response with good tokens in green and poor tokens in red (Figure 1).
 
@@ -53,7 +60,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = ""
     for sign, run in groupby(zip(delta, tokens), lambda pair: (pair[0] > 0) - (pair[0] < 0)):
-        piece = "".join(token for _, token in run)
+        piece = printable("".join(token for _, token in run))
         word = piece.lstrip()
         mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
         text += piece.removesuffix(word) + mark.format(word)
@@ -111,8 +118,9 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 
 def write_page(path, text: str):
-    """Write a page in UTF-8. A lone surrogate becomes a reference such as &#55296;."""
-    Path(path).write_text(text, "utf-8", "xmlcharrefreplace")
+    """Write a page atomically, in UTF-8. A lone surrogate becomes a reference: &#55296;."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, "utf-8", "xmlcharrefreplace")
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2) -> str:
@@ -446,9 +454,9 @@ def describe_critiques(samples: list[dict], critic: str, shown: int, means=None)
     """
     text = ""
     for sample in samples[:shown]:
-        text += (f"\n{sample['prompt'][:300]}\n"
+        text += (f"\n{printable(sample['prompt'][:300])}\n"
                  f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
-                 f"  critique: {sample['critique']}\n")
+                 f"  critique: {printable(sample['critique'])}\n")
     text += f"\n{check_critiques(samples, critic)}"
     for sentence in above_limits([means] if means else [], critic):
         text += f"\nwarning: {sentence}"
@@ -581,7 +589,7 @@ def _pairs(rows: list[dict]) -> str:
     return text_block("\n".join(lines))
 
 
-# Raises an error for a row that has no numbers, so that `whole_rows` leaves the row out.
+# Raises an error for a row that has no numbers, so that `read_log` leaves the row out.
 _CHECKS = {"metrics.jsonl": lambda row: fmean(map(row.get, ("iteration", *LIMITS, "kl")))}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
@@ -608,12 +616,12 @@ def run_report(directory) -> Path:
     """
     out = Path(directory)
     facts = "model {model} · task {task} · critic: {critic}"
-    settings = whole_rows(out / "config.json", facts.format_map)
+    settings = read_log(out / "config.json", facts.format_map)
     if not settings:
         raise InputError(f"{out} has no config.json; name the --output_dir of a run")
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
-        files = [whole_rows(out / name, _CHECKS.get(name, bool)) for name in names]
+        files = [read_log(out / name, _CHECKS.get(name, bool)) for name in names]
         html = html_of(*files) if files[0] else f"{names[0]} does not exist yet."
         body += f"<section><h2>{title}</h2>{html}</section>"
     path = out / "report.html"
@@ -630,7 +638,7 @@ def print_result(out: Path, hint: str):
     print(table(*before_and_after(*results)))
     print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
           + compare_with_annotator(read_rows(out / "result.json")[0]))
-    metrics = whole_rows(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
+    metrics = read_log(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
     for text in above_limits(metrics, results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"

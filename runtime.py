@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import (InputError, append_row, atomic_file, checksum, chunks, git, lock,
-                  read_rows, whole_rows, write_rows)
+                  read_rows, read_log, write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
 
@@ -254,7 +254,7 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
             for path in checkpoints(run):                # damaged, or of other rows
                 path.unlink()
         for log in filter(Path.exists, [run / "metrics.jsonl", run / "samples.jsonl"]):
-            write_rows(log, [row for row in whole_rows(log, lambda row: row["iteration"] + 1)
+            write_rows(log, [row for row in read_log(log, lambda row: row["iteration"] + 1)
                              if row["iteration"] <= start])
     bar = tqdm(range(start, count), name, count, initial=start, disable=RANK > 0)
     for step in bar:

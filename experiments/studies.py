@@ -28,7 +28,7 @@ from statistics import fmean, stdev
 
 from tqdm import tqdm
 
-from data import InputError, append_row, git, read_rows, run_script, whole_rows
+from data import InputError, append_row, git, read_rows, run_script, read_log
 from experiments.baselines import split_names
 from report import svg_line, table
 
@@ -118,15 +118,15 @@ def record_of(words: str, seed: int) -> dict:
     result, = read_rows(out / "result.json")
     settings, = read_rows(out / "config.json")
     adapter = settings["reward_model"] or out / "reward" / "adapter"
-    judge = whole_rows(ROOT / Path(adapter).with_name("metrics.json"))
-    metrics = whole_rows(out / "metrics.jsonl")
+    judge = read_log(ROOT / Path(adapter).with_name("metrics.json"))
+    metrics = read_log(out / "metrics.jsonl")
     return {"words": words, "seed": seed, "commit": code_commit(),
             "judge": judge[-1] if judge else {},
             "before": result["before"]["fact accuracy"],
             "facts": result["after"]["fact accuracy"],
             "curve": [round(row["fact accuracy"], 4) for row in metrics],
             "kl": metrics[-1]["kl"] if metrics else None,
-            "seconds": sum(row["seconds"] for row in whole_rows(out / "phases.jsonl"))}
+            "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
 
 
 def execute(run: tuple) -> str | None:

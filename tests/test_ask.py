@@ -349,7 +349,7 @@ def test_a_line_of_a_journal_of_another_shape_is_named(server, tmp_path, capsys,
 def test_the_journal_of_a_run_is_read_once(server, tmp_path, monkeypatch):
     """Phase 3 asks in each iteration, and its journal grows with each."""
     reads = []
-    monkeypatch.setattr("ask.iterate_rows", lambda *read: reads.append(read) or [])
+    monkeypatch.setattr("ask.iterate_log", lambda *read: reads.append(read) or [])
     for n in (2, 4, 4):
         with run_journal(tmp_path / "j", 2.5, 10.0, None) as journal:
             ask(questions(n), journal, Server("m", "http://h/v1"), lambda context, text: text)
