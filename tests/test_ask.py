@@ -195,7 +195,7 @@ def row_of(body) -> int:
 # Case of public_cases → (whether a request fails, from its body and number; usable replies of
 # 8, requests, USD beyond a usual reply each)
 SERVERS = {
-    "claude_temperature_and_top_p": (lambda body, n: {"temperature", "top_p"} <= {*body}, 8, 9, 0),
+    "claude_temperature_and_top_p": (lambda body, n: "top_p" in body, 8, 9, 0),
     "openrouter_429_in_200": (lambda body, n: n <= 2, 8, 10, 0),
     "content_parts": (lambda body, n: True, 8, 8, 0),
     "choice_error": (lambda body, n: n <= 2, 8, 10, 2 * usd(300, 10)),
@@ -360,7 +360,7 @@ def test_an_open_journal_is_read_once(server, tmp_path, monkeypatch):
     journal.file.close()
 
 
-def test_a_server_or_temperature_has_its_own_replies_but_those_of_the_fifth_version_serve_all(
+def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_all(
         server, tmp_path):
     """Two judges are called "default". No reply of the fifth version is paid for again."""
     server.answer = lambda body, number: completion("I see. [[A]]")
@@ -718,14 +718,15 @@ def test_a_function_that_cannot_be_imported_has_the_line_of_its_file(my_task):
 @pytest.mark.parametrize("source", [
     "import helper\njudge = len", "def judge(*_):\n    import os, helper as h",
     "from helper import (\n    judge)", "import part.deep\njudge = len"])
-def test_an_edit_of_a_file_that_the_function_imports_makes_it_another(my_task, tmp_path, source):
+def test_an_edit_of_a_file_that_a_function_imports_makes_it_another(my_task, tmp_path, source):
     """Not an edit of a file that it does not import. Scripts of this project do not count."""
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "deep.py").write_text("import helper")
     (tmp_path / "other.py").write_text("")
     my_task("from annotate import Feedback\njudge = len", source)
     before = Function("my_task:judge").source
-    assert [*before][0] == "my_task.py" and {"helper.py", "other.py"} & {*before} == {"helper.py"}
+    assert [*before][0] == "my_task.py" and "helper.py" in before
+    assert not {"other.py", "annotate.py"} & before.keys()
     (tmp_path / "helper.py").write_text("judge = max")
     after = Function("my_task:judge").source
     assert {file for file in before if before[file] != after[file]} == {"helper.py"}
