@@ -89,27 +89,31 @@ class Journal:
     overrun: the largest length of a reply that a server reported, relative to its `max_tokens`.
     """
 
-    spent = 0.0
     overrun = 1
+    size = None                                      # of the file when it was last closed
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path = Path(path)
         self.prices = {"prompt_tokens": price_in or 0, "completion_tokens": price_out or 0}
         self.max_usd = max_usd
-        self.replies = {}
 
     def __enter__(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a+")
         lock(self.file, self.path)
-        for _ in tqdm(iterate_rows(self.path, self._add), "read the journal", delay=1):
-            pass
-        self.file.seek(max(0, self.file.tell() - 1))
+        size = self.file.tell()
+        if size != self.size:
+            self.spent = 0.0
+            self.replies = {}
+            for _ in tqdm(iterate_rows(self.path, self._add), "read the journal", delay=1):
+                pass
+        self.file.seek(max(0, size - 1))
         if self.file.read() not in "\n":
             print(file=self.file)                    # a killed process left half a line
         return self
 
     def __exit__(self, *exception):
+        self.size = self.file.tell()
         self.file.close()
 
     def usd(self, usage):
@@ -158,10 +162,9 @@ class Journal:
         self.spent += usd
 
 
-@cache
-def open_journal(path, *prices):
-    """The one Journal of a run, which stays open: phase 3 asks in every iteration."""
-    return Journal(path, *prices).__enter__()
+# The one Journal of a run. Each iteration of phase 3 opens it; it is read again only if another
+# process wrote to the file in between.
+run_journal = cache(Journal)
 
 
 def _why_unusable(question, journal, read):

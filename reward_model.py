@@ -33,7 +33,7 @@ import torch
 from annotate import (Feedback, FeedbackError, Span, annotation_question, ask_annotator,
                       conflicting_tokens, ground, parse_feedback, token_offsets,
                       token_rewards)
-from ask import Reply, open_journal
+from ask import Reply, run_journal
 from data import (InputError, Task, chunks, examples, get_task, next_command, read_rows,
                   reward_prompt, run_script, write_rows)
 from model import (add_lora, encode_answer, encode_prompt, encode_text, eos_ids, gathered,
@@ -298,8 +298,8 @@ def judge_by_annotator(batch, config) -> list[Judgement]:
     questions = [annotation_question(example, config) for example in examples(task, rows)
                  if example["response"].strip()]
     path = Path(config.output_dir, "feedback.jsonl.journal")
-    journal = open_journal(path, *config.prices)
-    replies = iter(ask_annotator(questions, journal, config))
+    with run_journal(path, *config.prices) as journal:
+        replies = iter(ask_annotator(questions, journal, config))
     judgements = []
     for text, offsets in zip(batch.texts, batch.offsets):
         reply = next(replies) if text.strip() else Reply("", "the response is empty")

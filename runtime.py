@@ -328,14 +328,13 @@ def save_settings(config, directory: Path, **names):
         if name == "commit":
             print_rank0(f"warning: {text}; an unbroken run may have other weights")
         elif isinstance(after and before, dict):                     # hashes of files
-            changes += [f"{file} was edited"
+            changes += [f"{file} was edited: restore it, or give a policy as --adapter"
                         for file in sorted(dict(before.items() ^ after.items()))]
         else:
             changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
-                         f"choose another --output_dir{reward_model_hint(directory)}, "
-                         "or --adapter")
+                         f"choose another --output_dir{reward_model_hint(directory)}")
     if RANK == 0:
         write_rows(directory / "config.json", [settings])
 

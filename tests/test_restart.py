@@ -266,13 +266,14 @@ def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warn
     files = {"my_task.py": "1" * 64, "helper.py": "2" * 64}
     save_settings(config, tmp_path, function_files=files)
     (tmp_path / "responses.jsonl").touch()
-    with pytest.raises(InputError, match="settings .helper.py was edited.; choose another --out"
-                                         ".*or --adapter") as error:
+    with pytest.raises(InputError, match="settings .helper.py was edited: restore it, or give "
+                       "a policy as --adapter.; choose another --output_dir$") as error:
         save_settings(config, tmp_path, function_files=files | {"helper.py": "3" * 64})
     assert "111" not in str(error.value) and "333" not in str(error.value)
     row, = read_jsonl(tmp_path / "config.json")
     write_rows(tmp_path / "config.json", [row | {"commit": "old", "function_hash": "4" * 64}])
-    save_settings(replace(config, timeout=1.0, skip_failed=True), tmp_path, function_files=files)
+    changed = replace(config, timeout=1.0, skip_failed=True)
+    save_settings(changed, tmp_path, function_files=files)
     assert "warning: commit was old, is " in capsys.readouterr().out
 
 
