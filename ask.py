@@ -90,7 +90,8 @@ class Journal:
     overrun: the largest length of a reply that a server reported, relative to its `max_tokens`.
     """
 
-    size = -1                                        # of the file, when it was closed
+    overrun = 1
+    size = None                                      # of the file when it was last closed
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path = Path(path)
@@ -101,24 +102,20 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a+")
         lock(self.file, self.path)
-        if self.path.stat().st_size != self.size:
-            self._read()
+        size = self.file.tell()
+        if size != self.size:
+            self.spent = 0.0
+            self.replies = {}
+            for _ in tqdm(iterate_log(self.path, self._add), "read the journal", delay=1):
+                pass
+        self.file.seek(max(0, size - 1))
+        if self.file.read() not in "\n":
+            print(file=self.file)                    # a killed process left half a line
         return self
 
     def __exit__(self, *exception):
+        self.size = self.file.tell()
         self.file.close()
-        self.size = self.path.stat().st_size
-
-    def _read(self):
-        """Read the file from its start."""
-        self.spent = 0.0
-        self.overrun = 1
-        self.replies = {}
-        for _ in tqdm(iterate_log(self.path, self._add), "read the journal", delay=1):
-            pass
-        self.file.seek(max(0, self.file.tell() - 1))
-        if self.file.read() not in "\n":
-            print(file=self.file)                    # a killed process left half a line
 
     def usd(self, usage):
         """The cost of the tokens in USD."""
@@ -166,10 +163,9 @@ class Journal:
         self.spent += usd
 
 
-@cache
-def run_journal(path, *prices):
-    """The one Journal of a run. Phase 3 asks in every iteration, and reads it only once."""
-    return Journal(path, *prices)
+# The one Journal of a run. Each iteration of phase 3 opens it; it is read again only if another
+# process wrote to the file in between.
+run_journal = cache(Journal)
 
 
 def _why_unusable(question, journal, read):

@@ -250,6 +250,7 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
         resume(run, optimizer, state)
     start = state.setdefault("step", 0)
     if run and RANK == 0:
+        state |= {"binds": row.get("binds") for row in read_log(run / "config.json")}
         if start == 0:
             for path in checkpoints(run):                # damaged, or of other rows
                 path.unlink()
@@ -303,8 +304,9 @@ def lock_directory(directory: Path):
 def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    names: further entries, such as the hashes of the files of the annotator's source. Another
-    commit of this project gives a warning.
+    names: further entries, such as the hashes of the files of the annotator's source. The entry
+    `binds` is a hash of what may not change in phase 3. Each checkpoint holds it, so that a run
+    can continue after config.json is lost. Another commit of this project gives a warning.
     """
     def exists(*patterns) -> bool:
         return any(list(directory.glob(pattern)) for pattern in patterns)
@@ -313,20 +315,22 @@ def save_settings(config, directory: Path, **names):
         "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": git("describe", "--always", "--dirty")}
+    binding = sorted(settings.keys() - CHANGEABLE)
+    settings["binds"] = checksum(state=[settings[name] for name in binding])
     has_policy = exists("checkpoint-*", "result.json")
     has_reward_model = has_policy or exists("reward/checkpoint-*", "reward/metrics.json")
     has_rows = has_reward_model or exists("responses.jsonl")
-    saved = settings
+    saved, *others = [settings]
     if exists("config.json"):
-        saved, = read_rows(directory / "config.json")
-    elif has_rows:
-        raise InputError(f"{directory} has results but no config.json, which says of which "
-                         f"settings; restore it, or choose another --output_dir")
-    if saved.get("version") != VERSION:
+        saved, *others = read_rows(directory / "config.json")
+    elif has_rows and settings["binds"] not in [load_tensors(path)[1].get("binds")
+                                                for path in checkpoints(directory)]:
+        raise InputError(f"{directory} has lost config.json; choose another --output_dir")
+    if others or saved.get("version") != VERSION:
         raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
                          f"this project; choose another --output_dir")
     changes = []
-    for name in sorted(saved.keys() & settings.keys() - CHANGEABLE):
+    for name in saved.keys() & binding:
         is_bound = has_rows
         if name in POLICY_SETTINGS:
             is_bound = has_policy
@@ -341,13 +345,12 @@ def save_settings(config, directory: Path, **names):
             print_rank0(f"warning: {text}; an unbroken run may have other weights")
             continue
         if isinstance(before, dict) and isinstance(after, dict):      # files and their hashes
-            edited = {file for file, _ in before.items() ^ after.items()}
-            text = f"{', '.join(sorted(edited))} was edited"
+            edited = sorted({file for file, _ in before.items() ^ after.items()})
+            text = f"{', '.join(edited)} was edited: restore it, or give a policy as --adapter"
         changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
-                         f"choose another --output_dir{reward_model_hint(directory)}, "
-                         "or --adapter")
+                         f"choose another --output_dir{reward_model_hint(directory)}")
     if RANK == 0:
         write_rows(directory / "config.json", [settings])
 

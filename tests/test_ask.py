@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from annotate import Feedback, Mode, annotate, annotation_questions
 from ask import Function, Journal, Question, Server, ask, hide_key, question_key, run_journal
-from data import SCRIPTS, InputError, get_task, load_object, read_rows, write_rows
+from data import (SCRIPTS, InputError, get_task, imported_files, iterate_log, load_object,
+                  read_log, read_rows, write_rows)
 from helpers import ROOT, error_message, needs_posix, read_jsonl
 from loopback import Answer, completion, critique, httpx, loopback
 from measures.judge import JudgeConfig, ask_judge, pairwise_questions
@@ -344,22 +345,29 @@ def test_a_line_of_a_journal_of_another_shape_is_named(server, tmp_path, capsys,
     (tmp_path / "j").write_text(f"{json.dumps(WHOLE)}\n{line}\n{json.dumps(WHOLE)}\n")
     assert run(tmp_path / "j", 1)[2] == pytest.approx(2 * usd(1, 1) + usd(40, 60))
     assert f"{tmp_path}/j, line 2: skipping corrupt line" in capsys.readouterr().out
+    (tmp_path / "rows").write_text('[["a", 1]]\n{"b": 1}\n[]\n')
+    assert read_log(tmp_path / "rows") == [{"b": 1}]
 
 
-def test_the_journal_of_a_run_is_read_once(server, tmp_path, monkeypatch):
-    """Phase 3 asks in each iteration, and its journal grows with each."""
+def test_the_journal_of_a_run_is_read_once_unless_it_changes(server, tmp_path, monkeypatch):
+    """Phase 3 opens it in each iteration. Between two of them, another process may write."""
+    def iterate(*arguments):
+        reads.append(arguments)
+        return iterate_log(*arguments)
+
     reads = []
-    monkeypatch.setattr("ask.iterate_log", lambda *read: reads.append(read) or [])
-    for n in (2, 4, 4):
+    monkeypatch.setattr("ask.iterate_log", iterate)
+    for number in range(3, 6):
         with run_journal(tmp_path / "j", 2.5, 10.0, None) as journal:
-            ask(questions(n), journal, Server("m", "http://h/v1"), lambda context, text: text)
-    assert len(reads) == 1 and len(server.requests) == 4 == len(journal.replies)
-    (tmp_path / "j").write_text("")                         # replaced: it is read again
-    with journal:
-        assert len(reads) == 2 and not journal.replies
+            ask(questions(number), journal, Server("m", "http://h/v1"), lambda _, text: text)
+        assert len(reads) == 1 and len(server.requests) == number == len(journal.replies)
+    run(tmp_path / "j", 6)
+    with run_journal(tmp_path / "j", 2.5, 10.0, None) as journal:
+        assert len(reads) == 3 and len(journal.replies) == 6
+        assert journal.spent == pytest.approx(6 * usd(40, 60))
 
 
-def test_a_server_or_temperature_has_its_own_replies_but_those_of_the_fifth_version_serve_all(
+def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_all(
         server, tmp_path):
     """Two judges are called "default". No reply of the fifth version is paid for again."""
     server.answer = lambda body, number: completion("I see. [[A]]")
@@ -548,7 +556,8 @@ def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
     assert ", 1 skipped" in work(skip_failed=True)
     assert re.match(r"1 requests to send, at most \$0\.0[1-9]", work(dry_run=True))
     for settings, requests in [({}, 11), ({"annotator_model": "other"}, 11 + 9),
-                               ({"mode": "no_cot"}, 11 + 18)]:
+                               ({"base_url": "http://other/v1"}, 11 + 18),
+                               ({"mode": "no_cot"}, 11 + 27)]:
         summary = work(**settings)
         assert len(server.requests) == requests
     bill = sum(usd(*billed) for billed in server.billed)
@@ -679,6 +688,7 @@ KEYS = ".*'textual_feedback', 'good_spans', 'poor_spans'"
 @pytest.mark.parametrize("body, message", [
     ("return row['absent']", "--annotator_function my_task:judge, row row-1: "
                              "KeyError: 'absent' .*helper.py, line 4"),
+    ("from annotate import ground; ground(5, 6)", "AttributeError: .*helper.py, line 4"),
     ("import json; json.loads(5)", "row-1: TypeError: .*helper.py, line 4"),
     ("return {'critique': {1}}", "row-1: TypeError"),
     *[(f"return {value}", f"1 unusable replies in a row, the last for row-1: {reason}{KEYS}")
@@ -727,6 +737,17 @@ def test_a_name_that_is_near_is_offered(my_task, name, near):
         load_object("--mode", name, Mode, {"cot": None})
 
 
+def test_no_file_in_the_current_directory_replaces_a_package(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("TASK = 1")
+    (tmp_path / "my_own.py").write_text("TASK = 2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "json")
+    assert load_object("--task", "my_own:TASK") == 2
+    with pytest.raises(InputError, match="no attribute 'TASK'"):
+        load_object("--task", "json:TASK")
+
+
 def test_a_function_that_cannot_be_imported_has_the_line_of_its_file(my_task):
     my_task("x = 1\nx = y\n")
     with pytest.raises(InputError, match="NameError: .*helper.py, line 2"):
@@ -736,7 +757,8 @@ def test_a_function_that_cannot_be_imported_has_the_line_of_its_file(my_task):
 @pytest.mark.parametrize("source", [
     "import helper\njudge = len", "def judge(*_):\n    import os, helper as h",
     "from helper import (\n    judge)", "import part.deep\njudge = len"])
-def test_an_edit_of_a_file_that_is_imported_makes_another_function(my_task, tmp_path, source):
+def test_an_edit_of_a_file_that_is_imported_makes_another_function(my_task, tmp_path, source,
+                                                                   monkeypatch):
     """Not an edit of a file that it does not import. Scripts of this project do not count."""
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "__init__.py").write_text("")
@@ -751,6 +773,9 @@ def test_an_edit_of_a_file_that_is_imported_makes_another_function(my_task, tmp_
     assert {file for file in before if before[file] != after[file]} == {"helper.py"}
     assert {path.stem for path in SCRIPTS} == TOP
     assert [*Function("toy:critique").source] == ["__init__.py"]
+    monkeypatch.setattr("data.SCRIPTS", {tmp_path / "helper.py"})
+    imported_files.cache_clear()
+    assert "helper.py" not in Function("my_task:judge").source
 
 
 def test_replies_of_a_function_under_the_key_of_the_fifth_version_are_used(work, my_task):
