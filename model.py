@@ -117,6 +117,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     return model, tokenizer
 
 
+@torch.no_grad()
 def check_passes(model):
     """Check that weights are finite, and that sampling and scoring have equal hidden states.
 

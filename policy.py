@@ -289,7 +289,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
         # Phase 1 does not know this setting of the task, so the places are found once more.
         if task.repeats_are_poor:
             grounding = ground(text, feedback, repeats_are_poor=True)
-        reviews.append(make_review(reply.text, text, offsets, feedback, grounding))
+        reviews.append(make_review(feedback.text(), text, offsets, feedback, grounding))
     return reviews
 
 
