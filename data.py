@@ -11,6 +11,7 @@ R_φ. The wording of all prompts is ours. Nothing here imports torch.
 
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import pkgutil
@@ -19,9 +20,13 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -81,7 +86,7 @@ class Task:
                     raise TypeError("the response is not a text")
         except Exception as error:                  # functions of a task may raise anything
             raise InputError(f"{place}: the row does not fit the task {self.name} "
-                             f"({type(error).__name__}: {error}); fix or drop it: "
+                             f"({error_text(error)}); fix or drop it: "
                              f"{json.dumps(row):.300}") from error
 
 
@@ -335,17 +340,29 @@ def append_row(path, row: dict):
         os.fsync(file.fileno())
 
 
-def whole_rows(path: Path) -> list[dict]:
-    """The rows of a file that `append_row` writes, without lines that a crash cut off."""
-    rows = []
-    lines = path.read_bytes().splitlines(True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            # [:-1] makes a line without its newline invalid: it was cut off.
-            rows.append(dict(json.loads(line[:-1])))
-        except (ValueError, TypeError) as error:
-            print(f"{path}, line {number}: skipping corrupt line ({error})")
-    return rows
+def iterate_rows(path: Path, check=bool) -> Iterator[dict]:
+    """Yield the rows of a file that `append_row` writes, without lines that are no such rows.
+
+    A line is skipped, and named, where a crash cut it off, where it is no JSON object, or where
+    check(row) raises ValueError, TypeError or LookupError.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                # [:-1] makes a line without its newline invalid: it was cut off.
+                row = json.loads(line[:-1])
+                if not isinstance(row, dict):
+                    raise TypeError("no JSON object")
+                check(row)
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                print(f"{path}, line {number}: skipping corrupt line ({error!r})")
+            else:
+                yield row
+
+
+def whole_rows(path: Path, check=bool) -> list[dict]:
+    """The rows of a file, see `iterate_rows`; [] without a file."""
+    return list(iterate_rows(path, check)) if path.exists() else []
 
 
 def checksum(*paths: Path, state=None) -> str:
@@ -392,13 +409,62 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
     try:
         value = pkgutil.resolve_name(name)
     except Exception as error:                           # the module may raise anything
+        module, _, attribute = name.partition(":")
+        known = [*choices, *vars(sys.modules.get(module, pkgutil))]
+        near = get_close_matches(attribute or name, known) or ["nothing"]
         names = ", ".join(choices) or "a module in this directory or on PYTHONPATH"
-        raise InputError(f"{flag_name} {name}: cannot import it ({type(error).__name__}: "
-                         f"{error}); use module:NAME, or one of: {names}") from error
+        raise InputError(f"{flag_name} {name}: cannot import it ({error_text(error)}); "
+                         f"similar: {near[0]}; use module:NAME, or one of: {names}") from error
     if not isinstance(value, expected_type):
         raise InputError(f"{flag_name} {name}: expected a {expected_type.__name__}, found a "
                          f"{type(value).__name__}")
     return value
+
+
+# The scripts of this project. An edited one is a new commit, and no edit of a user's function.
+SCRIPTS = {Path(__file__).with_name(f"{name}.py") for name in (
+    "annotate ask data eval model policy report reward_model runtime sample sampling settings "
+    "text2grad tiny").split()}
+
+
+def one_line(text: str) -> str:
+    """The text as a part of a message: one line of at most 500 characters."""
+    return " ".join(text.split())[:500]
+
+
+def error_text(error: BaseException) -> str:
+    """The error in one line, with the last file and line of the user's code that it passed.
+
+    Frames of this project's scripts, of the standard library and of packages do not count.
+    """
+    places = [f" ({frame.filename}, line {frame.lineno})"
+              for frame in traceback.extract_tb(error.__traceback__)
+              if Path(frame.filename) not in SCRIPTS
+              and "-packages" not in frame.filename
+              and not frame.filename.startswith(("<frozen", os.path.dirname(os.__file__)))]
+    return one_line(f"{type(error).__name__}: {error}") + "".join(places[-1:])
+
+
+@cache
+def imported_files(path: str) -> list[str]:
+    """A Python file, and the files in its directory that it imports, also through others."""
+    finder = ModuleFinder([os.path.dirname(path)])
+    finder.run_script(path)
+    files = {module.__file__ for module in finder.modules.values() if module.__file__}
+    return [path, *sorted(files - {path, *map(str, SCRIPTS)})]
+
+
+def source_hashes(name: str, function: Callable) -> dict[str, str]:
+    """{file: `checksum`} of the source of the function "module:NAME".
+
+    The first file is the module's. The others are those that it imports from its directory. A
+    notebook has no file; there the source of the function counts.
+    """
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    if not path:
+        return {name: checksum(state=inspect.getsource(function))}
+    return {os.path.relpath(file, os.path.dirname(path)): checksum(file)
+            for file in imported_files(path)}
 
 
 def next_command(script: str, **flags) -> str:

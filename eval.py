@@ -54,7 +54,7 @@ from data import (InputError, append_row, checksum, chunks, critique_prompt, exa
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
-from measures.spans import audit_text, read_spans, response_tokens, score_critiques
+from measures.spans import read_spans, response_tokens, score_critiques, tables_text
 from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model,
                    load_lora, load_model, use_lora)
 from policy import Rollouts, reward_model_critic
@@ -313,7 +313,7 @@ def reward_model(side: Side) -> tuple:  # Tables 1, 6, 7, 16
                            for row in rows])
     scored, counts, tables = score_critiques(rows, column(answers, "response"), tokens,
                                              side.name)
-    print(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
+    print(f"in {'tokens' if tokens else 'words'} of the response\n{tables_text(tables)}")
     return scored, counts
 
 
@@ -430,7 +430,7 @@ def run_flags(config: EvalConfig) -> list[str]:
         return []
     out = Path(config.adapter).parent
     flags = []
-    for run in whole_rows(out / "config.json"):           # at most one row
+    for run in whole_rows(out / "config.json", lambda row: row["task"]):     # at most one row
         names = ["model"]
         if config.task in (run["task"], EvalConfig.task):
             names += ["task", "data", "reward_model", "dtype", "temperature",

@@ -1,6 +1,6 @@
 """Algorithm 4: the policy learns from the token rewards that R_φ's critiques give (§3.5).
 
-    train(model, tokenizer, rows, PolicyConfig(), Path("runs/policy"))   # as text2grad.py does
+    train(model, tokenizer, rows, config, Path("runs/policy"))           # as text2grad.py does
 
     for each iteration:                                              function           line
         y ~ π_θold(·|x)                                              sample_rollouts    8–11
@@ -11,11 +11,11 @@
             ρ_t = π_θ(y_t) / π_θold(y_t)
             θ, ψ ← AdamW on −L_CLIP − β_H H + c_V L_VF               minibatch_loss     21–30
 
-Start with `train`, at the end. The functions above it are its steps, in order. `critic` is the
-function that criticises the rollouts: R_φ, the annotator, or another one that `train` is given.
-It is not the critic of actor–critic, which is V_ψ, here called value head. c_V is the weight of
-the value loss. β_H is the weight of the entropy, which the paper calls β; here β is the KL
-coefficient.
+Start with `train`, at the end. Above it stand the equations, and then its steps in order.
+`critic` is the function that criticises the rollouts: R_φ, the annotator, or another one that
+`train` is given. It is not the critic of actor–critic, which is V_ψ, here called value head.
+c_V is the weight of the value loss. β_H is the weight of the entropy, which the paper calls β;
+here β is the KL coefficient.
 
 Departures from the paper.
 
@@ -39,14 +39,17 @@ From the release, the code that the authors published, and not in the paper:
 Not from the release:
 
     KL          the release pays the exact KL_t, the mean over all tokens that π could have
-                sampled at t. It is the same for every y_t, so as a reward it does not move π at
-                y_t
+                sampled at t. A reward that does not depend on which y_t was sampled is a
+                baseline at t: its expected gradient at t is 0
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
-tokens of some rows, H hidden size. Each rank samples, criticises and trains on its `rank_share`
-of the rows, and every rank holds the full batch. A random draw depends only on the seed, the
-iteration and the position in the batch. On a CPU, an interrupted run that continues ends with
-bit-identical weights. A GPU does not guarantee this.
+tokens of some rows, H hidden size. With several GPUs, each process is a rank. `rank_share` is
+every WORLD_SIZE-th row of a list, those on which this rank works; with one process, it is the
+list itself. Every rank holds the full batch. A group is a micro-batch.
+
+A random draw depends only on the seed, the iteration and the position in the batch. On a CPU,
+an interrupted run that continues ends with bit-identical weights. A GPU does not guarantee
+this.
 """
 
 import math
@@ -59,14 +62,15 @@ from torch import Tensor
 
 from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
                       read_critique, token_offsets)
-from ask import Journal, Reply
+from ask import Reply, run_journal
 from data import InputError, Task, chunks, examples, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
                    save_lora, unsharded, use_lora)
 from report import batch_metrics, log_iteration
 from reward_model import write_critiques
-from runtime import (RANK, Timer, all_sum, checkpointed, gather_rows, optimizer_parameters,
-                     print_rank0, rank_share, save_tensors, token_groups)
+from runtime import (RANK, Timer, all_sum, checkpointed, from_rank0, gather_rows,
+                     optimizer_parameters, print_rank0, rank_share, save_tensors,
+                     token_groups)
 from sampling import generate, head_weight, pad_batch, token_entropy, token_logprobs
 from settings import PolicyConfig
 
@@ -78,7 +82,7 @@ def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
 
     Definition 1 (§3.1), §3.5. All arguments are [B, T]; the loss is a scalar, averaged over the
     batch. This is the NL gradient alone: `train` does not call it, because PPO has A_t in the
-    place of δ_t. Tests, notebooks and experiments/ use it.
+    place of δ_t. Tests and notebooks use it.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
     return -(delta * logprobs * mask).sum() / len(logprobs)
@@ -125,9 +129,9 @@ def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) 
     """
     assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
     ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
-    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing, and the gradient
-    # is 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, whose
-    # gradient moves it back.
+    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing: the gradient is
+    # 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, and its
+    # gradient moves ρ_t back.
     # l.23
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     return -(gain * mask).sum() / (mask.sum() if count is None else count)
@@ -139,7 +143,8 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     Any shape → scalar; count as in `ppo_loss`.
     """
     assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
-    # V may move by `clip` per batch. Beyond it, the larger of both errors has no gradient.
+    # If V has moved towards R by more than `clip`, the clipped error is the larger one, and it
+    # has no gradient. If V has moved away from R, the larger error is the plain one.
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
     error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)            # l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
@@ -188,7 +193,7 @@ class Rollouts:
         return self.mask[index].bool()
 
     def groups(self, index, config: PolicyConfig) -> list[list[int]]:
-        """Rows by the length of x and y, in groups for the ranks; see `token_groups`."""
+        """The micro-batches of some rows, by the length of x and y; see `token_groups`."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
         return token_groups(index, lengths, config.micro_batch_tokens)
 
@@ -199,18 +204,18 @@ def batch_rows(rows: list, config: PolicyConfig, iteration: int) -> list:
     A row is repeated --responses_per_prompt times.
     """
     n = len(rows)
-    prompts = config.batch_size // config.responses_per_prompt
-    start = iteration * prompts
+    prompt_count = config.batch_size // config.responses_per_prompt
+    start = iteration * prompt_count
     order = []                                      # of the epochs that this iteration is in
-    for epoch in range(start // n, (start + prompts - 1) // n + 1):
+    for epoch in range(start // n, (start + prompt_count - 1) // n + 1):
         order += random.Random(f"{config.seed}-{epoch}").sample(rows, n)
-    iteration_rows = order[start % n :][:prompts]
+    iteration_rows = order[start % n :][:prompt_count]
     return [row for row in iteration_rows for _ in range(config.responses_per_prompt)]
 
 
 def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
                     generator) -> Rollouts:
-    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads the texts only."""
+    """y ~ π(·|x) for every row (Alg. 4 l.8–11). The critic reads texts, not token ids."""
     task = get_task(config.task)
     prompts = [task.policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -252,7 +257,7 @@ def annotator_critic(rollouts: Rollouts, model, tokenizer, config):  # noqa: ARG
     Rank 0 asks about all rows, because the journal has one writer.
     """
     reviews = critique_by_annotator(rollouts, config) if RANK == 0 else None
-    return rank_share(gather_rows([reviews])[0])
+    return rank_share(from_rank0(reviews))
 
 
 CRITICS = {"reward_model": reward_model_critic, "annotator": annotator_critic}     # --critic
@@ -265,13 +270,14 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     without a usable reply, has a reason and δ = 0.
     """
     task = rollouts.task
+    # An outcome of tests in the row belongs to another response.
     rows = [row | {"response": y, "outcome": None}
             for row, y in zip(rollouts.rows, rollouts.texts)]
     rows = with_outcomes(rows, task, config)
     questions = [annotation_question(example, task, config) for example in examples(task, rows)
                  if example["response"].strip()]
     path = Path(config.output_dir, "feedback.jsonl.journal")
-    with Journal(path, *config.prices) as journal:
+    with run_journal(path, *config.prices) as journal:
         replies = iter(ask_annotator(questions, journal, task, config))
     reviews = []
     for text, offsets in zip(rollouts.texts, rollouts.offsets):
@@ -280,6 +286,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
             reviews.append(Review(reply.text, [0.0] * len(offsets), reply.reason))
             continue
         feedback, grounding = reply.value
+        # Phase 1 does not know this setting of the task, so the places are found once more.
         if task.repeats_are_poor:
             grounding = ground(text, feedback, repeats_are_poor=True)
         reviews.append(make_review(reply.text, text, offsets, feedback, grounding))
@@ -336,9 +343,9 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
 
 
 def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tensor, Tensor]:
-    """The N sampled tokens of some rows, [N], and the hidden states that predict them, [N, H].
+    """(hidden states [N, H], the N sampled tokens [N] that they predict) of some rows.
 
-    The hidden states come first. index: the row numbers, a list.
+    index: the row numbers, a list.
     """
     sampled = rollouts.sampled(index)
     response_ids = rollouts.response_ids[index]
@@ -359,7 +366,7 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     kl = rollouts.logprobs_old - rollouts.logprobs_ref
     rewards = (rollouts.delta - beta * kl) * mask                                        # l.14
     rollouts.rewards = rewards
-    advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.17
+    advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.15
     # By default V learns A_t + V_t, which mixes the rewards with V itself, as GAE does. In the
     # paper, V learns the plain sum of later rewards, R_t = Σ_k γ^{k−t} r_k (l.24). GAE gives
     # this sum if λ is 1 and V is 0.
@@ -401,9 +408,9 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = norm.item()
             if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
-                # Before its first step, π_θ is π_θold, so ρ is 1. Afterwards θ has moved, and
-                # half precision rounds the two passes differently.
-                may_differ = steps or skipped or model.dtype != torch.float32
+                # Until the first step, π_θ is π_θold, so ρ is 1 (but for half precision, which
+                # rounds the two passes differently).
+                may_differ = steps or model.dtype != torch.float32
                 assert may_differ or abs(stats["ratio"] - 1) < 0.1, \
                     "Alg. 4 l.22: ρ = 1 until θ moves"
                 optimizer.step()                                                   # l.29–30
@@ -428,8 +435,10 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
     count = rollouts.mask[minibatch].sum()
     totals = []
     for group in rollouts.groups(minibatch, config):
-        index = rank_share(group)
-        with use_lora(model, "policy"):    # --activation_checkpointing: also while backward
+        index = rank_share(group)          # never empty, see `check_batches`
+        # With --activation_checkpointing, `backward` computes activations again, so the adapter
+        # must still be in use then.
+        with use_lora(model, "policy"):
             loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
             loss.backward()
         totals.append(torch.stack(list(stats.values())).detach())
@@ -453,9 +462,9 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
     logprobs = token_logprobs(hidden, weight, targets, config.temperature)
     mask = torch.ones_like(logprobs)              # the padding is not among the N tokens
     values = value_head(hidden.detach())          # the value loss does not move the policy
-    policy = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
-    value = value_loss(values, values_old, returns, mask, config.value_clip, count)      # l.28
-    loss = policy + config.value_coef * value
+    policy_term = ppo_loss(logprobs, logprobs_old, advantages, mask, config.clip, count)
+    value_term = value_loss(values, values_old, returns, mask, config.value_clip, count)  # l.28
+    loss = policy_term + config.value_coef * value_term
     if config.entropy_coef:
         entropy = token_entropy(hidden, weight, config.temperature)                      # l.25
         loss = loss - config.entropy_coef * entropy.sum() / count                        # l.27
@@ -463,7 +472,7 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
         log_ratio = logprobs - logprobs_old
         ratio = log_ratio.exp()
         stats = {
-            "policy_loss": policy, "value_loss": value, "ratio": ratio.sum() / count,
+            "policy_loss": policy_term, "value_loss": value_term, "ratio": ratio.sum() / count,
             "policy_kl": (ratio - 1 - log_ratio).sum() / count,      # estimates KL(π_old ‖ π)
             "clip_fraction": ((ratio - 1).abs() > config.clip).sum() / count,
         }
@@ -488,12 +497,14 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
 
     critic(rollouts, model, tokenizer, config) → a Review of each row of this rank's share.
     advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
-    further metrics. Writes policy/, value_head.safetensors, metrics, samples and a checkpoint
-    after each iteration to `out`, and continues from the newest checkpoint there.
+    further metrics. Each iteration writes metrics, a sample and a checkpoint to `out`, where an
+    interrupted run continues. At the end come policy/ and value_head.safetensors.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads
+    # the newest one into the parameters, the optimizer and this dict.
     state = {"beta": config.kl_coef}
     for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
         # A run that continues draws what it would have drawn, as the seed is the iteration's.
@@ -509,15 +520,16 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
             add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
-            counts = advantages(batch, state["beta"], config) or {}                # l.14–17
+            extra_metrics = advantages(batch, state["beta"], config) or {}         # l.14–17
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": state["beta"],
                    "kl_target": config.kl_target}
-        metrics |= batch_metrics(batch) | counts | stats | timer
+        metrics |= batch_metrics(batch) | extra_metrics | stats | timer
         if RANK == 0:
             print_rank0(log_iteration(metrics, batch, config, out))
+        state["shown"] = {name: round(metrics[name], 3) for name in ("delta", "kl")}
         state["beta"] = adapt_beta(state["beta"], metrics["kl"], config.batch_size,
                                    config.kl_target, config.kl_horizon)
     if RANK == 0:

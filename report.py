@@ -12,11 +12,10 @@ Paper: examples as in Figure 4, curves as in Figures 3, 5 and 6.
 
 import argparse
 import importlib
-import json
 import math
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from html import escape
 from itertools import groupby
@@ -59,17 +58,6 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
         mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
         text += piece.removesuffix(word) + mark.format(word)
     return text
-
-
-def print_examples(rows: list[dict]):
-    """Print the first five responses with their tokens in colour, and the critique of each.
-
-    rows: {tokens, delta, critique, prompt if known}, as `sample_row` returns them.
-    """
-    for row in rows[:5]:
-        print(f"\n{row.get('prompt', '')[:300]}\n"
-              f"  response: {colour_tokens(row['tokens'], row['delta'])}\n"
-              f"  critique: {row['critique']}")
 
 
 def _cell(value, digits: int) -> str:
@@ -137,9 +125,9 @@ def html_table(header: list[str], rows: list[list], digits: int = 2) -> str:
     return f'<div class="scroll"><table>{html}</table></div>'
 
 
-def text_block(text: str, html: str = "") -> str:
-    """A block of text that keeps its white space. html: the same text with its markup."""
-    return f'<div class="text" dir="auto">{html or escape(text)}</div>'
+def text_block(text: str) -> str:
+    """A block of text that keeps its white space."""
+    return f'<div class="text" dir="auto">{escape(text)}</div>'
 
 
 def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
@@ -158,16 +146,6 @@ def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2", "#b0902a", "#c2549d")
 
 
-def _mark(text: str, value: float, limit: float = 1) -> str:
-    """A text as HTML, coloured by the sign and the magnitude of a value."""
-    colour = _COLOURS[value < 0]
-    wave = "wavy " if value < 0 else ""
-    level = min(1, abs(value) / limit) if math.isfinite(value) else 0
-    return (f'<span title="{value:+.4g}" style="background:{colour}{round(128 * level):02x};'
-            f'text-decoration:underline {wave}{colour}{round(255 * level):02x}">'
-            f'{escape(text)}</span>')
-
-
 def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
     """Tokens as HTML, coloured by δ_t or A_t: green above 0, vermillion below 0.
 
@@ -175,31 +153,18 @@ def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
     """
     html = ""
     for token, value in zip(tokens, values, strict=True):
-        html += _mark(token.replace("\n", "↵\n") or "▯", value, limit)
+        colour = _COLOURS[value < 0]
+        wave = "wavy " if value < 0 else ""
+        level = min(1, abs(value) / limit) if math.isfinite(value) else 0
+        html += (f'<span title="{value:+.4g}" '
+                 f'style="background:{colour}{round(128 * level):02x};'
+                 f'text-decoration:underline {wave}{colour}{round(255 * level):02x}">'
+                 f'{escape(token).replace(chr(10), "↵" + chr(10)) or "▯"}</span>')
     return ('<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;'
             f'text-underline-offset:.22em;print-color-adjust:exact">{html}</div>')
 
 
 LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], [1, -1, 0])
-
-
-def critique_block(critique: str, response: str) -> str:
-    """A critique as HTML: its prose, and its quotes, coloured if the response contains them.
-
-    The critique is prose with a JSON object on a new line; other texts are shown as they are.
-    """
-    prose, _, spans = f"\n{critique}".partition("\n{")
-    try:
-        value = json.loads("{" + spans, strict=False)
-    except (ValueError, RecursionError):
-        return text_block(critique)
-    html = escape(prose.strip())
-    for name, item in value.items():
-        sign = ("good" in name) - ("poor" in name)
-        quotes = item if isinstance(item, list) else [item]
-        marks = [_mark(quote, sign * (quote in response)) for quote in map(str, quotes)]
-        html += f"\n{escape(name)}: {' · '.join(marks)}"
-    return text_block(prose, html)
 
 
 # ── Curves
@@ -255,12 +220,11 @@ NOTES = {
           "--learning_rate or raise --kl_coef",
     "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
     "response_tokens": "tokens per response; steady",
-    "truncated": "share of responses cut off at --max_new_tokens, after which V is 0",
+    "truncated": "share of responses cut off at --max_new_tokens, after which V is 0; healthy "
+                 "under .5, otherwise raise --max_new_tokens",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
-    "unparseable": "share of critiques that cannot be parsed; healthy under .05, otherwise "
-                   "raise --reward_learning_rate or --reward_epochs",
-    "unmatched": "share of quotes that are not in the response; healthy under .05, otherwise "
-                 "raise --reward_learning_rate or --reward_epochs",
+    "unparseable": "share of critiques that cannot be parsed; healthy under .05",
+    "unmatched": "share of quotes that are not in the response; healthy under .05",
     "ambiguous": "share of quotes that occur more often than quoted; healthy under .05, "
                  "otherwise the annotator must quote more words",
     "conflicting": "share of tokens in good and poor spans; healthy under .05, otherwise the "
@@ -279,23 +243,28 @@ NOTES = {
     "seconds_score": "steady", "seconds_update": "steady",
 }
 # The limits that NOTES names; that of kl depends on the run.
-LIMITS = {"unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05, "conflicting": 0.05,
-          "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
+LIMITS = {"truncated": 0.5, "unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05,
+          "conflicting": 0.05, "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
+# What to do about critiques that are unparseable or unmatched, by --critic
+CRITIC_REMEDIES = {"reward_model": "raise --reward_learning_rate or --reward_epochs",
+                   "annotator": "the annotator must quote the response word for word"}
 
 
-def above_limits(rows: list[dict]) -> list[str]:
+def above_limits(rows: list[dict], critic: str) -> list[str]:
     """A sentence for each metric whose mean over the iterations is above its limit.
 
-    rows: of metrics.jsonl.
+    rows: of metrics.jsonl, or the means before training. critic: the flag --critic.
     """
-    if not rows:
-        return []
     sentences = []
-    target = rows[-1].get("kl_target") or math.inf                  # 0 where β is fixed
-    for metric, limit in {**LIMITS, "kl": 3 * target}.items():
-        mean = fmean(row[metric] for row in rows)
-        if not mean <= limit:                                       # NaN is above, too
-            sentences.append(f"{metric} is {mean:.3g}: {NOTES[metric]}")
+    target = rows[-1].get("kl_target") if rows else 0               # 0 where β is fixed
+    for metric, limit in {**LIMITS, "kl": 3 * (target or math.inf)}.items():
+        values = [row[metric] for row in rows if metric in row]
+        if values and not fmean(values) <= limit:                   # NaN is above, too
+            note = NOTES[metric]
+            if metric in ("unparseable", "unmatched"):
+                remedy = CRITIC_REMEDIES.get(critic, "mend the critic")
+                note += f", otherwise {remedy}"
+            sentences.append(f"{metric} is {fmean(values):.3g}: {note}")
     return sentences
 
 
@@ -379,28 +348,59 @@ def mean_metrics(metrics: list[dict], reviews: list) -> dict[str, float]:
 
 def batch_metrics(rollouts) -> dict[str, float]:
     """The means over a batch, and metrics of the policy; NOTES explains them."""
-    metrics = response_metrics(rollouts)
     sampled = rollouts.mask.bool()
     kl = (rollouts.logprobs_old.double() - rollouts.logprobs_ref.double())[sampled]
     returns = rollouts.returns[sampled].double()
     errors = returns - rollouts.values[sampled].double()
     unexplained = errors.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    return mean_metrics(metrics, rollouts.reviews) | {
-        "kl": kl.sum().item() / len(metrics),                     # nats per response
+    return mean_metrics(response_metrics(rollouts), rollouts.reviews) | {
+        "kl": kl.sum().item() / len(rollouts.rows),               # nats per response
         "entropy": rollouts.entropy[sampled].double().mean().item(),
         "explained_variance": 1 - unexplained.item()}
 
 
+def review_sample(prompt: str, text: str, offsets, review) -> dict:
+    """A response and its annotate.Review for people: each token with its δ_t."""
+    return {"prompt": prompt, "response": text, "critique": review.critique,
+            "unreadable": review.reason, "tokens": split_text(text, offsets),
+            "delta": review.delta, "fates": review.fates}
+
+
 def sample_row(rollouts, row: int) -> dict:
-    """One rollout for the report: each token with its δ_t and, if computed, its A_t."""
-    review = rollouts.reviews[row]
+    """One rollout for the report: its `review_sample` and, if computed, A_t of each token."""
     offsets = rollouts.offsets[row]
-    sample = {"prompt": rollouts.prompts[row], "response": rollouts.texts[row],
-              "critique": review.critique, "unreadable": review.reason,
-              "tokens": split_text(rollouts.texts[row], offsets), "delta": review.delta}
+    sample = review_sample(rollouts.prompts[row], rollouts.texts[row], offsets,
+                           rollouts.reviews[row])
     if rollouts.advantages is not None:
         sample["advantage"] = rollouts.advantages[row, : len(offsets)].tolist()
     return sample
+
+
+def measure_held_out(rollouts, truth=()) -> tuple[dict, list[dict]]:
+    """(the means of all metrics, the samples with their metrics) of held-out responses.
+
+    truth: the annotator's reviews, if they are known; then the means hold R_φ's `token_figures`
+    and the number of tokens that the annotator marks as poor.
+    """
+    metrics = response_metrics(rollouts)
+    samples = [{"id": row.get("id"), **sample_row(rollouts, i), "scores": metrics[i]}
+               for i, row in enumerate(rollouts.rows)]
+    means = mean_metrics(metrics, rollouts.reviews)
+    counts = Counter()
+    for annotation, review in zip(truth, rollouts.reviews):
+        counts += count_tokens(annotation.delta, review.delta)
+    if truth:
+        means |= token_figures(counts) | {"poor_tokens": counts["poor marked"]}
+    return means, samples
+
+
+def load_tracker():
+    """The package wandb. Raises InputError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise InputError(f"--wandb needs the package wandb ({error}); pip install wandb"
+                         ) from error
 
 
 def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
@@ -413,7 +413,7 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
     append_row(out / "metrics.jsonl", metrics)
     append_row(out / "samples.jsonl", {"iteration": iteration, **sample})
     if config.wandb:
-        wandb = importlib.import_module("wandb")
+        wandb = load_tracker()
         if wandb.run is None:
             wandb.init(project=config.wandb, name=out.name, config=asdict(config))
         wandb.log(metrics, step=iteration)
@@ -422,22 +422,84 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
     return f"{iteration:4d}  {colour_tokens(sample['tokens'], sample['delta'])}"
 
 
+# ── What phase 3 can learn from
+
 MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
+MOST_EQUAL = 0.98                         # share of tokens with the same δ; a warning above it
+# The fate of quotes that give no reward → what to do
+REMEDIES = {
+    "unmatched": "copy each quote from the response, character by character",
+    "inside a word": "begin and end each quote with whole words",
+    "ambiguous": "quote more words, so that each quote occurs once",
+    "conflicting": "put each quote in one list only",
+    "around all words": "leave out the words that are neither good nor poor",
+    "around no whole word": "return passages of the response as good_spans and poor_spans",
+}
 
 
-def check_critiques(means: dict, samples: list[dict]) -> str:
-    """A line with what phase 3 will learn from. Raises InputError if most are unreadable.
+def describe_critiques(samples: list[dict], critic: str, shown: int, means=None) -> str:
+    """Some responses in colour (Figure 2), and what can be learned from all critiques.
 
-    means: of the held-out responses before training, see text2grad.evaluate.
+    samples: see `review_sample`. critic: the flag --critic, which says who wrote the critiques.
+    shown: number of responses. means: of all metrics, to warn about. Raises InputError, as
+    `check_critiques` does.
     """
-    shares = [f"{name} {means[name]:.0%}" for name in
-              ("good", "poor", "conflicting", "unmatched", "ambiguous", "unparseable")]
-    if means["unparseable"] > MOST_UNREADABLE:
-        reasons = [sample["unreadable"] for sample in samples if sample["unreadable"]]
-        raise InputError(f"{means['unparseable']:.0%} of the critiques cannot be read (as for: "
-                         f"{reasons[0]}); train R_φ again with more rows or --reward_epochs, "
-                         f"or a higher --reward_learning_rate or --max_critique_tokens")
-    return f"before phase 3, shares of tokens, quotes and critiques: {', '.join(shares)}"
+    text = ""
+    for sample in samples[:shown]:
+        text += (f"\n{sample['prompt'][:300]}\n"
+                 f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
+                 f"  critique: {sample['critique']}\n")
+    text += f"\n{check_critiques(samples, critic)}"
+    for sentence in above_limits([means] if means else [], critic):
+        text += f"\nwarning: {sentence}"
+    return text
+
+
+def check_critiques(samples: list[dict], critic: str) -> str:
+    """Lines with the δ and the fates of the quotes of some responses, see `review_sample`.
+
+    critic: the flag --critic, which says who wrote the critiques. Raises InputError if nothing
+    can be learned from them: most are unreadable, or δ is the same for every token.
+    """
+    has_reward_model = critic == "reward_model"
+    unreadable = [sample["unreadable"] for sample in samples if sample["unreadable"]]
+    if len(unreadable) > MOST_UNREADABLE * len(samples):
+        remedy = "read the replies in the journal"
+        if has_reward_model:
+            remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
+                      "--reward_learning_rate or --max_critique_tokens")
+        raise InputError(f"{len(unreadable) / len(samples):.0%} of the critiques cannot be "
+                         f"read (as for: {unreadable[0]}); {remedy}")
+    quotes_by_fate = defaultdict(list)
+    deltas = []                         # of tokens with text, and of others that have a reward
+    for sample in samples:
+        for fate, quotes in sample["fates"].items():
+            quotes_by_fate[fate] += quotes
+        deltas += [delta for token, delta in zip(sample["tokens"], sample["delta"])
+                   if token.strip() or delta]
+    good, poor = (fmean([sign * delta > 0 for delta in deltas] or [0]) for sign in (1, -1))
+    lines = [f"critiques of {len(samples)} responses, {len(unreadable)} unreadable: "
+             f"{good:.0%} of the tokens are good and {poor:.0%} poor"]
+    lines += [f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}"
+              for fate, quotes in quotes_by_fate.items()]
+    (value, count), = Counter(deltas or [0.0]).most_common(1)
+    share = count / max(1, len(deltas))
+    if MOST_EQUAL < share < 1:
+        lines.append(f"warning: δ is {value:g} for {share:.1%} of the tokens; this may teach, "
+                     f"but slowly")
+    if share < 1 or MOST_EQUAL == 1:
+        return "\n".join(lines)
+    # All tokens have the same δ. The most frequent fate other than "found" says why.
+    found = quotes_by_fate.pop("found", [])
+    fate = "around all words" if value else "around no whole word"
+    if quotes_by_fate and not value:
+        fate, found = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
+    examples = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(found)][:2])
+    remedy = REMEDIES[fate]
+    if has_reward_model:
+        remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"
+    raise InputError(f"nothing can be learned, because δ is {value:g} for every token: "
+                     f"{len(found)} quotes are {fate} (such as {examples or 'none'}); {remedy}")
 
 
 # ── The page of a run
@@ -456,7 +518,7 @@ def _cards(*files: list[dict]) -> str:  # Figure 4
             if "advantage" in row:
                 columns["A_t, deepest from ±2"] = heatmap(row["tokens"], row["advantage"], 2)
             title = f"no reward, {row['unreadable']}" if row["unreadable"] else "critique"
-            columns[side + title] = critique_block(row["critique"], row["response"])
+            columns[side + title] = text_block(row["critique"])
         html += card(f"{row.get('id') or row.get('iteration', '')}", row["prompt"], columns)
     return html
 
@@ -491,17 +553,45 @@ def before_and_after(after: list[dict], before: list[dict], settings: list[dict]
             "before", "after", "change, 95 % interval"], lines
 
 
+FEW_TOKENS = 100                          # poor tokens; a recall of fewer says little
+
+
+def compare_with_annotator(result: dict) -> str:
+    """Lines on how well R_φ finds what the annotator marks, before and after training.
+
+    result: the row of result.json. "" if the annotator is no function, so asking has a price.
+    """
+    if "poor_tokens" not in result["before"]:
+        return ""
+    lines = ["R_φ beside the annotator, on the same held-out responses:"]
+    for when in ("before", "after"):
+        means = result[when]
+        lines.append(f"  {when} training: poor tokens {means['poor_tokens']}, "
+                     f"recall {_cell(means['poor_recall'], 3)}, "
+                     f"precision {_cell(means['poor_precision'], 3)}")
+    if means["poor_tokens"] >= FEW_TOKENS and means["poor_recall"] < 0.8:
+        lines.append("R_φ does not see some of the errors that are left. A second round trains "
+                     "it on this policy's responses: --adapter with the new policy, and "
+                     "another --output_dir")
+    return "\n".join(lines)
+
+
 def _pairs(rows: list[dict]) -> str:
     lines = [f"{key}: {value}" for row in rows for key, value in row.items()]
     return text_block("\n".join(lines))
 
 
+# Raises an error for a row that has no numbers, so that `whole_rows` leaves the row out.
+_CHECKS = {"metrics.jsonl": lambda row: fmean(map(row.get, ("iteration", *LIMITS, "kl")))}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
     ("Before and after", lambda *rows: html_table(*before_and_after(*rows), 3), *_RESULT),
-    ("Metrics above their limits",
-     lambda rows: text_block("\n".join(above_limits(rows)) or "none"), "metrics.jsonl"),
+    ("Metrics above their limits", lambda rows, settings: text_block(
+        "\n".join(above_limits(rows, settings[0]["critic"])) or "none"),
+     "metrics.jsonl", "config.json"),
+    ("R_φ and the annotator", lambda rows: text_block(
+        compare_with_annotator(rows[0]) or "The annotator was not asked."), "result.json"),
     ("Curves", curves, "metrics.jsonl"),
     ("Held-out examples, before and after training", _cards, "before_samples.jsonl",
      "after_samples.jsonl"),
@@ -517,13 +607,13 @@ def run_report(directory) -> Path:
     Raises InputError if the directory holds no run.
     """
     out = Path(directory)
-    settings = whole_rows(out / "config.json")
+    facts = "model {model} · task {task} · critic: {critic}"
+    settings = whole_rows(out / "config.json", facts.format_map)
     if not settings:
         raise InputError(f"{out} has no config.json; name the --output_dir of a run")
-    facts = "model {model} · task {task} · critic: {critic}"
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
-        files = [whole_rows(out / name) for name in names]
+        files = [whole_rows(out / name, _CHECKS.get(name, bool)) for name in names]
         html = html_of(*files) if files[0] else f"{names[0]} does not exist yet."
         body += f"<section><h2>{title}</h2>{html}</section>"
     path = out / "report.html"
@@ -536,8 +626,12 @@ def print_result(out: Path, hint: str):
 
     hint: flag that a run with other settings needs, or "".
     """
-    print(table(*before_and_after(*(read_rows(out / name) for name in _RESULT))))
-    for text in above_limits(whole_rows(out / "metrics.jsonl")):
+    results = [read_rows(out / name) for name in _RESULT]
+    print(table(*before_and_after(*results)))
+    print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
+          + compare_with_annotator(read_rows(out / "result.json")[0]))
+    metrics = whole_rows(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
+    for text in above_limits(metrics, results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"
           f"{next_command('eval.py', adapter=out / 'policy')}\n"

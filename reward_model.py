@@ -19,7 +19,7 @@ Departures.
     loss        the mean per token of z; the paper's is the mean per row
     quotes      those that do not occur in the response are removed from z before training;
                 Appendix L removes them from the annotation
-    greedy      z' is decoded greedily by default; Alg. 4 l.12 samples it
+    greedy      z' is decoded greedily; Alg. 4 l.12 samples it
 
 B rows, P tokens of x and y (padded left), T tokens of z (padded right), N tokens of z in a flat
 batch, H hidden size.
@@ -63,8 +63,8 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     pairs = []
     for row in rows:
         z = Feedback(row["critique"], [*row["good_spans"]], [*row["poor_spans"]])
-        # One list at a time: a quote may be found as often as it stands in its own list. Here
-        # both lists are passed as good ones, because the label makes no difference.
+        # `unmatched` does not say in which list a quote stood, so each list is grounded alone.
+        # It is passed as the good one, because the label makes no difference here.
         for quotes in (z.good_spans, z.poor_spans):
             for quote in ground(row["response"], Feedback("", quotes, [])).unmatched:
                 quotes.remove(quote)
@@ -100,10 +100,10 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     """Train an adapter by minimising its mean loss (Algorithm 3); return the loss of each step.
 
     The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
-    count_of(pair): the number of terms in this sum, by default the tokens of z. Both are others
-    for the baselines: DPO has one term for each pair of answers. out: directory of checkpoints;
-    training continues from the newest one, if it was made of the same pairs. The ranks share
-    each batch. Raises InputError where a loss or gradient is not finite.
+    count_of(pair): the number of terms in this sum, by default the tokens of z. The baselines
+    pass other functions: DPO has one term for each pair of answers. out: directory of
+    checkpoints; training continues from the newest one, if it was made of the same pairs. The
+    ranks share each batch. Raises InputError where a loss or gradient is not finite.
     """
     torch.manual_seed(config.seed)
     parameters = lora_parameters(model, name) or add_lora(                              # l.4
@@ -116,6 +116,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     batches = []
     for _ in range(config.reward_epochs):
         batches += chunks(rng.sample(pairs, len(pairs)), config.reward_batch_size)
+    # What a checkpoint holds beside the tensors; `checkpointed` reads the newest one into it.
     state = {"losses": [], "made_of": checksum(state=pairs)}
     check_ranks(state)
     warm_up = max(1, len(batches) // 20)                                              # steps
@@ -125,7 +126,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                                  SAVE_EVERY):
             # Each step and rank draws different dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
-            # The rate rises to its peak in the first 5 % of the steps, and falls to 0.
+            # The rate rises in the first 5 % of the steps, and then falls to 0.
             factor = min((step + 1) / warm_up, 1 - step / len(batches))
             optimizer.param_groups[0]["lr"] = config.reward_learning_rate * factor
             loss = add_gradients(model, parameters, batches[step], config, loss_of, count_of)
@@ -161,26 +162,26 @@ def add_gradients(model, parameters, batch, config: RewardConfig, loss_of, count
 
 
 def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
-                    max_new_tokens: int, temperature=0.0, uniforms=None,
-                    batch_size=64) -> list[str]:
+                    max_new_tokens: int, batch_size=64) -> list[str]:
     """Write one critique per response with the adapter "reward" (Alg. 4 l.12).
 
-    By default decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'.
-    With a temperature above 0, `uniforms` decide the draws, [B, max_new_tokens]. batch_size:
+    Decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'. batch_size:
     critiques that are decoded together. The critique is "" if the response is empty or too long
     for the context.
     """
     max_prompt_tokens = context_length(model) - max_new_tokens
-    prompt_ids = {}                        # index of a response → prompt ids
+    # Only responses that R_φ can read, by their index: an empty one has nothing to quote, and a
+    # long one leaves no room for the critique.
+    prompt_ids = {}
     for i, (x, y) in enumerate(zip(prompts, responses)):
         ids = encode_prompt(tokenizer, critique_prompt(x, y))
         if y.strip() and len(ids) <= max_prompt_tokens:
             prompt_ids[i] = ids
-    u = None if uniforms is None else uniforms[list(prompt_ids)]
     with use_lora(model, "reward", merge=True):
-        critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens, temperature,
-                                eos_ids(tokenizer, model), u, batch_size)
-    # The responses that were left out keep "".
+        critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens,
+                                temperature=0, eos_token_id=eos_ids(tokenizer, model),
+                                batch_size=batch_size)
+    # Each critique goes back to its response. Those that were left out keep "".
     critiques = [""] * len(responses)
     for i, ids in zip(prompt_ids, critique_ids, strict=True):
         critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
@@ -195,6 +196,7 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
     data: the annotated rows. out: directory for the adapter, metrics and samples. Raises
     InputError if every training row is too long.
     """
+    # The rows of phase 1, without those that are too long for [x ; y ; z]
     rows = read_rows(data, task=FEEDBACK)
     limit = min(config.reward_max_tokens, context_length(model))
     _lock = lock_directory(out)                       # held until the function ends
@@ -203,13 +205,14 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
     _, pairs = encode_rows(training, tokenizer, limit)
     held_out, _ = encode_rows(evaluation, tokenizer, limit)
     too_long = len(rows) - len(pairs) - len(held_out)
-    problem = (f"{data}: {too_long} of {len(rows)} rows have more than {limit} tokens "
+    message = (f"{data}: {too_long} of {len(rows)} rows have more than {limit} tokens "
                f"(--reward_max_tokens, or the model's context)")
     if not pairs:
-        raise InputError(problem)
+        raise InputError(message)
     if too_long:
-        print_rank0(f"left out: {problem}")
+        print_rank0(f"left out: {message}")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
+    # R_φ criticises responses to prompts on which it was not trained.
     with unsharded(model):
         figures, samples = compare_critiques(model, tokenizer, held_out,
                                              config.max_critique_tokens)
@@ -257,6 +260,7 @@ def compare_critiques(model, tokenizer, rows: list[dict], max_critique_tokens: i
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
+    # The rows know their task, and the task has defaults for the flags.
     config = parse_flags(FitConfig, __doc__)
     task = read_rows(config.data)[0].get("task") or config.task
     # If the command line has a --task, it comes later and has priority.

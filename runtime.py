@@ -93,6 +93,11 @@ def gather_rows(share: list) -> list:
     return rows
 
 
+def from_rank0(value):
+    """Rank 0's value, on every rank. The other ranks may pass None."""
+    return gather_rows([value])[0]
+
+
 def all_sum(x: Tensor) -> Tensor:
     """Sum a tensor of any shape over all ranks, in place."""
     run_collective(dist.all_reduce, x)
@@ -100,10 +105,11 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows by their length, in groups; each rank takes its `rank_share` of one in one pass.
+    """Micro-batches, as lists of row numbers: each is one forward pass of all ranks together.
 
-    index: numbers of the rows. lengths[i]: tokens of row i. With padding, the share of a rank
-    has at most `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
+    Each rank takes its `rank_share` of a group. index: numbers of the rows, which are sorted by
+    their length. lengths[i]: tokens of row i. With padding, the share of a rank has at most
+    `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
     """
     groups = []
     order = sorted(index, key=lengths.__getitem__)
@@ -237,7 +243,8 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
     The checkpoint holds the optimizer's parameters, their moments, and `state`, a dict that the
     caller fills. It is read from the newest checkpoint in `run` before the first step. Log rows
     after that checkpoint are removed. The two newest checkpoints are kept. every: steps between
-    two checkpoints. run: None for no checkpoints.
+    two checkpoints. run: None for no checkpoints. The bar shows state["shown"], a dict of
+    numbers.
     """
     if run:
         resume(run, optimizer, state)
@@ -247,10 +254,12 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
             for path in checkpoints(run):                # damaged, or of other rows
                 path.unlink()
         for log in filter(Path.exists, [run / "metrics.jsonl", run / "samples.jsonl"]):
-            rows = [row for row in whole_rows(log) if row.get("iteration", 0) <= start]
-            write_rows(log, rows)
-    for step in tqdm(range(start, count), name, count, initial=start, disable=RANK > 0):
+            write_rows(log, [row for row in whole_rows(log, lambda row: row["iteration"] + 1)
+                             if row["iteration"] <= start])
+    bar = tqdm(range(start, count), name, count, initial=start, disable=RANK > 0)
+    for step in bar:
         yield step
+        bar.set_postfix(state.get("shown", {}))
         done = step + 1
         state["step"] = done
         is_due = done % every == 0 or done == count
@@ -266,9 +275,9 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 # Settings that may always change. Weights and texts do not depend on them, except for dropout
 # masks, which phase 2 draws for each forward pass.
 CHANGEABLE = set("""
-    output_dir base_url price_in price_out max_usd concurrency micro_batch_tokens
-    decode_batch_size activation_checkpointing shard wandb allow_code_execution
-    torch transformers commit""".split())
+    output_dir base_url price_in price_out max_usd concurrency timeout skip_failed preview
+    micro_batch_tokens decode_batch_size activation_checkpointing shard wandb
+    allow_code_execution torch transformers""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
 # "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
 POLICY_SETTINGS = set("""
@@ -294,37 +303,51 @@ def lock_directory(directory: Path):
 def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    names: further entries, such as a hash of the annotator's source.
+    names: further entries, such as the hashes of the files of the annotator's source. Another
+    commit of this project gives a warning.
     """
     def exists(*patterns) -> bool:
-        return any(path for pattern in patterns for path in directory.glob(pattern))
+        return any(list(directory.glob(pattern)) for pattern in patterns)
 
     settings = asdict(config) | names | {
         "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": git("describe", "--always", "--dirty")}
-    saved = settings
-    if exists("config.json"):
-        saved, = read_rows(directory / "config.json")
-    if saved.get("version") != VERSION:
-        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
-                         f"this project; choose another --output_dir")
     has_policy = exists("checkpoint-*", "result.json")
     has_reward_model = has_policy or exists("reward/checkpoint-*", "reward/metrics.json")
     has_rows = has_reward_model or exists("responses.jsonl")
+    saved = settings
+    if exists("config.json"):
+        saved, = read_rows(directory / "config.json")
+    elif has_rows:
+        raise InputError(f"{directory} has results but no config.json, which says of which "
+                         f"settings; restore it, or choose another --output_dir")
+    if saved.get("version") != VERSION:
+        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
+                         f"this project; choose another --output_dir")
     changes = []
-    for name in saved.keys() & settings.keys() - CHANGEABLE:
+    for name in sorted(saved.keys() & settings.keys() - CHANGEABLE):
+        is_bound = has_rows
         if name in POLICY_SETTINGS:
             is_bound = has_policy
         elif name.startswith("reward_"):
             is_bound = has_reward_model
-        else:
-            is_bound = has_rows
-        if is_bound and saved[name] != settings[name]:
-            changes.append(f"{name} was {saved[name]}, is {settings[name]}")
+        before = saved[name]
+        after = settings[name]
+        if not is_bound or before == after:
+            continue
+        text = f"{name} was {before}, is {after}"
+        if name == "commit":
+            print_rank0(f"warning: {text}; an unbroken run may have other weights")
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):      # files and their hashes
+            edited = {file for file, _ in before.items() ^ after.items()}
+            text = f"{', '.join(sorted(edited))} was edited"
+        changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
-                         f"choose another --output_dir{reward_model_hint(directory)}")
+                         f"choose another --output_dir{reward_model_hint(directory)}, "
+                         "or --adapter")
     if RANK == 0:
         write_rows(directory / "config.json", [settings])
 
@@ -341,7 +364,7 @@ def run_phase(name: str, result: str, directory: Path, phase, only_rank0=False):
     phase() does the work and returns a summary. only_rank0: rank 0 alone runs it, and the other
     ranks wait for up to a day.
     """
-    if gather_rows([(directory / result).exists()])[0]:                # as rank 0 sees it
+    if from_rank0((directory / result).exists()):
         print_rank0(f"{name}: reused {directory / result}")
         return
     start = time.time()

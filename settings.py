@@ -53,6 +53,7 @@ class ServerConfig:
     price_out: float | None = flag(None, "USD per million reply tokens")
     max_usd: float | None = flag(None, "budget in USD over all runs")
     concurrency: int = flag(8, "number of parallel requests", least=1)
+    timeout: float = flag(120.0, "seconds without a byte of a reply", least=0.01)
 
     @property
     def prices(self) -> tuple:
@@ -66,7 +67,6 @@ class AnnotatorConfig(ServerConfig):
     annotator_model: str = flag("gpt-4o", "model name on the server")
     annotator_function: str | None = flag(None, "module:function in place of a server")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
-    timeout: float = flag(120.0, "seconds without a byte of a reply", least=0.01)
     skip_failed: bool = flag(False, "leave out responses without feedback")
 
     @property
@@ -161,6 +161,8 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
     annotated_rows: int = flag(10_000, "rows for phases 1 and 2", least=1)
     annotated_responses_per_prompt: int = flag(
         1, "responses for a row that has none", least=1)
+    preview: int | None = flag(
+        None, "only show the critiques of so many responses", least=1)
     eval_rows: int = flag(64, "held-out prompts, judged before and after", least=1)
 
 

@@ -32,10 +32,9 @@ from ask import Function
 from data import get_task, load_rows, run_script, write_rows
 from model import (add_lora, drop_long_rows, load_lora, load_model, lora_parameters,
                    target_layers, unsharded)
-from policy import (CRITICS, add_advantages, add_feedback, reward_model_critic, sample_rollouts,
-                    train, with_outcomes)
-from report import (check_critiques, mean_metrics, print_examples, print_result,
-                    response_metrics, sample_row)
+from policy import (CRITICS, add_advantages, add_feedback, annotator_critic,
+                    reward_model_critic, sample_rollouts, train, with_outcomes)
+from report import describe_critiques, load_tracker, measure_held_out, print_result
 from reward_model import fit_reward_model
 from runtime import (RANK, check_batches, check_ranks, gather_rows, lock_directory, print_rank0,
                      rank_share, reward_model_hint, run_phase, save_settings, start_ranks,
@@ -50,9 +49,19 @@ def main(config: Config, critic=None, advantages=add_advantages):
 
     critic, advantages: see `train`. None is the critic of --critic; experiments/ has others.
     """
+    # The base, its tokenizer, the prompts x, and the settings. The adapter "policy" is π_θ.
     model, tokenizer, rows, held_out, config, _lock = prepare(config)
     out = Path(config.output_dir)
-    # A phase whose last file exists in the run directory is over, and is not run again.
+    if config.preview:
+        # Without an R_φ the annotator reviews, whose critiques R_φ will learn to write.
+        name = config.critic if config.reward_model else "annotator"
+        evaluate_reference(model, tokenizer, held_out[: config.preview],
+                           replace(config, critic=name), critic or CRITICS[name])
+        return stop_ranks()
+    # Each call names a phase and the file that it writes last. If the file exists, the phase is
+    # not run again. So the same command continues a run that was stopped.
+    # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
+    # --reward_model names an R_φ of an earlier run.
     if config.critic == "reward_model" and not config.reward_model:
         run_phase("phase 1, respond", "responses.jsonl", out, lambda: write_responses(
             model, tokenizer, rows[: config.annotated_rows], config, out))              # l.4–6
@@ -74,6 +83,7 @@ def main(config: Config, critic=None, advantages=add_advantages):
 def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Path) -> str:
     """Alg. 1 l.6: π_ref answers the rows that have no response → responses.jsonl."""
     task = get_task(config.task)
+    # Rows of SLF5K, UltraFeedback and KodCode hold responses already.
     with_response = [row for row in rows if task.all_responses(row)]
     without_response = [row for row in rows if not task.all_responses(row)
                         for _ in range(config.annotated_responses_per_prompt)]
@@ -85,6 +95,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
                 torch.Generator().manual_seed(config.seed))
         with_response += [row | {"response": y}
                           for row, y in zip(without_response, batch.texts)]             # l.6
+    # KodCode: the annotator reads the outcomes of the tests. The ranks share the tests.
     with_response = gather_rows(with_outcomes(rank_share(with_response), task, config))
     if RANK == 0:
         write_rows(out / "responses.jsonl", with_response)
@@ -94,18 +105,27 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
                        critic=reward_model_critic, advantages=add_advantages) -> str:
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
-    before, samples = evaluate(model, tokenizer, held_out, config, config.reference, critic)
+    before, samples = evaluate_reference(model, tokenizer, held_out, config, critic)
     if RANK == 0:
         write_rows(out / "held_out.jsonl", held_out)
         write_rows(out / "before_samples.jsonl", samples)
-        print_examples(samples)
-    print_rank0(check_critiques(before, samples))
     train(model, tokenizer, rows, config, out, critic, advantages)                      # l.18
     after, samples = evaluate(model, tokenizer, held_out, config, "policy", critic)
     if RANK == 0:
         write_rows(out / "after_samples.jsonl", samples)
         write_rows(out / "result.json", [{"before": before, "after": after}])
     return f"{config.iterations} iterations"
+
+
+def evaluate_reference(model, tokenizer, rows, config: Config, critic):
+    """Evaluate π_ref, and print what phase 3 can learn from the critiques of its responses.
+
+    Returns what `evaluate` returns. Raises InputError if nothing can be learned, as from a
+    critic that quotes nothing.
+    """
+    before, samples = evaluate(model, tokenizer, rows, config, config.reference, critic)
+    print_rank0(describe_critiques(samples, config.critic, config.preview or 5, before))
+    return before, samples
 
 
 def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
@@ -118,10 +138,12 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     with unsharded(model):
         batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
         add_feedback(batch, critic(batch, model, tokenizer, config))
-    metrics = response_metrics(batch)
-    samples = [{"id": row.get("id"), **sample_row(batch, i), "scores": metrics[i]}
-               for i, row in enumerate(rows)]
-    return mean_metrics(metrics, batch.reviews), samples
+    # A function costs nothing, so it says how much of its own judgement R_φ has learned. This
+    # may fall during training: the errors that are left are those that R_φ does not see.
+    truth = ()
+    if critic is reward_model_critic and config.annotator_function:
+        truth = gather_rows(annotator_critic(batch, model, tokenizer, config))
+    return measure_held_out(batch, truth)
 
 
 # ── Before the first phase
@@ -129,40 +151,48 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
 def prepare(config: Config, needs_annotator=True, **names):
     """Check everything, before anything is sampled or paid, and load the model and the rows.
 
-    Returns (model, tokenizer, training rows, held-out rows, config without None, lock of the
-    run directory, which is held as long as this file is open). names: further settings that
-    bind the run, for config.json. Raises InputError where anything cannot work.
+    Returns (model, tokenizer, training rows, held-out rows, config, lock). The config has an
+    output directory, a number of iterations and learning rates, whose defaults are None. The
+    lock is a file; no other process can use the run directory until it is closed. names:
+    further entries of config.json. Raises InputError where anything cannot work.
     """
+    # First what costs nothing: flags, annotator, rows. Then the model, which takes a while.
     task = get_task(config.task)
     config = replace(config, output_dir=str(config.output_dir or f"runs/{task.name}"))
     out = Path(config.output_dir)
     check_batches(config)
+    if config.wandb:
+        load_tracker()
     if needs_annotator:
         check_annotator(task, config)
     lock = lock_directory(out)
     training, held_out = load_rows(task, config)
     model, tokenizer = load_model(config.model, config.dtype, start_ranks(), config.shard,
                                   config.activation_checkpointing)
+    # x, y and z must fit the context together, or R_φ could not review the response.
     rows = drop_long_rows(training, task, model, tokenizer, config)
     held_out = drop_long_rows(held_out, task, model, tokenizer, config)
+    # Some defaults depend on the number of rows and the size of the model.
     config = derive_settings(config, len(rows), model)
-    target_layers(model, config.reward_lora_targets.split(","))
+    target_layers(model, config.reward_lora_targets.split(","))          # raises InputError
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
+    # All ranks must train the same policy on the same rows, and a run directory holds one run.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
-    save_settings(config, out, function_hash=function and Function(function).source_hash,
-                  **names)
+    save_settings(config, out, function_files=function and Function(function).source, **names)
     return model, tokenizer, rows, held_out, config, lock
 
 
 def start_policy(model, config: Config):
     """Create the adapter "policy", or load it and π_ref from --adapter (Alg. 1 l.17)."""
+    # π_θ starts where π_ref is. With an SFT adapter, a second copy of it stays frozen.
     if config.adapter:
         load_lora(model, "reference", config.adapter)
         load_lora(model, "policy", config.adapter)
     else:
+        # B = 0, so that the new adapter changes nothing at first.
         torch.manual_seed(config.seed)
         add_lora(model, "policy", config.lora_r, config.lora_alpha, 0.0,
                  config.lora_targets.split(","))

@@ -8,8 +8,8 @@
 
 Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
 an advantage function (advantages.py). Designs and advantages change any method that samples
-rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques and step labels
-come from phase 1. Preferences are those of the rows (see `recorded_pair`). If the rows have
+rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques come
+from phase 1. Preferences are those of the rows (see `recorded_pair`). If the rows have
 none, phase 1 annotates two responses to each prompt, and the chosen one has the larger sum of
 labels.
 
@@ -36,11 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import text2grad
-from annotate import Review, Span, annotate, token_offsets
+from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
 from experiments.advantages import ADVANTAGES, GROUPED
-from experiments.designs import CHANGES, SCORED, mark_ends, replace_delta, token_scores
+from experiments.designs import CHANGES, pay_scores, replace_delta, token_scores
 from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
                    save_lora, use_lora)
 from policy import CRITICS, add_advantages, sample_rollouts
@@ -67,15 +67,6 @@ def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor,
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """−log σ(r(x, y_w) − r(x, y_l)) for rewards of preference pairs (Appendix N). [B] → [B]"""
     return -F.logsigmoid(chosen - rejected)
-
-
-def step_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """−log σ(label · ℓ) at the end of every step, for a process reward model (Appendix N).
-
-    scores: ℓ, [B, T]. labels: [B, T]; +1 at the last token of a correct step, −1 at the last
-    token of an incorrect step, 0 elsewhere. Returns one loss per step.
-    """
-    return -F.logsigmoid((labels * scores)[labels != 0])
 
 
 def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
@@ -124,20 +115,7 @@ def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
     return bradley_terry_loss(*rewards.chunk(2))
 
 
-def labelled_losses(model, tokenizer, rows: list[tuple]) -> Tensor:
-    """`step_loss` of rows [(x, y, labels)], with one label for each token of y.
-
-    A loss above log 2 means that the score of the step has the wrong sign.
-    """
-    sequences = [(x, y) for x, y, _ in rows]
-    scores, _ = token_scores(model, tokenizer, sequences)                               # [B, T]
-    labels = torch.zeros_like(scores)
-    for i, (_, y, row_labels) in enumerate(rows):
-        labels[i, : len(y)] = torch.tensor(row_labels)
-    return step_loss(scores, labels)
-
-
-# ── Rows: refinements, preference pairs, step labels
+# ── Rows: refinements and preference pairs
 
 def annotate_rows(model, tokenizer, rows, config: Config, out: Path) -> list[dict]:
     """Sample responses and annotate them as in phase 1 → the rows of feedback.jsonl."""
@@ -206,14 +184,6 @@ def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple
         if high > low:
             texts.append((prompt, better, worse))
     return texts
-
-
-def labelled_steps(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:  # Table 17
-    """Encode a row → (x, y, labels); a label is ±1 at the last token of a step, else 0."""
-    y = encode_answer(tokenizer, row["response"])
-    text, offsets = token_offsets(tokenizer, y)
-    steps = [Span(**span) for span in row["spans"]]
-    return encode_prompt(tokenizer, row["prompt"]), y, mark_ends(text, offsets, steps)
 
 
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
@@ -319,50 +289,33 @@ def _count_pair(_) -> int:
     return 1
 
 
-def _count_labels(example: tuple) -> int:
-    """One loss term for each labelled step of (x, y, labels)."""
-    return sum(map(abs, example[2]))
+def fit_scores(model, tokenizer, rows, config: Config, out: Path):
+    """Train the adapter "reward" as the scalar reward model of PPO (Appendix N).
 
-
-def fit_scores(model, tokenizer, rows, config: Config, out: Path, name: str):
-    """Train the adapter "reward" as the reward model of "ppo" or "prm_ppo".
-
-    One tenth of the examples is held out; the share of them that the reward model gets right
-    is printed and stands in metrics.json. The learning rate is a fifth of R_φ's, and there are
-    twice as many epochs.
+    One tenth of the pairs is held out; the share of them that the reward model orders as
+    labelled is printed and stands in metrics.json. The learning rate is a fifth of R_φ's, and
+    there are twice as many epochs. Raises InputError if there are fewer than two pairs.
     """
-    rows = rows[: config.annotated_rows]
-    if name == "prm_ppo":
-        losses = labelled_losses
-        count_of = _count_labels
-        step_config = replace(config, mode="experiments.modes:STEPS")
-        if config.task == "toy":
-            step_config.annotator_function = "experiments.designs:critique_steps"
-        rows = annotate_rows(model, tokenizer, rows, step_config, out)
-        examples = [labelled_steps(row, tokenizer) for row in rows if row["spans"]]
-    else:
-        losses = pair_losses
-        count_of = _count_pair
-        texts = preferences(model, tokenizer, rows, config, out)
-        examples = encode_texts(tokenizer, texts)
-    if len(examples) < 2:
-        raise InputError(f"{name} needs two labelled examples, and there are "
-                         f"{len(examples)}: the others are ties or have no label; add rows")
+    texts = preferences(model, tokenizer, rows, config, out)
+    pairs = encode_texts(tokenizer, texts)
+    if len(pairs) < 2:
+        raise InputError(f"ppo needs two preference pairs, and there are {len(pairs)}: the "
+                         f"others are ties; add rows")
     settings = replace(config, reward_learning_rate=config.reward_learning_rate / 5,
                        reward_epochs=2 * config.reward_epochs)
-    n_heldout = max(1, len(examples) // 10)
+    n_heldout = max(1, len(pairs) // 10)
 
     def loss_of(model, part):
-        return losses(model, tokenizer, part).sum()
+        return pair_losses(model, tokenizer, part).sum()
 
-    fit_adapter(model, examples[n_heldout:], "reward", settings, loss_of, count_of, out)
+    fit_adapter(model, pairs[n_heldout:], "reward", settings, loss_of, _count_pair, out)
     with torch.no_grad(), use_lora(model, "reward"):
-        parts = chunks(examples[:n_heldout], 64)
-        heldout_losses = torch.cat([losses(model, tokenizer, part) for part in parts])
+        parts = chunks(pairs[:n_heldout], 64)
+        heldout_losses = torch.cat([pair_losses(model, tokenizer, part) for part in parts])
     right = (heldout_losses < math.log(2)).float().mean().item()
     save_lora(model, "reward", out / "adapter")
     write_rows(out / "metrics.json", [{"right": right}])
-    return f"right on {right:.3f} of {len(heldout_losses)} held-out comparisons or steps"
+    return f"right on {right:.3f} of {len(heldout_losses)} held-out comparisons"
 
 
 # ── Evaluation without a critic
@@ -390,7 +343,6 @@ FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo}
 METHODS = {
     "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
     "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
-    "prm_ppo": "Algorithm 4 with a reward for every step, −log σ(±ℓ) on labelled steps",
     "sft": "supervised fine-tuning on references, −E log π(y*|x)",
     "ilf": "supervised fine-tuning on responses that were rewritten as a critique asks",
     "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
@@ -430,18 +382,18 @@ def main(argv=None):
     if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
         raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
                          f"--responses_per_prompt to 2 or more, such as 4")
-    critic = SCORED.get(method, CRITICS[config.critic])
+    critic = pay_scores if method == "ppo" else CRITICS[config.critic]
     for change in changes:
         critic = replace_delta(critic, change)
     advantages, = functions or [add_advantages]
-    if method in {*FITTED, *SCORED}:
+    if method in {*FITTED, "ppo"}:
         train_baseline(method, config, critic, advantages)
     else:
         text2grad.main(config, critic, advantages)
 
 
 def train_baseline(method: str, config: Config, critic, advantages):
-    """Train a policy on fixed texts, or with a reward model of scalars or steps."""
+    """Train a policy on fixed texts, or with a reward model of scalars."""
     if method == "reflection" and not config.reward_model:
         raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
@@ -451,14 +403,14 @@ def train_baseline(method: str, config: Config, critic, advantages):
                                                               method=method)
     out = Path(config.output_dir)
     adapter = config.reward_model
-    if method in SCORED and not adapter:
+    if method == "ppo" and not adapter:
         run_phase("reward model", "reward/metrics.json", out, lambda: fit_scores(
-            model, tokenizer, rows, config, out / "reward", method))
+            model, tokenizer, rows, config, out / "reward"))
         adapter = out / "reward" / "adapter"
     if adapter and not lora_parameters(model, "reward"):
         load_lora(model, "reward", adapter)
     arguments = model, tokenizer, rows, held_out, config, out
-    if method in SCORED:
+    if method == "ppo":
         run_phase("phase 3, policy", "result.json", out,
                   lambda: train_and_evaluate(*arguments, critic, advantages))
     else:

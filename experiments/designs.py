@@ -6,10 +6,10 @@
 
 A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
 critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. Dense labels
-and steps are modes of the annotator (experiments/modes.py). "Human spans" (Table 11) need no
-design: R_φ is then trained on spans that people marked.
+are a mode of the annotator (experiments/modes.py). "Human spans" (Table 11) need no design: R_φ
+is then trained on spans that people marked.
 
-Scalar and step reward models are adapters on the same base model. They have no separate head.
+The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
 head for the tokens "+" and "-". B rows, T response tokens.
 """
@@ -18,7 +18,6 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ def word_weights(text: str, places) -> list[float]:  # Table 11
             for start, end in places]
 
 
-# ── Scores: Bradley–Terry and process reward models (Appendix N)
+# ── Scores of a Bradley–Terry reward model (Appendix N)
 
 def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     """ℓ_t = h_t · (W[+] − W[−]) with the active adapter; h_t: hidden state after x and y_≤t.
@@ -133,22 +132,11 @@ def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
     return hidden.float() @ direction, batch[3][:, 1:]
 
 
-def mark_ends(text: str, offsets, steps: list[Span]) -> list[int]:
-    """The label of each step at its last token, and 0 at all other tokens: [T]"""
-    labels = [0] * len(offsets)
-    for step, indices in zip(steps, tokens_inside(text, offsets, steps)):
-        if indices:
-            labels[indices[-1]] = step.label
-    return labels
-
-
 @torch.no_grad()
-def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Review]:
-    """Rewards from the scores of the adapter "reward": for the response or for each step.
+def pay_scores(rollouts, model, tokenizer, config) -> list[Review]:
+    """A critic for PPO: r(x, y) = ℓ_T of the adapter "reward", at the last token (Tables 2, 3).
 
-    by_step=False: r(x, y) = ℓ_T at the last token, for PPO (Tables 2 and 3). by_step=True:
-    2σ(ℓ) − 1 = tanh(ℓ/2) at the last token of each step, for PRM-PPO (Appendix N). This maps
-    σ(ℓ), the probability that the step is correct, to [−1, 1]. All other rewards are 0.
+    All other rewards are 0.
     """
     reviews = []
     with use_lora(model, "reward"):
@@ -159,38 +147,10 @@ def pay_scores(rollouts, model, tokenizer, config, by_step: bool) -> list[Review
                 x = encode_prompt(tokenizer, rollouts.prompts[i])
                 pairs.append((x, y.tolist()))
             scores, _ = token_scores(model, tokenizer, pairs)
-            if by_step:
-                scores = torch.tanh(scores / 2)
-            for i, row_scores in zip(part, scores.tolist()):
-                text = rollouts.texts[i]
-                offsets = rollouts.offsets[i]
-                ends = [0] * (len(offsets) - 1) + [1]
-                if by_step:
-                    ends = mark_ends(text, offsets, step_spans(text, config.task == "kodcode"))
-                delta = [score if end else 0.0 for score, end in zip(row_scores, ends)]
-                reviews.append(Review("", delta))
+            for (_, y), row_scores in zip(pairs, scores.tolist()):
+                last = len(y) - 1
+                reviews.append(Review("", [0.0] * last + [row_scores[last]]))
     return reviews
-
-
-# Critics of the reward models that baselines.py trains for PPO and PRM-PPO.
-SCORED = {"ppo": partial(pay_scores, by_step=False),
-          "prm_ppo": partial(pay_scores, by_step=True)}
-
-
-# ── Steps (Appendix N)
-
-_LINE = r"\s*\n\s*"
-_CLAUSE = (rf"(?<=[.!?;:,])\s+|{_LINE}|\s+(?=(?:and|but|because|so|who|which|while|although|"
-           r"though|if|when|unless)\b)")
-
-
-def step_spans(text: str, code: bool = False) -> list[Span]:
-    """The steps of a text, each with label +1: lines if it is code, clauses otherwise."""
-    pattern = _LINE if code else _CLAUSE
-    separators = [match.span() for match in re.finditer(pattern, text)]
-    bounds = [0, *chain(*separators), len(text)]
-    return [Span(start, end, 1) for start, end in zip(bounds[::2], bounds[1::2])
-            if text[start:end].strip()]
 
 
 # ── Annotator functions that know the truth of the toy world
@@ -225,20 +185,6 @@ def critique_no_cot(row: dict, response: str) -> str:
 def critique_spans(row: dict, response: str) -> str:
     """Reply in mode no_cot with quotes and labels, but no prose (§4.5, "w/o CoT")."""
     return quoted(response, "Spans.", marks(row, response)).text()
-
-
-def critique_steps(row: dict, response: str) -> str:
-    """Reply in mode STEPS: a step is a clause, and it is correct if it contains no fault."""
-    poor_marks = [mark for mark in marks(row, response) if mark.label < 0]
-    steps = []
-    for step in step_spans(response):
-        faults = [mark.name for mark in poor_marks
-                  if step.start < mark.end <= step.end]
-        steps.append({
-            "step": response[step.start : step.end],
-            "correct": not faults,
-            "reason": f"wrong: {faults}" if faults else "as in the post"})
-    return json.dumps({"steps": steps})
 
 
 def critique_dense(row: dict, response: str) -> str:

@@ -59,7 +59,6 @@ STUDIES = {
         "Text2Grad": "text2grad",
         "PPO": PPO,
         "PPO, R_φ's sum": f"end {R_PHI}",
-        "PRM-PPO": "prm_ppo",
         "GRPO": f"ppo grpo --responses_per_prompt 4 {RATE_3} {SCALAR}",
         "RLOO": f"ppo rloo --responses_per_prompt 4 {SCALAR}",
         "DPO": "dpo --learning_rate .0003",
@@ -209,7 +208,7 @@ def differences(name: str, records: dict) -> dict[str, list[float]]:
 def study_table(name: str, records: dict) -> str:
     """The table of one study; * marks what survives Holm's correction over all studies.
 
-    The lines below it say how right scalar and step reward models are, and of which commits the
+    The lines below it say how right scalar reward models are, and of which commits the
     records are.
     """
     p_values = {(study, arm): p_value(values) for study in STUDIES

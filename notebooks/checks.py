@@ -268,7 +268,7 @@ def cases_find_spans():
             ("a cat", [" cat"]), ("my_cat", ["cat"]), ("ha ha ha", ["ha ha"])]:
         def call(function):
             spans = function(response, list(quotes))
-            return {"result": spans and sorted(map(tuple, spans))}
+            return {"result": None if spans is None else sorted(map(tuple, spans))}
         columns = {"character": [*map(repr, response)], "place": [*range(len(response))]}
         yield Case(call, columns, f"response: {response!r}\nquotes: {quotes}")
 

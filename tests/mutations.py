@@ -36,7 +36,7 @@ policy.py: tests/test_equations.py -k "gae or whiten or loss_by or definition or
     kl / target - 1, -0.2 ⇒ 1 - kl / target, -0.2
     error * min(1, n / horizon) ⇒ error * n / horizon
 policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or minibatch"
-    (start + prompts - 1) // n + 1) ⇒ start // n + 1)
+    (start + prompt_count - 1) // n + 1) ⇒ start // n + 1)
     range(config.responses_per_prompt)] ⇒ range(1)]
     torch.tensor(review.delta) ⇒ torch.tensor(review.delta).roll(1)
     rollouts, index, config.reference) ⇒ rollouts, index, "policy")
@@ -75,18 +75,18 @@ reward_model.py: tests/test_equations.py -k "z_loss or encode or split or critiq
     return training, evaluation⏎⏎⏎def fit( ⇒ return training + evaluation, evaluation⏎⏎⏎def fit(
     [0.0] * len(offsets), str(error) ⇒ [-1.0] * len(offsets), str(error)
 reward_model.py: tests/test_reward_model.py
-    eos_ids(tokenizer, model), u, ⇒ eos_ids(tokenizer), u,
+    eos_token_id=eos_ids(tokenizer, model) ⇒ eos_token_id=eos_ids(tokenizer)
     weight_decay=config.reward_weight_decay ⇒ weight_decay=0.0
     rng.sample(pairs, len(pairs)) ⇒ random.Random(config.seed).sample(pairs, len(pairs))
     model.train() ⇒ model.eval()
     config.seed * 1_000_003 + step * WORLD_SIZE + RANK ⇒ config.seed * 1_000_003 + RANK
     1 - step / len(batches) ⇒ 1 - (step + 1) / len(batches)
     math.isfinite(loss + norm.item()) ⇒ True
-    uniforms[list(prompt_ids)] ⇒ uniforms[: len(prompt_ids)]
+    zip(prompt_ids, critique_ids, strict=True) ⇒ enumerate(critique_ids)
     is_marked and is_predicted ⇒ is_predicted
     ("recall", "marked") ⇒ ("recall", "predicted")
-reward_model.py: tests/test_train.py -k annotator
-    gather_rows([reviews])[0][RANK::WORLD_SIZE] ⇒ gather_rows([reviews])[0]
+policy.py: tests/test_train.py -k annotator
+    rank_share(from_rank0(reviews)) ⇒ from_rank0(reviews)
 sampling.py: tests/test_sampling.py
     mean_weight.mul_((previous - log_sum).exp()) ⇒ pass
     targets - tile.start ⇒ targets
@@ -146,7 +146,7 @@ annotate.py: tests/test_annotate.py
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
 annotate.py: tests/test_ask.py -k killed_run
-    , Function(config.annotator_function).source_hash] ⇒ ]
+    (*parts, source) ⇒ (*parts)
 ask.py: tests/test_ask.py
     self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
     reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS

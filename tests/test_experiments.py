@@ -10,18 +10,16 @@ from statistics import mean
 
 import pytest
 import torch
-import torch.nn.functional as F
 import runtime
 import toy
-from annotate import (FeedbackError, Grounding, Review, Span, read_reply, token_offsets,
+from annotate import (FeedbackError, Review, Span, read_reply, token_offsets,
                       token_rewards)
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
-from experiments.baselines import (bradley_terry_loss, dpo_loss, labelled_losses, mend,
-                                   pair_losses, preference_loss, preferences, recorded_pair)
-from experiments.designs import (CHANGES, SCORED, mark_ends, marks, replace_delta, step_spans,
-                                 token_scores)
+from experiments.baselines import (bradley_terry_loss, dpo_loss, mend, pair_losses,
+                                   preference_loss, preferences, recorded_pair)
+from experiments.designs import CHANGES, marks, replace_delta, token_scores
 from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
@@ -105,7 +103,6 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
     plus, minus = (tokenizer(mark).input_ids[-1] for mark in "+-")
-    rows = [([5, 6], [7, 8, 9], [0, 1, -1]), ([5], [6], [1])]
     with use_lora(model, "reward"), torch.no_grad():
         ends = []
         for side in SIDES:
@@ -117,12 +114,9 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
                 ends.append(row[len(y) - 1])
         want = bradley_terry_loss(*torch.stack(ends).chunk(2))
         close(pair_losses(model, tokenizer, PAIRS), want, rtol=1e-3, atol=1e-3)
-        a, b = (token_scores(model, tokenizer, [row[:2]])[0][0] for row in rows)
-        want = -F.logsigmoid(torch.stack([a[1], -a[2], b[0]]))
-        close(labelled_losses(model, tokenizer, rows), want, rtol=1e-4, atol=1e-4)
 
 
-# ── Content words and steps
+# ── Content words
 
 def pieces(text):
     """Offsets of words with their leading space, and of punctuation marks."""
@@ -138,33 +132,17 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weigh
     assert weights_of(text, [*zip([0, *ends], ends)]) == pytest.approx(want)
 
 
-@pytest.mark.parametrize("text, code, steps", [
-    ("A cook is sad, who left.  It rained because of me; so what?\nYes", False,
-     ["A cook is sad,", "who left.", "It rained", "because of me;", "so what?", "Yes"]),
-    ("", False, []), ("one, 1,000", False, ["one,", "1,000"]),
-    ("def f(x):\n    return 1\n\n  y = 2 \n", True, ["def f(x):", "return 1", "y = 2"])])
-def test_steps_are_clauses_of_a_text_or_lines_of_code(text, code, steps):
-    """Appendix N: sentence- or clause-level units; the last token of each has its label."""
-    spans = step_spans(text, code)
-    assert [text[step.start : step.end] for step in spans] == steps
-    ends = [end for _, end in pieces(text)]
-    assert mark_ends(text, pieces(text), spans) == [
-        int(any(step.end == end for step in spans)) for end in ends]
-    assert mark_ends("It is", [(0, 2), (2, 5)], [Span(3, 4, 1), Span(0, 2, -1)]) == [-1, 0]
-
-
 # ── Annotators of the toy world
 
-DENSE, STEPS = "experiments.modes:DENSE", "experiments.modes:STEPS"
+DENSE = "experiments.modes:DENSE"
 
 
 @pytest.mark.parametrize("critic, mode, has_reasons", [
     (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
-    (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True),
-    (designs.critique_steps, STEPS, True)])
+    (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
-    """It gives every unique quote its true label, or that of its step. Reasoning such as "The
-    city Oslo was Berlin, wrong." is in z or not."""
+    """It gives every unique quote its true label. Reasoning such as "The city Oslo was Berlin,
+    wrong." is in z or not."""
     kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
         text = faulty(row)
@@ -172,14 +150,14 @@ def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
         assert feedback.critique and not grounding.unmatched
         reasons += " was " in feedback.critique
         truths = marks(row, text)
-        for truth in truths if mode != STEPS else []:
+        for truth in truths:
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
             if alone and text.count(text[truth.start : truth.end]) == 1:
                 kinds.add(truth.name)
                 start = truth.start + 2 * (truth.name == "repetition")
                 assert {s.label for s in grounding.spans
                         if s.start <= start and truth.end <= s.end} == {truth.label}, text
-    assert kinds > {"repetition", "month"} or mode == STEPS
+    assert kinds > {"repetition", "month"}
     assert bool(reasons) == has_reasons
 
 
@@ -215,26 +193,22 @@ def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, p
     assert CHANGES[weighting](text, offsets, review) == pytest.approx(want)
 
 
-def test_scalar_and_step_rewards_stand_where_they_belong(toy_model, monkeypatch):
-    """r is at the last token, tanh(ℓ/2) at the end of each clause, for this rank's rows."""
+def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
+    """r = ℓ_T stands there, for the rows of this rank."""
     model, tokenizer = toy_model
     randomise(add_lora(model, "reward", 4, 8))
     rollouts, config = faulty_rollouts(tokenizer), toy_config(decode_batch_size=4)
-    scalar, steps = (critic(rollouts, model, tokenizer, config) for critic in SCORED.values())
-    for i, text in enumerate(rollouts.texts):
+    reviews = designs.pay_scores(rollouts, model, tokenizer, config)
+    for i, review in enumerate(reviews):
         y = rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), y
         with use_lora(model, "reward"), torch.no_grad():
             scores = token_scores(model, tokenizer, [pair])[0][0]
         last = torch.arange(len(scores)) == len(scores) - 1
-        ends = torch.tensor(mark_ends(text, rollouts.offsets[i], step_spans(text)))
-        for judged, want in ((scalar, scores * last), (steps, torch.tanh(scores / 2) * ends)):
-            close(torch.tensor(judged[i].delta), want, atol=1e-3, rtol=0)
-            assert [d == 0 for d in judged[i].delta] == (want == 0).tolist()
-    assert sum(map(bool, steps[0].delta)) >= 2 and not any(steps[-1].delta)
+        close(torch.tensor(review.delta), scores * last, atol=1e-3, rtol=0)
     monkeypatch.setattr(runtime, "RANK", 1)
     monkeypatch.setattr(runtime, "WORLD_SIZE", 2)
-    for critic in (SCORED["prm_ppo"], replace_delta(SCORED["ppo"], designs.end)):
+    for critic in (designs.pay_scores, replace_delta(designs.pay_scores, designs.end)):
         judged = critic(rollouts, model, tokenizer, config)
         lengths = [len(rollouts.offsets[i]) for i in (1, 3, 5)]
         assert [len(review.delta) for review in judged] == lengths
@@ -302,14 +276,13 @@ def test_sft_takes_the_first_reference_of_a_row(monkeypatch, tmp_path):
     refused("none of the fields", baselines.sft, None, None, [{"prompt": "x"}], config, None)
 
 
-@pytest.mark.parametrize("reward_type", ["ppo", "prm_ppo"])
-def test_a_reward_model_without_labels_is_one_line(reward_type, tmp_path):
-    """There are two rows with equal labels, or a row whose steps have no label."""
+def test_a_reward_model_without_pairs_is_one_line(tmp_path):
+    """There are two rows with equal labels."""
     rows = [{"prompt": "p", "response": "r", "spans": []}] * 2
     for name in ("responses", "feedback"):
         write_rows(tmp_path / f"{name}.jsonl", rows)
-    refused(f"{reward_type} needs two labelled examples", baselines.fit_scores, None, None,
-            [{}] * 2, small(tmp_path), tmp_path, reward_type)
+    refused("ppo needs two preference pairs, and there are 0", baselines.fit_scores, None, None,
+            [{}] * 2, small(tmp_path), tmp_path)
 
 
 def test_what_the_critique_names_is_mended():
@@ -367,8 +340,8 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
     sample = read_row("late_end_definition_1", "samples.jsonl")
     assert len(sample["delta"]) == len(sample["tokens"]) and not any(sample["delta"][:-1])
     assert not (tmp_path / "late_end_definition_1" / "reward").exists()
-    assert "held-out comparisons or steps" in run("prm_ppo")
-    sample = read_row("prm_ppo", "samples.jsonl")
+    assert "held-out comparisons" in run("ppo")
+    sample = read_row("ppo", "samples.jsonl")
     assert any(delta % 1 for delta in sample["delta"])         # not those of a critique
     model, _ = load_model(toy.BASE, device="cpu")
     add_lora(model, "reward", 4, 8)
@@ -388,16 +361,11 @@ def test_another_base_is_prompted_to_rewrite(toy_model, spy):
     assert "Critique: It lacks facts.\n\n" in prompt and "good_spans" not in prompt
 
 
-# ── Dense labels (Tables 11, 12) and steps (Appendix N)
+# ── Dense labels (Tables 11, 12)
 
 def dense(words, *labels):
     return json.dumps({"textual_feedback": "Said.", "labels": [
         {"word": word, "label": label} for word, label in zip(words, labels)]})
-
-
-def steps(*pairs):
-    return json.dumps({"steps": [{"step": step, "correct": correct, "reason": "why"}
-                                 for step, correct in pairs]})
 
 
 def test_dense_labels_are_spans_of_neighbours():
@@ -408,23 +376,10 @@ def test_dense_labels_are_spans_of_neighbours():
     assert feedback.good_spans == [response[:7]] and feedback.critique == "Said."
 
 
-def test_steps_are_labelled_in_order():
-    """The same text occurs twice; white space does not matter."""
-    response = "x = 1\nx += 1\nprint(x)\nx += 1\n"
-    judged = [("x  = 1", True), ("x += 1", True), ("print(x)", False), ("x += 1", False)]
-    feedback, grounding = read(STEPS, steps(*judged), response)
-    assert grounding == Grounding([Span(0, 5, 1), Span(6, 12, 1), Span(13, 21, -1),
-                                   Span(22, 28, -1)])
-    assert feedback.critique.splitlines()[2:] == ["Incorrect: print(x) (why)",
-                                                  "Incorrect: x += 1 (why)"]
-
-
 @pytest.mark.parametrize("mode, reply, reason", [
     (DENSE, dense(["The", "cat"], "good", "good"), "words differ"),
-    (DENSE, dense(["The"], "great"), "'great'"), (DENSE, '{"labels": 3}', "list of objects"),
-    (STEPS, steps(), "empty"),
-    (STEPS, steps(("A dog ran.", True), ("The cat sat.", True)), "does not follow")])
-def test_labels_and_steps_that_do_not_fit_are_refused(mode, reply, reason):
+    (DENSE, dense(["The"], "great"), "'great'"), (DENSE, '{"labels": 3}', "list of objects")])
+def test_labels_that_do_not_fit_are_refused(mode, reply, reason):
     with pytest.raises(FeedbackError, match=reason):
         read(mode, reply)
 

@@ -24,6 +24,7 @@ CELLS = nbformat.read(ROOT / "notebooks" / "6_build_it_yourself.ipynb", as_versi
 # Other right versions: the solution with an edit, or a function of the project
 RIGHT = [
     ("find_spans", ("places.append((start, end))", "places.insert(0, [start, end])")),
+    ("find_spans", ("return spans", "return set(spans)")),
     ("token_rewards", ("return delta", "return torch.tensor(delta, dtype=torch.float64)")),
     ("token_rewards", ("sum(labels)", "float(1 in labels) - (-1 in labels)")),
     ("z_loss", ("loss - log_p[range(len(z)), z].sum()",

@@ -11,7 +11,8 @@ import report
 import torch
 from helpers import Page, read_jsonl, refused, run_main
 from report import (LIMITS, NOTES, above_limits, batch_metrics, before_and_after,
-                    colour_tokens, critique_block, curves, heatmap, html_table, run_report,
+                    colour_tokens, compare_with_annotator, curves, heatmap, html_table,
+                    measure_held_out, run_report,
                     sample_row, split_text, svg_line, table)
 from annotate import Review
 
@@ -42,16 +43,6 @@ def test_a_heatmap_shows_each_token_and_its_value_by_colour_line_and_depth():
         ("-4", "background:#d55e0080;text-decoration:underline wavy #d55e00ff", "a↵\nf"),
         ("+1", "background:#009e7340;text-decoration:underline #009e7380", "▯"),
         ("+nan", "background:#009e7300;text-decoration:underline #009e7300", "<b>")]
-
-
-def test_a_critique_is_text_with_the_quotes_of_the_response_in_colour():
-    z = 'One <b>.\n{"good_spans": ["a cat", "no"], "poor_spans": ["sat"], "note": "sat"}'
-    page = Page(critique_block(z, "a cat sat"))
-    marks = [(float(attributes["title"]), text) for attributes, text in page.all("span")]
-    assert marks == [(1, "a cat"), (0, "no"), (-1, "sat"), (0, "sat")]
-    for raw in ("Cut\n{\"good_spans\": [", "Deep\n{\"a\": " + "[" * 10**5):
-        (_, text), = Page(critique_block(raw, "a cat")).all("div")
-        assert text == raw
 
 
 @pytest.mark.parametrize("values, low, high, path", [
@@ -104,7 +95,7 @@ def run(tmp_path):
             for i in range(20)] for when, gain in (("before", 0.0), ("after", .25))},
         "config.json": [{"task": "toy", "model": "toy/base", "critic": "annotator",
                          "temperature": 0.7}],
-        "reward/metrics.json": [{"poor_recall": .25}],
+        "reward/metrics.json": [{"poor_recall": .25}], "result.json": [{"before": {}}],
         "reward/losses.jsonl": [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)],
         "phases.jsonl": [{"phase": "policy", "seconds": 4.1}]})
     return tmp_path / "my run"
@@ -118,7 +109,7 @@ def test_the_first_screen_names_the_run_and_every_file_is_below(run, capsys):
     assert "does not exist" not in text and page.all("h1")[0][1] == "Text2Grad: my run"
     first, limits, *_ = [text for attributes, text in page.all("div", **{"class": "text"})]
     assert first == "model toy/base · task toy · critic: annotator" and limits == "none"
-    assert len(page.all("h2")) == 9 and len(page.all("figure")) == len(NOTES) + 2
+    assert len(page.all("h2")) == 10 and len(page.all("figure")) == len(NOTES) + 2
     for line in ("poor_recall: 0.25", "phase: policy\nseconds: 4.1", "temperature: 0.7"):
         assert line in text
     (run / "after_samples.jsonl").unlink()
@@ -183,14 +174,15 @@ def test_a_mean_above_its_limit_is_one_line_with_a_remedy():
     """The note names the limit, which for KL is 3 times the target."""
     for name, limit in {**LIMITS, "kl": 3}.items():
         rows = [{"iteration": i, **HEALTHY} for i in range(1, 9)]
-        assert above_limits(rows) == above_limits([]) == []
+        assert above_limits(rows, "annotator") == above_limits([], "annotator") == []
         rows[3][name] += 8 * .004                            # the mean of all iterations counts
-        line, = above_limits(rows)
-        assert line == f"{name} is {HEALTHY[name] + .004:.3g}: {NOTES[name]}"
+        line, = above_limits(rows, "annotator")
+        assert line.startswith(f"{name} is {HEALTHY[name] + .004:.3g}: {NOTES[name]}")
         number, = re.findall(r"healthy (?:under|at) (\S+).*, otherwise .", line)
         assert float(number) == limit
         rows[3][name] = math.nan
-        assert above_limits(rows) == [f"{name} is nan: {NOTES[name]}"]
+        line, = above_limits(rows, "reward_model")
+        assert line.startswith(f"{name} is nan: {NOTES[name]}")
 
 
 def test_a_rollout_and_its_batch_are_measured_as_by_hand():
@@ -213,4 +205,23 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
         "ambiguous": .5, "conflicting": .25, "right": (6 + 5) / 2})
     assert sample_row(batch, 1) == {
         "prompt": "x'", "response": "c", "critique": "d", "unreadable": "unread",
-        "tokens": ["c"], "delta": [-1.0], "advantage": [0.0]}
+        "tokens": ["c"], "delta": [-1.0], "fates": {}, "advantage": [0.0]}
+
+
+@pytest.mark.parametrize("copies, advice", [(1, False), (100, True)])
+def test_r_phi_is_compared_with_the_annotator_on_the_same_responses(copies, advice):
+    """Of two poor tokens R_φ finds one, and it marks no other. From 100 poor tokens on, a low
+    recall after training is worth a second round."""
+    task = SimpleNamespace(truth={})
+    found, truth = [Review("", [-1.0, 0.0, 1.0])], [Review("", [-1.0, -1.0, 0.0])]
+    batch = SimpleNamespace(rows=[{}] * copies, texts=["abc"] * copies, task=task,
+                            reviews=found * copies, truncated=[False] * copies,
+                            prompts=["x"] * copies, advantages=None,
+                            offsets=[[(0, 1), (1, 2), (2, 3)]] * copies)
+    means, _ = measure_held_out(batch, truth * copies)
+    assert (means["poor_recall"], means["poor_precision"]) == (0.5, 1.0)
+    text = compare_with_annotator({"before": means, "after": means})
+    assert text.count(f"poor tokens {2 * copies}, recall 0.500, precision 1.000") == 2
+    assert ("A second round" in text) == advice
+    assert "poor_tokens" not in measure_held_out(batch)[0]
+    assert compare_with_annotator({"before": measure_held_out(batch)[0]}) == ""

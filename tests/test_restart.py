@@ -114,6 +114,7 @@ def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3
                                                                          capsys, monkeypatch):
     """Every tenth iteration prints its sample."""
     monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)
+    monkeypatch.setattr(report, "MOST_EQUAL", 1.0)
     tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
             "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
     started = []
@@ -259,7 +260,7 @@ def test_metrics_and_state_are_json_alone(unbroken):
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     _, state = load_tensors(unbroken / "checkpoint-000004.safetensors")
-    assert state.keys() == {"step", "beta"} and state["step"] == 4
+    assert state.keys() == {"step", "beta", "shown"} and state["step"] == 4
 
 
 # ── Harmful steps

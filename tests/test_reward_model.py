@@ -171,21 +171,16 @@ def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
     assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
 
 
-def test_an_empty_response_takes_no_uniforms_of_its_neighbour(critic_model, spy):
-    """In the batch ["", y], y has the second uniforms. It ends at every EOS of the generation
-    config. Without a temperature, critiques are greedy."""
+def test_an_empty_response_has_no_critique_and_moves_none(critic_model, spy):
+    """In the batch ["", y], the critique belongs to y. It ends at every EOS of the generation
+    config, and is greedy."""
     model, tokenizer = critic_model
     eos = [tokenizer.eos_token_id, 7]
     model.generation_config.eos_token_id = eos
-    calls = spy("reward_model.generate", lambda *inputs: inputs[3:6])
-    arguments = model, tokenizer, ["a", "b"], ["", "It was a cat."], 16
-    uniforms = torch.rand(2, 16)
-    empty, critique = write_critiques(*arguments, 1.0, uniforms)
-    assert empty == "" != critique
-    write_critiques(*arguments)
-    (temperature, ends, used), greedy = calls
-    assert (temperature, ends) == (1.0, eos) and torch.equal(used, uniforms[1:])
-    assert greedy == (0.0, eos, None)
+    calls = spy("reward_model.generate", lambda *_, **options: options)
+    empty, critique = write_critiques(model, tokenizer, ["a", "b"], ["", "It was a cat."], 16)
+    assert empty == "" != critique and calls[0]["eos_token_id"] == eos
+    assert calls[0]["temperature"] == 0
 
 
 # ── What R_φ is worth, before phase 3

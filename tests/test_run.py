@@ -9,8 +9,10 @@ import random
 import re
 import shlex
 import shutil
+import sys
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
         toy_model, tmp_path, monkeypatch, capsys):
     """Of six critiques one may be unreadable, and four are an error."""
     def critic(rollouts, model, tokenizer, config):
-        replies = [json.dumps({"critique": "Well done.", "good_spans": [text],
+        replies = [json.dumps({"critique": "Well done.", "good_spans": [text.split()[0]],
                                "poor_spans": []}) for text in rollouts.texts]
         replies[:unreadable] = ["no JSON"] * unreadable
         return [*map(read_critique, replies, rollouts.texts, rollouts.offsets)]
@@ -94,13 +96,43 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
     arguments = *toy_model, rows, rows, toy_config(max_new_tokens=3), tmp_path, critic
     unreadable = 1
     text2grad.train_and_evaluate(*arguments)
-    assert trained[0].count("response: ") == 5 and "unparseable 17%" in trained[0]
+    assert trained[0].count("response: ") == 5 and "6 responses, 1 unreadable" in trained[0]
+    assert "warning: truncated is 1: " in trained[0]
     assert read_jsonl(tmp_path / "result.json")[0]["before"]["truncated"] == 1
     unreadable = 4
     with pytest.raises(InputError, match="^67% of the critiques cannot be read .as for: no "
                                          "JSON object.*higher --reward_learning_rate"):
         text2grad.train_and_evaluate(*arguments)
     assert len(trained) == 1
+
+
+def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypatch):
+    """It shows the first held-out responses, without an R_φ by the annotator. A critic that
+    cannot teach is named there as in phase 3, where nothing is trained, either."""
+    flags = [*SMALL, "--output_dir", tmp_path]
+    run_main(*flags, "--preview", 3)
+    printed = capsys.readouterr().out
+    assert printed.count("response: ") == 3 and "critiques of 3 responses, 0 unread" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock", "config.json", "feedback.jsonl.journal"]
+    monkeypatch.setattr(toy, "critique", lambda row, response: {
+        "critique": "All of it is fine.", "good_spans": [response.strip()], "poor_spans": []})
+    for mode in (["--preview", 3], ["--critic", "annotator"]):
+        assert "around all words" in refused(*flags[:-1], tmp_path / "new", *mode)
+        assert not [*(tmp_path / "new").glob("checkpoint-*")]
+
+
+def test_the_tracker_is_looked_for_first_and_gets_every_iteration(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    flags = [*SMALL, "--critic", "annotator", "--wandb", "p", "--output_dir", tmp_path / "run"]
+    assert "--wandb needs the package wandb" in refused(*flags)
+    assert not (tmp_path / "run").exists()
+    logged = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        run=True, log=lambda metrics, step: logged.append((step, metrics["delta"]))))
+    run_main(*flags)
+    assert logged == [(row["iteration"], row["delta"])
+                      for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
 
 
 # ── Continuing a run, and reusing its results
@@ -154,6 +186,7 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_pat
     (tmp_path / "my_task.py").write_text(MY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)    # R_φ of so small a run is poor
+    monkeypatch.setattr(report, "MOST_EQUAL", 1.0)
     stories[0].config.max_position_embeddings = 2048               # enough for the posts
     for part in stories:
         part.save_pretrained(tmp_path / "base")
@@ -259,7 +292,7 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
         assert "another process" in error_message("reward_model.py", *flags)
     before = checksum(*out.glob("adapter/*"))
     message = error_message("reward_model.py", *flags, "--seed", 1, "--micro_batch_tokens", 99)
-    assert message.endswith("(seed was 0, is 1); choose another --output_dir")
+    assert message.endswith("(seed was 0, is 1); choose another --output_dir, or --adapter")
     assert checksum(*out.glob("adapter/*")) == before
     write_rows(data, [row | {"task": "nowhere:TASK"} for row in toy_feedback(9)])
     assert "--task nowhere:TASK: cannot import it" in error_message("reward_model.py", *flags)

@@ -6,6 +6,7 @@ Verdicts are tested with `unsafe`, because some machines do not support the isol
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -165,6 +166,13 @@ def test_memory_is_limited():
     assert status(code, "assert f()", memory_mb=600) == "passed"
 
 
+def test_a_crash_calls_no_handler_of_the_host():
+    """For Linux, a core limit of 1 byte means this. A limit of 0 cannot be raised."""
+    code = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CORE))"
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    assert run_python(code, "assert True").stderr == ("(1, 1)\n" if hard else "(0, 0)\n")
+
+
 def test_endless_output_is_stopped_and_its_end_kept():
     result = run_python("print('x' * 100_000 + 'end')", "assert True")
     assert result.passed and result.stderr == "x" * (REASON - 4) + "end\n"
@@ -199,10 +207,15 @@ PART = "def g(x):\n    return x\n"
     (INCREMENT, f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```"),
     (INCREMENT, f"```code\n{INCREMENT}```"),
     (INCREMENT, f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```"),
+    *[(INCREMENT, text) for text in (              # no clean fence
+        f"{INCREMENT}```", f"\ufeff{INCREMENT}", f"```\n{INCREMENT.rstrip()}```",
+        f"So (see 1.:\n\n{INCREMENT}\nIt's done.", f"<code>\n{INCREMENT}</code>",
+        f"if needed:\n{INCREMENT}", f"{INCREMENT}\ndef g(x):\n    return (x")],
+    *[(text, text) for text in ("def f(:\n    pass", "f\0", "(" * 999, "Say \ud800 so")],
     (SHOWN, f"````python3\n{SHOWN}````"),
     (PART + INCREMENT, f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```")])
-def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(program, text):
-    """A fence inside a string of the program does not count."""
+def test_the_program_is_the_text_in_code_fences_or_else_the_python_of_the_text(program, text):
+    """A fence inside a string of the program does not count. A broken program stays."""
     lines = [line for line in code_of(text).split("\n") if line]
     assert lines == [line for line in program.split("\n") if line]
 
@@ -406,12 +419,31 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
 @pytest.mark.parametrize("old, new", [
     ("unshare --net", "unshare --no_such_option"), ("tmpfs tmpfs /sys", "tmpfs tmpfs /none"),
     ("mount --rbind", "mount --no_such_option"), ("mount -o remount", "mount --no_such_option"),
+    ("findmnt --list", "no_such_tool --list"), ("findmnt --list", "true --list"),   # no output
     ("chroot $root", "chroot /none"), ("--no-new-privs", "--no_such_option")])
 def test_without_a_layer_nothing_runs_but_with_unsafe(old, new, tmp_path, monkeypatch):
     break_sandbox(tmp_path, monkeypatch, old, new)
     with pytest.raises(SandboxError, match="^no sandbox is available here .*--unsafe_sandbox"):
         sandbox.run_python("x = 1", "assert x == 1")
     assert run_python("x = 1", "assert x == 1").passed
+
+
+@needs_sandbox
+def test_accents_spaces_and_a_narrow_umask_are_no_obstacle(outside):
+    """The command sees the directory, and cannot write to it."""
+    folder = outside / "Zoë s é\\ü"
+    folder.mkdir(0o755)
+    (folder / "file").write_text("seen")
+    previous = os.umask(0o077)
+    try:
+        output = subprocess.run(
+            ["sh", sandbox.FOLDER / "sandbox.sh", "/usr", folder, "sh", "-c",
+             'cat "$0/file"; touch "$0/written"', folder], capture_output=True, text=True,
+            env={"HOME": str(outside)})                        # no locale, as in run_python
+        assert sandbox.run_python("x = 1", "assert x == 1").passed
+    finally:
+        os.umask(previous)
+    assert output.stdout == "seen" and "Read-only" in output.stderr, output.stderr
 
 
 @needs_sandbox

@@ -342,7 +342,7 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
         assert [x.delta for x in reviews] == [x.delta for x in expected]
         assert [x.critique for x in reviews] == [x.critique for x in expected]
         assert [bool(x.reason) for x in reviews] == [i == 3 for i in range(12)]
-    monkeypatch.setattr("policy.gather_rows", lambda share: [reviews, None])
+    monkeypatch.setattr("policy.from_rank0", lambda value: reviews)
     for name, value in (("policy.RANK", 1), ("runtime.RANK", 1), ("runtime.WORLD_SIZE", 2)):
         monkeypatch.setattr(name, value)
     assert annotator_critic(batch, None, None, config) == reviews[1::2]
