@@ -84,6 +84,8 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
     limit of each process in MiB. This function is thread-safe. Raises SandboxError if the
     sandbox is not available and `unsafe` is False.
     """
+    if os.name == "nt":
+        raise SandboxError("programs cannot be run on Windows; use Linux")
     secret = os.urandom(16).hex()             # a program does not pass by writing to all files
     order = json.dumps([secret, code, tests, timeout, memory_mb, not unsafe])
     command = [sys.executable, "-I", "-u", "-c", (FOLDER / "cell.py").read_text("utf-8")]

@@ -222,7 +222,7 @@ def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
     ("ppo grpo", "compare responses to one prompt: set --responses_per_prompt"),
-    ("rloo --responses_per_prompt 3", "--batch_size must be a multiple of 3")])
+    ("rloo --responses_per_prompt 3", "^--batch_size must be a multiple of 3$")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))

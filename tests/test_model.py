@@ -245,7 +245,8 @@ FAR = edit(lambda x: x["model"]["vocab"].update({"<far>": 2000}))     # after a 
 
 
 @pytest.mark.parametrize("file, damage, message", [
-    ("", shutil.rmtree, "give --model a hub id or a Hugging"), (MODEL, cut, "cannot load"),
+    ("", shutil.rmtree, "no such directory; give --model a hub id or a Hugging"),
+    (MODEL, cut, "cannot load"),
     (MODEL, turn_into_pickle, "cannot load a model"),
     (MODEL, edit(lambda x: x.pop(UP)),     # transformers would draw random numbers
      f"weights are missing, such as {UP}"),

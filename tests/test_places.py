@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_a_killed_run_continues_under_the_rules_of_windows(tmp_path):
         return subprocess.run(words, cwd=tmp_path, capture_output=True)
 
     train = ["text2grad.py", *SMALL, "--output_dir=run"]
-    killed = run("checkpoint-000003.safetensors", train)
+    killed = run("checkpoint-000002.safetensors", train)
     assert killed.returncode == -9, killed.stderr.decode()[-3000:]
     write_rows(tmp_path / "rows.jsonl",
                [row | {"response": "A cousin paid."} for row in toy.rows("train", 3)])
@@ -119,9 +120,17 @@ def test_a_killed_run_continues_under_the_rules_of_windows(tmp_path):
                                 "--annotator_function=toy:critique"])
     assert process.returncode == 0, process.stderr.decode()[-3000:]
     output = process.stdout.decode("utf-8")
-    assert "resumed after step 3" in output and "─" in output and "R_φ after 0 rows" in output
+    assert "resumed after step 2" in output and "─" in output and "R_φ after 0 rows" in output
     assert "\033" not in output and "another process is writing to it" in output
     assert len(read_jsonl(tmp_path / "f.jsonl")) == 3
+
+
+def test_tiny_colours_a_terminal_unless_no_color_is_set(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert runpy.run_path(f"{ROOT}/tiny.py")["COLOURS"][1] == "\033[32m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not any(runpy.run_path(f"{ROOT}/tiny.py")["COLOURS"].values())
 
 
 def test_without_git_a_run_has_no_commit(monkeypatch):

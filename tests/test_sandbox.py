@@ -446,6 +446,13 @@ def test_accents_spaces_and_a_narrow_umask_are_no_obstacle(outside):
     assert output.stdout == "seen" and "Read-only" in output.stderr, output.stderr
 
 
+def test_windows_is_told_that_programs_need_linux(monkeypatch):
+    monkeypatch.setattr(os, "name", "nt")
+    with pytest.raises(SandboxError, match="^programs cannot be run on Windows; use Linux$"):
+        run_python("x = 1", "assert x == 1")
+    monkeypatch.undo()
+
+
 @needs_sandbox
 def test_a_run_ends_with_its_caller_and_memory_is_freed_here_first(outside):
     call = ("import sys; sys.path[:0] = sys.argv[1:2]; "
