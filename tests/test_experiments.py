@@ -161,14 +161,14 @@ DENSE, STEPS = "experiments.modes:DENSE", "experiments.modes:STEPS"
     (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True),
     (designs.critique_steps, STEPS, True)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
-    """It gives every unique quote its true label, or that of its step. Reasoning such as "The
-    city Oslo was Berlin, wrong." is in z or not."""
+    """It gives every unique quote its true label, or that of its step. Reasoning with the
+    facts of the post, such as "The writer lives in Oslo, not in Berlin.", is in z or not."""
     kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
         text = faulty(row)
         feedback, grounding = read(mode, critic(row, text), text)
         assert feedback.critique and not grounding.unmatched
-        reasons += " was " in feedback.critique
+        reasons += any(fact in feedback.critique for fact in map(toy.plain, row["facts"].values()))
         truths = marks(row, text)
         for truth in truths if mode != STEPS else []:
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
