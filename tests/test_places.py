@@ -6,7 +6,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -162,7 +161,7 @@ def test_the_tests_are_green_in_the_checkout_of_another_user():
         python = f"/usr/bin/python3.{sys.version_info.minor}"
         options = {"cwd": code, "umask": 0o077, "capture_output": True, "text": True, "env": {
             "PATH": os.defpath, "LC_ALL": "C", "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": sysconfig.get_path("purelib"), "PYTHONDONTWRITEBYTECODE": "1"}}
+            "PYTHONPATH": Path(pytest.__file__).parents[1], "PYTHONDONTWRITEBYTECODE": "1"}}
         other = {"user": 54321, "group": 54321, "extra_groups": []} if os.geteuid() == 0 else {}
         if other and (not Path(python).exists() or subprocess.run(
                 [python, "-c", "import torch"], **options, **other).returncode):
