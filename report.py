@@ -495,7 +495,7 @@ def check_critiques(samples: list[dict], critic: str) -> str:
     if MOST_EQUAL < share < 1:
         lines.append(f"warning: δ is {value:g} for {share:.1%} of the tokens; this may teach, "
                      f"but slowly")
-    if share < 1 or MOST_EQUAL == 1:
+    if share < 1:
         return "\n".join(lines)
     # All tokens have the same δ. The most frequent fate other than "found" says why.
     found = quotes_by_fate.pop("found", [])

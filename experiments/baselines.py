@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import text2grad
+import toy
 from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
@@ -198,13 +199,25 @@ def mend(response: str, critique: str) -> str:
 
     Removes repeated clauses, replaces the first person and corrects wrong facts.
     """
-    for clause in re.findall(r"It says ([^.]+) twice\.", critique):
+    for clause in _said(toy.TWICE, critique):
         response = response.replace(f", {clause}", "", 1)
-    for words in re.findall(r"It speaks of ([^.]+) as the writer\.", critique):
+    for words in _said(toy.FIRST_PERSON, critique):
         response = response.replace(words, f"the{words[2:]}")
-    for phrase, fact in re.findall(r"The \w+ ([^.,]+) was ([^.,]+), wrong\.", critique):
-        response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
+    values = "|".join(sorted(map(toy.plain, toy.SLOT_OF), key=len, reverse=True))
+    for wrong in toy.WRONG:
+        # In the place of a phrase or of a statement, its value is read: "in June" is June.
+        form = re.sub(r"\\{\w+\\}", rf'[^.?:]*?\\b({values})"?', re.escape(wrong))
+        is_phrase_first = wrong.index("{phrase}") < wrong.index("{fact}")
+        for first, second in re.findall(form, critique, re.IGNORECASE):
+            phrase, fact = (first, second) if is_phrase_first else (second, first)
+            response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
     return response
+
+
+def _said(sentences: list[str], critique: str) -> list[str]:
+    """The words in the place {} of the annotator's sentences, whatever their first letter."""
+    return [words for sentence in sentences for words in
+            re.findall(re.escape(sentence[1:]).replace(r"\{\}", '([^"]+)'), critique)]
 
 
 REWRITING = Task("rewriting", str)                      # each row of this task is a prompt

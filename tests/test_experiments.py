@@ -141,14 +141,15 @@ DENSE = "experiments.modes:DENSE"
     (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
     (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
-    """It gives every unique quote its true label. Reasoning such as "The city Oslo was Berlin,
-    wrong." is in z or not."""
+    """It gives every unique quote its true label. Reasoning with the facts of the post, such as
+    "The writer lives in Oslo, not in Berlin.", is in z or not."""
     kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
         text = faulty(row)
         feedback, grounding = read(mode, critic(row, text), text)
         assert feedback.critique and not grounding.unmatched
-        reasons += " was " in feedback.critique
+        facts = map(toy.plain, row["facts"].values())
+        reasons += any(fact in feedback.critique for fact in facts)
         truths = marks(row, text)
         for truth in truths:
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1

@@ -114,8 +114,7 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, phase_3,
 def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3, tmp_path, spy,
                                                                          capsys, monkeypatch):
     """Every tenth iteration prints its sample."""
-    monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)
-    monkeypatch.setattr(report, "MOST_EQUAL", 1.0)
+    monkeypatch.setattr(report, "check_critiques", lambda *_: "")
     tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
             "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
     started = []
