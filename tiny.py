@@ -5,12 +5,11 @@
 In the toy world (toy/README.md), a base model of 0.7 million parameters summarises a post x in
 one sentence y. Of the three facts in y, about half are wrong. An annotator knows the facts. It
 writes z = [c ; A(y)]: a critique c in English, then A(y), JSON that quotes the good and the
-poor parts of y. R_φ learns to write z, and the policy π_θ learns from what R_φ writes.
+poor parts of y. R_φ learns to write z, and the policy π_θ learns from R_φ.
 
 The title of each part names the file that does the same for real models. "Left out" names what
-only that file does, besides checkpoints, GPUs and checks of input. "l.15" is line 15 of the
-part's algorithm. Shapes: B rows, P tokens of a prompt (padded left), T tokens of an answer
-(padded right), H hidden, V vocabulary, r rank.
+only that file does, besides checkpoints, GPUs and checks. "l.15" is line 15 of the part's
+algorithm. B rows, P and T tokens of a prompt and of an answer, H hidden, V vocabulary, r rank.
 """
 
 import copy
@@ -47,9 +46,8 @@ CLIP = 0.2                         # ε, clip range of ρ_t
 RESPONSE_TOKENS = 32               # longest y
 CRITIQUE_TOKENS = 104              # longest z
 JUDGE = "{}\n\nResponse: {}\n\nJudge the response."               # x and y, as R_φ reads them
-COLOURS = {1: "\033[32m", -1: "\033[31m", 0: "\033[0m"}           # green, red, none
-if "NO_COLOR" in os.environ or not sys.stdout.isatty():
-    COLOURS = dict.fromkeys(COLOURS, "")
+PLAIN = "NO_COLOR" in os.environ or not sys.stdout.isatty()        # no green, no red
+COLOURS = {1: "", -1: "", 0: ""} if PLAIN else {1: "\033[32m", -1: "\033[31m", 0: "\033[0m"}
 TOKENIZER = AutoTokenizer.from_pretrained(toy.BASE)
 EOS = TOKENIZER.eos_token_id       # the last token of y and of z
 
@@ -64,8 +62,7 @@ def generate_dual_feedback(row, response):
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    A quote that stands twice in y gives no reward: nobody knows which one is meant. Left out:
-    whole words ("car" is in "scared"), a quote that is repeated, other forms of the JSON.
+    A quote that stands twice gives no reward. Left out: whole words, repeats, other JSON.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -112,8 +109,7 @@ class LoRA(nn.Module):
 
 
 def with_lora(base):
-    """A copy of the frozen base, with a LoRA in each linear layer but the head."""
-    # A parametrization of PyTorch: whoever reads `layer.weight` gets LoRA(W) instead of W.
+    """A copy of the base in which all `layer.weight`, but the head's, are LoRA(W) and not W."""
     model = copy.deepcopy(base)                          # left out: one base for all adapters
     for layer in [*model.model.modules()]:
         if isinstance(layer, nn.Linear):
@@ -220,8 +216,7 @@ def estimate_advantages(rewards, values, mask):
 
 def standardise(advantages, mask):
     """A_t, whitened to mean 0 and variance 1 over all y_t, as in the authors' code: [B, T]."""
-    tokens = advantages[mask]                                                    # all A_t
-    return (advantages - tokens.mean()) / tokens.std(correction=0) * mask
+    return (advantages - advantages[mask].mean()) / advantages[mask].std(correction=0) * mask
 
 
 def clipped_loss(logprobs, logprobs_old, advantages, mask):
