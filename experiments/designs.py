@@ -15,6 +15,7 @@ head for the tokens "+" and "-". B rows, T response tokens.
 """
 
 import json
+import random
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import Review, Span, token_labels
+from annotate import Feedback, Review, Span, parse_feedback, token_labels
 from data import chunks
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
@@ -185,6 +186,25 @@ def critique_no_cot(row: dict, response: str) -> str:
 def critique_spans(row: dict, response: str) -> str:
     """Reply in mode no_cot with quotes and labels, but no prose (§4.5, "w/o CoT")."""
     return quoted(response, "Spans.", marks(row, response)).text()
+
+
+NOISE = 0.2                             # share of the quotes in the wrong list
+
+
+def critique_noise(row: dict, response: str) -> str:
+    """The careful critic's reply, but a share of its quotes stands in the wrong list.
+
+    The same response always has the same wrong labels. The prose is not changed.
+    """
+    feedback = parse_feedback(toy.critique(row, response))
+    rng = random.Random(response)
+    good = []
+    poor = []
+    for is_good, quotes in ((True, feedback.good_spans), (False, feedback.poor_spans)):
+        for quote in quotes:
+            is_flipped = rng.random() < NOISE
+            (poor if is_good == is_flipped else good).append(quote)
+    return Feedback(feedback.critique, good, poor).text()
 
 
 def critique_dense(row: dict, response: str) -> str:
