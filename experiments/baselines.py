@@ -40,7 +40,7 @@ import text2grad
 from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
-from experiments.advantages import ADVANTAGES, GROUPED
+from experiments.advantages import ADVANTAGES
 from experiments.designs import CHANGES, pay_scores, replace_delta, token_scores
 from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
                    save_lora, use_lora)
@@ -87,9 +87,7 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
 
 def split_pairs(pairs: list[tuple]) -> list[tuple]:
     """Turn B pairs (x, y_w, y_l) into 2B sequences: all (x, y_w), followed by all (x, y_l)."""
-    chosen = [(x, y_w) for x, y_w, _ in pairs]
-    rejected = [(x, y_l) for x, _, y_l in pairs]
-    return chosen + rejected
+    return [(x, y_w) for x, y_w, _ in pairs] + [(x, y_l) for x, _, y_l in pairs]
 
 
 def preference_loss(model, pairs, reference: str | None, beta: float) -> Tensor:
@@ -383,7 +381,8 @@ def reflect(rollouts, model, tokenizer, config) -> list[Review]:
 # ── The command line
 
 FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo, "rejection": rejection,
-          "best_tenth": partial(rejection, share=0.1)}
+          "best_tenth": partial(rejection, share=0.1),
+          "best_third": partial(rejection, share=1 / 3)}
 METHODS = {
     "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
     "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
@@ -392,7 +391,8 @@ METHODS = {
     "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
     "dpo": "−log σ(β(Δ_w − Δ_l)) on preference pairs; β is --kl_coef",
     "rejection": "supervised fine-tuning on own responses without blame, in --rounds",
-    "best_tenth": "rejection that keeps the tenth with the most good minus poor spans"}
+    "best_tenth": "rejection that keeps the tenth with the most good minus poor spans",
+    "best_third": "rejection that keeps the third with the most good minus poor spans"}
 NAMES = METHODS | {name: function.__doc__.partition("\n")[0]
                    for name, function in (CHANGES | ADVANTAGES).items()}
 
@@ -425,9 +425,9 @@ def main(argv=None):
         raise InputError(f"{' '.join(names)}: these names exclude each other; choose one of "
                          f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
                          f"{', '.join(FITTED)} stand alone")
-    if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
-        raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
-                         f"--responses_per_prompt to 2 or more, such as 4")
+    if "grpo" in names and config.responses_per_prompt < 2:
+        raise InputError("grpo compares responses to one prompt: set --responses_per_prompt to "
+                         "2 or more, such as 4")
     critic = pay_scores if method == "ppo" else CRITICS[config.critic]
     for change in changes:
         critic = replace_delta(critic, change)

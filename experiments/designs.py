@@ -223,6 +223,13 @@ def critique_dense(row: dict, response: str) -> str:
     return json.dumps({"textual_feedback": critique, "labels": labels})
 
 
+def draft_rows(split: str, n: int, seed: int) -> list[dict]:
+    """Rows whose references have the errors of the base's training data."""
+    return [row | {"reference": toy.write_draft(row["facts"], random.Random(row["id"]))}
+            for row in toy.rows(split, n, seed)]
+
+
+DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
 # Posts with summaries of about 80 tokens.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
                settings=toy.TASK.settings | {"max_new_tokens": 112})

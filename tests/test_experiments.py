@@ -12,8 +12,7 @@ import pytest
 import torch
 import runtime
 import toy
-from annotate import (FeedbackError, Grounding, Review, Span, read_reply, token_offsets,
-                      token_rewards)
+from annotate import FeedbackError, Review, Span, read_reply, token_offsets, token_rewards
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
@@ -178,6 +177,15 @@ def test_a_fifth_of_the_quotes_is_in_the_wrong_list():
     assert total > 500 and moved / total == pytest.approx(0.2, abs=0.05)
 
 
+def test_references_can_be_as_wrong_as_the_base():
+    rows = designs.DRAFTS.rows("train", 300, 0)
+    truths = toy.rows("train", 300, 0)
+    assert [row["facts"] for row in rows] == [row["facts"] for row in truths]
+    right = [[toy.fact_accuracy(row, row["reference"]) for row in part]
+             for part in (rows, truths)]
+    assert mean(right[0]) == pytest.approx(0.55, abs=0.05) and mean(right[1]) == 1
+
+
 # ── Reward designs
 
 def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
@@ -233,13 +241,14 @@ def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
 
 @pytest.mark.parametrize("flags, message", [
     ("late --critic annotator --annotator_function none", "--annotator_function"),
-    ("late best --seed 1", "unknown name 'best': .* names out of text2grad, .* rloo"),
+    ("late best --seed 1", "unknown name 'best': .* names out of text2grad, .* grpo"),
     ("", "no name was given: choose from"), ("ppo dpo", "ppo dpo: these names exclude"),
-    ("grpo rloo", "exclude each other"), ("late dpo", "exclude each other; .* stand alone"),
+    ("grpo definition_1", "exclude each other"),
+    ("late dpo", "exclude each other; .* stand alone"),
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
-    ("ppo grpo", "compare responses to one prompt: set --responses_per_prompt"),
-    ("rloo --responses_per_prompt 3", "--batch_size must be a multiple of 3")])
+    ("ppo grpo", "compares responses to one prompt: set --responses_per_prompt"),
+    ("grpo --responses_per_prompt 3", "--batch_size must be a multiple of 3")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))
@@ -461,9 +470,8 @@ DELTA = [[1, 0, -1], [1, 1, 0], [0, -1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
     ("definition_1", DELTA),
     # whiten doubles its argument here
     ("reward_to_go", [[0, -2, -2], [4, 2, 0], [-2, -2, 0], [2, 2, 2], [2, 0, 0], [2, 2, 0]]),
-    # R = 0, 2, −1, 1, 1, 1 in groups of two
-    ("rloo", [[-2] * 3, [2, 2, 0], [-2] * 3, [2] * 3, [0] * 3, [0] * 3]),
-    # A = ∓1 in two groups, and 0 in the last; the mean length is 17 / 6
+    # R = 0, 2, −1, 1, 1, 1 in groups of two; A = ∓1 in two groups, and 0 in the last; the mean
+    # length is 17 / 6
     ("grpo", [[-17 / 18] * 3, [17 / 12, 17 / 12, 0], [-17 / 18] * 3, [17 / 18] * 3, [0] * 3,
               [0] * 3])])
 def test_advantages_by_hand(name, expected, monkeypatch):
