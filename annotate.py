@@ -48,8 +48,8 @@ from pathlib import Path
 from typing import Callable
 
 from ask import Function, Journal, Question, Server, ask, check_asking, forecast, question_key
-from data import (InputError, checksum, examples, get_task, load_object, next_command,
-                  read_rows, run_script, write_rows)
+from data import (InputError, checksum, error_text, examples, get_task, load_object,
+                  next_command, read_rows, run_script, write_rows)
 from report import describe_critiques, review_sample
 from settings import AnnotateConfig, parse_flags
 
@@ -110,10 +110,12 @@ def parse_feedback(text: str, critique=None, response="") -> Feedback:
     value, prose = find_object(text, SPAN_KEYS, response)
     # Four lists, in the order of SPAN_KEYS. The last two are those of the code task: wrong code
     # and code that should be improved. Only the first list is good.
-    lists = [value.get(key) or [] for key in SPAN_KEYS]
+    lists = [[] if value.get(key) is None else value[key] for key in SPAN_KEYS]
     for quotes in lists:
         if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
             raise FeedbackError(f"quotes must be a list of strings, found {str(quotes)[:60]}")
+        if "…" in quotes:
+            raise FeedbackError("a quote is … as in the form, and not from the response")
     good, *poor = lists
     return Feedback(critique or find_critique(value, prose), good, sum(poor, []))
 
@@ -377,7 +379,7 @@ def find_quote(response, quote):
 
     An interval does not begin or end inside a word.
     """
-    if not re.search(r"[^\s\b]", quote):                   # nothing but white space
+    if not re.sub(rf"[\s\b]|{_UNSEEN}", "", quote):        # nothing that anybody can see
         return []
     # First the exact quote. Only if the response does not contain it, the loose pattern.
     for as_pattern in (re.escape, _loose):
@@ -406,16 +408,20 @@ _ESCAPE = r"\\[bfnrt]"
 # Pattern of a character of a quote: white space, a single and a double quotation mark
 _LOOSE = {char: f"[{marks}]" for marks in ("'‘’‚‛`´", '"“”„‟«»') for char in marks}
 _LOOSE[" "] = rf"(?:\s|{_ESCAPE})+"
+# Characters that nobody sees: of width zero, and the soft hyphen. The response may have them
+# anywhere, and they do not protect it from a quote.
+_UNSEEN = "[\u200b\u200c\u2060\ufeff\u00ad]"
 
 
 def _loose(quote):
-    """A pattern for the quote up to white space, quotation marks and Unicode form.
+    """A pattern for the quote up to white space, quotation marks, Unicode form and `_UNSEEN`.
 
     Example: a "b" becomes a, any white space, any double mark, b, any double mark. JSON reads
     "\\frac" as a form feed and "rac", so white space also stands for an escape.
     """
     # All white space of the quote becomes one space, which stands for any white space.
-    quote = re.sub(r"[\s\b]+", " ", unicodedata.normalize("NFC", quote))
+    quote = re.sub(_UNSEEN, "", unicodedata.normalize("NFC", quote))
+    quote = re.sub(r"[\s\b]+", " ", quote)
     pattern = f"(?:{_ESCAPE})?" if quote.startswith(" ") else ""
     for char in quote.strip():
         # "é" is one character, or "e" and an accent. The response may have either.
@@ -424,7 +430,8 @@ def _loose(quote):
             pattern += f"(?:{char}|{decomposed})"
         else:
             pattern += _LOOSE.get(char, re.escape(char))
-    return pattern
+        pattern += f"{_UNSEEN}*"
+    return pattern.removesuffix(f"{_UNSEEN}*")
 
 
 # ── The annotator's prompts (Appendix B)
@@ -537,8 +544,13 @@ def read_reply(example, reply, mode="cot"):
     Raises FeedbackError if the reply is invalid, and InputError if the mode returns anything
     but (Feedback, Grounding) with spans inside the response and labels ±1.
     """
-    # A mode may be the user's own, so what it returns is checked.
-    value = get_mode(mode).read(example, reply)
+    # A mode may be the user's own: what it raises and returns is checked.
+    try:
+        value = get_mode(mode).read(example, reply)
+    except ValueError:                                     # the reply is unusable
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"--mode {mode}, row {example['id']}: {error_text(error)}") from error
     match value:
         case Feedback(str(), list(), list()), Grounding(list(spans)) if all(
                 0 <= span.start < span.end <= len(example["response"])
@@ -555,8 +567,8 @@ def annotate(config, data, output, dry_run=False):
 
     config: an AnnotateConfig or a Config. Returns a summary. dry_run: only forecast the cost.
     A second run only sends requests that have no usable reply in the journal, OUTPUT.journal.
-    Raises InputError if a response could not be annotated, unless --skip_failed is set, or if the
-    feedback cannot teach.
+    Raises InputError if a response could not be annotated, unless --skip_failed is set, or if
+    the feedback cannot teach.
     """
     if os.path.realpath(data) == os.path.realpath(output) or os.path.isdir(output):
         raise InputError(f"--output {output} is a directory or --data; name another file")
@@ -580,10 +592,12 @@ def annotate(config, data, output, dry_run=False):
             rows.append(row | {"usage": reply.usage,
                                "usd": journal.usd(reply.usage) or None})    # unknown, or free
     if failures and not (config.skip_failed and rows):
+        remedy = ("change the function" if config.annotator_function else
+                  "repeat the command to ask again")
         raise InputError(
             f"{len(failures)} responses have no feedback, so {output} is not written "
-            f"({'; '.join(failures[:3])}). All replies are in {journal.path}. Repeat the "
-            f"command to ask again, or set --skip_failed to leave them out")
+            f"({'; '.join(failures[:3])}). All replies are in {journal.path}; {remedy}, or set "
+            f"--skip_failed to leave them out")
     # Feedback that gives the same δ to every word is not written: nothing could learn from it.
     check_feedback(rows)
     write_rows(output, rows)
@@ -623,11 +637,14 @@ def annotation_question(example, task, config):
     # The key says what was asked, so that a reply in the journal is used for this request only.
     messages = annotation_messages(task, example, config.mode)
     parts = [task.name, config.annotator, messages]
+    source = Server("", config.base_url, task.temperature).source
     if config.annotator_function:
         # The function may read any field.
-        parts += [example["row"], Function(config.annotator_function).source_hash]
-    return Question(question_key(*parts), example["id"], messages, example,
-                    mode.max_tokens or task.max_tokens, reply_schema(mode.form))
+        source = Function(config.annotator_function).source
+        parts += [example["row"], next(iter(source.values()))]      # the module's file alone
+    return Question(question_key(*parts, source), example["id"], messages, example,
+                    mode.max_tokens or task.max_tokens, reply_schema(mode.form),
+                    question_key(*parts))
 
 
 def ask_annotator(questions, journal, task, config):

@@ -11,18 +11,17 @@ requests. The main thread alone writes the journal and reads the replies: it wri
 soon as the reply arrives, and then reads it. A run that is killed or that fails therefore keeps
 all replies that arrived, and the next run does not request them again.
 
-Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent.
+Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent. The tokens
+and the cost of annotation (Tables 12 and 14) follow from `usage` in each line of the journal.
 """
 
-import inspect
 import json
 import os
 import re
-import sys
 import warnings
 from collections import deque
-from dataclasses import asdict, dataclass, is_dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Event
@@ -30,7 +29,8 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from data import InputError, checksum, load_object, lock, whole_rows
+from data import (InputError, checksum, error_text, iterate_log, load_object, lock, one_line,
+                  source_hashes)
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Question:
     """A request. key: its `question_key`; id: the row's id; context: data for `read`.
 
     max_tokens: the maximum length of the reply; schema: its JSON schema, or None for any form.
+    old_key: its key in a journal of the fifth version, which had no `source` in it.
     """
     key: str
     id: str
@@ -45,6 +46,7 @@ class Question:
     context: dict
     max_tokens: int
     schema: dict | None = None
+    old_key: str | None = None
 
     @cached_property
     def size(self):
@@ -53,7 +55,11 @@ class Question:
 
 
 def question_key(*parts):
-    """The hash of a request's parts, which identifies it in the journal of every run."""
+    """The hash of a request's parts, which identifies it in the journal of every run.
+
+    The `source` of a Server or Function is one of the parts. So a server is not given the
+    replies of another one that calls its model by the same name.
+    """
     return checksum(state=parts)[:32]
 
 
@@ -65,12 +71,14 @@ class Reply:
     """The reply to a question, or the failure of a request.
 
     reason: why the reply is unusable, or None; usage: number of billed tokens, or None if it is
-    unknown; status: HTTP status; value: the value that `read` returned.
+    unknown; status: HTTP status, or 0 for an object of a function, which would return it again;
+    remedy: what to do if the reply is unusable; value: the value that `read` returned.
     """
     text: str
     reason: str | None = None
     usage: dict | None = None
     status: int = 200
+    remedy: str = ""
     value: object = None
 
 
@@ -82,32 +90,36 @@ class Journal:
     overrun: the largest length of a reply that a server reported, relative to its `max_tokens`.
     """
 
-    spent = 0.0
     overrun = 1
+    size = None                                      # of the file when it was last closed
 
     def __init__(self, path, price_in=None, price_out=None, max_usd=None):
         self.path = Path(path)
         self.prices = {"prompt_tokens": price_in or 0, "completion_tokens": price_out or 0}
         self.max_usd = max_usd
-        self.replies = {}
 
     def __enter__(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path, "a")
+        self.file = open(self.path, "a+")
         lock(self.file, self.path)
-        for row in whole_rows(self.path):
-            if "reply" in row:                       # the fourth version wrote other lines, too
-                self._add(row)
-        if self.path.read_bytes()[-1:] not in b"\n":
+        size = self.file.tell()
+        if size != self.size:
+            self.spent = 0.0
+            self.replies = {}
+            for _ in tqdm(iterate_log(self.path, self._add), "read the journal", delay=1):
+                pass
+        self.file.seek(max(0, size - 1))
+        if self.file.read() not in "\n":
             print(file=self.file)                    # a killed process left half a line
         return self
 
     def __exit__(self, *exception):
+        self.size = self.file.tell()
         self.file.close()
 
     def usd(self, usage):
         """The cost of the tokens in USD."""
-        return sum(count * self.prices[name] for name, count in usage.items()) / 1e6
+        return sum(usage[name] * price for name, price in self.prices.items()) / 1e6
 
     def max_usage(self, question):
         """The maximum usage of a request, as far as the reports so far tell."""
@@ -124,8 +136,8 @@ class Journal:
             return True
         if len(requests) == 1:
             raise InputError(f"--max_usd {self.max_usd:g} reached: ${self.spent:.4f} is spent, "
-                             f"and the next request may cost ${usd:.4f}. Raise --max_usd, or "
-                             f"lower `max_tokens` of the task or mode")
+                             f"and the next request may cost ${usd:.4f}. Raise it, or lower "
+                             "`max_tokens` of the task or mode")
         return False
 
     def append(self, question, reply):
@@ -138,11 +150,22 @@ class Journal:
         self._add(row)
 
     def _add(self, row):
-        """Update replies, spent and overrun with a line of the file."""
-        self.spent += self.usd(row["usage"])
-        self.replies[row["key"]] = Reply(row["reply"], row["reason"], row["usage"])
+        """Update replies, spent and overrun with a line of the file.
+
+        Raises ValueError, TypeError or LookupError where the line is of another form.
+        """
+        usd = self.usd(row["usage"])
+        if not (0 <= usd < 1e9 and "".join([row["key"], row["reply"], row["reason"] or ""])):
+            raise ValueError("no text, or a cost that cannot be")
         # The fourth version stored no ratio.
         self.overrun = max(self.overrun, row.get("ratio", 1))
+        self.replies[row["key"]] = Reply(row["reply"], row["reason"], row["usage"])
+        self.spent += usd
+
+
+# The one Journal of a run. Each iteration of phase 3 opens it; it is read again only if another
+# process wrote to the file in between.
+run_journal = cache(Journal)
 
 
 def _why_unusable(question, journal, read):
@@ -154,12 +177,19 @@ def _why_unusable(question, journal, read):
         except InputError:
             raise
         except ValueError as error:
-            reply.reason = one_line(f"{error}") or "refused"
+            reply.reason = one_line(str(error)) or "refused"
     return reply.reason
 
 
 def _missing(questions, journal, read):
-    """The questions without a usable reply, without duplicates."""
+    """The questions without a usable reply, without duplicates.
+
+    A reply under the `old_key` of a question becomes the reply to the question.
+    """
+    for question in questions:
+        if question.old_key in journal.replies:
+            warnings.warn("using replies that the fifth version stored without their server")
+            journal.replies.setdefault(question.key, journal.replies[question.old_key])
     return {question.key: question for question in questions
             if question.key not in journal.replies
             or _why_unusable(question, journal, read)}.values()
@@ -179,15 +209,11 @@ def hide_key(text):
     return text.replace(key, "…") if len(key) > 9 else text
 
 
-def one_line(text):
-    """The text as a part of a message: one line of at most 500 characters."""
-    return " ".join(text.split())[:500]
-
-
 # ── Asking
 
-MOST_FAILURES_IN_A_ROW = 25           # more requests would waste money
+MOST_FAILURES = 25                    # in a row; more requests would waste money
 RETRIES = 6                           # of a request that the server was too busy to answer
+AGAIN = 300                           # status of a request that is sent again in another form
 PAUSE = 1.5                           # seconds before the first retry; then 6, 13.5, 24, …
 
 
@@ -198,13 +224,15 @@ def ask(questions, journal, model, read, concurrency=8):
     read(context, text) returns the value of a reply, or raises ValueError if the reply is
     unusable. It also reads the replies of earlier runs; an unusable one is requested again.
 
-    Raises InputError where the budget is reached, after 25 unusable replies in a row, or where
-    the server does not answer the first request. The first Ctrl-C sends no new request and
+    Raises InputError where the budget is reached, after 25 unusable replies in a row, where
+    the server does not answer the first request, or refuses the first three, and where the
+    object that a function returned is unusable. The first Ctrl-C sends no new request and
     waits for the open ones, which are billed. The second Ctrl-C stops at once.
     """
+    missing = _missing(questions, journal, read)
     old_keys = set(journal.replies)
-    todo = sorted(_missing(questions, journal, read),
-                  key=lambda question: question.key in old_keys)       # earlier failures last
+    # Earlier failures come last.
+    todo = sorted(missing, key=lambda question: question.key in old_keys)
     waiting = deque((question, 0) for question in todo)       # question, number of retries
     running = {}                          # result of a thread → question, number of retries
     stop = Event()
@@ -238,19 +266,23 @@ def ask(questions, journal, model, read, concurrency=8):
                     reason = _why_unusable(question, journal, read)
                     if reason:
                         bar.set_postfix_str(reason)
-                    has_answered |= reply.status == 200
+                    has_answered |= reply.status <= 200
                     # From 429 on: too many requests, or a failure of the server.
-                    if reply.status >= 429 and trial < RETRIES:
-                        waiting.appendleft((question, trial + 1))
+                    is_retry = reply.status >= 429
+                    if reply.status == AGAIN or is_retry and trial < RETRIES:
+                        waiting.appendleft((question, trial + is_retry))
                         continue
                     bar.update()
-                    is_new = question.key not in old_keys or not has_answered
+                    is_certain = not (has_answered and reply.status)        # to recur
+                    is_new = question.key not in old_keys or is_certain
                     failures = failures + is_new if reason else 0
-                    if failures == (MOST_FAILURES_IN_A_ROW if has_answered else 1):
-                        advice = (f"read them in {journal.path}" if has_answered else
-                                  f"check OPENAI_API_KEY, and {model}")
+                    most = MOST_FAILURES
+                    if is_certain:               # a refusal may be the fault of the row
+                        most = 3 if reply.status in (400, 422) else 1
+                    if reason and failures >= most:
+                        advice = f"check {model if most == 1 else journal.path}"
                         raise InputError(f"{failures} unusable replies in a row, the last for "
-                                         f"{question.id}: {reason}; {advice}")
+                                         f"{question.id}: {reason}; {reply.remedy or advice}")
         finally:
             stop.set()
             if running:
@@ -274,20 +306,30 @@ REFUSABLE = {
 }
 
 
+TOP_P = 0.95
+
+
 @dataclass
 class Server:
     """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY.
 
-    refused: names in REFUSABLE that the server refused.
+    refused: names in REFUSABLE that the server refused; has_answered: then no more are added.
     """
     model: str
     base_url: str | None = None
     temperature: float = 0.3
     timeout: float = 120.0                               # seconds without a byte of the reply
     refused: frozenset = frozenset()
+    has_answered: bool = False
 
     def __str__(self):
-        return f"the URL {self.client.base_url} and the model's name, {self.model!r}"
+        return (f"OPENAI_API_KEY, and the URL {self.client.base_url} and the model's name, "
+                f"{self.model!r}")
+
+    @property
+    def source(self):
+        """What tells its replies from those of other servers and settings."""
+        return [self.base_url or os.getenv("OPENAI_BASE_URL"), self.temperature, TOP_P]
 
     @cached_property
     def client(self):
@@ -296,33 +338,43 @@ class Server:
         return openai.OpenAI(base_url=self.base_url, max_retries=0, timeout=self.timeout)
 
     def __call__(self, question):
-        """Send a request once; resend it without a parameter that the server refuses."""
+        """Send a request once. Status AGAIN: the server refused a parameter, now left out.
+
+        The message of a refusal may repeat the prompt, and so speak of any parameter. Therefore
+        nothing more is left out after an answer, and all is sent again if leaving out did not
+        help.
+        """
         import openai
-        body = {"model": self.model, "messages": question.messages, "top_p": 0.95,
+        body = {"model": self.model, "messages": question.messages, "top_p": TOP_P,
                 "temperature": self.temperature, "max_tokens": question.max_tokens}
         if "max_tokens" in self.refused:
             body["max_completion_tokens"] = question.max_tokens
         if question.schema:
-            schema = {"name": "reply", "strict": True, "schema": question.schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": {
+                "name": "reply", "strict": True, "schema": question.schema}}
             if "json_schema" in self.refused:
                 body["response_format"] = {"type": "json_object"}
         for name in self.refused:
             body.pop(name, None)
         try:
             answer = self.client.chat.completions.with_raw_response.create(**body)
-        except openai.APIConnectionError as error:       # billed, unless it was never sent
-            reason = one_line(f"{error} ({error.__cause__!r}, --timeout {self.timeout:g})")
-            return Reply("", reason, NO_TOKENS if "ConnectError" in reason else None, 503)
+        except openai.APIConnectionError as error:
+            cause = one_line(repr(error.__cause__))
+            if cause.startswith("Connect"):              # it was never sent
+                return Reply("", cause, NO_TOKENS, 503)
+            return Reply("", cause, None, 503,
+                         f"raise --timeout {self.timeout:g}, or lower --concurrency")
         except openai.APIStatusError as error:
             answer = error.response
         reply = _read_answer(answer.status_code, hide_key(answer.text), question)
-        if reply.status in (400, 422):
+        self.has_answered |= reply.status == 200
+        if reply.status in (400, 422) and not self.has_answered:
             for name, pattern in REFUSABLE.items():
                 if name not in self.refused and re.search(pattern, reply.reason):
                     warnings.warn(f"{self.model}: leaving out the {name} ({reply.reason})")
                     self.refused |= {name}
-                    return self(question)
+                    return replace(reply, status=AGAIN)
+            self.refused = frozenset()
         return reply
 
 
@@ -332,28 +384,33 @@ MALFORMED = ValueError, LookupError, TypeError, AttributeError
 def _read_answer(status, text, question):
     """The Reply in an HTTP answer. An error in the body of status 200 determines the status."""
     usage = content = None
+    # A server may bill a failure on its side. It bills no error of ours, unless it says so.
+    is_free = 400 <= status < 500
     try:
         body = json.loads(text)
         usage = _read_usage(body.get("usage"), question)
-        if status < 400 and body.get("error"):
-            status = int(body["error"]["code"])
-        message = body["choices"][0]["message"]
-        content = (message.get("content") or "").strip()
+        choice = (body.get("choices") or [{}])[0]
+        error = body.get("error") or choice.get("error")
+        if error and status < 400:
+            status = int(error["code"])
+            is_free = 400 < status < 430                 # refused before the model began
+        else:
+            content = choice["message"].get("content") or ""
+            if isinstance(content, list):
+                content = "".join(part["text"] for part in content if part["type"] == "text")
+            content = content.strip()
     except MALFORMED:
         pass                                             # then there is no content
     reason = one_line(f"HTTP {status}: {text}")
-    # A server may bill a failure on its side. It bills no error of ours, unless it says so, and
-    # a page of HTML is not the model's.
-    is_free = 400 <= status < 500
     if status < 400 and content is None:
-        is_free = re.match(r"\s*<", text)
+        is_free = re.match(r"\s*<", text)                # a page of HTML is not the model's
         status = 404
     if status >= 400:
         return Reply("", reason, usage or (NO_TOKENS if is_free else None), status)
     if re.search(r'(?i)"finish_reason"\s*:\s*"\w*(length|max|limit|error)', text):
         reason = f"cut off after {question.max_tokens} tokens, or failed; raise `max_tokens`"
     else:
-        reason = None if content else one_line(f"the reply is empty: {message}")
+        reason = None if content else one_line(f"the reply is empty: {choice}")
     return Reply(content, reason, usage)
 
 
@@ -397,29 +454,25 @@ class Function:
     def __call__(self, question):
         """The Reply to a question: the text, or the dict or dataclass as JSON, that it returns.
 
-        Raises InputError where it returns anything else.
+        Raises InputError where it raises. `ask` ends the run where the object cannot be read,
+        or has a list that no key of the form names: an object of a program is no bad luck.
         """
         try:
             value = self.function(question.context["row"], question.context["response"])
-        except SystemExit as error:      # would end this thread alone; `ask` would wait forever
-            value = error
-        if isinstance(value, dict) or is_dataclass(value):
-            value = json.dumps(value, default=asdict)
-        if not isinstance(value, str):
-            keys = ", ".join(question.schema["properties"])
-            raise InputError(f"{self}, row {question.id}: returned {value!r:.60}; return a "
-                             f"Feedback, a dict with the keys {keys}, or its JSON")
-        return Reply(value, usage=NO_TOKENS)
+            text = value if isinstance(value, str) else json.dumps(value, default=asdict)
+        except (Exception, SystemExit) as error:         # SystemExit would end only this thread
+            raise InputError(f"{self}, row {question.id}: {error_text(error)}") from error
+        if text is value:
+            return Reply(text, None, NO_TOKENS)
+        fields = question.schema["properties"]
+        unknown = ", ".join(set(re.findall(r'"(\w+)": \[', text)) - fields.keys())
+        return Reply(text, unknown, NO_TOKENS, 0,
+                     f"{self} must return a Feedback, or a dict with the keys {[*fields]}")
 
-    @cached_property
-    def source_hash(self):
-        """A hash of the function's source: a critic that was edited is another one.
-
-        It is the hash of the module's file, without the helpers that the module imports. A
-        notebook has no such file; there the source of the function counts.
-        """
-        path = getattr(sys.modules[self.name.partition(":")[0]], "__file__", None)
-        return checksum(path) if path else checksum(state=inspect.getsource(self.function))
+    @property
+    def source(self):
+        """Its `source_hashes`: a function that was edited is another one."""
+        return source_hashes(self.name, self.function)
 
 
 # ── Checks

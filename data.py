@@ -9,21 +9,32 @@ Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for
 R_φ. The wording of all prompts is ours. Nothing here imports torch.
 """
 
-import fcntl
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import pkgutil
 import random
 import re
 import shlex
+import subprocess
 import sys
+import traceback
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
+
+try:
+    import fcntl
+except ImportError:                                      # Windows
+    import msvcrt
+    fcntl = None
 
 
 class InputError(ValueError):
@@ -75,7 +86,7 @@ class Task:
                     raise TypeError("the response is not a text")
         except Exception as error:                  # functions of a task may raise anything
             raise InputError(f"{place}: the row does not fit the task {self.name} "
-                             f"({type(error).__name__}: {error}); fix or drop it: "
+                             f"({error_text(error)}); fix or drop it: "
                              f"{json.dumps(row):.300}") from error
 
 
@@ -234,6 +245,8 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
                     rows.append((place, json.loads(line)))
         for place, row in rows:
             json.dumps(row, ensure_ascii=False).encode()             # no half surrogate pairs
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing; check the path") from error
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise InputError(f"{place}: not rows of JSON in UTF-8 ({error}); check the path, or "
                          f"fix the row. The package datasets converts other formats: "
@@ -303,7 +316,7 @@ def atomic_file(path):
     temporary = path.with_name(f".{path.name}.new")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:     # Windows refuses fsync of a read-only file
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:              # without a file name where the disk is full
@@ -327,17 +340,29 @@ def append_row(path, row: dict):
         os.fsync(file.fileno())
 
 
-def whole_rows(path: Path) -> list[dict]:
-    """The rows of a file that `append_row` writes, without lines that a crash cut off."""
-    rows = []
-    lines = path.read_bytes().splitlines(True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            # [:-1] makes a line without its newline invalid: it was cut off.
-            rows.append(dict(json.loads(line[:-1])))
-        except (ValueError, TypeError) as error:
-            print(f"{path}, line {number}: skipping corrupt line ({error})")
-    return rows
+def iterate_log(path: Path, check=bool) -> Iterator[dict]:
+    """Yield the rows of a file that `append_row` writes, without lines that are no such rows.
+
+    A line is skipped, and named, where a crash cut it off, where it is no JSON object, or where
+    check(row) raises ValueError, TypeError or LookupError.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                # [:-1] makes a line without its newline invalid: it was cut off.
+                row = json.loads(line[:-1])
+                if not isinstance(row, dict):
+                    raise TypeError("no JSON object")
+                check(row)
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                print(f"{path}, line {number}: skipping corrupt line ({error!r})")
+            else:
+                yield row
+
+
+def read_log(path: Path, check=bool) -> list[dict]:
+    """The rows of a file, see `iterate_log`; [] without a file."""
+    return list(iterate_log(path, check)) if path.exists() else []
 
 
 def checksum(*paths: Path, state=None) -> str:
@@ -355,8 +380,12 @@ def lock(file, place: Path):
     Raises InputError where another process has the lock.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:                        # lock a byte behind the end: no one else can read it
+            file.seek(1 << 30)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError) as error:
         raise InputError(f"{place}: another process is writing to it; wait for it to end, or "
                          f"choose another output") from error
 
@@ -376,33 +405,93 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
     if name in choices:
         return choices[name]
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())         # last, so that no file there replaces a package
     try:
         value = pkgutil.resolve_name(name)
     except Exception as error:                           # the module may raise anything
+        module, _, attribute = name.partition(":")
+        known = [*choices, *vars(sys.modules.get(module, pkgutil))]
+        near = get_close_matches(attribute or name, known) or ["nothing"]
         names = ", ".join(choices) or "a module in this directory or on PYTHONPATH"
-        raise InputError(f"{flag_name} {name}: cannot import it ({type(error).__name__}: "
-                         f"{error}); use module:NAME, or one of: {names}") from error
+        raise InputError(f"{flag_name} {name}: cannot import it ({error_text(error)}); "
+                         f"similar: {near[0]}; use module:NAME, or one of: {names}") from error
     if not isinstance(value, expected_type):
         raise InputError(f"{flag_name} {name}: expected a {expected_type.__name__}, found a "
                          f"{type(value).__name__}")
     return value
 
 
+# The scripts of this project. An edited one is a new commit, and no edit of a user's function.
+SCRIPTS = {Path(__file__).with_name(f"{name}.py") for name in (
+    "annotate ask data eval model policy report reward_model runtime sample sampling settings "
+    "text2grad tiny").split()}
+
+
+def one_line(text: str) -> str:
+    """The text as a part of a message: one line of at most 500 characters."""
+    return " ".join(text.split())[:500]
+
+
+def error_text(error: BaseException) -> str:
+    """The error in one line, with the last file and line of the user's code that it passed.
+
+    Frames of this project's scripts, of the standard library and of packages do not count.
+    """
+    places = [f" ({frame.filename}, line {frame.lineno})"
+              for frame in traceback.extract_tb(error.__traceback__)
+              if Path(frame.filename) not in SCRIPTS
+              and "-packages" not in frame.filename
+              and not frame.filename.startswith(("<frozen", os.path.dirname(os.__file__)))]
+    return one_line(f"{type(error).__name__}: {error}") + "".join(places[-1:])
+
+
+@cache
+def imported_files(path: str) -> list[str]:
+    """A Python file, and the files in its directory that it imports, also through others."""
+    finder = ModuleFinder([os.path.dirname(path)])
+    finder.run_script(path)
+    files = {module.__file__ for module in finder.modules.values() if module.__file__}
+    return [path, *sorted(files - {path, *map(str, SCRIPTS)})]
+
+
+def source_hashes(name: str, function: Callable) -> dict[str, str]:
+    """{file: `checksum`} of the source of the function "module:NAME".
+
+    The first file is the module's. The others are those that it imports from its directory. A
+    notebook has no file; there the source of the function counts.
+    """
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    if not path:
+        return {name: checksum(state=inspect.getsource(function))}
+    return {os.path.relpath(file, os.path.dirname(path)): checksum(file)
+            for file in imported_files(path)}
+
+
 def next_command(script: str, **flags) -> str:
     """A line with the command that runs another script. A flag that is None is left out."""
-    words = ["python", os.path.relpath(Path(__file__).with_name(script))]
+    path = Path(__file__).with_name(script)
+    words = ["python", script if path.parent == Path.cwd() else str(path)]
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", str(value)]
-    return f"next: {shlex.join(words)}"
+    return f"next: {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
+
+
+def git(*words: str) -> str:
+    """The output of a git command on this project; "" without git, or without its history."""
+    with suppress(OSError):                              # there is no git
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, text=True,
+                              capture_output=True).stdout.strip()
+    return ""
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):
     """Run `main` without tracebacks: report InputError, `errors`, and errors of the system.
 
     The report is one line on stderr. Errors of the system are OSError and a lack of memory.
+    The output is UTF-8, because old locales have no φ and no lines of tables.
     """
+    sys.stdout.reconfigure(encoding="utf-8")
     try:
         main()
     except (InputError, OSError, MemoryError, RuntimeError, *errors) as error:

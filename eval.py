@@ -50,11 +50,11 @@ from tqdm import tqdm
 import report
 from ask import question_key
 from data import (InputError, append_row, checksum, chunks, critique_prompt, examples,
-                  get_task, read_rows, run_script, whole_rows, write_rows)
+                  get_task, read_rows, run_script, read_log, write_rows)
 from measures import benchmarks, judge as judges
 from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
-from measures.spans import audit_text, read_spans, response_tokens, score_critiques
+from measures.spans import read_spans, response_tokens, score_critiques, tables_text
 from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model,
                    load_lora, load_model, use_lora)
 from policy import Rollouts, reward_model_critic
@@ -165,7 +165,7 @@ class Side:
         answer does not depend on its batch, and both sides use the same random numbers.
         """
         path = self._answers_path(temperature)
-        rows = whole_rows(path)
+        rows = read_log(path)
         write_rows(path, rows)                           # removes a line that a crash cut off
         answers = {row["key"]: row["response"] for row in rows}
         model, tokenizer = self.model
@@ -236,7 +236,7 @@ def held_out(config: EvalConfig, rows: list[dict], name: str, key: Callable) -> 
     count = len(rows)
     for source in config.adapters:
         path = Path(source).parent / name
-        keys = [key(row) for row in whole_rows(path)]
+        keys = [key(row) for row in read_log(path)]
         held_rows = [row for row in rows if key(row) in keys]
         if held_rows:
             print(f"uses {len(held_rows)} of {len(rows)} rows, held out from {source}")
@@ -313,7 +313,7 @@ def reward_model(side: Side) -> tuple:  # Tables 1, 6, 7, 16
                            for row in rows])
     scored, counts, tables = score_critiques(rows, column(answers, "response"), tokens,
                                              side.name)
-    print(f"in {'tokens' if tokens else 'words'} of the response\n{audit_text(tables)}")
+    print(f"in {'tokens' if tokens else 'words'} of the response\n{tables_text(tables)}")
     return scored, counts
 
 
@@ -430,7 +430,7 @@ def run_flags(config: EvalConfig) -> list[str]:
         return []
     out = Path(config.adapter).parent
     flags = []
-    for run in whole_rows(out / "config.json"):           # at most one row
+    for run in read_log(out / "config.json", lambda row: row["task"]):     # at most one row
         names = ["model"]
         if config.task in (run["task"], EvalConfig.task):
             names += ["task", "data", "reward_model", "dtype", "temperature",

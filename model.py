@@ -18,7 +18,9 @@ cancel most of a small update, such as that of PPO.
 import json
 import os
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,12 +30,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data import InputError, Task, critique_prompt, write_rows
+from data import InputError, Task, critique_prompt, error_text, write_rows
 from runtime import WORLD_SIZE, find_device, load_tensors, print_rank0, save_tensors
-from sampling import context_length, head_weight
+from sampling import Decoder, context_length, head_weight
 
-# Chat templates get this date instead of today's. It is the default date of Llama 3.1.
-DATE = "26 Jul 2024"
+# Chat templates get this date instead of today's, so that a prompt is the same on any day. It
+# is the default date of Llama 3.1.
+DATE = datetime(2024, 7, 26)
 # The chat template of a model that has none (toy/base, most base models).
 PLAIN_TEMPLATE = ("{{ bos_token }}{% for turn in messages %}{{ turn.content }}"
                   "{{ '\\n\\nAnswer:\\n' if turn.role == 'user' else '\\n\\n' }}{% endfor %}")
@@ -42,6 +45,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PE
 # 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
 # other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
+# Even if it is asked for safetensors, transformers reads a pickle that their index names.
+NO_PICKLES = mock.patch("torch.load", side_effect=ValueError(
+    "a file of weights is a pickle, which can run code"))
 # The only options of PEFT that an adapter may set, and their values if not all are plain LoRA:
 # with them it computes W x + (alpha / r) B A x with the base's own W.
 OPTIONS = """
@@ -71,24 +77,26 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     bfloat16 is slow, and bfloat16 on a GPU. is_sharded: see `shard`. checkpoint_activations:
     in training mode, the backward pass computes the activations of each block again. Run it
     inside `use_lora`, too.
-    Raises InputError if the model cannot be loaded, if weights are missing, if the tokenizer
-    has an id without embedding, or if the logits are not exactly `hidden @ weight.T`, for
-    example because they are not finite.
+    Raises InputError if the model cannot be loaded, if weights are missing or not finite, if
+    the tokenizer has an id without embedding, if the logits are not exactly
+    `hidden @ weight.T`, or if sampling and scoring have different hidden states.
     """
     if Path(path, ADAPTER_FILES[0]).exists():
         raise InputError(f"{path} is an adapter; give its base as --model")
     device = torch.device(device or find_device())
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     try:
+        parent = find_model(Path(path).parent)
+        if parent != "." and os.path.isdir(parent) and not os.path.isdir(find_model(path)):
+            raise FileNotFoundError("no such directory")     # it is no hub id
         tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
-            trust_remote_code=False)
+        with NO_PICKLES:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                find_model(path), dtype=dtype, use_safetensors=True, output_loading_info=True,
+                trust_remote_code=False)
     except Exception as error:      # reading a damaged directory can raise any exception
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(f"cannot load a model from {path}: {type(error).__name__}: {reason}; "
-                         f"give --model a hub id or a directory in Hugging Face format"
-                         ) from error
+        raise InputError(f"cannot load a model from {path}: {error_text(error)}; give --model "
+                         "a hub id or a Hugging Face directory") from error
     if report["missing_keys"]:
         raise InputError(f"{path}: weights are missing, such as {min(report['missing_keys'])}; "
                          f"restore the files of the model")
@@ -100,17 +108,47 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     if checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model, device) if is_sharded and WORLD_SIZE > 1 else model.to(device)
-    # Sampling and scoring compute only hidden @ weight.T. With FSDP, this pass finds the root
-    # module. The ids start at 1, because the embedding of id 0 may be all zeros (padding).
-    ids = torch.arange(1, 9, device=device)[None]
-    with torch.no_grad():
-        expected = model.base_model(ids).last_hidden_state @ head_weight(model).T
-        logits = model(ids).logits
-    if not torch.allclose(expected, logits, rtol=1e-2, atol=1e-2):
-        raise InputError(f"{path}: the logits are not finite, or this architecture changes "
-                         f"them after the head (with a bias, a scale or a soft cap); use "
-                         f"Llama, Mistral or Qwen")
+    try:
+        check_passes(model)
+    except Exception as error:      # an unknown architecture can raise any exception
+        raise InputError(
+            f"{path}, a {model.config.model_type} model, is unusable: {error_text(error)};"
+            " restore it, or use another model") from error
     return model, tokenizer
+
+
+@torch.no_grad()
+def check_passes(model):
+    """Check that weights are finite, and that sampling and scoring have equal hidden states.
+
+    Two prompts of 7 and 3 tokens are continued with the same token, with a cache and by a
+    forward pass. One prompt is padded, so that a model that ignores the mask or the positions
+    is found, too. Raises ValueError, or what the model raises.
+    """
+    for name, x in model.named_parameters():
+        # NaN in a shard reaches the logits below. In a row of an embedding, it may not.
+        if not isinstance(x, DTensor) and not all(map(torch.isfinite, x.aminmax())):
+            raise ValueError(f"{name} is not finite")
+    row = torch.arange(1, 9, device=model.device)   # without 0: the embedding of the padding
+    ids = torch.stack([row, row.roll(4)])           # 1 2 3 4 5 6 7 8, and 5 6 7 8 1 2 3 4
+    # Sampling and scoring compute only hidden @ weight.T. With FSDP, this pass finds the root.
+    hidden = model.base_model(ids).last_hidden_state                           # [2, 8, H]
+    if not torch.allclose(hidden @ head_weight(model).T, model(ids).logits, 1e-2, 1e-2):
+        raise ValueError("the logits are not hidden @ weight.T: a bias, scale, soft cap or NaN")
+    prompts = torch.stack([row, row * (row > 4)])[:, :7]     # 1 2 3 4 5 6 7, and 0 0 0 0 5 6 7
+    mask = prompts.clamp(max=1)
+    decoder = Decoder(model, 0, prompts, mask, mask, 8)      # the uniforms are not used
+    outputs = []
+    decoder.draw = outputs.append                   # keep the hidden states, and draw nothing
+    decoder.prefill(prompts, mask)
+    decoder.ids.fill_(8)
+    decoder.cache.width = 8
+    decoder.step()
+    expected = hidden[[0, 1], [7, 3]]               # where the forward pass reads the 8
+    # 9 % in bfloat16, where rounding gives a few; a wrong mask, position or cache gives more.
+    tolerance = torch.finfo(model.dtype).eps ** 0.5
+    if not torch.dist(outputs[-1], expected) < tolerance * expected.norm():
+        raise ValueError("sampling with a cache has other hidden states than a forward pass")
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
@@ -127,9 +165,11 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
                      for turn in turns]
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
     try:
-        text = tokenizer.apply_chat_template(                                # it contains BOS
-            turns, chat_template=template, tokenize=False, add_generation_prompt=True,
-            date_string=DATE)
+        # Templates ask for the date by a function, which cannot be passed, or by date_string.
+        with mock.patch("transformers.utils.chat_template_utils.datetime", now=lambda: DATE):
+            text = tokenizer.apply_chat_template(                            # it contains BOS
+                turns, chat_template=template, tokenize=False, add_generation_prompt=True,
+                date_string=f"{DATE:%d %b %Y}")
         for turn in turns:             # of earlier answers, a template may drop the thoughts
             if turn["role"] != "assistant" and turn["content"].strip() not in text:
                 raise ValueError(f"it leaves out a {turn['role']} turn")
@@ -353,7 +393,10 @@ def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     try:
         config = json.loads(config_path.read_text("utf-8"))
         r = config["r"]
-        alpha = float(config["lora_alpha"])
+        alpha = config["lora_alpha"]
+        # `not abs(alpha) < 1e6` is also true for NaN.
+        if type(r) is not int or r < 1 or not abs(alpha) < 1e6:
+            raise ValueError(f"r is {r!r} and lora_alpha {alpha!r}")
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"{config_path} is missing or damaged ({error!r})") from error
     tensors, saved_config = load_tensors(path)

@@ -62,7 +62,7 @@ from torch import Tensor
 
 from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
                       read_critique, token_offsets)
-from ask import Journal, Reply
+from ask import Reply, run_journal
 from data import InputError, Task, chunks, examples, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
                    save_lora, unsharded, use_lora)
@@ -277,7 +277,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     questions = [annotation_question(example, task, config) for example in examples(task, rows)
                  if example["response"].strip()]
     path = Path(config.output_dir, "feedback.jsonl.journal")
-    with Journal(path, *config.prices) as journal:
+    with run_journal(path, *config.prices) as journal:
         replies = iter(ask_annotator(questions, journal, task, config))
     reviews = []
     for text, offsets in zip(rollouts.texts, rollouts.offsets):
@@ -289,7 +289,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
         # Phase 1 does not know this setting of the task, so the places are found once more.
         if task.repeats_are_poor:
             grounding = ground(text, feedback, repeats_are_poor=True)
-        reviews.append(make_review(reply.text, text, offsets, feedback, grounding))
+        reviews.append(make_review(feedback.text(), text, offsets, feedback, grounding))
     return reviews
 
 
@@ -503,8 +503,8 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads the
-    # newest one into the parameters, the optimizer and this dict.
+    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads
+    # the newest one into the parameters, the optimizer and this dict.
     state = {"beta": config.kl_coef}
     for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
         # A run that continues draws what it would have drawn, as the seed is the iteration's.

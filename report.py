@@ -14,6 +14,7 @@ import argparse
 import importlib
 import math
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import asdict
@@ -22,7 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-from data import InputError, append_row, next_command, read_rows, run_script, whole_rows
+from data import (InputError, append_row, atomic_file, next_command, read_log, read_rows,
+                  run_script)
 
 # ── The terminal
 
@@ -43,6 +45,11 @@ def split_text(text: str, offsets) -> list[str]:
     return pieces
 
 
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor of a terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
 def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
     """The response with good tokens in green and poor tokens in red (Figure 1).
 
@@ -53,7 +60,7 @@ def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = N
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = ""
     for sign, run in groupby(zip(delta, tokens), lambda pair: (pair[0] > 0) - (pair[0] < 0)):
-        piece = "".join(token for _, token in run)
+        piece = printable("".join(token for _, token in run))
         word = piece.lstrip()
         mark = (_ANSI if colour else _PLAIN).get(sign if word else 0, "{}")
         text += piece.removesuffix(word) + mark.format(word)
@@ -111,8 +118,9 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 
 def write_page(path, text: str):
-    """Write a page in UTF-8. A lone surrogate becomes a reference such as &#55296;."""
-    Path(path).write_text(text, "utf-8", "xmlcharrefreplace")
+    """Write a page atomically, in UTF-8. A lone surrogate becomes a reference: &#55296;."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, "utf-8", "xmlcharrefreplace")
 
 
 def html_table(header: list[str], rows: list[list], digits: int = 2) -> str:
@@ -426,16 +434,19 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
 
 MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
 MOST_EQUAL = 0.98                         # share of tokens with the same δ; a warning above it
+# The fate of quotes that give no reward → what to do
 REMEDIES = {
     "unmatched": "copy each quote from the response, character by character",
     "inside a word": "begin and end each quote with whole words",
     "ambiguous": "quote more words, so that each quote occurs once",
     "conflicting": "put each quote in one list only",
+    "around all words": "leave out the words that are neither good nor poor",
+    "around no whole word": "return passages of the response as good_spans and poor_spans",
 }
 
 
 def describe_critiques(samples: list[dict], critic: str, shown: int, means=None) -> str:
-    """Some responses in colour with their critiques, and what can be learned from all of them.
+    """Some responses in colour (Figure 2), and what can be learned from all critiques.
 
     samples: see `review_sample`. critic: the flag --critic, which says who wrote the critiques.
     shown: number of responses. means: of all metrics, to warn about. Raises InputError, as
@@ -443,9 +454,9 @@ def describe_critiques(samples: list[dict], critic: str, shown: int, means=None)
     """
     text = ""
     for sample in samples[:shown]:
-        text += (f"\n{sample['prompt'][:300]}\n"
+        text += (f"\n{printable(sample['prompt'][:300])}\n"
                  f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
-                 f"  critique: {sample['critique']}\n")
+                 f"  critique: {printable(sample['critique'])}\n")
     text += f"\n{check_critiques(samples, critic)}"
     for sentence in above_limits([means] if means else [], critic):
         text += f"\nwarning: {sentence}"
@@ -458,57 +469,45 @@ def check_critiques(samples: list[dict], critic: str) -> str:
     critic: the flag --critic, which says who wrote the critiques. Raises InputError if nothing
     can be learned from them: most are unreadable, or δ is the same for every token.
     """
+    has_reward_model = critic == "reward_model"
     unreadable = [sample["unreadable"] for sample in samples if sample["unreadable"]]
     if len(unreadable) > MOST_UNREADABLE * len(samples):
-        remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
-                  "--reward_learning_rate or --max_critique_tokens"
-                  if critic == "reward_model" else "read the replies in the journal")
+        remedy = "read the replies in the journal"
+        if has_reward_model:
+            remedy = ("train R_φ again with more rows or --reward_epochs, or a higher "
+                      "--reward_learning_rate or --max_critique_tokens")
         raise InputError(f"{len(unreadable) / len(samples):.0%} of the critiques cannot be "
                          f"read (as for: {unreadable[0]}); {remedy}")
     quotes_by_fate = defaultdict(list)
-    deltas = []                                         # of tokens with text
-    has_end = False                                     # whether EOS has a reward: some designs
+    deltas = []                         # of tokens with text, and of others that have a reward
     for sample in samples:
         for fate, quotes in sample["fates"].items():
             quotes_by_fate[fate] += quotes
-        for token, delta in zip(sample["tokens"], sample["delta"]):
-            if token.strip():
-                deltas.append(delta)
-            else:
-                has_end |= delta != 0
-    without = sum(not any(sample["delta"]) for sample in samples)
-    lines = [f"critiques of {len(samples)} responses: {without} give no reward, "
-             f"{len(unreadable)} cannot be read; of the tokens, "
-             f"{sum(d > 0 for d in deltas) / max(1, len(deltas)):.0%} are good and "
-             f"{sum(d < 0 for d in deltas) / max(1, len(deltas)):.0%} poor"]
+        deltas += [delta for token, delta in zip(sample["tokens"], sample["delta"])
+                   if token.strip() or delta]
+    good, poor = (fmean([sign * delta > 0 for delta in deltas] or [0]) for sign in (1, -1))
+    lines = [f"critiques of {len(samples)} responses, {len(unreadable)} unreadable: "
+             f"{good:.0%} of the tokens are good and {poor:.0%} poor"]
     lines += [f"{len(quotes)} quotes {fate}, for example {quotes[0][:60]!r}"
               for fate, quotes in quotes_by_fate.items()]
-    value, count = Counter(deltas).most_common(1)[0] if deltas else (0.0, 0)
-    if has_end or count <= MOST_EQUAL * len(deltas):
+    (value, count), = Counter(deltas or [0.0]).most_common(1)
+    share = count / max(1, len(deltas))
+    if MOST_EQUAL < share < 1:
+        lines.append(f"warning: δ is {value:g} for {share:.1%} of the tokens; this may teach, "
+                     f"but slowly")
+    if share < 1:
         return "\n".join(lines)
-    if count < len(deltas):
-        lines.append(f"warning: δ is {value:g} for {count / len(deltas):.1%} of the tokens, so "
-                     f"training will be slow")
-        return "\n".join(lines)
-    examples = quotes_by_fate.pop("found", [])
-    if value:
-        cause = "the critiques praise or blame all words (such as {})"
-        remedy = "quote the good words as good, the poor ones as poor, and leave out the others"
-    elif quotes_by_fate:
-        fate, examples = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
-        cause = f"{len(examples)} quotes are {fate} (such as {{}})"
-        remedy = REMEDIES[fate]
-    elif examples:
-        cause = "the quotes hold no whole token (such as {})"
-        remedy = REMEDIES["inside a word"]
-    else:
-        cause = "the critiques quote nothing"
-        remedy = "return passages of the response as good_spans and poor_spans"
-    if critic == "reward_model":
+    # All tokens have the same δ. The most frequent fate other than "found" says why.
+    found = quotes_by_fate.pop("found", [])
+    fate = "around all words" if value else "around no whole word"
+    if quotes_by_fate and not value:
+        fate, found = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
+    examples = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(found)][:2])
+    remedy = REMEDIES[fate]
+    if has_reward_model:
         remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"
-    shown = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(examples)][:2])
     raise InputError(f"nothing can be learned, because δ is {value:g} for every token: "
-                     f"{cause.format(shown)}; {remedy}")
+                     f"{len(found)} quotes are {fate} (such as {examples or 'none'}); {remedy}")
 
 
 # ── The page of a run
@@ -590,6 +589,8 @@ def _pairs(rows: list[dict]) -> str:
     return text_block("\n".join(lines))
 
 
+# Raises an error for a row that has no numbers, so that `read_log` leaves the row out.
+_CHECKS = {"metrics.jsonl": lambda row: fmean(map(row.get, ("iteration", *LIMITS, "kl")))}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
 # (title, function from the rows of each file to HTML, names of the files)
 _SECTIONS = [
@@ -614,13 +615,13 @@ def run_report(directory) -> Path:
     Raises InputError if the directory holds no run.
     """
     out = Path(directory)
-    settings = whole_rows(out / "config.json")
+    facts = "model {model} · task {task} · critic: {critic}"
+    settings = read_log(out / "config.json", facts.format_map)
     if not settings:
         raise InputError(f"{out} has no config.json; name the --output_dir of a run")
-    facts = "model {model} · task {task} · critic: {critic}"
     body = text_block(facts.format(**settings[0]))
     for title, html_of, *names in _SECTIONS:
-        files = [whole_rows(out / name) for name in names]
+        files = [read_log(out / name, _CHECKS.get(name, bool)) for name in names]
         html = html_of(*files) if files[0] else f"{names[0]} does not exist yet."
         body += f"<section><h2>{title}</h2>{html}</section>"
     path = out / "report.html"
@@ -637,7 +638,8 @@ def print_result(out: Path, hint: str):
     print(table(*before_and_after(*results)))
     print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
           + compare_with_annotator(read_rows(out / "result.json")[0]))
-    for text in above_limits(whole_rows(out / "metrics.jsonl"), results[-1][0]["critic"]):
+    metrics = read_log(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
+    for text in above_limits(metrics, results[-1][0]["critic"]):
         print(f"warning: {text}")
     print(f"\nReport: {run_report(out)}; beside it: policy/, metrics.jsonl, samples.jsonl\n"
           f"{next_command('eval.py', adapter=out / 'policy')}\n"

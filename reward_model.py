@@ -184,7 +184,9 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
     # Each critique goes back to its response. Those that were left out keep "".
     critiques = [""] * len(responses)
     for i, ids in zip(prompt_ids, critique_ids, strict=True):
-        critiques[i] = tokenizer.decode(ids, skip_special_tokens=True)
+        # Without the clean-up of some tokenizers, which moves the white space of the quotes.
+        critiques[i] = tokenizer.decode(ids, skip_special_tokens=True,
+                                        clean_up_tokenization_spaces=False)
     return critiques
 
 

@@ -16,8 +16,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
-import subprocess
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,8 +29,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import (InputError, append_row, atomic_file, checksum, chunks, lock, read_rows,
-                  whole_rows, write_rows)
+from data import (InputError, append_row, atomic_file, checksum, chunks, git, lock,
+                  read_rows, read_log, write_rows)
 
 # ── Ranks: the processes that torchrun starts, one per GPU
 
@@ -138,8 +136,11 @@ def check_batches(config):
     """
     unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
     if config.batch_size % unit or config.minibatch_size % WORLD_SIZE:
-        raise InputError(f"ranks share each batch equally: --batch_size must be a multiple of "
-                         f"{unit}, and --minibatch_size of {WORLD_SIZE}")
+        message = f"--batch_size must be a multiple of {unit}"
+        if WORLD_SIZE > 1:
+            message = (f"ranks share each batch equally: {message}, and --minibatch_size of "
+                       f"{WORLD_SIZE}")
+        raise InputError(message)
 
 
 def print_rank0(text: str | None):
@@ -175,7 +176,8 @@ def load_tensors(path) -> tuple[dict[str, Tensor], dict]:
     """
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            # Copies: Windows neither deletes nor replaces a file that is mapped.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             metadata = file.metadata() or {}
         digest, _, text = metadata.get("state", "").partition(" ")
         is_foreign = not metadata or "format" in metadata        # as PEFT writes it
@@ -248,12 +250,13 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
         resume(run, optimizer, state)
     start = state.setdefault("step", 0)
     if run and RANK == 0:
+        state |= {"binds": row.get("binds") for row in read_log(run / "config.json")}
         if start == 0:
             for path in checkpoints(run):                # damaged, or of other rows
                 path.unlink()
         for log in filter(Path.exists, [run / "metrics.jsonl", run / "samples.jsonl"]):
-            rows = [row for row in whole_rows(log) if row.get("iteration", 0) <= start]
-            write_rows(log, rows)
+            write_rows(log, [row for row in read_log(log, lambda row: row["iteration"] + 1)
+                             if row["iteration"] <= start])
     bar = tqdm(range(start, count), name, count, initial=start, disable=RANK > 0)
     for step in bar:
         yield step
@@ -273,9 +276,9 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 # Settings that may always change. Weights and texts do not depend on them, except for dropout
 # masks, which phase 2 draws for each forward pass.
 CHANGEABLE = set("""
-    output_dir base_url price_in price_out max_usd concurrency micro_batch_tokens
-    decode_batch_size activation_checkpointing shard wandb preview allow_code_execution
-    torch transformers commit""".split())
+    output_dir base_url price_in price_out max_usd concurrency timeout skip_failed preview
+    micro_batch_tokens decode_batch_size activation_checkpointing shard wandb
+    allow_code_execution torch transformers""".split())
 # Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
 # "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
 POLICY_SETTINGS = set("""
@@ -301,35 +304,50 @@ def lock_directory(directory: Path):
 def save_settings(config, directory: Path, **names):
     """Write config.json. Raises InputError where existing results have other settings.
 
-    names: further entries, such as a hash of the annotator's source.
+    names: further entries, such as the hashes of the files of the annotator's source. The entry
+    `binds` is a hash of what may not change in phase 3. Each checkpoint holds it, so that a run
+    can continue after config.json is lost. Another commit of this project gives a warning.
     """
     def exists(*patterns) -> bool:
-        return any(path for pattern in patterns for path in directory.glob(pattern))
+        return any(list(directory.glob(pattern)) for pattern in patterns)
 
-    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
     settings = asdict(config) | names | {
         "version": VERSION, "torch": torch.__version__,
         "transformers": version("transformers"),
-        "commit": subprocess.getoutput(f"{git} 2>/dev/null")}
-    saved = settings
-    if exists("config.json"):
-        saved, = read_rows(directory / "config.json")
-    if saved.get("version") != VERSION:
-        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
-                         f"this project; choose another --output_dir")
+        "commit": git("describe", "--always", "--dirty")}
+    binding = sorted(settings.keys() - CHANGEABLE)
+    settings["binds"] = checksum(state=[settings[name] for name in binding])
     has_policy = exists("checkpoint-*", "result.json")
     has_reward_model = has_policy or exists("reward/checkpoint-*", "reward/metrics.json")
     has_rows = has_reward_model or exists("responses.jsonl")
+    saved, *others = [settings]
+    if exists("config.json"):
+        saved, *others = read_rows(directory / "config.json")
+    elif has_rows and settings["binds"] not in [load_tensors(path)[1].get("binds")
+                                                for path in checkpoints(directory)]:
+        raise InputError(f"{directory} has lost config.json; choose another --output_dir")
+    if others or saved.get("version") != VERSION:
+        raise InputError(f"{directory} was written by version {saved.get('version', 4)} of "
+                         f"this project; choose another --output_dir")
     changes = []
-    for name in saved.keys() & settings.keys() - CHANGEABLE:
+    for name in saved.keys() & binding:
+        is_bound = has_rows
         if name in POLICY_SETTINGS:
             is_bound = has_policy
         elif name.startswith("reward_"):
             is_bound = has_reward_model
-        else:
-            is_bound = has_rows
-        if is_bound and saved[name] != settings[name]:
-            changes.append(f"{name} was {saved[name]}, is {settings[name]}")
+        before = saved[name]
+        after = settings[name]
+        if not is_bound or before == after:
+            continue
+        text = f"{name} was {before}, is {after}"
+        if name == "commit":
+            print_rank0(f"warning: {text}; an unbroken run may have other weights")
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):      # files and their hashes
+            edited = sorted({file for file, _ in before.items() ^ after.items()})
+            text = f"{', '.join(edited)} was edited: restore it, or give a policy as --adapter"
+        changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "
                          f"choose another --output_dir{reward_model_hint(directory)}")

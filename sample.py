@@ -72,7 +72,7 @@ def main():
     """Print the answers of the base and the policy, with critiques, or write a merged model."""
     config = parse_flags(SampleConfig, __doc__)
     path = Path(config.adapter, "adapter_config.json")
-    base = config.model or json.loads(path.read_text())["base_model_name_or_path"]
+    base = config.model or json.loads(path.read_text("utf-8"))["base_model_name_or_path"]
     model, tokenizer = load_model(base, "float32" if config.merge else None)
     load_lora(model, "policy", config.adapter)
     if config.merge:

@@ -17,6 +17,7 @@ chooses its kernels by the shape of the batch. The last bits of the logits can t
 and in rare cases so does a token.
 """
 
+import inspect
 import math
 import os
 from dataclasses import dataclass, field
@@ -228,15 +229,11 @@ def _masks(config, mask, cache_position):
 
     Returns a dict from layer type to mask, or the mask itself if the model has only one type.
     In a layer with a sliding window, a token does not attend to columns before its window.
+    `load_model` refuses models with layers of other types.
     """
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None)
                       or ["sliding_attention" if window else "full_attention"])
-    unsupported = layer_types - {"full_attention", "sliding_attention"}
-    if unsupported:
-        raise InputError(f"{config._name_or_path}: sampling does not support layers of type "
-                         f"{', '.join(sorted(unsupported))}; use a model with full attention "
-                         f"or sliding windows")
     masks = {"full_attention": mask}
     if "sliding_attention" in layer_types:
         columns = torch.arange(mask.shape[-1], device=mask.device)
@@ -276,6 +273,9 @@ class Decoder:
         self.model = model
         self.temperature = temperature
         self.cache = StaticCache(columns)
+        # transformers 5.24 renamed this argument.
+        self.cache_name = ("cache" if "cache" in inspect.signature(model.base_model.forward)
+                           .parameters else "past_key_values")
         self.weight = head_weight(model)                             # [V, H]
         self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
         self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
@@ -289,8 +289,8 @@ class Decoder:
     def last_hidden(self, ids, mask, positions) -> Tensor:
         """Run a forward pass over `ids`; return the hidden state of the last column, [B, H]."""
         masks = _masks(self.model.config, mask, self.cache.cache_position)
-        # The cache goes by position, because transformers 5.24 renamed its argument.
-        output = self.model.base_model(ids, masks, positions, self.cache, use_cache=True)
+        output = self.model.base_model(ids, attention_mask=masks, position_ids=positions,
+                                       use_cache=True, **{self.cache_name: self.cache})
         return output.last_hidden_state[:, -1]
 
     def prefill(self, prompts, attention):
@@ -361,8 +361,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     an answer. uniforms: random numbers in [0, 1), [B, T], one for each token; None draws them.
     batch_size: number of prompts that are decoded together. cuda_graph: False disables CUDA
     graphs, for debugging.
-    Raises InputError if a prompt is too long, or if the model has layers of an unsupported
-    type.
+    Raises InputError if a prompt is too long.
     """
     longest = max(map(len, prompt_ids), default=0)
     limit = context_length(model)
@@ -377,20 +376,18 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     is_cuda = model.device.type == "cuda"
     bucket = 64 if is_cuda else 1                        # keeps the number of shapes small
     answers = []
-    parts = chunks(range(len(prompt_ids)), batch_size)
-    is_quiet = len(parts) < 2 or os.environ.get("RANK", "0") != "0"
-    for part in tqdm(parts, "generate", delay=2, leave=False, disable=is_quiet):
+    for part in tqdm(chunks(range(len(prompt_ids)), batch_size), "generate", delay=2,
+                     leave=False, disable=os.environ.get("RANK", "0") != "0"):
         part_prompts = [prompt_ids[i] for i in part]
         prompts, attention, *_ = pad_batch(part_prompts, [], model.device, bucket)
         columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
         part_uniforms = uniforms[part.start : part.stop].to(model.device)
         decoder = Decoder(model, temperature, prompts, attention, part_uniforms, columns)
         decoder.prefill(prompts, attention)
-        tokens = _decode(decoder, part_uniforms, eos_token_id,
-                         cuda_graph and is_cuda and can_capture(model))
-        for row in tokens.tolist():
-            ends = [t for t, token in enumerate(row) if token in eos_token_id]
-            answers.append(row[: ends[0] + 1] if ends else row)
+        can_graph = cuda_graph and is_cuda and can_capture(model)
+        for row in _decode(decoder, part_uniforms, eos_token_id, can_graph).tolist():
+            end = next((t for t, token in enumerate(row, 1) if token in eos_token_id), None)
+            answers.append(row[:end])
     return answers
 
 

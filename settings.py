@@ -53,6 +53,7 @@ class ServerConfig:
     price_out: float | None = flag(None, "USD per million reply tokens")
     max_usd: float | None = flag(None, "budget in USD over all runs")
     concurrency: int = flag(8, "number of parallel requests", least=1)
+    timeout: float = flag(120.0, "seconds without a byte of a reply", least=0.01)
 
     @property
     def prices(self) -> tuple:
@@ -66,7 +67,6 @@ class AnnotatorConfig(ServerConfig):
     annotator_model: str = flag("gpt-4o", "model name on the server")
     annotator_function: str | None = flag(None, "module:function in place of a server")
     mode: str = flag("cot", "cot, no_cot (Table 1), align (Alg. 2 l.10), or module:NAME")
-    timeout: float = flag(120.0, "seconds without a byte of a reply", least=0.01)
     skip_failed: bool = flag(False, "leave out responses without feedback")
 
     @property

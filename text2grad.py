@@ -181,8 +181,7 @@ def prepare(config: Config, needs_annotator=True, **names):
     # All ranks must train the same policy on the same rows, and a run directory holds one run.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
-    save_settings(config, out, function_hash=function and Function(function).source_hash,
-                  **names)
+    save_settings(config, out, function_files=function and Function(function).source, **names)
     return model, tokenizer, rows, held_out, config, lock
 
 

@@ -226,6 +226,8 @@ def measure_iteration(model, rows: int, prompt: int, response: int):
 
 def main():
     """Measure the tables and print them."""
+    if sys.platform != "linux":
+        sys.exit("bench.py measures memory through /proc and libc, so it needs Linux")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="small", choices=SHAPES)

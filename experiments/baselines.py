@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import text2grad
+import toy
 from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
@@ -195,14 +196,20 @@ def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
 def mend(response: str, critique: str) -> str:
     """Correct a response of the toy world as its critique says.
 
-    Removes repeated clauses, replaces the first person and corrects wrong facts.
+    Removes repeated clauses, replaces the first person and corrects wrong facts, where the
+    critique has one of the annotator's sentences about them.
     """
-    for clause in re.findall(r"It says ([^.]+) twice\.", critique):
-        response = response.replace(f", {clause}", "", 1)
-    for words in re.findall(r"It speaks of ([^.]+) as the writer\.", critique):
-        response = response.replace(words, f"the{words[2:]}")
-    for phrase, fact in re.findall(r"The \w+ ([^.,]+) was ([^.,]+), wrong\.", critique):
-        response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
+    critique = critique.lower()
+    for _, quote in toy.faults(response):
+        words = quote.removeprefix(", ").lower()
+        if any(form.format(words) in critique for form in toy.TWICE + toy.FIRST_PERSON):
+            new = "" if quote[0] == "," else f"the{quote[2:]}"
+            response = response.replace(quote, new, 1)
+    for _, slot, phrase in toy.said_facts(response):
+        for fact in toy.SLOTS[slot]:
+            words = {"phrase": toy.state(slot, phrase)[0], "fact": toy.state(slot, fact)[1]}
+            if any(form.format(**words).lower() in critique for form in toy.WRONG):
+                response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
     return response
 
 
@@ -381,8 +388,7 @@ def reflect(rollouts, model, tokenizer, config) -> list[Review]:
 # ── The command line
 
 FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo, "rejection": rejection,
-          "best_tenth": partial(rejection, share=0.1),
-          "best_third": partial(rejection, share=1 / 3)}
+          "best_tenth": partial(rejection, share=0.1)}
 METHODS = {
     "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
     "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
@@ -391,8 +397,7 @@ METHODS = {
     "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
     "dpo": "−log σ(β(Δ_w − Δ_l)) on preference pairs; β is --kl_coef",
     "rejection": "supervised fine-tuning on own responses without blame, in --rounds",
-    "best_tenth": "rejection that keeps the tenth with the most good minus poor spans",
-    "best_third": "rejection that keeps the third with the most good minus poor spans"}
+    "best_tenth": "rejection that keeps the tenth with the most good minus poor spans"}
 NAMES = METHODS | {name: function.__doc__.partition("\n")[0]
                    for name, function in (CHANGES | ADVANTAGES).items()}
 

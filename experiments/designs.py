@@ -175,17 +175,24 @@ def marks(row: dict, response: str) -> list[Mark]:
     return sorted(result, key=lambda mark: mark.start)
 
 
+# What the annotator says without the facts of the post, by label and for faults of style.
+VERDICTS = {1: ["the {} is right.", "the {} fits the post."],
+            -1: ["the {} is wrong.", "that is not the {} of the post."],
+            "repetition": ["it says something twice.", "a clause is repeated."],
+            "voice": ["it speaks as the writer.", "a summary should not say my."]}
+
+
 def critique_no_cot(row: dict, response: str) -> str:
     """Reply in mode no_cot: a verdict on each fact, without the facts of the post (Table 1)."""
     spans = marks(row, response)
-    verdicts = [f"The {mark.name} is {'right' if mark.label > 0 else 'wrong'}."
+    verdicts = [toy.say(VERDICTS.get(mark.name) or VERDICTS[mark.label], response, mark.name)
                 for mark in spans]
     return quoted(response, " ".join(verdicts) or "It says nothing.", spans).text()
 
 
 def critique_spans(row: dict, response: str) -> str:
     """Reply in mode no_cot with quotes and labels, but no prose (§4.5, "w/o CoT")."""
-    return quoted(response, "Spans.", marks(row, response)).text()
+    return quoted(response, "My marks are below.", marks(row, response)).text()
 
 
 NOISE = 0.2                             # share of the quotes in the wrong list
@@ -202,8 +209,7 @@ def critique_noise(row: dict, response: str) -> str:
     poor = []
     for is_good, quotes in ((True, feedback.good_spans), (False, feedback.poor_spans)):
         for quote in quotes:
-            is_flipped = rng.random() < NOISE
-            (poor if is_good == is_flipped else good).append(quote)
+            (poor if is_good == (rng.random() < NOISE) else good).append(quote)
     return Feedback(feedback.critique, good, poor).text()
 
 
@@ -232,4 +238,4 @@ def draft_rows(split: str, n: int, seed: int) -> list[dict]:
 DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
 # Posts with summaries of about 80 tokens.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
-               settings=toy.TASK.settings | {"max_new_tokens": 112})
+               settings=toy.TASK.settings | {"max_new_tokens": 112, "max_critique_tokens": 304})

@@ -10,7 +10,8 @@ process of one thread, and two of them run at a time. Its record is one line of 
 beside this file, with the commit of the code. All records of a table have the same commit: the
 newest one with all runs of the study, or else the present one. Runs that have a record of the
 present commit are skipped, and a stopped run continues in its directory in runs/studies. To
-repeat a run, remove both.
+repeat a run, remove both. Execute the runs in a clone that stays as it is: a directory of
+another commit would be continued, too.
 
 The figure is the mean accuracy of the facts in responses to held-out posts. Intervals are 95 %
 intervals over seeds by Student's t; differences are paired by seed.
@@ -34,7 +35,7 @@ from statistics import fmean, stdev
 
 from tqdm import tqdm
 
-from data import InputError, Task, append_row, read_rows, run_script, whole_rows
+from data import InputError, Task, append_row, git, read_log, read_rows, run_script
 from experiments.baselines import split_names
 from report import svg_line, table
 
@@ -49,7 +50,7 @@ def tuned(*commands: str) -> list[str]:
 
 def directory(words: str) -> str:
     """The run directory of a command. Paths of other runs are not part of its name."""
-    name = re.sub(r"[^\w.]+", "_", re.sub(r"runs/\S+", "", words)).strip("_")
+    name = re.sub(r"(runs/\S+|[^\w.])+", "_", words).strip("_")
     return f"runs/studies/{name}_{{seed}}"
 
 
@@ -88,9 +89,9 @@ def critiques(task: str, **more: str) -> dict[str, list[str]]:
             arms[f"{count}: {name}"] = tuned(
                 f"{words} {task} --critic annotator --iterations 18 --batch_size {count // 18}")
         rows = f"{task} --iterations 18 --annotated_rows {count}"
-        arms[f"{count}: rejection, once"] = tuned(f"best_tenth {rows}", f"best_third {rows}")
-        arms[f"{count}: rejection, iterated"] = tuned(f"best_tenth {rows} --rounds 4",
-                                                      f"best_third {rows} --rounds 4")
+        arms[f"{count}: rejection, once"] = tuned(f"best_tenth {rows}")
+        arms[f"{count}: rejection, iterated"] = tuned(f"best_tenth {rows} --rounds 2",
+                                                      f"best_tenth {rows} --rounds 4")
     return arms
 
 
@@ -128,8 +129,7 @@ STUDIES = {
         "Text2Grad: true labels": TOY["1152: Text2Grad"],
         "Text2Grad: 20 % wrong": tuned(f"text2grad --critic annotator {NOISE}"),
         "rejection: true labels": TOY["1152: rejection, once"],
-        "rejection: 20 % wrong": tuned(f"best_tenth --annotated_rows 1152 {NOISE}",
-                                       f"best_third --annotated_rows 1152 {NOISE}")},
+        "rejection: 20 % wrong": tuned(f"best_tenth --annotated_rows 1152 {NOISE}")},
     "second_round": {
         "one round": ["text2grad"],
         "two rounds": [f"text2grad --adapter {directory('text2grad')}/policy"]},
@@ -162,20 +162,15 @@ def read_records() -> dict[str, dict[tuple, dict]]:
     Raises InputError, with its line, where a record is cut off or of another form.
     """
     records = defaultdict(dict)
-    for row in read_rows(RECORDS, task=RECORD) if RECORDS.exists() else []:
+    for row in read_rows(RECORDS, task=RECORD):
         records[row["commit"]][row["words"], row["seed"]] = row
     return records
 
 
 def code_commit() -> str:
     """The last commit that changed the code of a run; "unknown" without git."""
-    command = "git log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
-    try:
-        result = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True,
-                                check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return result.stdout.strip() or "unknown"
+    words = "log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
+    return git(*words.split()) or "unknown"
 
 
 def best_words(commands: list[str], records: dict) -> str | None:
@@ -207,14 +202,14 @@ def record_of(words: str, seed: int) -> dict:
     """The figures of a finished run."""
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
-    judge = whole_rows(out / "reward" / "metrics.json")        # of the model that it trained
-    metrics = whole_rows(out / "metrics.jsonl")
+    judge = read_log(out / "reward" / "metrics.json")        # of the model that it trained
+    metrics = read_log(out / "metrics.jsonl")
     return {"words": words, "seed": seed, "commit": code_commit(),
             "judge": judge[-1] if judge else {},
             "before": result["before"]["fact accuracy"],
             "facts": result["after"]["fact accuracy"],
             "curve": [round(row["fact accuracy"], 4) for row in metrics],
-            "seconds": sum(row["seconds"] for row in whole_rows(out / "phases.jsonl"))}
+            "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
 
 
 def execute(run: tuple) -> str | None:
@@ -257,17 +252,9 @@ def missing_runs(names: list[str], records: dict, failed: dict) -> list[tuple]:
 def execute_all(names: list[str]):
     """Execute all runs of studies that have no record of the present commit.
 
-    A run that fails stops no other one. Raises InputError at the end if one failed, and before
-    all runs if the run directories are of another commit.
+    A run that fails stops no other one. Raises InputError at the end if one failed.
     """
     commit = code_commit()
-    mark = ROOT / "runs/studies/commit"                    # of the code that made the runs
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    if names:
-        if mark.exists() and mark.read_text() != commit:
-            raise InputError(f"runs/studies has runs of commit {mark.read_text()}, and the "
-                             f"code is now {commit}: move that directory away")
-        mark.write_text(commit)
     failed = {}                                                        # run → path of its log
     while runs := missing_runs(names, read_records()[commit], failed):
         with ThreadPoolExecutor(PROCESSES) as pool:
@@ -330,8 +317,8 @@ def study_table(name: str, records: dict) -> str:
     """
     # The comparisons of a study that is not complete have p = 1: no star vanishes later.
     p_values = {}
-    for study, arms in STUDIES.items():
-        runs = complete_runs(study, records) or dict.fromkeys(arms, ())
+    for study in STUDIES:
+        runs = complete_runs(study, records) or dict.fromkeys(STUDIES[study], ())
         p_values |= {(study, arm): p_value(values)
                      for arm, values in differences(runs).items()}
     significant = holm(p_values)
@@ -368,6 +355,7 @@ def main():
     if flags:
         raise InputError(f"{flags[0]}: there are no flags; name {', '.join(STUDIES)}")
     names = names or [*STUDIES]
+    (ROOT / "runs/studies").mkdir(parents=True, exist_ok=True)
     records = read_records()
     execute_all([name for name in names if not complete_runs(name, records)])
     records = read_records()

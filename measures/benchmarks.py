@@ -14,22 +14,31 @@ for MBPP+: their inputs have types that JSON lacks, such as tuples, and their te
 tasks with several right outputs.
 
 Departures: a single time limit covers all inputs of a task and the reference solution, while
-evalplus limits each input. An answer may omit the imports and helpers of HumanEval's prompt.
+evalplus limits each input. As in evalplus, only imports and what the tested function needs are
+kept of an answer. Unlike there, Markdown fences come first, where evalplus takes the longest
+valid run of lines; of two versions the last counts, not the first; statements that fill a
+needed variable are kept, while a program with an error in the function stays as it is. An
+answer may omit the imports and helpers of HumanEval's prompt, or be only a function's body. An
+answer that does not define the function is run as a whole.
 ARC follows lm-evaluation-harness, zero-shot and without a chat template, except that the prompt
 begins with the tokenizer's BOS.
 """
 
+import ast
+import dis
 import inspect
 import marshal
-import math
+import re
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from data import InputError, read_rows
 from measures.metrics import answer_logprobs
-from measures.sandbox import code_of, run_python
+from measures.sandbox import INVALID, code_of, python_in, run_python
 from model import encode_text
 from sampling import context_length
 
@@ -156,12 +165,58 @@ def code_prompt(problem: Problem) -> str:
 
 
 def extract_code(response: str, problem: Problem) -> str:
-    """The program in a chat model's answer: its fenced blocks, or all of the answer.
+    """The part of a chat model's answer that the tested function needs.
 
-    HumanEval's prompt stands before it, so that the answer may omit its imports and helpers.
+    HumanEval's prompt stands before it, so that the answer may omit its imports and helpers,
+    or be only the body of the function. If the answer does not define the function, this is
+    all of its code.
     """
+    answer = response.rpartition("</think>")[2]
+    code = code_of(answer)
     head = problem.head and f"{problem.head}    pass\n\n"
-    return head + code_of(response.rpartition("</think>")[2])
+    body = textwrap.indent(textwrap.dedent(code), "    ")
+    called = re.findall(r"(\w+)\(", f"{problem.head}{problem.base}{problem.plus}")
+    # The last two are bodies: with any indentation, and without that of the first line only.
+    for text in (code, answer, problem.head + body, f"{problem.head}    {code.lstrip()}"):
+        if program := needed_code(text, called):
+            return head + program
+    return head + code
+
+
+def needed_code(text: str, called) -> str:
+    """The imports in a text, and the statements that the functions in `called` need.
+
+    These statements define a global name that the functions use, directly or not, or mention
+    such a name. Left out are tests, examples and calls that read input. Returns "" if the text
+    defines none of the functions.
+    """
+    statements = []              # [(statement, its text, its code object, names that it binds)]
+    known = {"setrecursionlimit"}
+    for node in ast.parse(python_in(text)).body:
+        with suppress(*INVALID):                     # such as a `return` outside of functions
+            code = compile(ast.Module([node], []), "answer", "exec")
+            bound = {step.argval for step in dis.get_instructions(code)
+                     if step.opname == "STORE_NAME"}
+            statements.append((node, ast.unparse(node), code, bound))
+            known |= bound
+    functions = known.intersection(called)
+    needed = {"setrecursionlimit", *functions}
+    size = 0
+    while size < len(needed):             # until a round finds no more names
+        size = len(needed)
+        kept = []
+        for node, source, code, bound in statements:
+            names = set(code.co_names)
+            is_import = hasattr(node, "names")
+            is_used = names & needed and not isinstance(node, ast.Assert)
+            is_check = names & {"__name__", "input", *functions} and not bound & needed
+            if "__future__" not in names and (is_import or is_used and not is_check):
+                kept.append(source)
+                inner = [] if is_import else [code]
+                for block in inner:       # and the code objects of functions inside of it
+                    needed |= known.intersection(block.co_names)
+                    inner += [value for value in block.co_consts if hasattr(value, "co_code")]
+    return "\n".join(kept) if functions else ""
 
 
 def execute(problems: list[Problem], programs: list[str], workers: int = 2,
@@ -250,14 +305,10 @@ def arc_scores(rows: list[dict], logprobs: list[list[float]]) -> list[dict]:  # 
 
     accuracy: 1.0 if the most likely choice is right, else 0.0; in a tie, the first choice
     counts. accuracy_norm: the same after division of each log-likelihood by the choice's length
-    in characters. The harness calls them acc and acc_norm. Raises InputError if a
-    log-likelihood is not finite.
+    in characters. The harness calls them acc and acc_norm.
     """
     scores = []
     for row, plain in zip(rows, logprobs):
-        if not all(map(math.isfinite, plain)):
-            raise InputError(f"ARC row {row['id']}: log-likelihoods {plain} are not finite; "
-                             f"check the model's weights")
         normed = [logprob / len(choice) for logprob, choice in zip(plain, row["choices"])]
         scores.append({"id": row["id"],
                        "accuracy": float(plain.index(max(plain)) == row["answer"]),

@@ -118,6 +118,8 @@ def compile_tests(tests: str) -> list:
 def set_limits(timeout: float, memory_mb: int, is_isolated: bool):
     """Set the limits of each process. The CPU time does not include the time until now."""
     limits = {resource.RLIMIT_FSIZE: FILE_MB << 20, resource.RLIMIT_NOFILE: FILES}
+    if resource.getrlimit(resource.RLIMIT_CORE)[1]:
+        limits[resource.RLIMIT_CORE] = 1      # Linux then calls no crash handler of the host
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = memory_mb << 20
     if is_isolated:                           # else all processes of the caller would count

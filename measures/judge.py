@@ -82,6 +82,10 @@ PROMPTS = {
 }
 
 
+def _server(config: JudgeConfig) -> Server:
+    return Server(config.judge_model, config.base_url, TEMPERATURE, config.timeout)
+
+
 def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Question:
     """A question to the judge.
 
@@ -104,8 +108,10 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
         instruction, user = fenced(values)
         system += f"\n{instruction}"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    key = question_key("judge", config.judge_model, TEMPERATURE, messages)
-    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens)
+    parts = "judge", config.judge_model, TEMPERATURE, messages
+    key = question_key(*parts, _server(config).source)
+    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens,
+                    old_key=question_key(*parts))
 
 
 # ── The judge's verdicts
@@ -119,6 +125,11 @@ BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
 # What the judge only quotes: a fence, a line after ">", and words in quotation marks.
 QUOTED = (r"(?s:```.*?(?:```|\Z))|(?m:^\s*>.*)|[\"“”„«»].*?[\"“”„«»]"
           r"|['‘’`]\[\[.*?\]\]['‘’`]")
+# FastChat's prompt shows the verdict in quotation marks, and some judges copy them to their
+# last line. This line has no other words than these, and follows a sentence or an empty line.
+LABEL = r"(?:(?:my|the|is|final|overall|verdict|rating|score|winner|judge?ment)\W+)*"
+LAST_LINE = (r"((?:\A|[.!?)][*_]*\s*\n|[^:,*_\s][*_]*\s*\n\s*\n)\W*" + LABEL
+             + r")[\"“”„«»'‘’`](" + LABEL + r"\[\[[^\[\]]*\]\])\W*\Z")
 WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # nothing of it ends a reply
 
 
@@ -127,10 +138,14 @@ def read_verdict(question: dict, text: str) -> float:
 
     A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
     may be citations or code. Nor are verdicts that the judge quotes, for example from the
-    answer. For a single answer, the verdict is a rating from 1 to 10. For a pair, it is 1 if A
-    is better, 0.5 for a tie, and 0 if B is better. question: its `context`.
+    answer; but its last line may be a verdict in quotation marks. For a single answer, the
+    verdict is a rating from 1 to 10. For a pair, it is 1 if A is better, 0.5 for a tie, and 0
+    if B is better. question: its `context`.
     """
-    text = re.split("</think(?:ing)?>", text.lower())[-1]      # without the model's reasoning
+    # Remove the model's reasoning, also if it has no end.
+    text = re.split("</think(?:ing)?>", text.lower())[-1]
+    text = re.sub(r"(?ms)^\s*<think.*", "", text)
+    text = re.sub(LAST_LINE, r"\1\2", text)
     is_rating = question["kind"].startswith("single")
     form = re.compile(RATING if is_rating else WINNER)
     verdicts = set()
@@ -162,9 +177,8 @@ def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict
     path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
     next run asks again. Raises InputError in the same cases as `ask.ask`.
     """
-    server = Server(config.judge_model, config.base_url, TEMPERATURE)
     with Journal(path, *config.prices) as journal:
-        replies = ask(questions, journal, server, read_verdict, config.concurrency)
+        replies = ask(questions, journal, _server(config), read_verdict, config.concurrency)
     return [{**question.context, "verdict": replies[question.key].value,
              "reason": replies[question.key].reason} for question in questions]
 

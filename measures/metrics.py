@@ -28,8 +28,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
-from data import InputError, chunks
-from model import encode_prompt, encode_text, response_hidden, use_lora
+from data import InputError, chunks, error_text
+from model import (NO_PICKLES, encode_prompt, encode_text, response_hidden,
+                   use_lora)
 from sampling import context_length, head_weight, pad_batch, token_logprobs
 
 # bert-score's default layers, which its authors chose by correlation with human judgements.
@@ -138,12 +139,13 @@ def load_encoder(name):
     layer = layer or str(BERT_SCORE_LAYERS.get(Path(path).name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        encoder = AutoModel.from_pretrained(path, dtype=torch.float32, use_safetensors=True,
-                                            trust_remote_code=False)
+        with NO_PICKLES:
+            encoder = AutoModel.from_pretrained(
+                path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(f"cannot load an encoder from {path}: {reason}; --encoder needs a "
-                         f"Hugging Face directory or hub id with safetensors") from error
+        raise InputError(f"cannot load an encoder from {path}: {error_text(error)}; --encoder "
+                         f"needs a Hugging Face directory or hub id with safetensors"
+                         ) from error
     last = encoder.config.num_hidden_layers
     if not layer.isdecimal() or int(layer) > last:
         raise InputError(f"--encoder {name}: there is no layer {layer}; write {path}:LAYER "
@@ -303,22 +305,22 @@ def corpus(rows, figure=ratio) -> float | None:
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def bootstrap(rows, figure=ratio, n: int = 10_000) -> tuple | None:
+def bootstrap(rows, figure=ratio) -> tuple | None:
     """The 95 % bootstrap interval of `corpus(rows, figure)` (Efron 1979).
 
-    Its ends are percentiles over n samples of N rows, drawn with replacement. figure maps sums
-    [..., K] to [...]. Samples in which it is 0/0 are left out. The result is None if these are
-    more than 5 % of the samples, or if there are fewer than two rows.
+    Its ends are percentiles over 10,000 samples of N rows, drawn with replacement. figure maps
+    sums [..., K] to [...]. Samples in which it is 0/0 are left out. The result is None if these
+    are more than 5 % of the samples, or if there are fewer than two rows.
     """
     counts = _counts(rows)
     N = len(counts)
     if N < 2:
         return None
     rng = np.random.default_rng(0)
-    sums = [counts[rng.integers(N, size=(100, N))].sum(1) for _ in range(n // 100)]
+    sums = [counts[rng.integers(N, size=(100, N))].sum(1) for _ in range(100)]
     figures = figure(np.concatenate(sums))
     defined = figures[~np.isnan(figures)]
-    if len(defined) < 0.95 * n:
+    if len(defined) < 9_500:
         return None
     return tuple(np.quantile(defined, [0.025, 0.975]).tolist())
 
@@ -337,7 +339,7 @@ def interval(rows, figure=ratio) -> tuple | None:
     return (1 - width, 1.0) if value else (0.0, width)
 
 
-def paired_bootstrap(before, after, figure=ratio, n: int = 10_000) -> tuple | None:
+def paired_bootstrap(before, after, figure=ratio) -> tuple | None:
     """The 95 % interval of figure(after) − figure(before).
 
     Each sample uses the same rows on both sides, so that differences in difficulty cancel.
@@ -345,7 +347,7 @@ def paired_bootstrap(before, after, figure=ratio, n: int = 10_000) -> tuple | No
     before = _counts(before)
     K = before.shape[-1]
     return bootstrap(np.hstack([before, _counts(after)]),
-                     lambda sums: figure(sums[..., K:]) - figure(sums[..., :K]), n)
+                     lambda sums: figure(sums[..., K:]) - figure(sums[..., :K]))
 
 
 def table_lines(counts: dict[str, dict[str, list]], units: dict) -> list[dict]:

@@ -18,8 +18,9 @@ run with util-linux, and `measures/cell.py` runs it:
     limits       time, memory of a process, number of processes, file size, open files
 
 vsock sockets are not isolated: in a virtual machine, code could reach a service of its host.
-The memory of all processes together is not limited. If the machine runs out of memory, Linux
-ends the sandbox first. If this isolation is not available (macOS, most containers),
+The memory of all processes together is not limited, nor is shared memory of System V and of
+memfd_create, which `memory_mb` does not count. If the machine runs out of memory, Linux ends
+the sandbox first. If this isolation is not available (macOS, most containers),
 `run_python` raises SandboxError. With `unsafe`, the code is not isolated: it only gets an empty
 environment, a temporary directory and resource limits.
 
@@ -30,6 +31,7 @@ reward.
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -82,6 +84,8 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
     limit of each process in MiB. This function is thread-safe. Raises SandboxError if the
     sandbox is not available and `unsafe` is False.
     """
+    if os.name == "nt":
+        raise SandboxError("programs cannot be run on Windows; use Linux")
     secret = os.urandom(16).hex()             # a program does not pass by writing to all files
     order = json.dumps([secret, code, tests, timeout, memory_mb, not unsafe])
     command = [sys.executable, "-I", "-u", "-c", (FOLDER / "cell.py").read_text("utf-8")]
@@ -120,27 +124,51 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
 
 # ── Test outcomes of responses
 
+INVALID = SyntaxError, ValueError, RecursionError, MemoryError     # of text that is no Python
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^(?:\1| {,3})\2|\Z)",
                    re.MULTILINE | re.DOTALL)
 
 
 def code_of(text: str) -> str:
-    """The program in a response: its Markdown fences joined, or all of the text without any.
+    """The program in a response: its Markdown fences joined, or its Python outside of fences.
 
     Fences labelled as Python are used; without any, those without a label; otherwise all. The
     last fence may be unclosed. In a text that is valid Python, fences are part of strings.
     Indented fences, for example in a list, are dedented.
     """
-    text = text.replace("\r\n", "\n")                 # a line with only "\r" prevents dedent
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+    text = text.replace("\r\n", "\n").replace("\ufeff", "")  # "\r" alone prevents dedent
+    with contextlib.suppress(*INVALID):
         compile(text, "response", "exec")
         return text
+    text = re.sub(r"^([^`\n]*[^`\s])```[ \t]*$", r"\1\n```", text, flags=re.MULTILINE)
     fences = list(FENCE.finditer(text))
     python = [fence for fence in fences
               if fence[3].lower().startswith("py") and not fence[4].lstrip().startswith(">>>")]
     unlabelled = [fence for fence in fences if not fence[3]]
     blocks = [textwrap.dedent(fence[4]) for fence in python or unlabelled or fences]
-    return "\n".join(blocks) or text
+    program = "\n".join(blocks)
+    return program if python else python_in(program) or python_in(text) or text
+
+
+def python_in(text: str) -> str:
+    """A text without its prose, tags and fences, which are not Python; "" if nothing is left.
+
+    A line without indentation begins a piece, and the indented lines after it belong to it. A
+    piece with invalid syntax is dropped as a whole, so that no function is mended.
+    """
+    pieces = re.findall(r"^\S.*(?:\n(?!\S).*)*", text, re.MULTILINE)
+    while pieces:
+        try:
+            ast.parse("\n".join(pieces))
+            break
+        except SyntaxError as error:
+            # Of a block without a body, lineno is the line after it, and the message names it.
+            named = re.findall(r"on line (\d+)", error.msg) or [error.lineno or 1]
+            piece_of_line = [i for i, piece in enumerate(pieces) for _ in piece.split("\n")]
+            del pieces[piece_of_line[: int(named[0])][-1]]     # or the last, at the end
+        except INVALID:
+            return ""
+    return "\n".join(pieces)
 
 
 def add_outcomes(rows: list[dict], task, **options) -> list[dict]:

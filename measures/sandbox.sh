@@ -1,9 +1,10 @@
 # Runs a command in a sandbox made of util-linux: `sh sandbox.sh DIRECTORY DIRECTORY COMMAND...`
 #
 # The command gets its own processes, IPC and network (without loopback), a root directory in
-# memory with the system and both directories, read-only, and 64 MB to write, also in memory. It holds no
-# privileges and cannot get any.
+# memory with the system and both directories, read-only, and 64 MB to write, also in memory. It
+# holds no privileges and cannot get any. If a step fails, the command is not run.
 set -e
+umask 022                            # the command's user must be able to enter directories
 if [ "$1" != inside ]; then
     # A caller who may change users, such as root, runs the command as a user of its own, whose
     # processes are counted. The ids are those that systemd reserves for such users. Any other
@@ -30,9 +31,14 @@ done
 shift 2
 mkdir -p $root/dev/shm
 touch $root/dev/null $root/dev/urandom
-findmnt --list --noheadings --submounts --output TARGET $root | while read -r place; do
+# With another locale, findmnt escapes accents. Without an output of findmnt, mount gets an empty
+# name and fails. A pipe would lose the status of findmnt.
+places=$(LC_ALL=C.UTF-8 findmnt --list --noheadings --submounts --output TARGET $root)
+while IFS= read -r place; do
     mount -o remount,bind,ro,nosuid,nodev none "$place"
-done
+done << END
+$places
+END
 mount --bind /dev/null $root/dev/null
 mount --bind /dev/urandom $root/dev/urandom
 mount -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs $root/dev/shm

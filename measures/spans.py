@@ -1,9 +1,8 @@
-"""Span metrics: scores of R_φ's critiques, and statistics of annotated rows.
+"""Span metrics: scores of R_φ's critiques on annotated rows.
 
-    python -m measures.spans --audit feedback.jsonl                      # tables and a page
     figures(total([compare(y, offsets, spans, readable(z, y)) for …]))   # scores of R_φ
 
-Paper: §3.3, §4.2, Appendix C, Figure 2; Tables 1, 6, 7, 11, 12, 14, 15, 16, 18 and 19.
+Paper: §3.3, §4.2, Appendix C; Tables 1, 6, 7, 11, 15 and 16.
 
 Every metric of R_φ is a share, hits / cases. Both are counted for each response and summed over
 the responses, so resampling the responses gives a bootstrap interval. A critique that cannot be
@@ -18,26 +17,21 @@ a prediction without a pair. People agree with a predicted span (Table 16) if th
 label to more than half of its characters.
 """
 
-import argparse
-import json
 import re
 from collections import Counter
 from dataclasses import asdict
-from functools import partial
-from itertools import chain, groupby, pairwise, product
+from itertools import chain, product
 from typing import Callable
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from annotate import (Feedback, FeedbackError, Span, ground, parse_feedback, token_offsets,
                       token_rewards)
-from data import InputError, read_rows, run_script
+from data import InputError
 from model import encode_text
-from report import LEGEND, card, count_tokens, heatmap, page, table, text_block, write_page
+from report import count_tokens, table
 
 SIGNS = {"good": 1, "poor": -1}
-MOST_ROWS = 300                                              # maximum number of rows on a page
 
 
 # ── The spans of a row
@@ -89,19 +83,11 @@ def character_labels(response: str, spans: list[Span]) -> list[float]:
 
 
 def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
-    """Share of the span's visible characters that have the same label as it (Table 19)."""
+    """Share of the span's visible characters that have the same label as it (Table 16)."""
     right = [labels[i] == span.label for i in range(span.start, span.end)
              if not response[i].isspace()]
     return sum(right) / max(1, len(right))
 
-
-def span_length(response: str, offsets, span: Span) -> int:
-    """Number of tokens that overlap the span, ignoring white space at its ends (Table 18)."""
-    inside = characters(response, span)
-    return sum(not inside.isdisjoint(range(start, end)) for start, end in offsets)
-
-
-# ── Scoring a critique against gold spans (§4.2)
 
 def readable(critique: str, response: str = "") -> Feedback | None:
     """The feedback parsed from a critique of the response; None if it cannot be parsed."""
@@ -191,9 +177,9 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
     """Score critiques of the rows' responses against the spans of the rows.
 
     Returns the scored rows, metric → its (hits, cases) for each row (Tables 1, 6, 7 and 16),
-    and the tables 6, 15, 18 and 19 as from `audit`. Some annotators mark only errors, so quotes
+    and the tables 6 and 15. Some annotators mark only errors, so quotes
     of a sign that no row has are left out. critic: name of the model that wrote the critiques.
-    places: as in `audit`.
+    places: as in `label_table`.
     """
     gold_spans = [read_spans(row) for row in rows]
     labels = {span.label for span in chain(*gold_spans)}
@@ -214,21 +200,24 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
                for metric, value in figures(summed).items() if value is not None}
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
-              *audit([row for row in scored if not row["reason"]], places)[:2]]
+              label_table([row for row in scored if not row["reason"]], places)]
     return scored, metrics, tables
 
 
 # ── The paper's tables of annotated rows, each as (title, header, lines)
 
-def _shares(annotated: list[tuple], unit: str) -> tuple:
-    """Table 15 and the shares of §3.3.
+def label_table(rows: list[dict], places: Callable | None = None) -> tuple:
+    """Table 15 and the shares of §3.3, as (title, header, lines).
 
-    annotated: (row, spans, offsets of the response's tokens or words) for each row.
+    rows: annotated rows with `spans`. places: function from a text to the offsets of its
+    tokens. None counts words instead.
     """
+    unit = "tokens" if places else "words"
     labels = Counter()
     quotes = unmatched = ambiguous = 0
-    for row, spans, offsets in annotated:
-        labels.update(token_rewards(row["response"], offsets, spans))
+    for row in rows:
+        offsets = (places or words)(row["response"])
+        labels.update(token_rewards(row["response"], offsets, read_spans(row)))
         if "unmatched" in row:
             quotes += len(row["good_spans"] + row["poor_spans"])
             unmatched += len(row["unmatched"])
@@ -243,121 +232,7 @@ def _shares(annotated: list[tuple], unit: str) -> tuple:
              for name, hits, cases in shares])
 
 
-def _by_length(annotated: list[tuple], unit: str) -> tuple:
-    """Tables 18 and 19: the spans of each sign, grouped by the quartiles of their length."""
-    measured = {sign: [] for sign in SIGNS.values()}     # [(length, accuracy in % or None)]
-    for row, spans, offsets in annotated:
-        response = row["response"]
-        gold = None
-        if "gold_spans" in row:
-            gold = character_labels(response, read_spans(row, "gold_spans"))
-        for span in spans:
-            accuracy = gold and 100 * span_accuracy(response, span, gold)
-            measured[span.label].append((span_length(response, offsets, span), accuracy))
-    lines = []
-    for name, sign in SIGNS.items():
-        lengths = [length for length, _ in measured[sign]]
-        cuts = [-1, *np.quantile(lengths, (0.25, 0.5, 0.75, 1))] if lengths else []
-        for k, (low, high) in enumerate(pairwise(cuts), 1):
-            quarter = [accuracy for length, accuracy in measured[sign] if low < length <= high]
-            lines.append([f"{name}, quarter {k}", high, len(quarter), _mean(quarter)])
-    return (f"Table 18, Table 19: {unit} of a span, and its share with the true label",
-            ["spans", f"{unit}, at most", "number", "right %"], lines)
-
-
-def _mean(values: list) -> float | None:
-    """The mean of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    return np.mean(known) if known else None
-
-
-def dense_reply(row: dict) -> str:
-    """The feedback of a row with a label for every word, beside a copy of it (Table 12)."""
-    response = row["response"]
-    places = words(response)
-    signs = token_rewards(response, places, read_spans(row))
-    labels = [{"word": response[start:end], "label": ("neutral", "good", "poor")[int(sign)]}
-              for (start, end), sign in zip(places, signs)]
-    return f"{row['critique']}\n{json.dumps({'labels': labels}, ensure_ascii=False)}"
-
-
-def _costs(rows: list[dict], places: Callable | None) -> tuple:
-    """Tables 12 and 14: length of the replies in both forms, and the cost of annotation."""
-    split = places or re.compile(r"\w+|[^\w\s]").findall
-    quoted = [row for row in rows if "unmatched" in row]     # rows by people have no quotes
-    columns = {
-        "reply with spans": [len(split(Feedback(
-            row["critique"], row["good_spans"], row["poor_spans"]).text())) for row in quoted],
-        "reply with a label a word": [len(split(dense_reply(row))) for row in quoted],
-        "thousandths of a USD": [1000 * row["usd"] for row in rows if row.get("usd")]}
-    unit = "tokens" if places else "words and punctuation marks"
-    return (f"Table 12, Table 14: {unit} of replies, and the bill",
-            ["", "rows", "mean", "total"],
-            [[name, len(values), _mean(values), sum(values)]
-             for name, values in columns.items()])
-
-
-def audit(rows: list[dict], places: Callable | None = None) -> list[tuple]:
-    """Tables 12, 14, 15, 18 and 19 and the shares of §3.3, as (title, header, lines) each.
-
-    rows: annotated rows with `spans`. Table 19 also needs the true spans, `gold_spans`. places:
-    function from a text to the offsets of its tokens. None counts words instead, because an
-    annotated row does not name a tokenizer.
-    """
-    annotated = [(row, read_spans(row), (places or words)(row["response"])) for row in rows]
-    unit = "tokens" if places else "words"
-    return [_shares(annotated, unit), _by_length(annotated, unit), _costs(rows, places)]
-
-
-def audit_text(tables: list[tuple]) -> str:
+def tables_text(tables: list[tuple]) -> str:
     """The tables as text for a terminal."""
     return "\n\n".join(f"{title}\n{table(header, lines, digits=2)}"
                        for title, header, lines in tables)
-
-
-# ── A page of annotated responses
-
-def colour_spans(response: str, spans: list[Span]) -> str:
-    """The response as HTML with coloured spans. Characters in spans of both signs are plain."""
-    labelled = zip(character_labels(response, spans), response)
-    pieces = []
-    values = []
-    for label, group in groupby(labelled, lambda pair: pair[0]):
-        pieces.append("".join(character for _, character in group))
-        values.append(label)
-    return heatmap(pieces, values)
-
-
-def feedback_page(path, rows: list[dict]):  # Figure 2
-    """Write a page with the first MOST_ROWS annotated responses and their critiques."""
-    body = LEGEND
-    for row in rows[:MOST_ROWS]:
-        body += card(f"{row.get('id')}", row.get("prompt", ""), {
-            "Response": colour_spans(row["response"], read_spans(row)),
-            "Critique": text_block(row.get("critique", ""))})
-    write_page(path, page(f"{len(rows):,} annotated responses", body))
-
-
-# ── The script
-
-def main():
-    """Print tables of annotated rows, and write the rows as an HTML page beside their file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--audit", required=True, help="annotated rows")
-    parser.add_argument("--tokenizer", help="None counts words")
-    args = parser.parse_args()
-    rows = read_rows(args.audit, ("response", "spans"))
-    places = None
-    if args.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
-        places = partial(response_tokens, tokenizer)
-    # eval.py sets `reason` if a critique cannot be parsed.
-    readable_rows = [row for row in rows if not row.get("reason")]
-    feedback_page(f"{args.audit}.html", readable_rows)
-    print(f"{audit_text(audit(readable_rows, places))}\n\n"
-          f"{len(rows) - len(readable_rows)} rows without feedback were left out\n"
-          f"{args.audit}.html shows the first {MOST_ROWS} rows")
-
-
-if __name__ == "__main__":
-    run_script(main, "spans")

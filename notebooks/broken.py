@@ -22,8 +22,8 @@ import torch
 
 import policy
 import toy
-from annotate import Review, Span, token_rewards
-from data import get_task, write_rows
+from annotate import Review, Span, combine_labels, token_rewards
+from data import write_rows
 from experiments.designs import end, replace_delta
 from model import ValueHead, add_lora, load_model
 from policy import (add_advantages, add_feedback, add_scores, annotator_critic, batch_rows,
@@ -84,7 +84,7 @@ def learn(critic=annotator_critic, start=base, **settings) -> list[dict]:
                                              batch.mask[index].sum())
         rng = random.Random(1000 * SEED + i)
         policy.ppo_update(batch, model, value_head, optimizer, now, rng)       # l.19–32
-        metrics = batch_metrics(batch, get_task("toy"))
+        metrics = batch_metrics(batch)
         curve.append({
             "right facts": metrics["fact accuracy"],
             "reward": batch.delta.sum().item() / len(batch.rows),
@@ -130,14 +130,14 @@ def exact_kl(batch, beta, config):
     batch.returns = scored.returns
 
 
-def later(text, offsets, spans):
-    """token_rewards, one token too late."""
-    return [0.0, *token_rewards(text, offsets, spans)[:-1]]
+def later(labels):
+    """combine_labels, one token too late."""
+    return [0.0, *combine_labels(labels)[:-1]]
 
 
-def earlier(text, offsets, spans):
-    """token_rewards, one token too early."""
-    return [*token_rewards(text, offsets, spans)[1:], 0.0]
+def earlier(labels):
+    """combine_labels, one token too early."""
+    return [*combine_labels(labels)[1:], 0.0]
 
 
 def encoded_again(*args, **settings):
@@ -205,7 +205,7 @@ SILENT = replace_delta(annotator_critic, silent)
 RUNS = {
     "right": (None, {}),
     "right, T = .7": (None, {"temperature": 0.7}),
-    "δ too early": (("reward_model.token_rewards", earlier), {}),
+    "δ too early": (("annotate.combine_labels", earlier), {}),
     "no temperature": (("policy.minibatch_loss", no_temperature), {"temperature": 0.7}),
     "right, at the end": (None, {"critic": END}),
     "reward on padding": (("policy.add_feedback", last_column), {"critic": END}),

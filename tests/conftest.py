@@ -3,7 +3,6 @@
 `../shared` is optional: tests that need it are skipped, with a reason, if it is absent.
 """
 
-import fcntl
 import os
 import pkgutil
 import shutil
@@ -15,10 +14,13 @@ from pathlib import Path
 # before torch is imported. torch.set_num_threads would change the last bits of results.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"            # a missing model is an error without retries
+os.environ.setdefault("HOME", tempfile.gettempdir())     # Jupyter and nltk need one
+shutil.copystat = shutil.copymode = lambda *_, **__: None        # of a read-only checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from helpers import (PHASE_3, ROOT, SMALL, random_rollouts, randomise, run_main,  # noqa: E402
                      save_tiny)
 
@@ -126,8 +128,7 @@ def make_once(tmp_path_factory):
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder(name, make) -> Path:
-        with open(base / f"{name}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(base / f"{name}.lock"):
             if not (base / name).exists():
                 make(base / name)
         return base / name

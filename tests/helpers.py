@@ -35,6 +35,7 @@ from settings import Config, parse_flags
 # `SLOW=1 python -m pytest -q tests` kills runs more often and generates 100,000 replies.
 SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="uses signals or forks of POSIX")
 often = settings(max_examples=100, deadline=None, derandomize=True)
 
 # Flags of two small toy runs: all three phases, and phase 3 with the fixture `reward` as R_φ.
@@ -130,7 +131,7 @@ def free_port() -> int:
 
 def read_jsonl(path):
     """The rows of a JSON lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def read_metrics(path):

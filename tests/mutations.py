@@ -145,8 +145,8 @@ annotate.py: tests/test_annotate.py
     critique or find_critique(value, prose) ⇒ find_critique(value, prose)
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
-annotate.py: tests/test_ask.py -k killed_run
-    , Function(config.annotator_function).source_hash] ⇒ ]
+annotate.py: tests/test_ask.py -k in_order
+    (*parts, source) ⇒ (*parts)
 ask.py: tests/test_ask.py
     self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
     reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS
@@ -160,6 +160,11 @@ ask.py: tests/test_ask.py
     while running:⏎                list(arrived()) ⇒ pass
     body["max_completion_tokens"] = question.max_tokens ⇒ pass
     is_free = 400 <= status < 500 ⇒ is_free = 400 <= status
+    if part["type"] == "text") ⇒ if "text" in part)
+    is_free = 400 < status < 430 ⇒ is_free = 400 <= status < 430
+    if cause.startswith("Connect"): ⇒ if "Connect" in cause:
+    if size != self.size: ⇒ if self.size is None:
+    if question.old_key in journal.replies: ⇒ if False:
     (length|max|limit|error) ⇒ (length|error)
     max(completion, total - prompt) ⇒ completion
 """

@@ -66,6 +66,8 @@ UNNAMED = '{"good_spans": ["a"], "poor_spans": []}'
     # contract: feedback has a critique and lists of strings; nothing is guessed
     ("", "no JSON object"), ('{"critique": "c"}', "no JSON object"),
     (reply(good=["a", 3]), "list of strings"), (reply(good="a"), "list of strings"),
+    *[(reply(poor=empty), "list of strings") for empty in ("", 0, False, {})],
+    (reply(good=["…"]), "as in the form"),
     (f"```json\n{UNNAMED}\n```", "no critique"), (reply(7), "not a string"),
     (reply(poor=["\ud83d"]), "no JSON object"), (f"\ud83d {UNNAMED}", "stands outside"),
     # nothing is repaired
@@ -263,6 +265,9 @@ def splits(text: str) -> set[int]:
 
 @pytest.mark.parametrize("text, quote, spans", [
     ("concatenate the cat", "cat", 1), ("👩‍🚀 flies", "🚀", 0), ("हिन्दी में", "हि", 0),
+    # What nobody sees does not protect a response, nor does it make a quote.
+    ("the c\u200ba\u00adt sat", "cat sat", 1), ("the cat", "\u200bcat\ufeff", 1),
+    ("the\u200b cat", "\u200b", 0),
     # A letter does not match without its accent, nor a syllable by one of its parts.
     ("vi\u00ea\u0323t", "vi\u00eat", 0), ("x a\u0301\u0300 y", "x \u00e1 y", 0),
     ("x \ud55c y", "\u1112\u1161", 0),
@@ -389,9 +394,10 @@ def test_offsets_are_those_of_the_bytes(tokenizer, data):
     text, offsets = token_offsets(tokenizer, ids)
     assert text == tokenizer.decode(ids, skip_special_tokens=True,
                                     clean_up_tokenization_spaces=False)
-    assert all(start == end for i, (start, end) in zip(ids, offsets) if i in special)
+    is_empty = [start == end for i, (start, end) in zip(ids, offsets) if i in special]
     offsets = [offset for i, offset in zip(ids, offsets, strict=True) if i not in special]
     if "\ufffd" not in text:
+        assert all(is_empty)
         pieces = token_bytes(tokenizer, [i for i in ids if i not in special])
         assert (text, offsets) == offsets_from_bytes(pieces)
     for start, end in offsets:

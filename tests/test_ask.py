@@ -11,12 +11,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from annotate import Feedback, annotate
-from ask import Journal, Question, Server, ask, hide_key, question_key
-from data import InputError, read_rows, write_rows
-from helpers import ROOT, error_message, read_jsonl
+from annotate import Feedback, Mode, annotate, annotation_questions
+from ask import Function, Journal, Question, Server, ask, hide_key, question_key, run_journal
+from data import (SCRIPTS, InputError, get_task, imported_files, iterate_log, load_object,
+                  read_log, read_rows, write_rows)
+from helpers import ROOT, error_message, needs_posix, read_jsonl
 from loopback import Answer, completion, critique, httpx, loopback
+from measures.judge import JudgeConfig, ask_judge, pairwise_questions
 from settings import AnnotateConfig
+from test_house import TOP
 
 MAX_TOKENS = 100
 TIMEOUT = httpx.ReadTimeout("timed out")
@@ -94,12 +97,27 @@ def exceeds(every):
 
 
 ERROR_WITH_USAGE = {"error": {"message": "content filter"}, "usage": usage(300, 1200, 1500)}
-EXCEEDING = [exceeds(1), exceeds(5), lambda body, number: honest(body, number) if number == 1
-             else Answer(ERROR_WITH_USAGE, 400, (300, 1200))]
 
 
-@pytest.mark.parametrize("cap, concurrency", [(0.4, 1), (9.0, 64)])      # of the largest cost
-@pytest.mark.parametrize("answer", [honest, lost, *EXCEEDING])
+def refuses(body, number):
+    """A server that bills the refusal of a parameter, and says so."""
+    if "temperature" in body:
+        return Answer(ERROR_WITH_USAGE | {"error": "temperature"}, 400, (300, 1200))
+    return honest(body, number)
+
+
+def fails_late(body, number):
+    """A server that bills every second reply, which then has an error in place of an end."""
+    choice = {"message": {"content": "half"}, "error": {"code": 502}}
+    return honest(body, number) if number % 2 else Answer({"choices": [choice]}, 200, MAXIMUM)
+
+
+EXCEEDING = [exceeds(1), exceeds(5), refuses, lambda body, number: honest(body, number)
+             if number == 1 else Answer(ERROR_WITH_USAGE, 400, (300, 1200))]
+
+
+@pytest.mark.parametrize("cap, concurrency", [(0.4, 1), (0.4, 8), (9.0, 64)])   # of the maximum
+@pytest.mark.parametrize("answer", [honest, lost, fails_late, *EXCEEDING])
 def test_the_cap_holds_and_the_bill_is_booked(server, tmp_path, answer, cap, concurrency):
     """Two runs of 24 questions. No usable reply is bought twice."""
     server.answer = answer
@@ -111,7 +129,7 @@ def test_the_cap_holds_and_the_bill_is_booked(server, tmp_path, answer, cap, con
     assert sum(bills) <= min(booked, dollars + surprise) * (1 + 1e-9)
     usable = [row["key"] for row in read_jsonl(tmp_path / "j") if not row["reason"]]
     assert len(set(usable)) == len(usable)
-    if cap == 0.4 and len(usable) > 3:
+    if cap == 0.4 and len(usable) > 3 and concurrency == 1:
         assert "--max_usd" in message and sum(bills) > 0.3 * dollars
 
 
@@ -134,6 +152,10 @@ def test_a_later_run_expects_what_an_earlier_one_was_billed(server, tmp_path):
     (Answer({"error": {"code": 401}}), (0, 0), 1), (Answer("{}", 429), (0, 0), 3),
     (Answer({"error": {"code": 502}}), MAXIMUM, 3), (Answer(TIMEOUT), MAXIMUM, 3),
     (Answer(httpx.ConnectError("refused")), (0, 0), 3), (Answer(" <!doctype>"), (0, 0), 1),
+    (Answer({"error": {"code": 400}}), MAXIMUM, 1), (Answer({"error": "busy"}), MAXIMUM, 1),
+    (Answer({"error": {"code": 200}, "choices": [{"message": {"content": "x"}}]}), MAXIMUM, 1),
+    (Answer({"choices": [{"error": {"code": "429"}}]}), (0, 0), 3),
+    (Answer(httpx.RemoteProtocolError("ConnectError")), MAXIMUM, 3),
     (Answer('{"choices": [{"mes'), MAXIMUM, 1), (Answer("max_tokens: big", 400), (0, 0), 1)])
 def test_what_is_reported_or_may_be_billed_is_booked(server, tmp_path, answer, booked, tries):
     """429, 5xx and lost connections are retried. The reason has the words of a failure."""
@@ -142,7 +164,10 @@ def test_what_is_reported_or_may_be_billed_is_booked(server, tmp_path, answer, b
     assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j"))
     assert spent == pytest.approx(tries * usd(*booked))
     if message:
-        assert "1 unusable" in message and "check OPENAI_API_KEY, and the URL http" in message
+        is_lost = booked == MAXIMUM and isinstance(answer.body, Exception)
+        advice = "--timeout 120, or lower" if is_lost else "OPENAI_API_KEY, and the URL http"
+        assert "1 unusable" in message and advice in message
+    if message or answer.status == 400:
         words = json.dumps(answer.body) if isinstance(answer.body, dict) else f"{answer.body}"
         assert words.strip()[:20] in replies["row-0"].reason
 
@@ -164,14 +189,67 @@ def test_the_reason_says_what_is_there_instead(server, tmp_path, message, finish
     assert run(tmp_path / "j", 2)[0]["row-0"].value == text and len(server.requests) == 4
 
 
+def row_of(body) -> int:
+    return int(re.search(r"number (\d+)", str(body["messages"]))[1])
+
+
+# Case of public_cases → (whether a request fails, from its body and number; usable replies of
+# 8, requests, USD beyond a usual reply each)
+SERVERS = {
+    "claude_temperature_and_top_p": (lambda body, n: {"temperature", "top_p"} <= {*body},
+                                     8, 9, 0),
+    "openrouter_429_in_200": (lambda body, n: n <= 2, 8, 10, 0),
+    "content_parts": (lambda body, n: True, 8, 8, 0),
+    "choice_error": (lambda body, n: n <= 2, 8, 10, 2 * usd(300, 10)),
+    "one_row_refused_with_its_text": (lambda body, n: row_of(body) == 3, 7, 8, -usd(300, 60)),
+    "filter_on_the_first_row": (lambda body, n: row_of(body) == 0, 7, 8, -usd(300, 60)),
+    "stream_only_400": (lambda body, n: True, 0, 3, -8 * usd(300, 60)),
+    "no_system_role": (lambda body, n: True, 0, 3, -8 * usd(300, 60))}
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("case", SERVERS)
+def test_servers_of_others(server, tmp_path, shared, case, concurrency):
+    """After an answer, all requests have the same parameters. A row's own fault is no key's."""
+    fails, usable, requests, extra = SERVERS[case]
+    given = {row["case"]: row for row in
+             read_jsonl(shared / "data/public_cases/servers.jsonl")}[case]
+    server.answer = lambda body, number: (
+        Answer(given["body"], given["status"]) if fails(body, number)
+        else completion(billed=(300, 60)))
+    replies, message, spent = run(tmp_path / "j", 8, concurrency=concurrency,
+                                  schema={"type": "object"})
+    assert sum(bool(reply.value) for reply in replies.values()) == usable
+    assert len(server.requests) == requests
+    assert spent == pytest.approx(8 * usd(300, 60) + extra)
+    assert all(body.keys() == server.requests[-1].keys() for body in server.requests[2:])
+    assert "OPENAI_API_KEY" not in str(message) and "URL" not in str(message)
+    reasons = [reply.reason for reply in replies.values() if reply.reason]
+    assert len(reasons) == (3 if usable == 0 else 8 - usable)
+    assert all(reason.startswith("HTTP 4") for reason in reasons)
+    assert (message is None) == (usable > 0)
+
+
+def test_a_first_row_that_is_refused_with_its_text_leaves_no_parameter_out(server, tmp_path):
+    """Nor does a later one, and a text in parts of another type is not read."""
+    server.answer = lambda body, number: (
+        Answer("temperature top_p response_format", 422) if row_of(body) == 0 else
+        completion([{"type": "thinking", "text": "no"}, {"type": "text", "text": f"{number}"}]))
+    replies, message, _ = run(tmp_path / "j", 3, schema={"type": "object"})
+    assert message is None and replies["row-2"].value == f"{len(server.requests)}"
+    for body in server.requests[-2:]:
+        assert {"top_p", "temperature", "response_format"} <= body.keys()
+        assert body["response_format"]["type"] == "json_schema"
+
+
 def test_25_unusable_replies_in_a_row_end_a_run_but_do_not_block_later_rows(server, tmp_path):
     """An earlier failure is asked last and does not count, unless nothing is answered."""
     def answer(body, number):
         row = int(re.search(r"number (\d+)", str(body))[1])
-        return completion("" if row < 40 else "fine") if row else Answer("{}", 400)
+        return completion("" if row < 40 else "fine") if row else Answer("{}", 401)
 
     server.answer = answer
-    for message, count in (("1 unusable replies", 1), ("25 unusable.*; read them in", 26)):
+    for message, count in (("1 unusable replies", 1), ("25 unusable.*; check .*/j$", 26)):
         assert re.search(message, run(tmp_path / "j", 60)[1]) and len(server.requests) == count
     replies, message, _ = run(tmp_path / "j", 60, concurrency=4)
     assert message is None and len(server.requests) == 26 + 60
@@ -253,6 +331,65 @@ def test_a_journal_of_the_fourth_version_is_read_but_for_damaged_lines(server, t
         assert spent == pytest.approx(2 * (usd(300, 60) + 2 * usd(40, 60)))
 
 
+WHOLE = {"key": "k", "id": "i", "reply": "r", "reason": None, "usage": usage(1, 1), "ratio": 1}
+
+
+@pytest.mark.parametrize("line", [
+    *map(json.dumps, [[], "", 7, None, {}, [["key", "k"]], {"reply": "r"}]),
+    *[json.dumps(WHOLE | change) for change in (
+        {"key": None}, {"key": ["k"]}, {"reply": 5}, {"reply": None}, {"reason": 5},
+        {"usage": None}, {"usage": {}}, {"usage": usage("1", 1)}, {"usage": usage(-9, 1)},
+        {"usage": usage(1e400, 1)}, {"usage": {"prompt_tokens": 3}}, {"ratio": "1"})]])
+def test_a_line_of_a_journal_of_another_shape_is_named(server, tmp_path, capsys, line):
+    """It is not counted, and the lines around it are."""
+    (tmp_path / "j").write_text(f"{json.dumps(WHOLE)}\n{line}\n{json.dumps(WHOLE)}\n")
+    assert run(tmp_path / "j", 1)[2] == pytest.approx(2 * usd(1, 1) + usd(40, 60))
+    assert f"{tmp_path}/j, line 2: skipping corrupt line" in capsys.readouterr().out
+    (tmp_path / "rows").write_text('[["a", 1]]\n{"b": 1}\n[]\n')
+    assert read_log(tmp_path / "rows") == [{"b": 1}]
+
+
+def test_the_journal_of_a_run_is_read_once_unless_it_changes(server, tmp_path, monkeypatch):
+    """Phase 3 opens it in each iteration. Between two of them, another process may write."""
+    def iterate(*arguments):
+        reads.append(arguments)
+        return iterate_log(*arguments)
+
+    reads = []
+    monkeypatch.setattr("ask.iterate_log", iterate)
+    for number in range(3, 6):
+        with run_journal(tmp_path / "j", 2.5, 10.0, None) as journal:
+            ask(questions(number), journal, Server("m", "http://h/v1"), lambda _, text: text)
+        assert len(reads) == 1 and len(server.requests) == number == len(journal.replies)
+    run(tmp_path / "j", 6)
+    with run_journal(tmp_path / "j", 2.5, 10.0, None) as journal:
+        assert len(reads) == 3 and len(journal.replies) == 6
+        assert journal.spent == pytest.approx(6 * usd(40, 60))
+
+
+def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_all(
+        server, tmp_path):
+    """Two judges are called "default". No reply of the fifth version is paid for again."""
+    server.answer = lambda body, number: completion("I see. [[A]]")
+    rows = [{"id": "1", "prompt": "p"}]
+    configs = [JudgeConfig(base_url=f"http://{host}/v1", judge_model="default")
+               for host in ("a", "b")]
+    for number, config in enumerate(configs * 2, 1):
+        asked = pairwise_questions(rows, ["one"], ["two"], config)
+        assert [row["verdict"] for row in ask_judge(asked, config, tmp_path / "j")] == [1, 1]
+        assert len(server.requests) == 2 * min(number, 2)
+    old = [row | {"key": question.old_key}
+           for row, question in zip(read_jsonl(tmp_path / "j"), asked)]
+    write_rows(tmp_path / "old", old)
+    for config in configs:
+        asked = pairwise_questions(rows, ["one"], ["two"], config)
+        with pytest.warns(UserWarning, match="fifth version"):
+            verdicts = ask_judge(asked, config, tmp_path / "old")
+        assert [row["verdict"] for row in verdicts] == [1, 1] and len(server.requests) == 4
+    sources = [Server("m", "http://a/v1", temperature).source for temperature in (0.0, 0.3)]
+    assert sources[0] != sources[1]
+
+
 SECRET = "sk-Ab3-" + "x1" * 20
 
 
@@ -312,7 +449,7 @@ def start_annotating(folder, quick):
     process = subprocess.Popen(
         [sys.executable, ROOT / "annotate.py", "--task=ultrafeedback",
          "--annotator_function=critic:judge"], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(folder)},
+        stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for _ in range(quick + 8):
         while process.stdout.readline() != "asked\n":
@@ -320,6 +457,7 @@ def start_annotating(folder, quick):
     return process
 
 
+@needs_posix
 def test_a_second_ctrl_c_does_not_wait_and_a_killed_run_loses_no_reply(tmp_path):
     """Threads sleep for a minute, and the process ends. An edited critic is asked anew."""
     process = start_annotating(tmp_path, 20)
@@ -368,7 +506,7 @@ def test_a_server_that_hangs_or_is_killed_is_booked_but_one_that_is_gone_is_free
         url = f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
         assert run(tmp_path / "j", 1, base_url=url)[0]["row-0"].value == "fine"
         replies, message, _ = run(tmp_path / "j", 2, base_url=url, timeout=0.2)
-        assert "1 unusable" in message and "--timeout 0.2" in replies["row-1"].reason
+        assert "1 unusable" in message and "ReadTimeout" in replies["row-1"].reason
         run(tmp_path / "j", 3, base_url=url)
     replies, message, _ = run(tmp_path / "j", 3, base_url=url)
     assert "1 unusable" in message and "ConnectError" in replies["row-1"].reason
@@ -418,7 +556,8 @@ def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
     assert ", 1 skipped" in work(skip_failed=True)
     assert re.match(r"1 requests to send, at most \$0\.0[1-9]", work(dry_run=True))
     for settings, requests in [({}, 11), ({"annotator_model": "other"}, 11 + 9),
-                               ({"mode": "no_cot"}, 11 + 18)]:
+                               ({"base_url": "http://other/v1"}, 11 + 18),
+                               ({"mode": "no_cot"}, 11 + 27)]:
         summary = work(**settings)
         assert len(server.requests) == requests
     bill = sum(usd(*billed) for billed in server.billed)
@@ -444,10 +583,11 @@ def test_a_function_with_a_fault_ends_the_run_and_loses_no_reply(work, fault):
 
     calls = []
     work.module.judge = judge
-    with pytest.raises((KeyError, InputError), match="absent"):
+    reason = "row-3: (KeyE|SystemE).*test_ask.py, l|row-3: no JSON"
+    with pytest.raises(InputError, match=reason):
         work(rows_of(30), concurrency=8, **JUDGE)
     kept = {row["id"] for row in read_jsonl(work.output.with_name("f.jsonl.journal"))}
-    assert kept == {*calls} - {"row-3"} and 1 < len(calls) < 30
+    assert kept - {"row-3"} == {*calls} - {"row-3"} and 1 < len(calls) < 30
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -457,7 +597,7 @@ def test_a_function_with_a_fault_ends_the_run_and_loses_no_reply(work, fault):
 def test_invalid_flags_send_no_request(server, monkeypatch, tmp_path, flags, message):
     write_rows(tmp_path / "rows.jsonl", rows_of(2))
     words = f"--task ultrafeedback --data {{}}/rows.jsonl --output {{}}/f.jsonl {flags}"
-    words = words.replace("{}", str(tmp_path)).split()
+    words = [word.replace("{}", str(tmp_path)) for word in words.split()]
     assert message in error_message("annotate.py", *words)
     monkeypatch.setenv("OPENAI_API_KEY", "sk\n")
     assert "OPENAI_API_KEY" in error_message("annotate.py", *words[:6])
@@ -500,8 +640,8 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     assert text.count("response: the [+cat+]") == 3 == text.count("critique: It is so.")
     assert "the [+cat+] 1 [+and the+] dog sat [-here-]\n" in text
     assert text.split("critiques of ")[1].splitlines() == [
-        "4 responses: 0 give no reward, 0 cannot be read; of the tokens, 38% are good and 12% "
-        "poor", "12 quotes found, for example 'cat'", "4 quotes ambiguous, for example 'the'",
+        "4 responses, 0 unreadable: 38% of the tokens are good and 12% poor",
+        "12 quotes found, for example 'cat'", "4 quotes ambiguous, for example 'the'",
         "8 quotes inside a word, for example 'ca'", "4 quotes unmatched, for example 'a bird'"]
 
 
@@ -510,8 +650,8 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     (["ca"], ["og"], "quotes are inside a word .such as 'ca' and 'og'", "whole words"),
     (["the"], [], "quotes are ambiguous .such as 'the'", "more words"),
     (["cat"], ["cat"], "quotes are conflicting .such as 'cat'", "one list only"),
-    (["the cat sat on the dog"], [], "praise or blame all words", "leave out the others"),
-    ([], [], "the critiques quote nothing", "return passages")])
+    (["the cat sat on the dog"], [], "around all words", "leave out"),
+    ([], [], "0 quotes are around no whole word", "return passages")])
 def test_feedback_that_cannot_teach_is_refused_with_its_remedy(work, good, poor, cause, remedy):
     """Nothing is written, so that no phase continues with it."""
     work.module.judge = lambda row, response: Feedback("It is so.", good, poor)
@@ -520,3 +660,134 @@ def test_feedback_that_cannot_teach_is_refused_with_its_remedy(work, good, poor,
         work([{"id": str(i), "prompt": "p", "response": "the cat sat on the dog"}
               for i in range(4)], **JUDGE)
     assert not work.output.exists()
+
+
+# ── A function or mode of the user that raises, returns something else, or was edited
+
+@pytest.fixture()
+def my_task(tmp_path, monkeypatch):
+    """A function (source of helper.py, source of my_task.py) that writes both."""
+    def write(helper, source="from helper import judge"):
+        (tmp_path / "helper.py").write_text(helper)
+        (tmp_path / "my_task.py").write_text(source)
+        for name in ("my_task", "helper"):
+            sys.modules.pop(name, None)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write("judge = None")
+    yield write
+    for name in ("my_task", "helper"):
+        sys.modules.pop(name, None)
+
+
+MINE = {"annotator_function": "my_task:judge"}
+KEYS = ".*'textual_feedback', 'good_spans', 'poor_spans'"
+
+
+@pytest.mark.parametrize("body, message", [
+    ("return row['absent']", "--annotator_function my_task:judge, row row-1: "
+                             "KeyError: 'absent' .*helper.py, line 4"),
+    ("from annotate import ground; ground(5, 6)", "AttributeError: .*helper.py, line 4"),
+    ("import json; json.loads(5)", "row-1: TypeError: .*helper.py, line 4"),
+    ("return {'critique': {1}}", "row-1: TypeError"),
+    *[(f"return {value}", f"1 unusable replies in a row, the last for row-1: {reason}{KEYS}")
+      for value, reason in (
+          ("None", "no JSON"), ("{}", "no JSON"), ("{'good': []}", "good"),
+          ("{'critique': 'c', 'good_spans': [], 'bad_spans': ['a']}", "bad_spans"),
+          ("{'good_spans': ['a']}", "the reply has no critique"),
+          ("{'critique': 'c', 'good_spans': 'a'}", "quotes must be a list"))]])
+def test_a_function_that_raises_or_has_wrong_keys_is_one_line(work, my_task, body, message):
+    """It has the function, the row, the error, and the user's own file and line."""
+    my_task(f"def judge(row, response):\n    if row['id'] != 'row-1':\n"
+            f"        return {{'critique': 'c', 'good_spans': []}}\n    {body}\n")
+    with pytest.raises(InputError, match=message) as error:
+        work(rows_of(3), **MINE)
+    assert "epeat the command" not in str(error.value)
+
+
+def test_a_text_of_a_function_that_cannot_be_read_is_a_failure_of_its_row(work, my_task):
+    my_task("def judge(row, response):\n    return 'text'\n")
+    with pytest.raises(InputError, match="3 responses have no.*change the function") as error:
+        work(rows_of(3), **MINE)
+    assert "epeat the command" not in str(error.value)
+
+
+def test_a_mode_that_raises_is_one_line(work, server):
+    """A ValueError says that the reply is unusable."""
+    def read(example, reply):
+        if example["id"] == "row-1":
+            raise KeyError("absent")
+        raise ValueError("no labels")
+
+    work.module.MINE = Mode("", {"good_spans": ["…"]}, read)
+    with pytest.raises(InputError, match="--mode module_of_the_test:MINE, row row-1: "
+                                         "KeyError: 'absent' .*test_ask.py, line"):
+        work(rows_of(2), mode="module_of_the_test:MINE")
+    with pytest.raises(InputError, match="row-0: no labels"):
+        work(rows_of(1), mode="module_of_the_test:MINE")
+
+
+@pytest.mark.parametrize("name, near", [
+    ("my_task:juge", "similar: judge;"), ("cots", "similar: cot;"),
+    ("my_task:zzz", "similar: nothing;")])
+def test_a_name_that_is_near_is_offered(my_task, name, near):
+    my_task("def judge(row, response): pass")
+    with pytest.raises(InputError, match=near):
+        load_object("--mode", name, Mode, {"cot": None})
+
+
+def test_no_file_in_the_current_directory_replaces_a_package(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("TASK = 1")
+    (tmp_path / "my_own.py").write_text("TASK = 2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "json")
+    assert load_object("--task", "my_own:TASK") == 2
+    with pytest.raises(InputError, match="no attribute 'TASK'"):
+        load_object("--task", "json:TASK")
+
+
+def test_a_function_that_cannot_be_imported_has_the_line_of_its_file(my_task):
+    my_task("x = 1\nx = y\n")
+    with pytest.raises(InputError, match="NameError: .*helper.py, line 2"):
+        Function("my_task:judge")
+
+
+@pytest.mark.parametrize("source", [
+    "import helper\njudge = len", "def judge(*_):\n    import os, helper as h",
+    "from helper import (\n    judge)", "import part.deep\njudge = len"])
+def test_an_edit_of_a_file_that_is_imported_makes_another_function(my_task, tmp_path, source,
+                                                                   monkeypatch):
+    """Not an edit of a file that it does not import. Scripts of this project do not count."""
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "__init__.py").write_text("")
+    (tmp_path / "part" / "deep.py").write_text("import helper")
+    (tmp_path / "other.py").write_text("")
+    my_task("from annotate import Feedback\njudge = len", source)
+    before = Function("my_task:judge").source
+    assert [*before][0] == "my_task.py"
+    assert {"helper.py", "other.py"} & {*before} == {"helper.py"}
+    (tmp_path / "helper.py").write_text("judge = max")
+    after = Function("my_task:judge").source
+    assert {file for file in before if before[file] != after[file]} == {"helper.py"}
+    assert {path.stem for path in SCRIPTS} == TOP
+    assert [*Function("toy:critique").source] == ["__init__.py"]
+    monkeypatch.setattr("data.SCRIPTS", {tmp_path / "helper.py"})
+    imported_files.cache_clear()
+    assert "helper.py" not in Function("my_task:judge").source
+
+
+def test_replies_of_a_function_under_the_key_of_the_fifth_version_are_used(work, my_task):
+    """That version hashed the function's file alone."""
+    my_task("def judge(row, response):\n    raise SystemExit('asked')")
+    with pytest.raises(InputError, match="asked"):
+        work(rows_of(2), **MINE)
+    config = AnnotateConfig(task="ultrafeedback", **MINE)
+    asked = annotation_questions(config, work.output.parent.parent / "rows.jsonl",
+                                 get_task("ultrafeedback"))
+    reply = json.dumps({"critique": "c", "good_spans": ["plot"]})
+    write_rows(f"{work.output}.journal", [WHOLE | {"key": question.old_key, "reply": reply}
+                                          for question in asked])
+    with pytest.warns(UserWarning, match="fifth version"):
+        assert "2 responses with feedback" in work(**MINE)

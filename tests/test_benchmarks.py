@@ -7,15 +7,17 @@ no namespaces.
 import json
 import math
 from itertools import cycle
+from textwrap import indent
 
 import numpy as np
 import pytest
 import torch
-from data import InputError
+from data import InputError, read_rows
 from helpers import SLOW
 from measures import benchmarks
-from measures.benchmarks import (arc_scores, choice_logprobs, code_prompt, code_scores, execute,
-                                 extract_code, read_arc, read_problems)
+from measures.benchmarks import (Problem, arc_scores, choice_logprobs, code_prompt,
+                                 code_scores, execute, extract_code, read_arc,
+                                 read_problems)
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
         'def grow(x: int) -> int:\n    """One more."""\n')
@@ -96,6 +98,67 @@ def test_the_program_is_in_fenced_blocks_and_may_use_names_of_the_prompt(respons
     names = {}
     exec(extract_code(response, problem(tmp_path)), names)
     assert [names["grow"](x) for x in (1, 5)] == [2, 6]
+
+
+SQUARE = "def f(n):\n    return n * n\n"
+TESTS = "assert f(3) == 9\nassert set([f(2)]) == {4}"
+HIDDEN = Problem("t", 'def f(n):\n    """n²"""\n', 'def f(n):\n    """n²"""\n', "", "")
+OPEN = Problem("t", "Square it.", "", "", TESTS)
+
+
+@pytest.mark.parametrize("answer", [
+    f"{SQUARE}~~~", f"1. So:\n{indent(f'```py{chr(10)}{SQUARE.rstrip()}```', '   ')}",
+    f"Sure (I'll square:\n\nimport math\nand\n{SQUARE}It's O(1).", f"<code>\n{SQUARE}</code>",
+    f"[PYTHON]\n{SQUARE}[/PYTHON]\n[TESTS]\nassert f(3) == 6\n[/TESTS]", f"\ufeff{SQUARE}",
+    f"```python\ndef f(n):\n    retrun 0\n```\nMended:\n```python\n{SQUARE}```",
+    f"```\n{SQUARE}```\nprints\n```\nthree (3)\n```",
+    f"{SQUARE}\nfor n in (1, 2): assert f(n) == 0",
+    f"```python\nn = int(input())\n{SQUARE}print(f(n))\n```", f"{SQUARE}\nassert f(",
+    f"def check(n): raise ValueError(f(n))\n{SQUARE}check(2)\nNote: this\nreturn",
+    f"import unittest\n{SQUARE}class T(unittest.TestCase):\n    x = f(1)\nunittest.main()",
+    f"```python\nimport sys\n{SQUARE}if __name__ == '__main__':\n    sys.exit(f(2))\n```",
+    "def f(n):\n    return TWICE * g(n)\ndef g(n):\n    return n * n / 2\nTWICE = 2",
+    "memo = [0] * 99\nfor i in range(99): memo[i] += i * i\ndef f(n): return memo[n]\nmemo[0]",
+    "try: from math import prod\nexcept ImportError: prod = 1\nf = lambda n: prod([n, n])",
+    "from __future__ import annotations\nfrom math import *\ndef f(n): return floor(n * n)",
+    f"{SQUARE}\nUse it:\n```python\nprint(f(int(input())))\n```",
+    "def f(n): return g(n)\ndef g(n): return n * n\nassert g(2) == 5",
+    "m = {}\ndef f(n): return m.get(n, n * n)\nm[3] = input()\nif __name__[0]: m[3] = 0",
+    "import sys\nsys.setrecursionlimit(5000)\ndef f(n): return n * n + deep(2000)\n"
+    "def deep(n): return n and deep(n - 1)",
+    f"{SQUARE}```\nUse it:\n```python\nprint(f(input()))\n```"])
+@pytest.mark.parametrize("task", [HIDDEN, OPEN])
+def test_of_an_answer_only_what_the_function_needs_is_run(answer, task):
+    names = {"__name__": "solution"}
+    exec(extract_code(answer, task), names)
+    assert names["f"](3) == 9 and names["f"](7) == 49
+
+
+@pytest.mark.parametrize("body", [
+    "    return n * n", "return n * n", "x = n\n    return x * n", "  x = n\n  return x * n",
+    "```python\n    return n * n\n```\nIt squares.", "    return n * n\n\nIt squares."])
+def test_an_answer_may_be_the_body_of_the_function(body):
+    names = {}
+    exec(extract_code(body, HIDDEN), names)
+    assert names["f"](3) == 9
+
+
+@pytest.mark.parametrize("answer", [
+    "I cannot.", "def g(n):\n    return n * n", f"{SQUARE}def f(n):\n    return 0",
+    "def f(n):\n    print 'x'\n    return n * n", "x" + "(" * 999, "f\0"])
+def test_no_answer_is_mended(answer):
+    """An error inside of the function stays, and the last definition counts."""
+    names = {}
+    with pytest.raises((AssertionError, NameError, SyntaxError, TypeError, ValueError)):
+        exec(extract_code(answer, HIDDEN), names)
+        assert names["f"](3) == 9
+
+
+def test_public_answers(shared):
+    for row in read_rows(shared / "data" / "public_cases" / "code_answers.jsonl"):
+        names = {}
+        exec(extract_code(row["answer"], Problem("", "", row["head"], "", "")), names)
+        assert eval(row["right"], names), row["case"]
 
 
 def agrees(out, expected, atol=0.0, name="f", args=()):
@@ -231,5 +294,3 @@ def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
     scores = arc_scores(rows, 3 * [[-4.0, -2.0, -2.0]])
     assert [(row["accuracy"], row["accuracy_norm"]) for row in scores] == [
         (0, 1), (1, 0), (0, 0)]
-    with pytest.raises(InputError, match="ARC row q: .* not finite"):
-        arc_scores(rows, 3 * [[-1.0, math.nan, -1.0]])

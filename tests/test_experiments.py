@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections import Counter
+import shlex
 from itertools import product
 from statistics import mean
 
@@ -140,14 +141,15 @@ DENSE = "experiments.modes:DENSE"
     (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
     (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
-    """It gives every unique quote its true label. Reasoning such as "The city Oslo was Berlin,
-    wrong." is in z or not."""
+    """It gives every unique quote its true label. Reasoning with the facts of the post, such as
+    "The writer lives in Oslo, not in Berlin.", is in z or not."""
     kinds, reasons = set(), 0
     for row in toy.rows("train", 40):
         text = faulty(row)
         feedback, grounding = read(mode, critic(row, text), text)
         assert feedback.critique and not grounding.unmatched
-        reasons += " was " in feedback.critique
+        facts = map(toy.plain, row["facts"].values())
+        reasons += any(fact in feedback.critique for fact in facts)
         truths = marks(row, text)
         for truth in truths:
             alone = sum(s.start < truth.end and truth.start < s.end for s in truths) == 1
@@ -248,7 +250,7 @@ def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
     ("ppo grpo", "compares responses to one prompt: set --responses_per_prompt"),
-    ("grpo --responses_per_prompt 3", "--batch_size must be a multiple of 3")])
+    ("grpo --responses_per_prompt 3", "^--batch_size must be a multiple of 3$")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
     assert re.search(message, error_message("experiments.baselines", *flags))
@@ -403,7 +405,7 @@ def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys)
         (result,) = read_rows(out / "result.json")
         assert 0 <= min(part["fact accuracy"] for part in (result["before"], result["after"]))
         output = capsys.readouterr().out
-        assert f"eval.py --adapter {out}/policy" in output
+        assert shlex.join(["eval.py", "--adapter", f"{out}/policy"]) in output
         assert (out / "policy" / "adapter_model.safetensors").exists()
         return output
 

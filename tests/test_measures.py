@@ -7,21 +7,21 @@ the encoders and texts of this file; its dependencies would double the test pack
 import json
 import math
 import random
-import re
+import shutil
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, Page, run_main
+from helpers import ROOT
 from loopback import loopback
 
 from annotate import Feedback, Span
 from data import InputError, write_rows
 from measures import judge, metrics, spans
 from measures.metrics import bleu_counts, bootstrap, corpus, interval, load_encoder
-from measures.spans import audit, compare, figures, words
+from measures.spans import compare, figures, label_table, words
 from model import add_lora, encode_prompt, use_lora
 
 WORDS = ("the The a cat CAT cat's sat on mat it's 3.5 1,000 1,000.50 $5 .5 5. -3 2-3 x-y -- … "
@@ -119,7 +119,7 @@ def test_bert_score_is_that_of_the_package(encoders, pairs, name):  # Table 2
     assert metrics.BERT_SCORE_LAYERS == stored["layers"]
 
 
-def test_the_layer_is_known_or_given(encoders, monkeypatch):
+def test_the_layer_is_known_or_given_and_no_pickle_is_read(encoders, monkeypatch, tmp_path):
     for layer in (":x", ":4", ""):
         with pytest.raises(InputError, match="no layer .*bert:LAYER with a layer from 0"):
             load_encoder(f"{encoders / 'bert'}{layer}")
@@ -127,6 +127,13 @@ def test_the_layer_is_known_or_given(encoders, monkeypatch):
         load_encoder(encoders / "nowhere")
     monkeypatch.setitem(metrics.BERT_SCORE_LAYERS, "bert", 2)
     assert load_encoder(encoders / "bert")[2] == 2
+    copy = shutil.copytree(encoders / "bert", tmp_path / "bert")
+    torch.save({}, copy / "x.bin")
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"x": "x.bin"}}))
+    with pytest.raises(InputError, match="cannot load .*bert: ValueError: .* is a pickle"):
+        load_encoder(copy)
 
 
 # ── metrics.py: metrics.perplexity, pass@k and intervals
@@ -284,7 +291,7 @@ def test_a_sign_that_no_row_has_gets_no_metrics():
     assert [(r["reason"] is None, r["reply"]) for r in rows] == [(1, reply), (0, "so")]
     assert shares["poor_exact"] == [(1, 1), (0, 0)] and json.dumps(shares)
     assert not any(name.startswith("good") for name in shares)
-    assert [line[0] for line in tables[-1][2]] == [f"poor, quarter {k}" for k in (1, 2, 3, 4)]
+    assert [title.split(":")[0] for title, *_ in tables] == ["Table 6", "Table 15, §3.3"]
 
 
 def test_the_text_of_a_span_must_match_its_offsets():
@@ -295,12 +302,12 @@ def test_the_text_of_a_span_must_match_its_offsets():
     for bad in (span(5, 10, 1) | {"text": "rocket"}, [0, 1, 1], span(0, 11, 1), span(1, 1, 1),
                 span(-1, 1, 1), span(0, 1, 0), span(0, "1", 1)):
         with pytest.raises(InputError, match="row r7: .* not a valid span"):
-            audit([row(), rocket | {"spans": [bad]}])
+            label_table([row(), rocket | {"spans": [bad]}])
 
 
-def lines(rows, name):
-    """{first cell: the other cells} of the table with this name in its title."""
-    (_, _, cells), = [table for table in audit(rows, None) if name in table[0]]
+def lines(rows):
+    """{first cell: the other cells} of Table 15."""
+    _, _, cells = label_table(rows)
     return {first: values for first, *values in cells}
 
 
@@ -308,52 +315,13 @@ def test_table_15_counts_quotes_and_labelled_words():  # Table 15, §3.3
     rows = [row(unmatched=["dog"], good_spans=["cat", "dog"]),
             row(unmatched=["dog", "dog"], poor_spans=["dog", "mat", "dog"], ambiguous=2),
             {"response": "a b", "spans": []}]                    # a row without quotes
-    table = lines(rows, "Table 15")
+    table = lines(rows)
     assert table["ambiguous quotes"] == [2, 3 + 4, pytest.approx(200 / 7)]
     assert table["unmatched quotes"] == [3, 3 + 4, pytest.approx(300 / 7)]
     rows = [row("a b c d e f g h", ["a b", "c"], ["c", "h"]), row("x y", [], ["y"])]
-    table = lines(rows, "§3.3")                        # "c" is good and poor, so it counts as 0
+    table = lines(rows)                        # "c" is good and poor, so it counts as 0
     names = "good words", "poor words", "labelled words"
     assert [table[name] for name in names] == [[n, 10, 10.0 * n] for n in (2, 2, 4)]
-
-
-def test_tables_18_and_19_by_the_quartiles_of_good_and_of_poor_spans():  # Tables 18 and 19
-    """Spans of 1 to 4 words; the first three words are good, and the next two are poor."""
-    text = "ab cd ef gh ij kl"
-    good, poor = ([span(0, 3 * n - 1, label) for n in range(1, 5)] for label in (1, -1))
-    annotated = row(text, (), ()) | {"spans": good + poor}
-    gold = [span(0, 8, "good"), span(9, 14, "poor")]
-    table = lines([annotated | {"gold_spans": gold}], "Table 18")
-    for k, high in enumerate((1.75, 2.5, 3.25, 4), 1):
-        share = 100 * min(k, 3) / k
-        assert table[f"good, quarter {k}"] == [high, 1, pytest.approx(share)]
-        assert table[f"poor, quarter {k}"] == [high, 1, pytest.approx(100 - share)]
-    assert lines([annotated], "Table 18")["good, quarter 1"] == [1.75, 1, None]
-
-
-def test_tables_12_and_14_count_both_replies_in_one_unit_and_the_bill():  # Tables 12 and 14
-    rows = [row("cat mat", usd=0.001), row("cat mat", critique="It is it.", usd=None),
-            {"response": "a", "spans": []}, row("cat mat", usd=0.004)]
-    table = lines(rows, "Table 12")
-    quotes = '{"good_spans": ["cat"], "poor_spans": ["mat"]}'
-    dense = ('{"labels": [{"word": "cat", "label": "good"}, '
-             '{"word": "mat", "label": "poor"}]}')
-    for name, form in (("reply with spans", quotes), ("reply with a label a word", dense)):
-        n = len(re.findall(r"\w+|[^\w\s]", f"c It is it. c {3 * form}"))
-        assert table[name] == [3, n / 3, n]
-    assert table["thousandths of a USD"] == [2, 2.5, 5.0]
-
-
-def test_the_script_prints_the_tables_and_writes_a_page(tmp_path, capsys, shared):  # Figure 2
-    file = tmp_path / "f.jsonl"
-    write_rows(file, [row("🏠 cat sat </b>", ["🏠 cat", "sat"], ["</b>"], critique="A </b>"),
-                      {"response": "y", "spans": [], "reason": "cut off"}])
-    run_main("--audit", file, "--tokenizer", shared / "models" / "stories260K", module=spans)
-    printed = capsys.readouterr().out
-    assert "Table 19: tokens of a span" in printed and "1 rows without feedback" in printed
-    page = Page((tmp_path / "f.jsonl.html").read_text())
-    tags = [(a["title"], text) for a, text in page.all("span")[3:]]        # after the legend
-    assert tags == [("+1", "🏠 cat"), ("+0", " "), ("+1", "sat"), ("+0", " "), ("-1", "</b>")]
 
 
 # ── judge.py
@@ -380,7 +348,20 @@ CASES = [
     ("pair", "Neither [[A]] nor another word", "no verdict"),
     ("single", "It says “I earn [[10]] here” itself. I give [[2]]", 2.0),
     ("single", "> [[9]]\nNo, [[3]]", 3.0), ("single", "```\n[[9]]\n```\nNo: [[3]]", 3.0),
-    ("single", "He's '[[9]]'. [[3]]", 3), ("single", "So:\n```\n[[9]]", "no verdict")]
+    ("single", "He's '[[9]]'. [[3]]", 3), ("single", "So:\n```\n[[9]]", "no verdict"),
+    # Reasoning without an end is not read; the word alone is no reasoning.
+    *[("single", text, "no verdict") for text in ("<think>so [[1]]", "Ok\n <thinking>\n[[1]]",
+                                                  "<think>a</think>\n<think>[[1]]")],
+    ("single", "Its <think> tag is open. [[4]]", 4),
+    # The last line may be in quotation marks, as in FastChat's prompt.
+    *[("pair", text, 1.0) for text in (
+        '"[[A]]"', 'A is better.\n"[[A]]"', 'A\n\nFinal verdict: "[[A]]".', "So.\n`[[A]]`",
+        "**A is better.**\n\nMy verdict is:\n\n**“[[A]]”**", 'B says "[[B]]".\n"[[A]]"')],
+    ("single", 'Good.\n"Rating: [[5]]"', 5), ("single", '[[4]] first.\n"[[5]]"', "differ"),
+    *[("single", text, "no verdict") for text in (       # these quote the answer
+        'It ends with\n"[[10]]"', 'It ends with:\n\n"[[10]]"', '**It says:**\n\n"[[10]]"',
+        'Its last line is "Rating: [[10]]"', 'Bad.\n> "[[10]]"', 'Bad.\n```\n"[[10]]"',
+        'Bad.\nThe answer: "[[10]]"')]]
 
 
 def test_verdicts_are_parsed_and_never_guessed(shared):

@@ -1,6 +1,7 @@
 """model.py and checkpoints, tested against autograd, PEFT and transformers."""
 
 import json
+import math
 import os
 import shutil
 from contextlib import suppress
@@ -17,7 +18,7 @@ from helpers import IDS, ROOT, flip_bit, logits_of, prompts_of, randomise, refus
 from model import (ADAPTER_FILES, LoRALinear, add_lora, encode_answer, encode_prompt, eos_ids,
                    load_lora, load_model, response_hidden, save_lora, target_layers, use_lora)
 from runtime import checkpointed, checkpoints, load_tensors, save_tensors
-from sampling import generate, head_weight, pad_batch
+from sampling import Decoder, generate, head_weight, pad_batch
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 FORMAT = {"format": "pt"}
@@ -195,7 +196,11 @@ REFUSED = [
     (WEIGHTS, edit(lambda x: next(iter(x.values())).fill_(torch.nan)), "expected finite numb"),
     (WEIGHTS, Path.unlink, "is missing"), (CONFIG, cut, f"{CONFIG} is missing or damaged"),
     (CONFIG, edit(lambda x: x.pop("r")), f"{CONFIG} is missing or damaged (KeyError('r'))"),
-    (CONFIG, edit(lambda x: x.update(lora_alpha=[])), f"{CONFIG} is missing or damaged (Type")]
+    (CONFIG, edit(lambda x: x.update(lora_alpha=[])), f"{CONFIG} is missing or damaged (Type"),
+    *[(CONFIG, edit(lambda x, r=r: x.update(r=r)), f"r is {r!r} and lora_alpha 7")
+      for r in (4.0, True, 0, -3)],
+    *[(CONFIG, edit(lambda x, alpha=alpha: x.update(lora_alpha=alpha)), f"lora_alpha {alpha!r}")
+      for alpha in (math.nan, math.inf, -1e300)]]
 
 
 @pytest.mark.parametrize("file, damage, message", REFUSED, ids=[row[2] for row in REFUSED])
@@ -225,17 +230,30 @@ def turn_into_pickle(path):
     path.unlink()
 
 
+def turn_into_indexed_pickle(path):
+    """The same, but an index of safetensors files names the pickle."""
+    names = dict.fromkeys(load_file(path), "pytorch_model.bin")
+    turn_into_pickle(path)
+    index = {"metadata": {}, "weight_map": names}
+    path.with_name(MODEL + ".index.json").write_text(json.dumps(index))
+
+
 MODEL = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 FAR = edit(lambda x: x["model"]["vocab"].update({"<far>": 2000}))     # after a gap in the ids
 
 
 @pytest.mark.parametrize("file, damage, message", [
-    ("", shutil.rmtree, "give --model a hub id or a directory"), (MODEL, cut, "cannot load"),
+    ("", shutil.rmtree, "no such directory; give --model a hub id or a Hugging"),
+    (MODEL, cut, "cannot load"),
     (MODEL, turn_into_pickle, "cannot load a model"),
     (MODEL, edit(lambda x: x.pop(UP)),     # transformers would draw random numbers
      f"weights are missing, such as {UP}"),
-    (MODEL, edit(lambda x: x[UP].fill_(torch.nan)), "the logits are not finite"),
+    (MODEL, turn_into_indexed_pickle, "a file of weights is a pickle"),
+    (MODEL, edit(lambda x: x[UP].fill_(torch.nan)), f"{UP} is not finite"),
+    *[(MODEL, edit(lambda x, bad=bad: x[EMBEDDING][500, 3].fill_(bad)),  # a row of no prompt
+       f"{EMBEDDING} is not finite") for bad in (torch.nan, -torch.inf)],
     ("config.json", edit(lambda x: x.update(model_type="own", auto_map={
         "AutoConfig": "own.OwnConfig"})), "custom code"),
     ("tokenizer.json", FAR, "the tokenizer has 2001 tokens and the model 960"),
@@ -252,6 +270,10 @@ def test_what_an_architecture_cannot_do_is_refused(tmp_path, toy_model):
     for cap in (5.0, None):
         folder = save_tiny(tmp_path / str(cap), "Gemma2", final_logit_softcapping=cap, **gemma)
         refused("soft cap", load_model, folder) if cap else load_model(folder, device="cpu")
+    refused("a bloom model, is unusable", load_model, save_tiny(tmp_path / "bloom", "Bloom"))
+    linear = save_tiny(tmp_path / "linear")
+    edit(lambda x: x.update(layer_types=2 * ["linear_attention"]))(linear / "config.json")
+    refused("a llama model, is unusable", load_model, linear)
     gpt2, _ = load_model(save_tiny(tmp_path / "gpt2", "GPT2"))
     refused("GPT2LMHeadModel has no linear layer named up", target_layers, gpt2, ["up_proj"])
     model, _ = toy_model
@@ -260,8 +282,19 @@ def test_what_an_architecture_cannot_do_is_refused(tmp_path, toy_model):
     limit = model.config.max_position_embeddings
     refused(f"prompt has {limit - 2} tokens", generate, model, [[5], [5] * (limit - 2)], 3)
     assert len(generate(model, [[5] * (limit - 1)], 1)[0]) == 1
-    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    refused("linear_attention", generate, model, [[5, 6]], 3)
+
+
+@pytest.mark.parametrize("change", [
+    lambda mask, positions: (torch.zeros_like(mask), positions),             # padding is seen
+    lambda mask, positions: (mask, 0 * positions),
+    lambda mask, positions: (mask, positions + (positions == positions.max()))])   # of one row
+def test_a_decoding_step_that_is_not_the_forward_pass_is_found(tmp_path, monkeypatch, change):
+    path = save_tiny(tmp_path, "OPT", ffn_dim=48, word_embed_proj_dim=32)
+    load_model(path, device="cpu")
+    right = Decoder.last_hidden
+    monkeypatch.setattr(Decoder, "last_hidden", lambda self, ids, *arguments: right(
+        self, ids, *change(*arguments)))
+    refused("a opt model, is unusable: ValueError: sampling with", load_model, path)
 
 
 # ── Prompts and answers
@@ -296,7 +329,8 @@ TURNS = [{"role": role, "content": text} for role, text in
     (loop("{{ m.content | e }}"), TURNS, "it leaves out a user turn; change it, or `policy_p"),
     ("{{ messages[-1].content }}", TURNS, "it leaves out a system turn"),
     ("{{ raise_exception('no system') }}", TURNS, "refuses the turns: no system"),
-    ("Today: {{ date_string }} {{ messages[0].content }}", "Hi", "Today: 26 Jul 2024 Hi")])
+    ("Today: {{ date_string }} {{ messages[0].content }}", "Hi", "Today: 26 Jul 2024 Hi"),
+    ("{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}", "Hi", "2024-07-26 Hi")])
 # Table 5
 def test_a_chat_template_is_used_where_there_is_one(toy_model, template, prompt, text):
     """A template that refuses or loses a turn is named. A date is the same on any day."""

@@ -36,6 +36,10 @@ from runtime import all_sum, run_phase, token_groups
 from sampling import generate, head_weight, pad_batch, token_logprobs
 
 
+if os.name == "nt":
+    pytest.skip("the ranks are forks of one process", allow_module_level=True)
+
+
 # ── Runs on two ranks
 
 def become_rank(rank, port):
@@ -267,6 +271,7 @@ def run_rank(rank, port, path, folder):
     runtime.stop_ranks()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatch):
     """190 MB in files of 30 MB, with an untied head and recomputed activations.
 

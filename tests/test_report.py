@@ -27,6 +27,7 @@ def test_tokens_are_marked_by_their_sign_in_runs_and_lose_no_text(monkeypatch): 
     assert colour_tokens(tokens, delta) == coloured
     monkeypatch.setenv("NO_COLOR", "1")
     assert colour_tokens(tokens, delta) == "The [+big cat+] [-flew-] \n"
+    assert colour_tokens(["a\x1b[2J\t\n\x9b1A"], [1]) == "[+a[2J\t\n1A+]"      # no escapes
 
 
 def test_tables_are_aligned_and_absent_figures_are_dashes():

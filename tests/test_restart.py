@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+from dataclasses import replace
 from itertools import count
 from multiprocessing import get_context
 from pkgutil import resolve_name
@@ -20,12 +21,13 @@ from safetensors.torch import load_file
 import policy
 import report
 import reward_model
-from data import InputError
+from data import InputError, write_rows
 from helpers import (ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, flip_bit, kill_after, read_jsonl, run_main, toy_config)
+                     error_message, flip_bit, kill_after, needs_posix, read_jsonl, run_main,
+                     toy_config)
 from model import load_model, lora_parameters
 from reward_model import z_loss
-from runtime import checkpoints, load_tensors
+from runtime import checkpoints, load_tensors, save_settings
 
 REWARD = "reward/adapter/adapter_model.safetensors"
 
@@ -76,6 +78,7 @@ def run_and_die(out, name, number):
     run_main(*SMALL, "--output_dir", out)
 
 
+@needs_posix
 def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp_path):
     for name, number in KILLS:
         process = get_context("fork").Process(target=run_and_die, args=(tmp_path, name, number))
@@ -111,8 +114,7 @@ def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, phase_3,
 def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3, tmp_path, spy,
                                                                          capsys, monkeypatch):
     """Every tenth iteration prints its sample."""
-    monkeypatch.setattr(report, "MOST_UNREADABLE", 1.0)
-    monkeypatch.setattr(report, "MOST_EQUAL", 1.0)
+    monkeypatch.setattr(report, "check_critiques", lambda *_: "")
     tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
             "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
     started = []
@@ -203,6 +205,7 @@ DAMAGES = {
         STOPPED | {"metrics.jsonl": append('{"iteration": 9, "x": "δ'.encode()[:-1]),
                    "samples.jsonl": append(b"\0" * 99), ".result.json.new": append(HALF)},
         ["metrics.jsonl, line", "samples.jsonl, line", "resumed after step 4"]),
+    "no config.json": (STOPPED | {"config.json": remove}, ["resumed after step 4"]),
     "no result": ({"result.json": remove}, ["resumed after step 4"])}
 
 
@@ -220,15 +223,60 @@ def test_a_damaged_run_is_named_and_ends_with_the_same_bits(unbroken, phase_3, t
 @pytest.mark.parametrize("files, message", [
     ({"config.json": zeros}, "config.json, line 1: not rows of JSON"),
     ({"after_samples.jsonl": zeros}, "after_samples.jsonl, line 1: not rows of JSON"),
-    ({"after_samples.jsonl": remove}, "after_samples.jsonl: not rows of JSON"),
+    ({"after_samples.jsonl": remove}, "after_samples.jsonl is missing"),
     ({"feedback.jsonl": remove, "responses.jsonl": append(HALF)}, "responses.jsonl, line 121"),
     (IN_PHASE_2 | {"feedback.jsonl": append(HALF)}, "feedback.jsonl, line 121: not rows of"),
+    ({"config.json": append(b'{"version": 5}\n')}, "was written by version 5"),
     ({"config.json": lambda path: path.write_text('{"train": {}, "torch": "2.13"}')},
      "was written by version 4 of this project; choose another --output_dir")])
 def test_a_damaged_run_without_a_way_out_is_refused(finished_run, tmp_path, files, message):
     """Also one of the fourth version."""
     out = damaged_copy(finished_run, tmp_path, files)
     assert re.search(message, error_message("text2grad.py", *SMALL, "--output_dir", out))
+
+
+@pytest.mark.parametrize("old, new", [
+    ('"kl"', '"kl2"'), ('"iteration": 1', '"iteration": "1"'), ('"kl": ', '"kl": "x", "x": ')])
+def test_a_row_of_metrics_of_another_shape_is_named(unbroken, phase_3, tmp_path, capsys, old,
+                                                    new):
+    """In a finished run, which prints its result again, and in one that continues."""
+    def change(path):
+        path.write_text(path.read_text("utf-8").replace(old, new, 1), "utf-8")
+
+    for number, files in enumerate(({}, {"result.json": remove})):
+        out = damaged_copy(unbroken, tmp_path / str(number), files | {"metrics.jsonl": change})
+        run_main(*phase_3, "--output_dir", out)
+        assert "metrics.jsonl, line 1: skipping corrupt line" in capsys.readouterr().out
+
+
+def test_a_lost_config_is_written_anew_only_if_a_checkpoint_has_the_same_settings(
+        unbroken, phase_3, tmp_path):
+    for number, (files, flags) in enumerate([
+            ({}, ["--temperature", 0.5]),
+            (dict.fromkeys(["checkpoint-000003.safetensors", "checkpoint-000004.safetensors"],
+                           remove), [])]):
+        out = damaged_copy(unbroken, tmp_path / str(number), files | {"config.json": remove})
+        with pytest.raises(InputError, match="has lost config.json"):
+            run_main(*phase_3, "--output_dir", out, *flags)
+        gc.collect()
+
+
+def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warning(
+        tmp_path, capsys):
+    """Also: the remedies --timeout and --skip_failed are allowed; the fifth version's hash."""
+    config = toy_config(output_dir=str(tmp_path))
+    files = {"my_task.py": "1" * 64, "helper.py": "2" * 64}
+    save_settings(config, tmp_path, function_files=files)
+    (tmp_path / "responses.jsonl").touch()
+    with pytest.raises(InputError, match="settings .helper.py was edited: restore it, or give "
+                       "a policy as --adapter.; choose another --output_dir$") as error:
+        save_settings(config, tmp_path, function_files=files | {"helper.py": "3" * 64})
+    assert "111" not in str(error.value) and "333" not in str(error.value)
+    row, = read_jsonl(tmp_path / "config.json")
+    write_rows(tmp_path / "config.json", [row | {"commit": "old", "function_hash": "4" * 64}])
+    changed = replace(config, timeout=1.0, skip_failed=True)
+    save_settings(changed, tmp_path, function_files=files)
+    assert "warning: commit was old, is " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damages, file", [
@@ -258,7 +306,7 @@ def test_metrics_and_state_are_json_alone(unbroken):
     kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
     assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
     _, state = load_tensors(unbroken / "checkpoint-000004.safetensors")
-    assert state.keys() == {"step", "beta", "shown"} and state["step"] == 4
+    assert state.keys() == {"step", "beta", "shown", "binds"} and state["step"] == 4
 
 
 # ── Harmful steps

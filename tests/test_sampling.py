@@ -157,6 +157,17 @@ def test_every_token_is_the_one_its_uniform_says(base):  # Alg. 4 l.11
             assert row == [int((c <= u).sum()) for u, c in zip(us, cdf)]
 
 
+@pytest.mark.parametrize("kind, options", [
+    ("GPT2", {}), ("GPTNeoX", {}), ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32)),
+    ("OPT", dict(ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False))])
+def test_families_that_order_their_arguments_otherwise_are_sampled(tmp_path, kind, options):
+    """Greedy tokens are those of the uncached model, for prompts of unequal length."""
+    model, _ = load_model(save_tiny(tmp_path, kind, **options), device="cpu")
+    for prompt, row in zip([IDS, IDS[:3]], generate(model, [IDS, IDS[:3]], 9, temperature=0)):
+        greedy = logits_of(model, prompt + row).argmax(-1).tolist()
+        assert row == greedy[len(prompt) - 1 : -1]
+
+
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 40,
             "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 4.4, 4.8, 5.2]}
 

@@ -5,8 +5,8 @@ Verdicts are tested with `unsafe`, because some machines do not support the isol
 
 import json
 import os
-import pwd
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -23,6 +23,8 @@ from helpers import ROOT, SLOW, error_message, run_main
 from measures import sandbox
 from measures.sandbox import REASON, SandboxError, add_outcomes, code_of
 
+if os.name == "nt":
+    pytest.skip("the sandbox needs Linux", allow_module_level=True)
 run_python = partial(sandbox.run_python, unsafe=True)
 
 INCREMENT = "def f(x):\n    return x + 1\n"
@@ -164,6 +166,13 @@ def test_memory_is_limited():
     assert status(code, "assert f()", memory_mb=600) == "passed"
 
 
+def test_a_crash_calls_no_handler_of_the_host():
+    """For Linux, a core limit of 1 byte means this. A limit of 0 cannot be raised."""
+    code = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CORE))"
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    assert run_python(code, "assert True").stderr == ("(1, 1)\n" if hard else "(0, 0)\n")
+
+
 def test_endless_output_is_stopped_and_its_end_kept():
     result = run_python("print('x' * 100_000 + 'end')", "assert True")
     assert result.passed and result.stderr == "x" * (REASON - 4) + "end\n"
@@ -198,10 +207,15 @@ PART = "def g(x):\n    return x\n"
     (INCREMENT, f"```\n{INCREMENT}```\nprints\n```text\n2 is out\n```"),
     (INCREMENT, f"```code\n{INCREMENT}```"),
     (INCREMENT, f"```python\n{INCREMENT}```\n```python\n>>> f(1)\n2\n```"),
+    *[(INCREMENT, text) for text in (              # no clean fence
+        f"{INCREMENT}```", f"\ufeff{INCREMENT}", f"```\n{INCREMENT.rstrip()}```",
+        f"So (see 1.:\n\n{INCREMENT}\nIt's done.", f"<code>\n{INCREMENT}</code>",
+        f"if needed:\n{INCREMENT}", f"{INCREMENT}\ndef g(x):\n    return (x")],
+    *[(text, text) for text in ("def f(:\n    pass", "f\0", "(" * 999, "Say \ud800 so")],
     (SHOWN, f"````python3\n{SHOWN}````"),
     (PART + INCREMENT, f"First\n```python\n{PART}```\nthen\n```python\n{INCREMENT}```")])
-def test_the_program_is_the_text_in_code_fences_or_else_the_whole_text(program, text):
-    """A fence inside a string of the program does not count."""
+def test_the_program_is_the_text_in_code_fences_or_else_the_python_of_the_text(program, text):
+    """A fence inside a string of the program does not count. A broken program stays."""
     lines = [line for line in code_of(text).split("\n") if line]
     assert lines == [line for line in program.split("\n") if line]
 
@@ -361,8 +375,10 @@ def outside():
     folder = Path("/var/tmp", f"outside-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir()
     folder.chmod(0o777)
+    umask = os.umask(0o022)
     (folder / "key").write_text("sk-secret")
     yield folder
+    os.umask(umask)
     shutil.rmtree(folder)
 
 
@@ -380,7 +396,7 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
     (outside / "temporary").chmod(0o777)
     python = sys.executable if user is None else "/usr/bin/python3"
     identity = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    home = pwd.getpwuid(os.getuid() if user is None else user).pw_dir
+    home = os.path.expanduser("~" if user is None else "~nobody")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         code = code.format(outside=[str(outside), home, "/tmp", "/etc", "/"],
@@ -403,12 +419,38 @@ def test_an_attack_ends_in_time_does_not_pass_and_leaves_nothing(name, user, out
 @pytest.mark.parametrize("old, new", [
     ("unshare --net", "unshare --no_such_option"), ("tmpfs tmpfs /sys", "tmpfs tmpfs /none"),
     ("mount --rbind", "mount --no_such_option"), ("mount -o remount", "mount --no_such_option"),
+    ("findmnt --list", "no_such_tool --list"), ("findmnt --list", "true --list"),   # no output
     ("chroot $root", "chroot /none"), ("--no-new-privs", "--no_such_option")])
 def test_without_a_layer_nothing_runs_but_with_unsafe(old, new, tmp_path, monkeypatch):
     break_sandbox(tmp_path, monkeypatch, old, new)
     with pytest.raises(SandboxError, match="^no sandbox is available here .*--unsafe_sandbox"):
         sandbox.run_python("x = 1", "assert x == 1")
     assert run_python("x = 1", "assert x == 1").passed
+
+
+@needs_sandbox
+def test_accents_spaces_and_a_narrow_umask_are_no_obstacle(outside):
+    """The command sees the directory, and cannot write to it."""
+    folder = outside / "Zoë s é\\ü"
+    folder.mkdir(0o755)
+    (folder / "file").write_text("seen")
+    previous = os.umask(0o077)
+    try:
+        output = subprocess.run(
+            ["sh", sandbox.FOLDER / "sandbox.sh", "/usr", folder, "sh", "-c",
+             'cat "$0/file"; touch "$0/written"', folder], capture_output=True, text=True,
+            env={"HOME": str(outside)})                        # no locale, as in run_python
+        assert sandbox.run_python("x = 1", "assert x == 1").passed
+    finally:
+        os.umask(previous)
+    assert output.stdout == "seen" and "Read-only" in output.stderr, output.stderr
+
+
+def test_windows_is_told_that_programs_need_linux(monkeypatch):
+    monkeypatch.setattr(os, "name", "nt")
+    with pytest.raises(SandboxError, match="^programs cannot be run on Windows; use Linux$"):
+        run_python("x = 1", "assert x == 1")
+    monkeypatch.undo()
 
 
 @needs_sandbox

@@ -87,10 +87,6 @@ def test_a_study_tunes_continues_and_never_mixes_commits(small, monkeypatch, cap
     assert not small and "All records are of commit new; the code is now newer" in output
     assert "0.520 ± 0.020" in output and "-0.202 ± 0.002 *" in output
     assert f"a: {grid[1]}\n" in output
-    write_rows(studies.RECORDS, [record("dpo", 0, .5)])
-    with pytest.raises(InputError, match="runs of commit new, and the code is now newer"):
-        studies.main()
-    assert not small
 
 
 def test_a_study_of_an_older_commit_prints_its_table_without_git(small, monkeypatch, capsys):
@@ -116,12 +112,9 @@ def test_a_record_that_is_cut_off_or_of_another_form_is_named(small, line, messa
         studies.main()
 
 
-def test_the_commit_is_unknown_without_git(tmp_path, monkeypatch):
-    assert len(studies.code_commit()) >= 7 or studies.code_commit() == "unknown"
-    monkeypatch.setattr(studies, "ROOT", tmp_path)
-    assert studies.code_commit() == "unknown"                            # no repository
+def test_the_commit_is_unknown_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert studies.code_commit() == "unknown"                            # no program
+    assert studies.code_commit() == "unknown"
 
 
 @pytest.mark.parametrize("name", STUDIES)

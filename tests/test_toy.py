@@ -13,9 +13,11 @@ import torch
 import toy
 from annotate import Feedback, read_reply
 from data import InputError, critique_prompt
+from experiments import designs
 from helpers import SLOW
 from model import encode_answer, encode_prompt
 from notebooks import prose
+from toy import build
 from sampling import generate
 
 
@@ -101,18 +103,21 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
 # value: `fact_accuracy` for ROW, `supported_words` for POST
 @pytest.mark.parametrize("row, response, good, poor, said, value, ambiguous", [
     (ROW, "A nurse from York writes that the bike is gone.", ["nurse", "bike"], ["York"],
-     "The city York was New York, wrong.", 2 / 3, 0),
+     "New York", 2 / 3, 0),
     (ROW, "A nurse writes that the bike is gone.", ["nurse", "bike"], [],
-     "The city New York is missing.", 2 / 3, 0),
+     "that the writer lives in New York.", 2 / 3, 0),
     (ROW, "A driver, a nurse from New York lost the bike.", ["nurse", "New York", "bike"],
-     ["driver"], "The job driver was nurse, wrong.", 2 / 3, 0),
+     ["driver"], "he writer is a nurse", 2 / 3, 0),
+    # A phrase of a slot that the post does not have.
+    (ROW, "A sad nurse from New York lost the bike.", ["nurse", "New York", "bike"], ["sad"],
+     "that the writer feels sad.", 1, 0),
     # A repeated clause: its fact is quoted once and so ambiguous, and the repetition is poor.
     (ROW, "A nurse comes from New York, comes from New York, as the bike shows.",
      ["nurse", "New York", "bike"], [", comes from New York"],
-     "It says comes from New York twice.", 2 / 3, 1),
+     '"comes from New York"', 2 / 3, 1),
     # The first person: "bike" is good and "my bike" is poor, so "bike" gets 0.
     (ROW, "A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
-     "It speaks of my bike as the writer.", 1, 0),
+     '"my bike"', 1, 0),
     # In prose, words that the post does not have are poor. Words of it, also inflected, words
     # about posts, and facts are not.
     (POST, "My sister did so, did so in March.", ["sister", "March"], [", did so"], "", 1, 0),
@@ -134,16 +139,56 @@ def test_what_the_critic_says(row, response, good, poor, said, value, ambiguous)
     assert grounding.ambiguous == ambiguous and not grounding.unmatched
 
 
-def test_critiques_fit_the_limits_of_the_toy_run(toy_model):
-    """max_new_tokens, max_critique_tokens, and the context, with prompt and instruction."""
+def prose_of(rows):
+    """(row, draft, the annotator's reply without its JSON) of rows."""
+    for row in rows:
+        text = toy.write_draft(row["facts"], random.Random(row["id"]))
+        yield row, text, toy.critique(row, text).partition("\n{")[0]
+
+
+def test_the_annotator_has_several_wordings_and_keeps_to_them():
+    """Each sentence is used, and the same response gets the same ones again."""
+    said = Counter()
+    for row, text, words in prose_of(toy.rows("train", 400)):
+        assert toy.critique(row, text).startswith(words)
+        for name in ("RIGHT", "WRONG", "TWICE", "FIRST_PERSON"):
+            for number, sentence in enumerate(getattr(toy, name)):
+                fixed = max(re.split(r"{\w*}", sentence[1:]), key=len)
+                said[name, number] += fixed in words
+    assert all(said.values()), said
+    assert len(toy.RIGHT) == len(toy.WRONG)          # or the first words betray the verdict
+
+
+def test_the_base_has_not_seen_a_sentence_of_the_annotator():
+    """Neither in an answer of the exercises nor in the tokenizer's training text."""
+    rng = random.Random(0)
+    rows = [row for n in toy.LENGTHS for row in toy.rows("base", 30, 0, n)]
+    sentences = {sentence for _, _, words in prose_of(rows)
+                 for sentence in re.split(r'(?<=[.?]) (?=[A-Z])', words)}
+    texts = "\n".join(build.tokenizer_texts(0) + [
+        text for _ in range(3000) for text in build.exercise(rng)])
+    assert len(sentences) > 300 and "May" not in sentences
+    assert [sentence for sentence in sentences if sentence in texts] == []
+    fixed = [part for sentences in (toy.RIGHT, toy.WRONG, toy.MISSING, toy.TWICE)
+             for sentence in sentences for part in re.split(r"{\w*}", sentence)
+             if len(part) > 8]
+    assert [part for part in fixed if part in texts] == []
+
+
+def test_critiques_fit_the_limits_of_the_toy_runs(toy_model):
+    """max_new_tokens, max_critique_tokens, and the context, with prompt and instruction; z has
+    75 tokens on average at one sentence."""
     _, tokenizer = toy_model
-    rng = random.Random(1)
-    for row in toy.rows("train", 400):
-        text = toy.write_draft(row["facts"], rng)
-        x = encode_prompt(tokenizer, critique_prompt(toy.prompt(row), text))
-        z = encode_answer(tokenizer, toy.critique(row, text))
-        assert len(encode_answer(tokenizer, text)) <= 32
-        assert len(z) <= 96 and len(x) + len(z) <= 256
+    for task, length in ((toy.TASK, 1), (designs.LONG, 4)):
+        sizes = []
+        for row in toy.rows("train", 400, 0, length):
+            text = toy.write_draft(row["facts"], random.Random(row["id"]))
+            x = encode_prompt(tokenizer, critique_prompt(toy.prompt(row), text))
+            sizes.append(len(encode_answer(tokenizer, toy.critique(row, text))))
+            assert len(encode_answer(tokenizer, text)) <= task.settings["max_new_tokens"]
+            assert sizes[-1] <= task.settings["max_critique_tokens"]
+            assert len(x) + task.settings["max_critique_tokens"] <= 512
+        assert length > 1 or mean(sizes) <= 75
 
 
 @pytest.mark.parametrize("length", [1, 2])

@@ -196,7 +196,7 @@ def said_twice(response: str) -> list[tuple[str, str]]:
     The quote is the second occurrence with its comma, for example ", opened it".
     """
     repeats = re.finditer(r"(\b\w[\w ]{5,}), \1(?!\w)", response)
-    return [(f"It says {match[1]} twice.", f", {match[1]}") for match in repeats]
+    return [(say(TWICE, response, match[1]), f", {match[1]}") for match in repeats]
 
 
 def faults(response: str) -> list[tuple[str, str]]:
@@ -206,7 +206,7 @@ def faults(response: str) -> list[tuple[str, str]]:
     """
     first_person = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
     return said_twice(response) + [
-        (f"It speaks of {match[0]} as the writer.", match[0]) for match in first_person]
+        (say(FIRST_PERSON, response, match[0]), match[0]) for match in first_person]
 
 
 # ── Words
@@ -236,6 +236,39 @@ def content_words(text: str) -> list[re.Match]:
 
 # ── The annotator
 
+# How a sentence states a fact. What stands behind the bar also stands alone: "not in June".
+STATEMENTS = {
+    "person": "it was |the {}", "month": "it happened |in {}", "reply": 'the answer was |"{}"',
+    "job": "the writer is |a {}", "city": "the writer lives |in {}",
+    "thing": "the writer lost |the {}", "feeling": "the writer feels |{}",
+    "plan": "the writer wants |to {}", "friend": "the writer talks |to the {}",
+    "price": "it had cost |{}", "place": "it stood |in the {}", "donor": "it came |from the {}"}
+
+# What the annotator says. {fact} states the fact of the post, {phrase} is the summary's.
+RIGHT = ["{fact}, as the summary says.", "{fact}, and the summary says so."]
+WRONG = ["{fact}, not {phrase}.", "{fact}, but the summary says {phrase}."]
+UNFOUNDED = ["the post does not say that {}.", "nobody says that {}."]
+MISSING = ["it leaves out that {}.", "it does not say that {}."]
+TWICE = ['it says "{}" twice.', 'why is "{}" said twice?']
+FIRST_PERSON = ['it says "{}", as if the writer spoke.', 'a summary should not say "{}".']
+
+
+def say(sentences: list[str], response: str, text: str, **phrases: str) -> str:
+    """One of the sentences about a text of the response, with the text and phrases in it.
+
+    A hash of response and text chooses it: random, and always the same.
+    """
+    choice = zlib.crc32(f"{response}|{text}".encode()) % len(sentences)
+    sentence = sentences[choice].format(text, **phrases)
+    return sentence[0].upper() + sentence[1:]
+
+
+def state(slot: str, value: str) -> tuple[str, str]:
+    """A phrase as people write it ("in June"), and its statement ("it happened in June")."""
+    verb, _, phrase = STATEMENTS[slot].format(plain(value)).partition("|")
+    return phrase, verb + phrase
+
+
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
     """(position, slot, phrase, annotator's sentence, whether it is right) of each phrase.
 
@@ -246,8 +279,9 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
         raise ValueError("toy annotator: the response is empty; only text can be judged")
     judgements = {}                                                # by phrase
     for start, slot, phrase in said_facts(response):
-        fact = row["facts"].get(slot, "nothing")
-        judgement = start, slot, phrase, verdict(slot, phrase, fact), phrase == fact
+        fact = row["facts"].get(slot)
+        sentence = verdict(slot, phrase, fact, response)
+        judgement = start, slot, phrase, sentence, phrase == fact
         judgements.setdefault(phrase, judgement)                   # `faults` reports repeats
     return list(judgements.values())
 
@@ -268,7 +302,7 @@ def critique(row: dict, response: str, remarks=None) -> str:
         slots.add(slot)
         sentences.append(sentence)
         spans["good_spans" if is_right else "poor_spans"].append(phrase)
-    sentences += [f"The {slot} {plain(fact)} is missing."
+    sentences += [say(MISSING, response, state(slot, fact)[1])
                   for slot, fact in row["facts"].items() if slot not in slots]
     for sentence, quote in remarks:
         sentences.append(sentence)
@@ -281,10 +315,13 @@ def plain(value: str) -> str:
     return value.rstrip(".")
 
 
-def verdict(slot: str, value: str, fact: str) -> str:
-    """A sentence with the summary's phrase, the post's fact and, at the end, the judgement."""
-    return (f"The {slot} {plain(value)} was {plain(fact)}, "
-            f"{'right' if value == fact else 'wrong'}.")
+def verdict(slot: str, value: str, fact: str | None, response: str) -> str:
+    """The sentence on a phrase of the response, beside the post's fact if it has one."""
+    phrase, statement = state(slot, value)
+    if fact is None:
+        return say(UNFOUNDED, response, statement)
+    return say(RIGHT if value == fact else WRONG, response, value, phrase=phrase,
+               fact=state(slot, fact)[1])
 
 
 NUMBERS = "no", "one", "two", "three", "four"
@@ -304,7 +341,7 @@ TASK = Task(
     truth={"fact accuracy": fact_accuracy}, rows=rows,
     settings={
         "model": "toy/base", "annotator_function": "toy:critique", "annotated_rows": 3000,
-        "eval_rows": 200, "max_critique_tokens": 96,
+        "eval_rows": 200, "max_critique_tokens": 104,
         "reward_epochs": 2, "reward_batch_size": 16, "reward_learning_rate": 5e-3,
         "reward_lora_r": 32, "reward_lora_alpha": 64, "reward_max_tokens": 512,
         "iterations": 18, "batch_size": 64, "minibatch_size": 64, "ppo_epochs": 4,

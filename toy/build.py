@@ -3,12 +3,13 @@
     python -m toy.build [DIRECTORY]      # by default toy/base; see toy/README.md for the time
 
 The tokenizer is a byte-level BPE; the model is a Llama with 0.68 million parameters. It is
-trained by cross-entropy on answers to four instructions in equal parts. One is to summarise a
-post; its answers contain errors, some of which are more likely than the truth. The other three
-are reading exercises with correct answers: quote named facts as JSON, check named facts of a
+trained by cross-entropy on answers to four instructions. One is to summarise a post; its
+answers contain errors, some of which are more likely than the truth. The other three are
+reading exercises with correct answers: quote named facts as JSON, check named facts of a
 response against the post, and compare pairs of facts. They stand in for what the paper's
 Llama-3.1-8B-Instruct already knows. R_φ still has to learn to write a whole critique and to
-choose spans by its judgement, because the training data has neither.
+choose spans by its judgement, because the training data has neither: no sentence of the
+annotator is an answer, nor is it in the tokenizer's training text.
 """
 
 import json
@@ -30,40 +31,61 @@ from model import encode_answer, encode_prompt, response_hidden
 from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
-STEPS = 1400            # of training, with 64 exercises each
-COMPARE_FIRST = 350     # the first steps have only "compare": then the others are learnt faster
+STEPS = 2200            # of training, with 32 exercises each
+EASY_STEPS = 250        # the first steps have only "compare" with the first of the ANSWERS
+
+# What "check" and "compare" answer if the summary keeps a fact, and if not. The annotator has
+# other sentences and other words for right and wrong (toy.RIGHT and toy.WRONG).
+ANSWERS = [
+    ("{slot}: {summary} against {post}, same.", "{slot}: {summary} against {post}, another."),
+    ("{slot}: {post} stays.", "{slot}: {post} turns into {summary}.")]
+# Words besides those of the exercises that the tokenizer learns.
+WORDS = "right wrong correct missing twice answer true instead happened sounds repeats reader"
 
 
-def exercise(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> tuple[str, str]:
-    """(prompt, answer) of a random exercise, from a row of the base split."""
-    kind = rng.choice(kinds)
-    length = rng.choice((1, 2, 2, 3, 4) if kind == "summarise" else (1, 2, 2))
+def exercise(rng: random.Random, easy_share: float = 0.0) -> tuple[str, str]:
+    """(prompt, answer) of a random exercise, from a row of the base split.
+
+    easy_share: share of the exercises "compare" with the first of the ANSWERS, without quotes.
+    """
+    kind = rng.choice(KINDS)
+    is_easy = rng.random() < easy_share
+    if is_easy:
+        kind = "compare"
+    length = rng.choice((1, 2, 2, 3, 4))
     row = toy.rows("base", 1, rng.getrandbits(64), length)[0]
     facts = row["facts"]
     if kind == "summarise":
         return toy.prompt(row), toy.write_draft(facts, rng)
     stated = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
     response = toy.write_summary(stated, rng, 0.5)
+    faults = [quote for _, quote in toy.faults(response)]
     if kind == "quote":
-        faults = [quote for _, quote in toy.faults(response)]
         texts = [(f"Post: {row['post']}", facts, []),
                  (f"Response: {response}", stated, faults)]
         return quotation(*rng.choice(texts), rng)
-    slots = rng.sample(list(facts), rng.randint(min(3, len(facts)), len(facts)))
+    slots = rng.sample(list(facts), min(len(facts), rng.randint(3, 6)))
     if kind == "compare":
         facts = {slot: rng.choice(values) for slot, values in toy.SLOTS.items()}
         stated = {slot: other_fact(slot, fact, rng) for slot, fact in facts.items()}
         slots = rng.sample(list(facts), 7)
-    answer = [toy.verdict(slot, stated[slot], facts[slot]) for slot in slots]
-    if kind == "check":
-        if rng.random() < 0.75:
-            slots.append("style")
-            answer += [sentence for sentence, _ in toy.faults(response)]
-        return (f"{toy.prompt(row)}\n\nResponse: {response}\n\n"
-                f"Check the {', the '.join(slots)}.", " ".join(answer))
-    pairs = "; ".join(f"{slot} {toy.plain(stated[slot])}, {toy.plain(facts[slot])}"
-                      for slot in slots)
-    return f"Compare: {pairs}.", " ".join(answer)
+    form = rng.choice(ANSWERS)
+    mark = rng.choice(("", '"'))
+    if is_easy:
+        form, mark = ANSWERS[0], ""
+    pairs = [(slot, toy.plain(stated[slot]), toy.plain(facts[slot])) for slot in slots]
+    answers = [form[value != fact].format(
+        slot=slot, summary=f"{mark}{value}{mark}", post=f"{mark}{fact}{mark}")
+        for slot, value, fact in pairs]
+    if kind == "compare":
+        pairs = "; ".join(f"{slot} {value}, {fact}" for slot, value, fact in pairs)
+        return f"Compare: {pairs}.", " ".join(answers)
+    if rng.random() < 0.75:
+        slots.append("style")
+        answers += [f"{quote[2:]}: again." if quote[0] == "," else f"{quote}: first person."
+                    for quote in faults]
+    return (f"{toy.prompt(row)}\n\nResponse: {response}\n\nDoes the summary say what the post "
+            f"says? Check the {', the '.join(slots)}.", " ".join(answers))
 
 
 def other_fact(slot: str, fact: str, rng: random.Random) -> str:
@@ -96,30 +118,35 @@ def quotation(text: str, facts: dict[str, str], faults: list[str],
             f"Quote in poor_spans: {names['poor']}.", json.dumps(lists))
 
 
-def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on posts, summaries and critiques to encode these briefly."""
+def tokenizer_texts(seed: int) -> list[str]:
+    """What the tokenizer is trained on: posts, summaries, exercises and single words."""
     rng = random.Random(seed)
-    texts = []
+    texts = [f" {word}" for word in toy.FUNCTION_WORDS + WORDS.split()] * 300
     for length in toy.LENGTHS:
         for row in toy.rows("base", 1500, seed, length):
             summary = toy.write_draft(row["facts"], rng)
             texts += exercise(rng)
-            texts += [critique_prompt(toy.prompt(row), summary), toy.critique(row, summary)]
+            texts.append(critique_prompt(toy.prompt(row), summary))
+    return texts
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that encodes the `tokenizer_texts` briefly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=960, special_tokens=["<pad>", "<eos>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(tokenizer_texts(seed), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
         clean_up_tokenization_spaces=False, model_max_length=512)
 
 
 def learning_share(step: int) -> float:
-    """Learning rate factor: warm-up, constant up to step COMPARE_FIRST, then cosine to 0."""
-    decayed = max(0, step - COMPARE_FIRST) / (STEPS - COMPARE_FIRST)
+    """Learning rate factor: warm-up, constant up to step EASY_STEPS, then cosine to 0."""
+    decayed = max(0, step - EASY_STEPS) / (STEPS - EASY_STEPS)
     return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
 
@@ -134,12 +161,13 @@ def main(directory: Path, seed: int = 0):
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
         tie_word_embeddings=True, rope_theta=10000.0, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-3, weight_decay=0.01,
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01,
                                   betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_share)
     for step in tqdm(range(STEPS), desc="toy base"):
-        kinds = KINDS if step >= COMPARE_FIRST else ("compare",)
-        pairs = [exercise(rng, kinds) for _ in range(64)]
+        # The comparison is learnt at once if it stands alone; the rest is added bit by bit.
+        easy_share = 1 if step < EASY_STEPS else max(0.15, 0.9 * (700 - step) / 450)
+        pairs = [exercise(rng, easy_share) for _ in range(32)]
         pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
         pairs.sort(key=lambda pair: sum(map(len, pair)))
         n_tokens = sum(len(answer) for _, answer in pairs)
@@ -151,7 +179,7 @@ def main(directory: Path, seed: int = 0):
             loss = F.cross_entropy(logits, batch[2][mask], reduction="sum") / n_tokens
             loss.backward()
             total_loss += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
