@@ -32,7 +32,7 @@ CRITIC = "reward_model"            # who judges the policy's answers; or "annota
 ROWS = 1500                        # posts of all three phases
 RANK = 16                          # r of LoRA
 ALPHA = 32                         # α of LoRA
-REWARD_STEPS = 188
+REWARD_STEPS = 400                 # gradient steps of R_φ
 REWARD_BATCH = 8                   # rows in a step of R_φ
 REWARD_RATE = 4e-3                 # learning rate of φ; all learning rates fall to 0
 ITERATIONS = 10
@@ -64,9 +64,8 @@ def generate_dual_feedback(row, response):
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    A quote that stands twice in y gives no reward, because nobody knows which one is meant.
-    annotate.py does this too, but there "car" is not in "scared", and two quotes may mean two
-    places. Left out: other white space, other quotation marks, other forms of the JSON.
+    A quote that stands twice in y gives no reward: nobody knows which one is meant. Left out:
+    whole words ("car" is in "scared"), a quote that is repeated, other forms of the JSON.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -113,10 +112,8 @@ class LoRA(nn.Module):
 
 
 def with_lora(base):
-    """A copy of the frozen base in which each linear layer but the head has a LoRA.
-
-    The LoRA is a parametrization of PyTorch: whoever reads `layer.weight`, W, gets LoRA(W).
-    """
+    """A copy of the frozen base, with a LoRA in each linear layer but the head."""
+    # A parametrization of PyTorch: whoever reads `layer.weight` gets LoRA(W) instead of W.
     model = copy.deepcopy(base)                          # left out: one base for all adapters
     for layer in [*model.model.modules()]:
         if isinstance(layer, nn.Linear):
@@ -200,12 +197,11 @@ def write_critiques(reward_model, rows, responses):
 def print_agreement(base, reward_model, rows):
     """Compare the −1 of R_φ with those of the annotator. Left out: the +1, and intervals."""
     y, responses = sample(base, [*map(toy.prompt, rows)], RESPONSE_TOKENS)
-    critiques = (write_critiques(critic, rows, responses) for critic in (None, reward_model))
-    poor, called_poor = (torch.cat([*map(pseudo_rewards, y, responses, z)]) < 0
-                         for z in critiques)                                     # all y_t
+    critiques = [write_critiques(critic, rows, responses) for critic in (None, reward_model)]
+    delta = [torch.cat([*map(pseudo_rewards, y, responses, z)]) for z in critiques]
+    poor, called_poor = delta[0] < 0, delta[1] < 0                               # of all y_t
     found = (poor & called_poor).sum()
-    print(f"R_φ: precision {found / called_poor.sum():.3f} and recall {found / poor.sum():.3f} "
-          "of the poor tokens")
+    print(f"R_φ: precision {found / called_poor.sum():.3f}, recall {found / poor.sum():.3f}")
 
 
 # ── §3.5, Algorithm 4, policy.py: π_θ learns from δ'
@@ -272,8 +268,8 @@ def optimize_policy(base, reward_model, rows):
         if iteration % 3 == 0:
             facts = sum(map(toy.fact_accuracy, batch, responses)) / BATCH
             print(f"\niteration {iteration}: {facts:.3f} of the facts")
-            signs = delta[0].tolist()
-            coloured = [COLOURS[d] + text for d, text in zip(signs, token_texts(y[0]))]
+            words = zip(delta[0].tolist(), token_texts(y[0]))
+            coloured = [COLOURS[sign] + word for sign, word in words]
             print(batch[0]["post"], "".join(coloured) + COLOURS[0], z[0], sep="\n")
     return policy                                                                # l.33
 

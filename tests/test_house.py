@@ -242,9 +242,8 @@ def test_the_method_runs_without_all_that_measures_it(tmp_path):
     left_out = ("eval.py", "tiny.py", "measures", "experiments", "bench", "notebooks", "tests",
                 "runs", "*.html", ".*", "__pycache__")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(*left_out))
-    flags = ["--annotated_rows=60", "--reward_epochs=3", "--reward_held_out=1",
-             "--iterations=1", "--batch_size=4", "--minibatch_size=4", "--ppo_epochs=1",
-             "--eval_rows=4", "--output_dir=out"]
+    flags = ["--annotated_rows=120", "--iterations=1", "--batch_size=4", "--minibatch_size=4",
+             "--ppo_epochs=1", "--eval_rows=4", "--output_dir=out"]
     process = subprocess.run([sys.executable, "text2grad.py", *flags], cwd=copy, text=True,
                              capture_output=True)
     assert process.returncode == 0, process.stderr[-2000:]

@@ -6,7 +6,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -86,8 +85,10 @@ for script, *flags in json.loads(COMMANDS):
     sys.argv = [script, *flags]
     sys.stdout.reconfigure(encoding="cp1252")
     file = Path(ROOT, script)
-    code = file.read_text("utf-8").replace("ROWS = 1500", "ROWS = 64")
-    code = code.replace("ITERATIONS = 10", "ITERATIONS = 1")             # of tiny.py
+    code = file.read_text("utf-8")
+    for old, new in ("ROWS = 1500", "ROWS = 64"), ("ITERATIONS = 10", "ITERATIONS = 1"), (
+            '"eval", 200', '"eval", 8'):                                 # of tiny.py
+        code = code.replace(old, new)
     exec(compile(code, file, "exec"), {"__name__": "__main__", "__file__": str(file)})
 from data import InputError
 from runtime import lock_directory
@@ -98,8 +99,8 @@ try:
 except InputError as error:
     print(error)
 '''
-SMALL = ["--annotated_rows=60", "--reward_epochs=3", "--reward_held_out=1", "--iterations=4",
-         "--batch_size=4", "--minibatch_size=4", "--ppo_epochs=1", "--eval_rows=4"]
+SMALL = ["--annotated_rows=120", "--iterations=4", "--batch_size=4", "--minibatch_size=4",
+         "--ppo_epochs=1", "--eval_rows=4"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux imitates Windows through /proc")
@@ -120,7 +121,7 @@ def test_a_killed_run_continues_under_the_rules_of_windows(tmp_path):
                                 "--annotator_function=toy:critique"])
     assert process.returncode == 0, process.stderr.decode()[-3000:]
     output = process.stdout.decode("utf-8")
-    assert "resumed after step 2" in output and "─" in output and "R_φ after 0 rows" in output
+    assert "resumed after step 2" in output and "─" in output and "R_φ" in output
     assert "\033" not in output and "another process is writing to it" in output
     assert len(read_jsonl(tmp_path / "f.jsonl")) == 3
 
@@ -162,7 +163,7 @@ def test_the_tests_are_green_in_the_checkout_of_another_user():
         python = f"/usr/bin/python3.{sys.version_info.minor}"
         options = {"cwd": code, "umask": 0o077, "capture_output": True, "text": True, "env": {
             "PATH": os.defpath, "LC_ALL": "C", "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": sysconfig.get_path("purelib"), "PYTHONDONTWRITEBYTECODE": "1"}}
+            "PYTHONPATH": Path(pytest.__file__).parents[1], "PYTHONDONTWRITEBYTECODE": "1"}}
         other = {"user": 54321, "group": 54321, "extra_groups": []} if os.geteuid() == 0 else {}
         if other and (not Path(python).exists() or subprocess.run(
                 [python, "-c", "import torch"], **options, **other).returncode):

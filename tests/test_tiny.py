@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 
 from annotate import ground, parse_feedback, token_offsets, token_rewards
 from model import add_lora, encode_prompt, load_model, response_hidden, use_lora
-from policy import Rollouts, add_advantages, nl_gradient_loss, ppo_loss, value_loss
+from policy import Rollouts, add_advantages, nl_gradient_loss, ppo_loss
 from reward_model import z_loss
 from sampling import generate, pad_batch, token_logprobs
 
@@ -41,7 +42,7 @@ def test_delta(length):
     for _, y, z in drafts(200, length):
         ids = tiny.TOKENIZER(y).input_ids + [tiny.EOS]
         texts = tiny.token_texts(ids)
-        delta = tiny.pseudo_rewards(texts, tiny.find_spans(y, z)).tolist()
+        delta = tiny.pseudo_rewards(ids, y, z).tolist()
         text, offsets = token_offsets(tiny.TOKENIZER, ids)
         expected = token_rewards(text, offsets, ground(text, parse_feedback(z)).spans)
         assert texts == [text[start:end] for start, end in offsets]
@@ -58,8 +59,12 @@ def test_critiques_without_reward():
         assert tiny.find_spans("a", z) == []
     z = 'Fine. {"good_spans": ["a", "c", 5], "poor_spans": ["b"]}'
     assert tiny.find_spans("a b a", z) == [(2, 3, -1)]
-    spans = (0, 3, 1), (2, 3, -1), (4, 5, 1)
-    assert tiny.pseudo_rewards(["a", " b", "cd"], spans).tolist() == [1, 0, 0]
+    # A token with both labels gets 0, and so does a token that is half inside a span.
+    y = "It was my sister."
+    z = '{"good_spans": ["sister", "It wa"], "poor_spans": ["my sister"]}'
+    ids = tiny.TOKENIZER(y).input_ids
+    assert tiny.token_texts(ids) == ["It", " was", " my", " sister", "."]
+    assert tiny.pseudo_rewards(ids, y, z).tolist() == [1, 0, -1, 0, 0]
 
 
 def test_logprobs_and_sampling(base, monkeypatch):
@@ -81,9 +86,11 @@ def test_logprobs_and_sampling(base, monkeypatch):
 
 
 def test_two_steps_of_adamw_on_lora(base, monkeypatch):
-    monkeypatch.setattr(tiny, "ROWS", 2)
+    monkeypatch.setattr(tiny, "REWARD_STEPS", 2)
     monkeypatch.setattr(tiny, "REWARD_BATCH", 1)
     triples = [(toy.prompt(row), y, z) for row, y, z in drafts(2)]
+    draws = iter(triples)
+    monkeypatch.setattr(tiny.random, "sample", lambda *_: [next(draws)])
     torch.manual_seed(0)
     trained = dict(tiny.train_reward_model(base, triples).named_parameters())
     torch.manual_seed(0)
@@ -112,14 +119,31 @@ def test_rewards_advantages_and_losses(monkeypatch):
                         logprobs_old=old, logprobs_ref=ref, values=values)
     config = SimpleNamespace(gamma=0.9, lam=0.8, value_target="gae")
     add_advantages(rollouts, tiny.BETA, config)                         # with gae and whiten
-    rewards = tiny.add_penalty(delta, old, ref, mask)
-    advantages = tiny.estimate_advantages(rewards, values, mask)
+    advantages = tiny.estimate_advantages(rollouts.rewards, values, mask)
     white = tiny.standardise(advantages, mask)
-    assert_close((rewards, (advantages + values) * mask, white),
-                 (rollouts.rewards, rollouts.returns, rollouts.advantages), atol=1e-5, rtol=0)
+    assert_close(((advantages + values) * mask, white),
+                 (rollouts.returns, rollouts.advantages), atol=1e-5, rtol=0)
     assert_close(tiny.clipped_loss(new, old, white, mask), ppo_loss(new, old, white, mask, 0.3))
-    assert_close(tiny.value_error(new, ref, mask), 2 * value_loss(new, old, ref, mask, 99))
     new = old.clone().requires_grad_()                   # Definition 1, with A_t for δ_t
     loss = nl_gradient_loss(new, white, mask) * len(mask) / mask.sum()
     gradient = torch.autograd.grad(tiny.clipped_loss(new, old, white, mask) - loss, new)[0]
     assert gradient.abs().max() < 1e-12
+
+
+def test_one_iteration_on_rewards_with_a_kl_penalty(base, monkeypatch):
+    """r_t of the second iteration, where π differs from π_ref: against the package's."""
+    monkeypatch.setattr(tiny, "ITERATIONS", 2)
+    monkeypatch.setattr(tiny, "BATCH", 4)
+    calls = {}
+    for name in ("score_tokens", "pseudo_rewards", "estimate_advantages"):
+        function = getattr(tiny, name)
+        monkeypatch.setattr(tiny, name, partial(
+            lambda function, name, *args: calls.setdefault(name, []).append(
+                (args, function(*args))) or calls[name][-1][1], function, name))
+    tiny.optimize_policy(base, None, toy.rows("train", 8))
+    (ref, _, mask), (old, _, _) = (result for _, result in calls["score_tokens"][6:8])
+    rows = [delta for _, delta in calls["pseudo_rewards"][4:]]
+    delta = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    rewards = calls["estimate_advantages"][1][0][0]
+    assert (old - ref)[mask].abs().max() > 1e-4
+    assert_close(rewards, (delta - tiny.BETA * (old - ref)) * mask)

@@ -153,7 +153,7 @@ def test_the_annotator_has_several_wordings_and_keeps_to_them():
         assert toy.critique(row, text).startswith(words)
         for name in ("RIGHT", "WRONG", "TWICE", "FIRST_PERSON"):
             for number, sentence in enumerate(getattr(toy, name)):
-                fixed = max(re.split(r"{\w*}", sentence[1:]), key=len)
+                fixed = max(re.split(r"{\w*}", sentence), key=len)[1:]
                 said[name, number] += fixed in words
     assert all(said.values()), said
     assert len(toy.RIGHT) == len(toy.WRONG)          # or the first words betray the verdict
