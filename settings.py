@@ -163,6 +163,7 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
         1, "responses for a row that has none", least=1)
     preview: int | None = flag(
         None, "only show the critiques of so many responses", least=1)
+    rounds: int = flag(1, "rounds of rejection sampling", least=1)
     eval_rows: int = flag(64, "held-out prompts, judged before and after", least=1)
 
 

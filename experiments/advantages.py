@@ -6,7 +6,7 @@
 `policy.train` accepts a function (rollouts, beta, config) that fills `rewards`, `advantages`
 and `returns` of policy.Rollouts. All functions here use r_t = δ_t − β log π(y_t) / π_ref(y_t).
 R = Σ_t r_t is the reward of a response. A group is --responses_per_prompt responses to one
-prompt. The KL penalty is part of the reward, as in RLOO; GRPO has it in the loss.
+prompt. The KL penalty is part of the reward here; GRPO has it in the loss.
 B responses, T tokens, K responses of a group.
 """
 
@@ -46,27 +46,14 @@ def reward_to_go(rewards, mask, config):
     return whiten(totals, mask)
 
 
-def group_rewards(rewards: Tensor, config) -> Tensor:
-    """R minus the mean R of the group, [B / K, K]."""
-    R = rewards.sum(1).unflatten(0, (-1, config.responses_per_prompt))
-    return R - R.mean(1, keepdim=True)
-
-
 def grpo(rewards, mask, config):
     """A = (R − mean R) / std R of the group, and a weight of 1 per response (2402.03300)"""
-    A = group_rewards(rewards, config)
+    R = rewards.sum(1).unflatten(0, (-1, config.responses_per_prompt))             # [B / K, K]
+    A = R - R.mean(1, keepdim=True)
     A = A / (A.std(1, keepdim=True, correction=0) + 1e-4)       # 0 where all R are equal
     lengths = mask.sum(1, keepdim=True, dtype=torch.float32)                        # [B, 1]
     return A.flatten()[:, None] * lengths.mean() / lengths
 
 
-def rloo(rewards, mask, config):  # noqa: ARG001
-    """A = R minus the mean R of the other responses to the prompt (2402.14740)"""
-    K = config.responses_per_prompt
-    A = group_rewards(rewards, config) * K / (K - 1)
-    return A.flatten()[:, None]                                                     # [B, 1]
-
-
-GROUPED = "grpo", "rloo"
 ADVANTAGES = {function.__name__: without_values(function)
-              for function in (definition_1, reward_to_go, grpo, rloo)}
+              for function in (definition_1, reward_to_go, grpo)}

@@ -5,13 +5,14 @@
     python -m experiments.baselines sft --task slf5k --data rows.jsonl --model MODEL
     python -m experiments.baselines ppo grpo --responses_per_prompt 4
     python -m experiments.baselines late definition_1 --critic annotator
+    python -m experiments.baselines best_tenth --rounds 4
 
 Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
 an advantage function (advantages.py). Designs and advantages change any method that samples
-rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques come
-from phase 1. Preferences are those of the rows (see `recorded_pair`). If the rows have
-none, phase 1 annotates two responses to each prompt, and the chosen one has the larger sum of
-labels.
+rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques come from phase 1,
+and for `rejection` from the annotator. Preferences are those of the rows (see `recorded_pair`).
+If the rows have none, phase 1 annotates two responses to each prompt, and the chosen one has
+the larger sum of labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
@@ -40,11 +41,11 @@ import toy
 from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
                   read_rows, run_script, write_rows)
-from experiments.advantages import ADVANTAGES, GROUPED
+from experiments.advantages import ADVANTAGES
 from experiments.designs import CHANGES, pay_scores, replace_delta, token_scores
 from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
                    save_lora, use_lora)
-from policy import CRITICS, add_advantages, sample_rollouts
+from policy import CRITICS, add_advantages, annotator_critic, sample_rollouts
 from report import print_result
 from reward_model import fit_adapter, write_critiques
 from runtime import WORLD_SIZE, run_phase
@@ -87,9 +88,7 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
 
 def split_pairs(pairs: list[tuple]) -> list[tuple]:
     """Turn B pairs (x, y_w, y_l) into 2B sequences: all (x, y_w), followed by all (x, y_l)."""
-    chosen = [(x, y_w) for x, y_w, _ in pairs]
-    rejected = [(x, y_l) for x, _, y_l in pairs]
-    return chosen + rejected
+    return [(x, y_w) for x, y_w, _ in pairs] + [(x, y_l) for x, _, y_l in pairs]
 
 
 def preference_loss(model, pairs, reference: str | None, beta: float) -> Tensor:
@@ -197,27 +196,21 @@ def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
 def mend(response: str, critique: str) -> str:
     """Correct a response of the toy world as its critique says.
 
-    Removes repeated clauses, replaces the first person and corrects wrong facts.
+    Removes repeated clauses, replaces the first person and corrects wrong facts, where the
+    critique has one of the annotator's sentences about them.
     """
-    for clause in _said(toy.TWICE, critique):
-        response = response.replace(f", {clause}", "", 1)
-    for words in _said(toy.FIRST_PERSON, critique):
-        response = response.replace(words, f"the{words[2:]}")
-    values = "|".join(sorted(map(toy.plain, toy.SLOT_OF), key=len, reverse=True))
-    for wrong in toy.WRONG:
-        # In the place of a phrase or of a statement, its value is read: "in June" is June.
-        form = re.sub(r"\\{\w+\\}", rf'[^.?:]*?\\b({values})"?', re.escape(wrong))
-        is_phrase_first = wrong.index("{phrase}") < wrong.index("{fact}")
-        for first, second in re.findall(form, critique, re.IGNORECASE):
-            phrase, fact = (first, second) if is_phrase_first else (second, first)
-            response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
+    critique = critique.lower()
+    for _, quote in toy.faults(response):
+        words = quote.removeprefix(", ").lower()
+        if any(form.format(words) in critique for form in toy.TWICE + toy.FIRST_PERSON):
+            new = "" if quote[0] == "," else f"the{quote[2:]}"
+            response = response.replace(quote, new, 1)
+    for _, slot, phrase in toy.said_facts(response):
+        for fact in toy.SLOTS[slot]:
+            words = {"phrase": toy.state(slot, phrase)[0], "fact": toy.state(slot, fact)[1]}
+            if any(form.format(**words).lower() in critique for form in toy.WRONG):
+                response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
     return response
-
-
-def _said(sentences: list[str], critique: str) -> list[str]:
-    """The words in the place {} of the annotator's sentences, whatever their first letter."""
-    return [words for sentence in sentences for words in
-            re.findall(re.escape(sentence[1:]).replace(r"\{\}", '([^"]+)'), critique)]
 
 
 REWRITING = Task("rewriting", str)                      # each row of this task is a prompt
@@ -243,19 +236,21 @@ def fit_policy(model, tokenizer, texts, config: Config, out: Path, **loss):
     """Train the policy on texts, by default on (x, y) with the loss −E log π(y|x).
 
     The number of epochs is chosen so that the number of optimizer steps is close to that of
-    Algorithm 4. loss: the arguments `loss_of` and `count_of` of `fit_adapter`. Raises
-    InputError if there are no texts.
+    Algorithm 4, also if all texts fit into one minibatch. loss: the arguments `loss_of` and
+    `count_of` of `fit_adapter`. Raises InputError if there are no texts.
     """
     if not texts:
         raise InputError("no training examples: all sampled responses are empty, or all pairs "
                          "are tied; give more rows with --data, or more --iterations")
-    responses = config.iterations * config.batch_size * config.ppo_epochs
+    steps = (config.iterations * math.ceil(config.batch_size / config.minibatch_size)
+             * config.ppo_epochs)
+    steps_per_epoch = math.ceil(len(texts) / config.minibatch_size)
     settings = replace(
         config, reward_lora_r=config.lora_r, reward_lora_alpha=config.lora_alpha,
         reward_lora_targets=config.lora_targets, reward_lora_dropout=0.0,
         reward_learning_rate=config.learning_rate, reward_weight_decay=0.0,
         reward_batch_size=config.minibatch_size,
-        reward_epochs=max(1, round(responses / len(texts))))
+        reward_epochs=max(1, round(steps / steps_per_epoch)))
     fit_adapter(model, encode_texts(tokenizer, texts), "policy", settings,
                 out=out / "fit-policy", **loss)
 
@@ -288,6 +283,46 @@ def ilf(model, tokenizer, rows, config: Config, out: Path):
     refinements = rewrite(model, tokenizer, triples, config)
     texts = [(row["prompt"], y) for row, y in zip(rows, refinements) if y.strip()]
     fit_policy(model, tokenizer, texts, config, out)
+
+
+def rejection(model, tokenizer, rows, config: Config, out: Path, share: float | None = None):
+    """Rejection sampling: −E log π(y|x) on the policy's own responses that the annotator likes.
+
+    The first responses are those of the base. share: see `keep_best`. Each of the --rounds has
+    an equal part of the --annotated_rows and of the optimizer steps. From the second round on,
+    the responses are those of the policy that the round before has trained. Raises InputError
+    if a round keeps none.
+    """
+    rows = rows[: config.annotated_rows]
+    part_size = max(1, len(rows) // config.rounds)
+    settings = replace(config, iterations=max(1, config.iterations // config.rounds))
+    generator = torch.Generator().manual_seed(config.seed)
+    for i, part in enumerate(chunks(rows, part_size)[: config.rounds]):
+        batch = sample_rollouts(model, tokenizer, part, config, "policy", generator)
+        reviews = annotator_critic(batch, model, tokenizer, config)
+        best = keep_best(reviews, share)
+        print(f"round {i + 1}: {len(best)} of {len(part)} annotated responses are kept")
+        if not best:
+            raise InputError("rejection: no response is without blame, so nothing is trained; "
+                             "the name best_tenth keeps the best tenth of the responses")
+        texts = [(batch.task.policy_prompt(part[k]), batch.texts[k]) for k in best]
+        fit_policy(model, tokenizer, texts, settings, out / f"round_{i + 1}")
+
+
+def keep_best(reviews: list[Review], share: float | None) -> list[int]:
+    """The indices of the responses with the most good spans minus poor spans, best first.
+
+    share: the part of all responses that is kept, at least one; equal ones in their order.
+    None: only those without blame, which have no poor span, and as many good spans as any
+    response has. A response without usable feedback is not kept.
+    """
+    merits = {i: sum(span.label for span in review.spans)
+              for i, review in enumerate(reviews) if not review.reason}
+    best = sorted(merits, key=merits.get, reverse=True)      # stable: keeps the order of ties
+    if share:
+        return best[: max(1, round(share * len(reviews)))]
+    most = max([sum(span.label > 0 for span in reviews[i].spans) for i in best], default=0)
+    return [i for i in best if merits[i] == most > 0]
 
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
@@ -352,14 +387,17 @@ def reflect(rollouts, model, tokenizer, config) -> list[Review]:
 
 # ── The command line
 
-FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo}
+FITTED = {"sft": sft, "ilf": ilf, "reflection": sft, "dpo": dpo, "rejection": rejection,
+          "best_tenth": partial(rejection, share=0.1)}
 METHODS = {
     "text2grad": "Algorithm 4 with critiques of R_φ, or of the annotator: --critic annotator",
     "ppo": "Algorithm 4 with a scalar reward at the last token, −log σ(r_w − r_l)",
     "sft": "supervised fine-tuning on references, −E log π(y*|x)",
     "ilf": "supervised fine-tuning on responses that were rewritten as a critique asks",
     "reflection": "sft; each answer is rewritten as R_φ's critique asks (--reward_model)",
-    "dpo": "−log σ(β(Δ_w − Δ_l)) on preference pairs; β is --kl_coef"}
+    "dpo": "−log σ(β(Δ_w − Δ_l)) on preference pairs; β is --kl_coef",
+    "rejection": "supervised fine-tuning on own responses without blame, in --rounds",
+    "best_tenth": "rejection that keeps the tenth with the most good minus poor spans"}
 NAMES = METHODS | {name: function.__doc__.partition("\n")[0]
                    for name, function in (CHANGES | ADVANTAGES).items()}
 
@@ -392,9 +430,9 @@ def main(argv=None):
         raise InputError(f"{' '.join(names)}: these names exclude each other; choose one of "
                          f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
                          f"{', '.join(FITTED)} stand alone")
-    if {*names} & {*GROUPED} and config.responses_per_prompt < 2:
-        raise InputError(f"{' and '.join(GROUPED)} compare responses to one prompt: set "
-                         f"--responses_per_prompt to 2 or more, such as 4")
+    if "grpo" in names and config.responses_per_prompt < 2:
+        raise InputError("grpo compares responses to one prompt: set --responses_per_prompt to "
+                         "2 or more, such as 4")
     critic = pay_scores if method == "ppo" else CRITICS[config.critic]
     for change in changes:
         critic = replace_delta(critic, change)

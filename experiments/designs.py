@@ -15,6 +15,7 @@ head for the tokens "+" and "-". B rows, T response tokens.
 """
 
 import json
+import random
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 import toy
-from annotate import Review, Span, token_labels
+from annotate import Feedback, Review, Span, parse_feedback, token_labels
 from data import chunks
 from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
@@ -194,6 +195,24 @@ def critique_spans(row: dict, response: str) -> str:
     return quoted(response, "My marks are below.", marks(row, response)).text()
 
 
+NOISE = 0.2                             # share of the quotes in the wrong list
+
+
+def critique_noise(row: dict, response: str) -> str:
+    """The careful critic's reply, but a share of its quotes stands in the wrong list.
+
+    The same response always has the same wrong labels. The prose is not changed.
+    """
+    feedback = parse_feedback(toy.critique(row, response))
+    rng = random.Random(response)
+    good = []
+    poor = []
+    for is_good, quotes in ((True, feedback.good_spans), (False, feedback.poor_spans)):
+        for quote in quotes:
+            (poor if is_good == (rng.random() < NOISE) else good).append(quote)
+    return Feedback(feedback.critique, good, poor).text()
+
+
 def critique_dense(row: dict, response: str) -> str:
     """Reply in mode DENSE: a label for every word (Table 11).
 
@@ -210,6 +229,13 @@ def critique_dense(row: dict, response: str) -> str:
     return json.dumps({"textual_feedback": critique, "labels": labels})
 
 
+def draft_rows(split: str, n: int, seed: int) -> list[dict]:
+    """Rows whose references have the errors of the base's training data."""
+    return [row | {"reference": toy.write_draft(row["facts"], random.Random(row["id"]))}
+            for row in toy.rows(split, n, seed)]
+
+
+DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
 # Posts with summaries of about 80 tokens.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
                settings=toy.TASK.settings | {"max_new_tokens": 112, "max_critique_tokens": 304})

@@ -1,19 +1,25 @@
 """Studies of the paper's claims in the toy world, where the truth is known.
 
-    python -m experiments.studies baselines       # or designs, reasoning, placement, advantages
+    python -m experiments.studies critiques_20    # a name of STUDIES
     python -m experiments.studies                 # all of them
 
 A study is a table of commands: an arm is the words after `python -m experiments.baselines`, so
-it can be copied into a shell, with a seed in place of {seed}. Each arm runs with five seeds. A
-run is a process of one thread, and two of them run at a time. Its record is one line of
-records.jsonl, beside this file, with the commit of the code. Runs that have a record are
-skipped, and a stopped run continues in its directory in runs/studies. To repeat a run, remove
-both.
+it can be copied into a shell, with a seed in place of {seed}. An arm with several commands is
+tuned: all of them run with the TUNING_SEEDS, and the best one runs with the SEEDS. A run is a
+process of one thread, and two of them run at a time. Its record is one line of records.jsonl,
+beside this file, with the commit of the code. All records of a table have the same commit: the
+newest one with all runs of the study, or else the present one. Runs that have a record of the
+present commit are skipped, and a stopped run continues in its directory in runs/studies. To
+repeat a run, remove both. Execute the runs in a clone that stays as it is: a directory of
+another commit would be continued, too.
 
 The figure is the mean accuracy of the facts in responses to held-out posts. Intervals are 95 %
 intervals over seeds by Student's t; differences are paired by seed.
 
-Paper: §3.6, §4.3, §4.5, Tables 1, 2, 3 and 11, Figures 5 and 6, Appendices I and N.
+A record also has the right facts in the rollouts of each iteration (Figures 5 and 6), and the
+metrics of the reward model that the run has trained.
+
+Paper: §3.6, §4.3, §4.5, Tables 1, 2, 3 and 11, Appendices I and N.
 """
 
 import math
@@ -21,75 +27,125 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
 from tqdm import tqdm
 
-from data import InputError, append_row, git, read_rows, run_script, read_log
+from data import InputError, Task, append_row, git, read_log, read_rows, run_script
 from experiments.baselines import split_names
 from report import svg_line, table
 
 # ── The arms
 
-# The fourth version tuned the rates, each on two seeds that give no result here: it tried
-# 3e-4, 1e-3 and 3e-3, then neighbours of the best one, until both neighbours were worse. The
-# rate of V is always .007, so that its factor changes with the rate. Rates without a comment
-# here, .001, are the default of the toy world.
-RATE_3 = "--learning_rate .003 --value_rate_factor 2.333"
-RATE_10 = "--learning_rate .01"                      # of SFT, also used for reflection
-R_PHI = "--reward_model runs/studies/text2grad_{seed}/reward/adapter"
-TRUE = f"--critic annotator {RATE_3}"
-LONG = f"--task experiments.designs:LONG {TRUE}"
-# Ten passes instead of four, tuned together with the rate of the scalar reward model, .001.
-PPO = f"ppo {RATE_3} --reward_epochs 5"
+def tuned(*commands: str) -> list[str]:
+    """Each command with the three rates of the grid. The rate of V is always .007."""
+    return [f"{words.strip()} --learning_rate {rate} --value_rate_factor {factor}"
+            for words in commands
+            for rate, factor in ((".001", "7"), (".003", "2.333"), (".01", ".7"))]
 
 
 def directory(words: str) -> str:
-    """The run directory of an arm; the R_φ of another run is not part of its name."""
-    name = re.sub(r"[^\w.]+", "_", words.partition(" --reward_model")[0])
+    """The run directory of a command. Paths of other runs are not part of its name."""
+    name = re.sub(r"(runs/\S+|[^\w.])+", "_", words).strip("_")
     return f"runs/studies/{name}_{{seed}}"
 
 
-SCALAR = f"--reward_model {directory(PPO)}/reward/adapter"
+LONG = "--task experiments.designs:LONG"
+FEW = "--annotated_rows 400"
+NOISE = "--annotator_function experiments.designs:critique_noise"
+# Two annotators that give no reasons (§4.5)
+VERDICTS = "--annotator_function experiments.designs:critique_no_cot --mode no_cot"
+NO_PROSE = "--annotator_function experiments.designs:critique_spans --mode no_cot"
+# Ten passes instead of four: the fourth version tuned them with the rate of the scalar model.
+SCALAR = "ppo --reward_epochs 5"
+# Runs whose reward model, or whose policy, other runs use. They run before all others.
+MAKERS = ("text2grad", f"text2grad {FEW}", f"text2grad {LONG}", f"text2grad {VERDICTS}",
+          f"text2grad {NO_PROSE}", SCALAR, f"{SCALAR} {FEW}", f"{SCALAR} {LONG}")
+
+
+def with_model(words: str, flags: str = "", maker: str = "text2grad") -> list[str]:
+    """The `tuned` arm "words flags" with the reward model of the maker with these flags."""
+    path = directory(f"{maker} {flags}")
+    return tuned(f"{words} --reward_model {path}/reward/adapter {flags}")
+
+
+JUDGED = 72, 288, 1152                  # responses that the annotator judged
+
+
+def critiques(task: str, **more: str) -> dict[str, list[str]]:
+    """The arms of the study: how much is learned from how many judged responses?
+
+    more: further arms that train on rollouts, as name=words.
+    """
+    arms = {}
+    on_rollouts = {"Text2Grad": "text2grad", "Definition 1": "definition_1",
+                   "sum at the end": "end"} | more
+    for count in JUDGED:
+        for name, words in on_rollouts.items():
+            arms[f"{count}: {name}"] = tuned(
+                f"{words} {task} --critic annotator --iterations 18 --batch_size {count // 18}")
+        rows = f"{task} --iterations 18 --annotated_rows {count}"
+        arms[f"{count}: rejection, once"] = tuned(f"best_tenth {rows}")
+        arms[f"{count}: rejection, iterated"] = tuned(f"best_tenth {rows} --rounds 2",
+                                                      f"best_tenth {rows} --rounds 4")
+    return arms
+
+
+def baselines(budget: str, flags: str) -> dict[str, list[str]]:
+    """The arms of the study: is a critique worth more than other feedback (Tables 2, 3)?"""
+    return {
+        f"{budget}: Text2Grad": with_model("text2grad", flags),
+        f"{budget}: R_φ's sum": with_model("end", flags),
+        f"{budget}: PPO": with_model("ppo", flags, SCALAR),
+        f"{budget}: GRPO": with_model("ppo grpo --responses_per_prompt 4", flags, SCALAR),
+        f"{budget}: DPO": tuned(f"dpo {flags}"),
+        f"{budget}: rejection": tuned(f"best_tenth {flags}", f"best_tenth --rounds 4 {flags}")}
+
+
+TOY = critiques("--task toy")
+TRUE = "--critic annotator --learning_rate .003 --value_rate_factor 2.333"
 STUDIES = {
-    "baselines": {
-        "Text2Grad": "text2grad",
-        "PPO": PPO,
-        "PPO, R_φ's sum": f"end {R_PHI}",
-        "GRPO": f"ppo grpo --responses_per_prompt 4 {RATE_3} {SCALAR}",
-        "RLOO": f"ppo rloo --responses_per_prompt 4 {SCALAR}",
-        "DPO": "dpo --learning_rate .0003",
-        "SFT": f"sft {RATE_10}",
-        "ILF": "ilf --learning_rate .003",
-        "reflection": f"reflection {RATE_10} {R_PHI}"},
-    "designs": {
-        "spans": f"text2grad {TRUE}",
-        "importance": f"importance {TRUE}",
-        "linear decay": "linear_decay --critic annotator",
-        "dense labels": f"text2grad {TRUE} --annotator_function "
-                        "experiments.designs:critique_dense --mode experiments.modes:DENSE"},
+    "critiques_20": TOY,
+    "critiques_80": critiques(LONG, **{"reward-to-go": "reward_to_go"}),
+    "baselines": baselines("3,000", "") | baselines("400", FEW) | {
+        "references: SFT": tuned("sft"),
+        "references: SFT, as wrong as the base": tuned("sft --task experiments.designs:DRAFTS"),
+        "references: ILF": tuned("ilf"),
+        "references: reflection": with_model("reflection")},
+    "long": {
+        "Text2Grad": with_model("text2grad", LONG),
+        "R_φ's sum": with_model("end", LONG),
+        "PPO": with_model("ppo", LONG, SCALAR),
+        "rejection": tuned(f"best_tenth {LONG}", f"best_tenth {LONG} --rounds 4")},
     "reasoning": {
-        "chain of thought": "text2grad",
-        "verdicts alone": "text2grad --annotator_function experiments.designs:critique_no_cot "
-                          "--mode no_cot",
-        "no prose": "text2grad --annotator_function experiments.designs:critique_spans "
-                    "--mode no_cot"},
-    "placement": {
-        "20 tokens: at its place": f"text2grad {TRUE}",
-        "20 tokens: at the end": f"end {TRUE}",
-        "80 tokens: at its place": f"text2grad {LONG}",
-        "80 tokens: at the end": f"end {LONG}"},
+        "chain of thought": with_model("text2grad"),
+        "verdicts alone": with_model("text2grad", VERDICTS),
+        "no prose": with_model("text2grad", NO_PROSE)},
+    "noise": {
+        "Text2Grad: true labels": TOY["1152: Text2Grad"],
+        "Text2Grad: 20 % wrong": tuned(f"text2grad --critic annotator {NOISE}"),
+        "rejection: true labels": TOY["1152: rejection, once"],
+        "rejection: 20 % wrong": tuned(f"best_tenth --annotated_rows 1152 {NOISE}")},
+    "second_round": {
+        "one round": ["text2grad"],
+        "two rounds": [f"text2grad --adapter {directory('text2grad')}/policy"]},
     "advantages": {
-        "at its place: Definition 1": f"definition_1 {TRUE}",
-        "at its place: reward-to-go": f"reward_to_go {TRUE}",
-        "at its place: GAE": f"text2grad {TRUE}",
-        "one fact late: Definition 1": f"late definition_1 {TRUE}",
-        "one fact late: reward-to-go": f"late reward_to_go {TRUE}",
-        "one fact late: GAE": f"late {TRUE}"}}
+        "one fact late: Definition 1": tuned("late definition_1 --critic annotator"),
+        "one fact late: reward-to-go": tuned("late reward_to_go --critic annotator"),
+        "one fact late: GAE": tuned("late --critic annotator")},
+    # The records of this study are of an older commit. It has the rates of the fourth version.
+    "designs": {
+        "spans": [f"text2grad {TRUE}"],
+        "importance": [f"importance {TRUE}"],
+        "linear decay": ["linear_decay --critic annotator"],
+        "dense labels": [f"text2grad {TRUE} --annotator_function "
+                         "experiments.designs:critique_dense --mode experiments.modes:DENSE"]}}
 SEEDS = range(5)
+TUNING_SEEDS = 10, 11
 PROCESSES = 2
 
 
@@ -97,35 +153,62 @@ PROCESSES = 2
 
 ROOT = Path(__file__).parent.parent
 RECORDS = Path(__file__).with_name("records.jsonl")
+RECORD = Task("record", "{words:s} {seed:d} {commit:s} {facts:f} {seconds:f}".format_map)
 
 
-def read_records() -> dict[tuple, dict]:
-    """The records by (words, seed). Raises InputError where the file is damaged or cut off."""
-    if not RECORDS.exists():
-        return {}
-    return {(row["words"], row["seed"]): row for row in read_rows(RECORDS)}
+def read_records() -> dict[str, dict[tuple, dict]]:
+    """The records by commit, oldest first, then by (words, seed).
+
+    Raises InputError, with its line, where a record is cut off or of another form.
+    """
+    records = defaultdict(dict)
+    for row in read_rows(RECORDS, task=RECORD):
+        records[row["commit"]][row["words"], row["seed"]] = row
+    return records
 
 
 def code_commit() -> str:
-    """The last commit that changed the code of a run."""
+    """The last commit that changed the code of a run; "unknown" without git."""
     words = "log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
     return git(*words.split()) or "unknown"
+
+
+def best_words(commands: list[str], records: dict) -> str | None:
+    """The command of an arm with the most right facts in its tuning runs; None before them.
+
+    A command that failed has no record and is not chosen.
+    """
+    if len(commands) == 1:
+        return commands[0]
+    facts = {words: fmean(records[words, seed]["facts"] for seed in TUNING_SEEDS)
+             for words in commands if all((words, seed) in records for seed in TUNING_SEEDS)}
+    return max(facts, key=facts.get, default=None)
+
+
+def complete_runs(name: str, records: dict) -> dict[str, list[dict]] | None:
+    """The records of each arm of a study, in the order of SEEDS, all of one commit.
+
+    It is the newest commit that has all of them. None: no commit has.
+    """
+    for of_commit in reversed(records.values()):
+        runs = {arm: [of_commit.get((best_words(commands, of_commit), seed)) for seed in SEEDS]
+                for arm, commands in STUDIES[name].items()}
+        if all(map(all, runs.values())):
+            return runs
+    return None
 
 
 def record_of(words: str, seed: int) -> dict:
     """The figures of a finished run."""
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
-    settings, = read_rows(out / "config.json")
-    adapter = settings["reward_model"] or out / "reward" / "adapter"
-    judge = read_log(ROOT / Path(adapter).with_name("metrics.json"))
+    judge = read_log(out / "reward" / "metrics.json")        # of the model that it trained
     metrics = read_log(out / "metrics.jsonl")
     return {"words": words, "seed": seed, "commit": code_commit(),
             "judge": judge[-1] if judge else {},
             "before": result["before"]["fact accuracy"],
             "facts": result["after"]["fact accuracy"],
             "curve": [round(row["fact accuracy"], 4) for row in metrics],
-            "kl": metrics[-1]["kl"] if metrics else None,
             "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
 
 
@@ -137,7 +220,6 @@ def execute(run: tuple) -> str | None:
     words, seed = run
     out = directory(words).format(seed=seed)
     log = ROOT / f"{out}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "experiments.baselines", *words.format(seed=seed).split(),
                "--seed", str(seed), "--output_dir", out]
     with open(log, "a") as file:
@@ -148,19 +230,39 @@ def execute(run: tuple) -> str | None:
     append_row(RECORDS, record_of(words, seed))
 
 
-def execute_all(runs: list[tuple]):
-    """Execute runs; those that need a reward model of another run follow all others.
+def missing_runs(names: list[str], records: dict, failed: dict) -> list[tuple]:
+    """The runs (words, seed) of studies that have no record and can be executed next.
+
+    These are the MAKERS of other runs. If none is missing, they are the tuning runs, and then
+    those with SEEDS, whose words are known only after the tuning.
+    """
+    runs = []
+    for commands in [arm for name in names for arm in STUDIES[name].values()]:
+        if len(commands) > 1:
+            runs += product(commands, TUNING_SEEDS)
+        runs += product(filter(None, [best_words(commands, records)]), SEEDS)
+    runs += [(maker, seed) for maker in MAKERS for words, seed in runs
+             if f"{directory(maker)}/" in words]
+    runs = [run for run in dict.fromkeys(runs) if run not in records and run not in failed]
+    makers = [(words, seed) for words, seed in runs if words in MAKERS]
+    tuning = [(words, seed) for words, seed in runs if seed in TUNING_SEEDS]
+    return makers or tuning or runs
+
+
+def execute_all(names: list[str]):
+    """Execute all runs of studies that have no record of the present commit.
 
     A run that fails stops no other one. Raises InputError at the end if one failed.
     """
-    logs = []
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for needs_another in (False, True):
-            part = [run for run in runs if ("--reward_model" in run[0]) == needs_another]
-            logs += filter(None, tqdm(pool.map(execute, part), "runs", len(part)))
-    if logs:
-        raise InputError(f"{len(logs)} of {len(runs)} runs failed; the reason is in the last "
-                         f"line of {', '.join(logs)}")
+    commit = code_commit()
+    failed = {}                                                        # run → path of its log
+    while runs := missing_runs(names, read_records()[commit], failed):
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            logs = [*tqdm(pool.map(execute, runs), "runs", len(runs))]
+        failed |= {run: log for run, log in zip(runs, logs) if log}
+    if failed:
+        raise InputError(f"{len(failed)} runs failed; the reason is in the last line of "
+                         f"{', '.join(failed.values())}")
 
 
 # ── Statistics and tables
@@ -172,7 +274,12 @@ def seed_interval(values: list[float], sign="") -> str:
 
 
 def p_value(differences: list[float]) -> float:
-    """Two-sided p of a paired t test of five differences against 0 (4 degrees of freedom)."""
+    """Two-sided p of a paired t test of five differences against 0 (4 degrees of freedom).
+
+    It is 1 if all differences are 0, or if there are none.
+    """
+    if not any(differences):
+        return 1.0
     mean = fmean(differences)
     share = mean**2 / (mean**2 + 4 * stdev(differences)**2 / 5)        # t² / (t² + 4)
     # The distribution function of Student's t in closed form.
@@ -181,86 +288,83 @@ def p_value(differences: list[float]) -> float:
 
 def holm(p_values: dict) -> set:
     """The comparisons that are significant at 5 % after Holm's correction."""
-    significant = set()
-    for i, name in enumerate(sorted(p_values, key=p_values.get)):
-        if p_values[name] > 0.05 / (len(p_values) - i):
-            break
-        significant.add(name)
-    return significant
+    names = sorted(p_values, key=p_values.get)
+    count = 0
+    while count < len(names) and p_values[names[count]] <= 0.05 / (len(names) - count):
+        count += 1
+    return {*names[:count]}
 
 
-def differences(name: str, records: dict) -> dict[str, list[float]]:
+def differences(runs: dict[str, list[dict]]) -> dict[str, list[float]]:
     """Facts of each arm minus those of the first arm of its group, paired by seed.
 
-    The group is the part of an arm's name in front of a colon. Unfinished arms are left out.
+    runs: see `complete_runs`. The group is the part of an arm's name in front of a colon.
     """
-    arms = STUDIES[name]
+    first = {}                                                         # group → its first arm
     result = {}
-    for arm, words in arms.items():
-        group = arm.rpartition(": ")[0]
-        first = next(arms[other] for other in arms if other.startswith(group))
-        pairs = [(records.get((words, seed)), records.get((first, seed))) for seed in SEEDS]
-        if words != first and all(map(all, pairs)):
-            result[arm] = [run["facts"] - other["facts"] for run, other in pairs]
+    for arm in runs:
+        other = first.setdefault(arm.rpartition(": ")[0], arm)
+        if other != arm:
+            result[arm] = [run["facts"] - other_run["facts"]
+                           for run, other_run in zip(runs[arm], runs[other])]
     return result
 
 
 def study_table(name: str, records: dict) -> str:
-    """The table of one study; * marks what survives Holm's correction over all studies.
+    """The table of a complete study; * marks what survives Holm's correction over all studies.
 
-    The lines below it say how right scalar reward models are, and of which commits the
-    records are.
+    The lines below it have the command of each arm and the commit of the records.
     """
-    p_values = {(study, arm): p_value(values) for study in STUDIES
-                for arm, values in differences(study, records).items()}
+    # The comparisons of a study that is not complete have p = 1: no star vanishes later.
+    p_values = {}
+    for study in STUDIES:
+        runs = complete_runs(study, records) or dict.fromkeys(STUDIES[study], ())
+        p_values |= {(study, arm): p_value(values)
+                     for arm, values in differences(runs).items()}
     significant = holm(p_values)
+    runs = complete_runs(name, records)
     rows = []
-    commits = Counter()
     notes = f"\n\n*: significant at 5 %, corrected for {len(p_values)} comparisons.\n"
-    for arm, words in STUDIES[name].items():
-        runs = [records[words, seed] for seed in SEEDS]
-        commits.update(run["commit"] for run in runs)
-        difference = differences(name, records).get(arm)
+    for arm, arm_runs in runs.items():
+        difference = differences(runs).get(arm)
         star = " *" if (name, arm) in significant else ""
-        rows.append([arm, seed_interval([run["facts"] for run in runs]),
+        rows.append([arm, seed_interval([run["facts"] for run in arm_runs]),
                      difference and seed_interval(difference, "+") + star])
-        if "right" in runs[0]["judge"]:
-            least = min(run["judge"]["right"] for run in runs)
-            notes += f"{arm}: the worst reward model is right on {least:.3f} (needed: .7)\n"
-    for commit, count in commits.items():
-        notes += f"{count} records are of commit {commit}; the code is now {code_commit()}.\n"
+        notes += f"{arm}: {arm_runs[0]['words']}\n"
+    notes += (f"All records are of commit {arm_runs[0]['commit']}; the code is now "
+              f"{code_commit()}.\n")
     return table([name, "facts", "minus first arm"], rows) + notes
 
 
-def study_figure(name: str, records: dict) -> str:  # Figure 5; Figure 6
-    """The mean accuracy of the facts in the rollouts of each arm, as one SVG."""
-    curves = {}
-    for arm, words in STUDIES[name].items():
-        points = zip(*(records[words, seed]["curve"] for seed in SEEDS))
-        curve = list(map(fmean, points))
-        if curve:                          # methods that train on fixed texts have none
-            curves[arm] = curve
-    iterations = max(map(len, curves.values()))
-    return svg_line(name, list(range(1, iterations + 1)), curves)
+def critiques_figure(name: str, runs: dict[str, list[dict]]) -> str:
+    """The mean right facts of each arm by the number of judged responses, as SVG.
+
+    runs: see `complete_runs`, of a study of `critiques`.
+    """
+    curves = defaultdict(list)
+    for arm, arm_runs in runs.items():
+        curves[arm.rpartition(": ")[2]].append(fmean(run["facts"] for run in arm_runs))
+    return svg_line(name, [*JUDGED], curves, "judged responses")
 
 
 # ── The command line
 
 def main():
-    """Execute the runs without a record, then print the tables and write the figures."""
+    """Execute the runs that are missing, then print the tables and write the figures."""
     names, flags = split_names(sys.argv[1:], STUDIES)
     if flags:
         raise InputError(f"{flags[0]}: there are no flags; name {', '.join(STUDIES)}")
     names = names or [*STUDIES]
-    runs = [(words, seed) for name in names for words in STUDIES[name].values()
-            for seed in SEEDS]
+    (ROOT / "runs/studies").mkdir(parents=True, exist_ok=True)
     records = read_records()
-    execute_all([run for run in dict.fromkeys(runs) if run not in records])
+    execute_all([name for name in names if not complete_runs(name, records)])
     records = read_records()
     for name in names:
-        path = ROOT / f"runs/studies/{name}.svg"
-        path.write_text(study_figure(name, records), "utf-8")
-        print(f"{study_table(name, records)}\nFigure: {path}\n")
+        print(study_table(name, records))
+        if name.startswith("critiques"):
+            path = ROOT / f"runs/studies/{name}.svg"
+            path.write_text(critiques_figure(name, complete_runs(name, records)), "utf-8")
+            print(f"Figure: {path}\n")
 
 
 if __name__ == "__main__":

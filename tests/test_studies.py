@@ -7,76 +7,129 @@ import pytest
 from data import InputError, append_row, load_object, write_rows
 from experiments import studies
 from experiments.baselines import NAMES, split_names
-from experiments.studies import SEEDS, STUDIES, directory
+from experiments.studies import MAKERS, SEEDS, STUDIES, TUNING_SEEDS, directory, tuned
 from settings import Config, parse_flags
 
-ARMS = {words: arm for study in STUDIES.values() for arm, words in study.items()}
+ARMS = {words for study in STUDIES.values() for arm in study.values() for words in arm}
 
 
 def test_an_arm_is_a_command_that_can_be_copied():
-    """Names and flags exist; a reward model of another run is one that an arm trains."""
-    makers = {directory(words).format(seed=3): words for words in ARMS}
-    assert len(makers) == len(ARMS)
-    for words in ARMS:
+    """Names and flags exist; each run has its directory; another run's model is one that it
+    trains, and it is made with the same flags."""
+    assert len({*map(directory, ARMS | {*MAKERS})}) == len(ARMS | {*MAKERS})
+    makers = {directory(words).format(seed=3): words for words in MAKERS}
+    used = set()
+    for words in ARMS | {*MAKERS}:
         names, flags = split_names(words.format(seed=3).split(), NAMES)
         config = parse_flags(Config, argv=flags)
         assert names and callable(load_object("", config.annotator_function))
+        assert "  " not in words and config.iterations == 18
         if config.reward_model:
             maker = makers[config.reward_model.removesuffix("/reward/adapter")]
+            used.add(maker)
             assert (maker.split()[0] == "ppo") == (names[0] == "ppo")
+            made = parse_flags(Config, argv=split_names(maker.split(), NAMES)[1])
+            for name in ("task", "annotated_rows", "annotator_function", "mode"):
+                assert getattr(made, name) == getattr(config, name), words
+    assert used == {*MAKERS} and not {*SEEDS} & {*TUNING_SEEDS}
 
 
-def test_a_study_continues_and_names_records_of_other_commits(tmp_path, monkeypatch, capsys):
-    """Two runs have a record; the second arm uses R_φ of the first; a run fails at first."""
-    def run(command, stdout, **_):
+def record(words, seed, facts, commit="new"):
+    return {"words": words, "seed": seed, "commit": commit, "facts": facts, "seconds": 1.0,
+            "curve": [0.5, 0.7], "judge": {}}
+
+
+@pytest.fixture()
+def small(tmp_path, monkeypatch):
+    """A study with a tuned arm and one that needs R_φ of a maker; its runs, in order."""
+    def run(command, **_):
         out = tmp_path / command[command.index("--output_dir") + 1]
         started.append(out.name)
-        seed = int(out.name[-1])
-        after = 0.5 + 0.01 * seed + (0.2 + 0.001 * seed) * ("end" not in command)
+        *words, seed = out.name.split("_")
+        after = 0.5 + 0.01 * int(seed) + (0.2 + 0.001 * int(seed)) * (".003" in words)
         write_rows(out / "result.json", [{"before": {"fact accuracy": 0.5},
                                           "after": {"fact accuracy": after}}])
-        write_rows(out / "config.json", [{"reward_model": None}])
         write_rows(out / "reward" / "metrics.json", [{"right": 0.9}])
         write_rows(out / "metrics.jsonl", [{"fact accuracy": 0.5, "kl": 2.0}] * 2)
-        code = failing.pop() if failing else 0
-        return type("Process", (), {"returncode": code})
+        return type("Process", (), {"returncode": int(".01" in words)})
 
+    started = []
     monkeypatch.setattr(studies, "STUDIES", {"small": {
-        "a": "text2grad", "b": "end --reward_model runs/studies/text2grad_{seed}/adapter"}})
+        "a": tuned("dpo"), "b": ["end --reward_model runs/studies/text2grad_{seed}/adapter"]}})
     monkeypatch.setattr(studies, "ROOT", tmp_path)
     monkeypatch.setattr(studies, "RECORDS", tmp_path / "records.jsonl")
     monkeypatch.setattr(studies, "code_commit", lambda: "new")
     monkeypatch.setattr(studies.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["studies", "small"])
-    started, failing = [], [1]
-    for seed in (0, 1):
-        append_row(studies.RECORDS, {
-            "words": "text2grad", "seed": seed, "commit": "old", "facts": 0.7 + 0.011 * seed,
-            "curve": [0.5, 0.7], "kl": 1.0, "judge": {"right": 0.8}})
-    with pytest.raises(InputError, match="1 of 8 runs failed.*text2grad_[234].log"):
+    return started
+
+
+def test_a_study_tunes_continues_and_never_mixes_commits(small, monkeypatch, capsys):
+    """Makers run first, then the grid, then the best command; .01 always fails. A maker and
+    two grid runs of this commit have a record; those of another commit do not count."""
+    grid = tuned("dpo")
+    for row in [record("text2grad", 0, .5), record(grid[0], 10, .6), record(grid[0], 11, .6),
+                *(record(words, seed, .9, "old") for words in grid for seed in range(12))]:
+        append_row(studies.RECORDS, row)
+    with pytest.raises(InputError, match=r"2 runs failed.*dpo_learning_rate_.01.*_1[01].log"):
         studies.main()
-    assert sorted(started[:3]) == ["text2grad_2", "text2grad_3", "text2grad_4"]
-    started.clear()
+    stages = small[:4], small[4:8], small[8:]
+    assert [{name[:3] for name in stage} for stage in stages] == [{"tex"}, {"dpo"},
+                                                                  {"dpo", "end"}]
+    assert sorted(small[:4]) == [f"text2grad_{seed}" for seed in range(1, 5)]
+    assert len(small) == 18 and all(".01" in name or ".003" in name for name in small[4:8])
+    assert all(".003" in name or "end" in name for name in small[8:])
+    small.clear()
+    capsys.readouterr()
+    monkeypatch.setattr(studies, "code_commit", lambda: "newer")
     studies.main()
     output = capsys.readouterr().out
-    assert len(started) == 1 and len(studies.read_records()) == 10
-    assert "2 records are of commit old; the code is now new" in output
+    assert not small and "All records are of commit new; the code is now newer" in output
     assert "0.520 ± 0.020" in output and "-0.202 ± 0.002 *" in output
-    assert "a: the worst reward model is right on 0.800" in output
-    assert (tmp_path / "runs/studies/small.svg").read_text().count("<path") >= 2
-    studies.RECORDS.write_text('{"words": "text2\n')
-    with pytest.raises(InputError, match="records.jsonl, line 1: not rows of JSON"):
-        studies.read_records()
+    assert f"a: {grid[1]}\n" in output
+
+
+def test_a_study_of_an_older_commit_prints_its_table_without_git(small, monkeypatch, capsys):
+    monkeypatch.setattr(studies, "STUDIES", {"small": {"a": ["dpo"], "b": ["sft"]},
+                                             "open": {"c": ["ilf"], "d": ["end"]}})
+    write_rows(studies.RECORDS, [record(words, seed, .01 * seed, commit)
+                                 for commit in ("older", "old") for words in ("dpo", "sft")
+                                 for seed in SEEDS] + [record("dpo", 0, .1, "incomplete")])
+    studies.main()
+    assert "commit old;" in capsys.readouterr().out and not small
+
+
+@pytest.mark.parametrize("line, message", [
+    ('{"words": "text2\n', "line 2: not rows of JSON"), ("3\n", "line 2: expected a JSON obj"),
+    ('{"words": "dpo", "seed": 1}\n', "line 2: the row does not fit.*'commit'"),
+    ('{"words": "dpo", "seed": 1, "commit": "a", "facts": "high", "seconds": 1}\n',
+     "line 2: the row does not fit the task record")])
+def test_a_record_that_is_cut_off_or_of_another_form_is_named(small, line, message):
+    append_row(studies.RECORDS, record("dpo", 0, .5))
+    with open(studies.RECORDS, "a") as file:
+        file.write(line)
+    with pytest.raises(InputError, match=f"records.jsonl, {message}"):
+        studies.main()
+
+
+def test_the_commit_is_unknown_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert studies.code_commit() == "unknown"
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_page_has_the_table_of_the_records(name):
+def test_the_page_has_the_table_and_the_figure_of_the_records(name):
     records = studies.read_records()
-    page = (studies.ROOT / "notebooks" / "studies.md").read_text("utf-8")
-    for line in studies.study_table(name, records).splitlines():
-        assert line in page or "records are of commit" in line or line.startswith("*: ")
-    figure = studies.study_figure("baselines", records)
-    assert (studies.ROOT / "notebooks" / "studies.svg").read_text("utf-8") == figure
+    runs = studies.complete_runs(name, records)
+    if not runs:
+        pytest.skip(f"{name} has no complete records of one commit")
+    folder = studies.ROOT / "notebooks"
+    page = (folder / "studies.md").read_text("utf-8")
+    for line in studies.study_table(name, records).split("\n\n")[0].splitlines():
+        assert line in page
+    if name.startswith("critiques"):
+        figure = studies.critiques_figure(name, runs)
+        assert (folder / f"{name}.svg").read_text("utf-8") == figure
 
 
 # t with 4 degrees of freedom at p = .1, .05, .01 and .001: from printed tables.
@@ -84,15 +137,19 @@ def test_the_page_has_the_table_of_the_records(name):
 def test_p_and_interval_of_a_paired_t_test(t, p):
     values = [t / math.sqrt(5) + x / math.sqrt(2.5) for x in (-2, -1, 0, 1, 2)]
     assert studies.p_value(values) == pytest.approx(p, abs=1e-5)
+    assert studies.p_value([0.0] * 5) == studies.p_value([]) == 1
     assert studies.seed_interval(values).endswith(f"± {2.776 / math.sqrt(5):.3f}")
 
 
-def test_groups_and_holm_by_hand(monkeypatch):
+def test_groups_figure_and_holm_by_hand():
     """Differences are those from the first arm of a group. Holm 1979: p₁ ≤ .05/4, p₂ ≤ .05/3"""
-    arms = {"20: a": "A", "20: b": "B", "80: a": "C", "80: b": "D"}
-    monkeypatch.setattr(studies, "STUDIES", {"small": arms})
-    records = {(words, seed): {"facts": ord(words) * (seed + 1)}
-               for words in "ABC" for seed in SEEDS}
-    assert studies.differences("small", records) == {"20: b": [1, 2, 3, 4, 5]}
-    assert studies.holm({"a": .01, "b": .04, "c": .03, "d": .005}) == {"a", "d"}
+    facts = {"72: a": 1, "72: b": 2, "288: a": 3, "288: b": 3, "1152: a": 4, "1152: b": 6}
+    runs = {arm: [{"facts": value * (seed + 1)} for seed in SEEDS]
+            for arm, value in facts.items()}
+    assert studies.differences(runs) == {
+        "72: b": [1, 2, 3, 4, 5], "288: b": [0] * 5, "1152: b": [2, 4, 6, 8, 10]}
+    svg = studies.critiques_figure("critiques_20", runs)
+    assert svg.count('class="curve"') == 2 and ">72<" in svg and ">1152<" in svg
+    assert ">3<" in svg and ">18<" in svg                      # the lowest and highest mean
+    assert studies.holm({"a": .015, "b": .04, "c": .03, "d": .005}) == {"a", "d"}
     assert studies.holm({"a": .03, "b": .001, "c": .03}) == {"b"} and not studies.holm({})
