@@ -60,7 +60,7 @@ NOISE = "--annotator_function experiments.designs:critique_noise"
 # Two annotators that give no reasons (§4.5)
 VERDICTS = "--annotator_function experiments.designs:critique_no_cot --mode no_cot"
 NO_PROSE = "--annotator_function experiments.designs:critique_spans --mode no_cot"
-# Ten passes instead of four: the fourth version tuned them with the rate of the scalar model.
+# Ten passes: the fourth version tuned them with the rate of the scalar model.
 SCALAR = "ppo --reward_epochs 5"
 # Runs whose reward model, or whose policy, other runs use. They run before all others.
 MAKERS = ("text2grad", f"text2grad {FEW}", f"text2grad {LONG}", f"text2grad {VERDICTS}",
