@@ -236,9 +236,9 @@ def content_words(text: str) -> list[re.Match]:
 
 # ── The annotator
 
-# How a sentence states a fact. What stands between the bars also stands alone: "not in June".
+# How a sentence states a fact. What stands behind the bar also stands alone: "not in June".
 STATEMENTS = {
-    "person": "it was |the {}", "month": "it happened |in {}", "reply": '|"{}"| was the answer',
+    "person": "it was |the {}", "month": "it happened |in {}", "reply": 'the answer was |"{}"',
     "job": "the writer is |a {}", "city": "the writer lives |in {}",
     "thing": "the writer lost |the {}", "feeling": "the writer feels |{}",
     "plan": "the writer wants |to {}", "friend": "the writer talks |to the {}",
@@ -265,8 +265,8 @@ def say(sentences: list[str], response: str, text: str, **phrases: str) -> str:
 
 def state(slot: str, value: str) -> tuple[str, str]:
     """A phrase as people write it ("in June"), and its statement ("it happened in June")."""
-    verb, phrase, *rest = STATEMENTS[slot].format(plain(value)).split("|")
-    return phrase, verb + phrase + "".join(rest)
+    verb, _, phrase = STATEMENTS[slot].format(plain(value)).partition("|")
+    return phrase, verb + phrase
 
 
 def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, bool]]:
