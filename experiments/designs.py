@@ -5,18 +5,16 @@
     python -m experiments.baselines late end --critic annotator
 
 A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
-critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. Dense labels
-are a mode of the annotator (experiments/modes.py). "Human spans" (Table 11) need no design: R_φ
-is then trained on spans that people marked.
+critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. "Human spans"
+(Table 11) need no design: R_φ is then trained on spans that people marked. Dense labels are not
+here; commit 8f4232e has them.
 
 The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
 head for the tokens "+" and "-". B rows, T response tokens.
 """
 
-import json
 import random
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +24,6 @@ from torch import Tensor
 import toy
 from annotate import Feedback, Review, Span, parse_feedback, token_labels
 from data import chunks
-from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
 from runtime import rank_share
 from sampling import head_weight, pad_batch
@@ -182,6 +179,13 @@ VERDICTS = {1: ["the {} is right.", "the {} fits the post."],
             "voice": ["it speaks as the writer.", "a summary should not say my."]}
 
 
+def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
+    """Feedback that quotes the text of each span."""
+    good = [response[span.start : span.end] for span in spans if span.label > 0]
+    poor = [response[span.start : span.end] for span in spans if span.label < 0]
+    return Feedback(critique, good, poor)
+
+
 def critique_no_cot(row: dict, response: str) -> str:
     """Reply in mode no_cot: a verdict on each fact, without the facts of the post (Table 1)."""
     spans = marks(row, response)
@@ -211,22 +215,6 @@ def critique_noise(row: dict, response: str) -> str:
         for quote in quotes:
             (poor if is_good == (rng.random() < NOISE) else good).append(quote)
     return Feedback(feedback.critique, good, poor).text()
-
-
-def critique_dense(row: dict, response: str) -> str:
-    """Reply in mode DENSE: a label for every word (Table 11).
-
-    The words before a fact share its label. As in the paper, most labelled words are therefore
-    function words.
-    """
-    facts = marks(row, response)
-    names = {1: "good", -1: "poor", 0: "neutral"}
-    labels = []
-    for word in re.finditer(r"\S+", response):
-        label = next((mark.label for mark in facts if word.start() < mark.end), 0)
-        labels.append({"word": word[0], "label": names[label]})
-    critique, _, _ = toy.critique(row, response).partition("\n")
-    return json.dumps({"textual_feedback": critique, "labels": labels})
 
 
 def draft_rows(split: str, n: int, seed: int) -> list[dict]:

@@ -1,6 +1,5 @@
 """Reward designs, baselines and advantages against closed forms, then small runs."""
 
-import json
 import math
 import random
 import re
@@ -13,12 +12,12 @@ import pytest
 import torch
 import runtime
 import toy
-from annotate import FeedbackError, Review, Span, read_reply, token_offsets, token_rewards
+from annotate import Review, Span, read_reply, token_offsets, token_rewards
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
 from experiments.baselines import (bradley_terry_loss, dpo_loss, mend, pair_losses,
-                                   preference_loss, preferences, recorded_pair)
+                                   preference_loss, preferences)
 from experiments.designs import CHANGES, marks, replace_delta, token_scores
 from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
@@ -134,12 +133,9 @@ def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weigh
 
 # ── Annotators of the toy world
 
-DENSE = "experiments.modes:DENSE"
-
-
 @pytest.mark.parametrize("critic, mode, has_reasons", [
     (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
-    (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True)])
+    (designs.critique_spans, "no_cot", False)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
     """It gives every unique quote its true label. Reasoning with the facts of the post, such as
     "The writer lives in Oslo, not in Berlin.", is in z or not."""
@@ -275,24 +271,6 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
         better, worse = (sum(span.label for span in read(
             "cot", toy.critique(row_of[x], text), text)[1].spans) for text in texts)
         assert better > worse
-
-
-SUMMARIES = {"generated_summary_for_comparison_A": "a",
-             "generated_summary_for_comparison_B": "b"}
-ANSWERS = {"chosen": [{"content": "q"}, {"content": "good"}], "rejected": [{"content": "poor"}]}
-TRIALS = {"1": {"solution_code": "x", "test_result": "Fail"},
-          "2": {"solution_code": "y", "test_result": "Pass"}}
-
-
-@pytest.mark.parametrize("row, pair", [
-    (ANSWERS, ("good", "poor")), (ANSWERS | {"score_chosen": 4, "score_rejected": 4}, None),
-    (SUMMARIES | {"comparison_preference": "Summary A"}, ("a", "b")),
-    (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
-    (SUMMARIES | {"comparison_preference": None}, None),
-    ({"comparison_preference": "Summary A"}, None),
-    ({"trials": TRIALS}, ("y", "x")), ({"trials": {"1": TRIALS["1"]}}, None)])
-def test_recorded_preferences_of_the_three_data_sets(row, pair):
-    assert recorded_pair(row) == pair
 
 
 def test_sft_takes_the_first_reference_of_a_row(monkeypatch, tmp_path):
@@ -438,29 +416,6 @@ def test_another_base_is_prompted_to_rewrite(toy_model, spy):
     (_, _, (prompt,), _, adapter, _), = calls
     assert isinstance(text, str) and adapter is None
     assert "Critique: It lacks facts.\n\n" in prompt and "good_spans" not in prompt
-
-
-# ── Dense labels (Tables 11, 12)
-
-def dense(words, *labels):
-    return json.dumps({"textual_feedback": "Said.", "labels": [
-        {"word": word, "label": label} for word, label in zip(words, labels)]})
-
-
-def test_dense_labels_are_spans_of_neighbours():
-    response = "ab\u0301 “c”\n d  e."
-    labels = "good", "good", "neutral", "poor"
-    feedback, grounding = read(DENSE, dense(response.split(), *labels), response)
-    assert grounding.spans == [Span(0, 7, 1), Span(12, 14, -1)]
-    assert feedback.good_spans == [response[:7]] and feedback.critique == "Said."
-
-
-@pytest.mark.parametrize("mode, reply, reason", [
-    (DENSE, dense(["The", "cat"], "good", "good"), "words differ"),
-    (DENSE, dense(["The"], "great"), "'great'"), (DENSE, '{"labels": 3}', "list of objects")])
-def test_labels_that_do_not_fit_are_refused(mode, reply, reason):
-    with pytest.raises(FeedbackError, match=reason):
-        read(mode, reply)
 
 
 # ── Advantages without V, and groups
