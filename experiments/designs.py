@@ -1,13 +1,13 @@
 """Reward designs: critics that take R_φ's place (§4.3, Table 11, Appendices A, I and N).
 
-    python -m experiments.baselines importance    # token weights within a span
+    python -m experiments.baselines linear_decay  # token weights within a span
     python -m experiments.baselines end --seed 1  # setting B of App. A: Σ_t δ_t at the end
     python -m experiments.baselines late end --critic annotator
 
 A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
 critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. "Human spans"
-(Table 11) need no design: R_φ is then trained on spans that people marked. Dense labels are not
-here; commit 8f4232e has them.
+(Table 11) need no design: R_φ is then trained on spans that people marked. Dense labels and
+weights of content words are not here; commit 8f4232e has them.
 
 The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
@@ -69,46 +69,16 @@ def late(text, offsets, review) -> list[float]:
 
 def linear_decay(text, offsets, review) -> list[float]:
     """weights that fall from 1 to 0.1 within a span (App. I.1)"""
-    return weigh(text, offsets, review, decay_weights)
-
-
-def importance(text, offsets, review) -> list[float]:
-    """weights of 1 on content words and 0.2 on other tokens of a span (App. I.1)"""
-    return weigh(text, offsets, review, word_weights)
-
-
-CHANGES = {change.__name__: change for change in (end, late, linear_decay, importance)}
-
-
-def weigh(text: str, offsets, review, weights_of) -> list[float]:
-    """δ with a weight for each token of a span: weights_of(text, places of its tokens)."""
     delta = list(review.delta)
     for span, tokens in zip(review.spans, tokens_inside(text, offsets, review.spans)):
-        weights = weights_of(text, [offsets[t] for t in tokens])
-        for t, weight in zip(tokens, weights):
+        for i, t in enumerate(tokens):
+            weight = 1 - 0.9 * i / max(1, len(tokens) - 1)
             # δ is 0 where a good and a poor span conflict, and stays 0 there.
             delta[t] = weight * span.label if review.delta[t] else 0.0
     return delta
 
 
-def decay_weights(text: str, places) -> list[float]:
-    """1 − (i−1) · 0.9 / (n−1) for token i of the n tokens of a span."""
-    n = len(places)
-    return [1.0 - 0.9 * i / max(1, n - 1) for i in range(n)]
-
-
-OTHERS = 0.2                            # weight of tokens outside content words
-
-
-def word_weights(text: str, places) -> list[float]:  # Table 11
-    """1 for each token that overlaps a content word, and OTHERS for the other ones.
-
-    places: [start, end) of each token in the text. In the paper, a part-of-speech tagger finds
-    the nouns and verbs. Here all words are content words except a list of function words.
-    """
-    words = toy.content_words(text)
-    return [1.0 if any(start < word.end() and word.start() < end for word in words) else OTHERS
-            for start, end in places]
+CHANGES = {change.__name__: change for change in (end, late, linear_decay)}
 
 
 # ── Scores of a Bradley–Terry reward model (Appendix N)

@@ -122,15 +122,6 @@ def pieces(text):
     return [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])", text)]
 
 
-@pytest.mark.parametrize("text, ends, weights_of, want", [
-    ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], designs.word_weights,
-     [.2, 1, 1, .2, .2, .2]),
-    ("the wheelbarrow,", [3, 9, 15, 16], designs.decay_weights, [1, .7, .4, .1]),
-    ("the", [3], designs.decay_weights, [1])])
-def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weights_of, want):
-    assert weights_of(text, [*zip([0, *ends], ends)]) == pytest.approx(want)
-
-
 # ── Annotators of the toy world
 
 @pytest.mark.parametrize("critic, mode, has_reasons", [
@@ -203,17 +194,18 @@ def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
         assert changed.delta[-1] == -sum(once.delta) and not any(changed.delta[:-1])
 
 
-@pytest.mark.parametrize("weighting, good, poor", [
-    ("linear_decay", [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]),
-    ("importance", [1, .2, 1], [.2, 1, .2, .2, .2, .2, .2, .2])])
-def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, poor):
-    """Appendix I.1: δ = label · weight; a token in conflict stays 0 but counts in the decay."""
+def test_linear_decay_pays_each_token_of_a_span_its_weight():
+    """Appendix I.1: δ = label · weight; a token in conflict stays 0 but counts in the decay. A
+    span of one token has the weight 1."""
+    one = Review("z", [1.0], spans=[Span(0, 1, 1)])
+    assert CHANGES["linear_decay"]("a", [(0, 1)], one) == [1]
+    good, poor = [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]
     text = "A nurse of York, sad, is not sad at all because of him."
     spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
     review = Review("z", token_rewards(text, offsets, spans), spans=spans)
     want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
-    assert CHANGES[weighting](text, offsets, review) == pytest.approx(want)
+    assert CHANGES["linear_decay"](text, offsets, review) == pytest.approx(want)
 
 
 def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
