@@ -159,8 +159,6 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
                        ("reward_model", "annotator"))
     max_prompt_tokens: int | None = flag(None, "longest prompt in tokens", least=1)
     annotated_rows: int = flag(10_000, "rows for phases 1 and 2", least=1)
-    annotated_responses_per_prompt: int = flag(
-        1, "responses for a row that has none", least=1)
     preview: int | None = flag(
         None, "only show the critiques of so many responses", least=1)
     rounds: int = flag(1, "rounds of rejection sampling", least=1)

@@ -85,8 +85,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     task = get_task(config.task)
     # Rows of SLF5K, UltraFeedback and KodCode hold responses already.
     with_response = [row for row in rows if task.all_responses(row)]
-    without_response = [row for row in rows if not task.all_responses(row)
-                        for _ in range(config.annotated_responses_per_prompt)]
+    without_response = [row for row in rows if not task.all_responses(row)]
     if without_response:
         # Sampling needs all weights on each rank, where --shard has split them.
         with unsharded(model):

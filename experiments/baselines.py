@@ -10,9 +10,8 @@
 Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
 an advantage function (advantages.py). Designs and advantages change any method that samples
 rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques come from phase 1,
-and for `rejection` from the annotator. Preferences are those of the rows (see `recorded_pair`).
-If the rows have none, phase 1 annotates two responses to each prompt, and the chosen one has
-the larger sum of labels.
+and for `rejection` from the annotator. For preferences, phase 1 annotates two responses to each
+prompt, and the chosen one has the larger sum of labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
 shape, number of responses and number of optimizer steps. The base model of the toy world cannot
@@ -39,8 +38,8 @@ from torch import Tensor
 import text2grad
 import toy
 from annotate import Review, annotate
-from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text,
-                  read_rows, run_script, write_rows)
+from data import (REFERENCES, InputError, Task, chunks, get_task, read_rows, run_script,
+                  write_rows)
 from experiments.advantages import ADVANTAGES
 from experiments.designs import CHANGES, pay_scores, replace_delta, token_scores
 from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
@@ -135,42 +134,12 @@ def encode_texts(tokenizer, texts) -> list[tuple]:
             for prompt, *answers in texts]
 
 
-def recorded_pair(row: dict) -> tuple[str, str] | None:
-    """The preference (y_w, y_l) in a row of the paper's data sets; None: a tie or no texts.
-
-    UltraFeedback has chosen and rejected answers, SLF5K has two compared summaries, and KodCode
-    has solutions that passed or failed the tests. Raises KeyError if there are none of these.
-    """
-    if "chosen" in row:
-        is_tie = "score_chosen" in row and row["score_chosen"] == row["score_rejected"]
-        pair = tuple(row[side][-1]["content"] for side in ("chosen", "rejected"))
-        return None if is_tie else pair
-    if "comparison_preference" in row:
-        order = {"Summary A": "AB", "Summary B": "BA"}.get(row["comparison_preference"], "")
-        pair = tuple(row.get(f"generated_summary_for_comparison_{side}") for side in order)
-        return pair if pair and all(pair) else None
-    programs = {trial["test_result"]: trial["solution_code"]
-                for trial in row["trials"].values()}
-    return (programs["Pass"], programs["Fail"]) if len(programs) == 2 else None
-
-
 def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple]:
-    """Preference pairs (x, y_w, y_l) as texts: recorded ones, or from two responses per row.
+    """Preference pairs (x, y_w, y_l) as texts, from two responses to each row.
 
-    For the latter, half of --annotated_rows rows get two responses, so that as many responses
-    are annotated as for the other methods. y_w is the response with the larger sum of labels.
-    Ties are left out.
+    Half of --annotated_rows rows get two responses, so that as many responses are annotated as
+    for the other methods. y_w is the response with the larger sum of labels. Ties are left out.
     """
-    rows = rows[: config.annotated_rows]
-    if all({"chosen", "comparison_preference", "trials"} & row.keys() for row in rows):
-        prompt_of = get_task(config.task).policy_prompt
-        texts = []
-        for row in rows:
-            pair = recorded_pair(row)
-            if pair:
-                texts.append((prompt_text(prompt_of(row)), *pair))
-        print(f"{len(texts)} of {len(rows)} rows have a recorded preference")
-        return texts
     half = rows[: config.annotated_rows // 2]
     doubled = [row for row in half for _ in range(2)]
     responses = defaultdict(list)                        # prompt → (sum of labels, response)

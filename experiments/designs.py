@@ -1,22 +1,20 @@
 """Reward designs: critics that take R_φ's place (§4.3, Table 11, Appendices A, I and N).
 
-    python -m experiments.baselines importance    # token weights within a span
+    python -m experiments.baselines linear_decay  # token weights within a span
     python -m experiments.baselines end --seed 1  # setting B of App. A: Σ_t δ_t at the end
     python -m experiments.baselines late end --critic annotator
 
 A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
-critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. Dense labels
-are a mode of the annotator (experiments/modes.py). "Human spans" (Table 11) need no design: R_φ
-is then trained on spans that people marked.
+critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. "Human spans"
+(Table 11) need no design: R_φ is then trained on spans that people marked. Dense labels and
+weights of content words are not here; commit 8f4232e has them.
 
 The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
 head for the tokens "+" and "-". B rows, T response tokens.
 """
 
-import json
 import random
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +24,6 @@ from torch import Tensor
 import toy
 from annotate import Feedback, Review, Span, parse_feedback, token_labels
 from data import chunks
-from experiments.modes import quoted
 from model import encode_prompt, response_hidden, use_lora
 from runtime import rank_share
 from sampling import head_weight, pad_batch
@@ -72,46 +69,16 @@ def late(text, offsets, review) -> list[float]:
 
 def linear_decay(text, offsets, review) -> list[float]:
     """weights that fall from 1 to 0.1 within a span (App. I.1)"""
-    return weigh(text, offsets, review, decay_weights)
-
-
-def importance(text, offsets, review) -> list[float]:
-    """weights of 1 on content words and 0.2 on other tokens of a span (App. I.1)"""
-    return weigh(text, offsets, review, word_weights)
-
-
-CHANGES = {change.__name__: change for change in (end, late, linear_decay, importance)}
-
-
-def weigh(text: str, offsets, review, weights_of) -> list[float]:
-    """δ with a weight for each token of a span: weights_of(text, places of its tokens)."""
     delta = list(review.delta)
     for span, tokens in zip(review.spans, tokens_inside(text, offsets, review.spans)):
-        weights = weights_of(text, [offsets[t] for t in tokens])
-        for t, weight in zip(tokens, weights):
+        for i, t in enumerate(tokens):
+            weight = 1 - 0.9 * i / max(1, len(tokens) - 1)
             # δ is 0 where a good and a poor span conflict, and stays 0 there.
             delta[t] = weight * span.label if review.delta[t] else 0.0
     return delta
 
 
-def decay_weights(text: str, places) -> list[float]:
-    """1 − (i−1) · 0.9 / (n−1) for token i of the n tokens of a span."""
-    n = len(places)
-    return [1.0 - 0.9 * i / max(1, n - 1) for i in range(n)]
-
-
-OTHERS = 0.2                            # weight of tokens outside content words
-
-
-def word_weights(text: str, places) -> list[float]:  # Table 11
-    """1 for each token that overlaps a content word, and OTHERS for the other ones.
-
-    places: [start, end) of each token in the text. In the paper, a part-of-speech tagger finds
-    the nouns and verbs. Here all words are content words except a list of function words.
-    """
-    words = toy.content_words(text)
-    return [1.0 if any(start < word.end() and word.start() < end for word in words) else OTHERS
-            for start, end in places]
+CHANGES = {change.__name__: change for change in (end, late, linear_decay)}
 
 
 # ── Scores of a Bradley–Terry reward model (Appendix N)
@@ -182,6 +149,13 @@ VERDICTS = {1: ["the {} is right.", "the {} fits the post."],
             "voice": ["it speaks as the writer.", "a summary should not say my."]}
 
 
+def quoted(response: str, critique: str, spans: list[Span]) -> Feedback:
+    """Feedback that quotes the text of each span."""
+    good = [response[span.start : span.end] for span in spans if span.label > 0]
+    poor = [response[span.start : span.end] for span in spans if span.label < 0]
+    return Feedback(critique, good, poor)
+
+
 def critique_no_cot(row: dict, response: str) -> str:
     """Reply in mode no_cot: a verdict on each fact, without the facts of the post (Table 1)."""
     spans = marks(row, response)
@@ -213,22 +187,6 @@ def critique_noise(row: dict, response: str) -> str:
     return Feedback(feedback.critique, good, poor).text()
 
 
-def critique_dense(row: dict, response: str) -> str:
-    """Reply in mode DENSE: a label for every word (Table 11).
-
-    The words before a fact share its label. As in the paper, most labelled words are therefore
-    function words.
-    """
-    facts = marks(row, response)
-    names = {1: "good", -1: "poor", 0: "neutral"}
-    labels = []
-    for word in re.finditer(r"\S+", response):
-        label = next((mark.label for mark in facts if word.start() < mark.end), 0)
-        labels.append({"word": word[0], "label": names[label]})
-    critique, _, _ = toy.critique(row, response).partition("\n")
-    return json.dumps({"textual_feedback": critique, "labels": labels})
-
-
 def draft_rows(split: str, n: int, seed: int) -> list[dict]:
     """Rows whose references have the errors of the base's training data."""
     return [row | {"reference": toy.write_draft(row["facts"], random.Random(row["id"]))}
@@ -236,6 +194,7 @@ def draft_rows(split: str, n: int, seed: int) -> list[dict]:
 
 
 DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
-# Posts with summaries of about 80 tokens.
+# Posts with summaries of about 80 tokens, and critiques of about 230. With a prompt of 105
+# tokens and R_φ's instruction, they just fit the base's context of 512.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
-               settings=toy.TASK.settings | {"max_new_tokens": 112, "max_critique_tokens": 304})
+               settings=toy.TASK.settings | {"max_new_tokens": 96, "max_critique_tokens": 288})

@@ -137,7 +137,8 @@ STUDIES = {
         "one fact late: Definition 1": tuned("late definition_1 --critic annotator"),
         "one fact late: reward-to-go": tuned("late reward_to_go --critic annotator"),
         "one fact late: GAE": tuned("late --critic annotator")},
-    # The records of this study are of an older commit. It has the rates of the fourth version.
+    # The records of this study are of an older commit, which also has the code of dense labels.
+    # It has the rates of the fourth version.
     "designs": {
         "spans": [f"text2grad {TRUE}"],
         "importance": [f"importance {TRUE}"],

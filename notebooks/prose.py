@@ -28,9 +28,18 @@ TELLING = "author post tell says ask reply respond claim mention describe compla
 
 # ── Content that a real language model makes up
 
+_FUNCTION = re.compile(rf"(?:{'|'.join(toy.FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
+
+
+def content_words(text: str) -> list[re.Match]:
+    """The words that are not function words (articles, pronouns, auxiliaries, …)."""
+    words = re.finditer(r"\w[\w'’]*", text)
+    return [word for word in words if not _FUNCTION.fullmatch(word[0])]
+
+
 def stems(text: str) -> set[str]:
     """The first four letters of each content word."""
-    return {word[0][:4].lower() for word in toy.content_words(text)}
+    return {word[0][:4].lower() for word in content_words(text)}
 
 
 SUMMARY_STEMS = stems(" ".join([TELLING, *sum(toy.SUMMARIES, [])]))
@@ -43,12 +52,12 @@ def unsupported(row: dict, text: str) -> list[re.Match]:
     four letters.
     """
     known = SUMMARY_STEMS | stems(row["post"])
-    return [word for word in toy.content_words(text) if word[0][:4].lower() not in known]
+    return [word for word in content_words(text) if word[0][:4].lower() not in known]
 
 
 def supported_words(row: dict, response: str) -> float:
     """Share of the content words that the post supports; 1 if there are no content words."""
-    return 1 - len(unsupported(row, response)) / max(1, len(toy.content_words(response)))
+    return 1 - len(unsupported(row, response)) / max(1, len(content_words(response)))
 
 
 def repeated_facts(_, response: str) -> int:

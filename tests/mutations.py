@@ -51,28 +51,38 @@ policy.py: tests/test_train.py -k "uniforms or seed or kl_coef or ranks or harmf
     eos = eos_ids(tokenizer, model) ⇒ eos = eos_ids(tokenizer)
     generator = torch.Generator().manual_seed(seed) ⇒ generator = torch.Generator()
     rng = random.Random(seed) ⇒ rng = random.Random(config.seed)
-    (iteration - 1) % len(batch.rows) ⇒ 0
     advantages(batch, state["beta"], config) ⇒ advantages(batch, config.kl_coef, config)
     metrics["kl"], config.batch_size, ⇒ metrics["kl"], config.minibatch_size,
-    kl.sum().item() / len(scores) ⇒ kl.mean().item()
     rollouts.mask[minibatch].sum() ⇒ rollouts.mask[minibatch[::WORLD_SIZE]].sum()
     stats.values())) and stats["ratio"] ⇒ stats.values())) or stats["ratio"]
     stats["ratio"] <= MAX_RATIO ⇒ True
     self.prompt_mask.sum(1) + self.mask ⇒ self.prompt_mask.sum(1) - self.mask
 text2grad.py: tests/test_train.py -k "sft or held_out or several or ranks"
     config, config.reference,⏎                torch ⇒ config, None,⏎                torch
-    held_out, config, config.reference, critic) ⇒ held_out, config, None, critic)
-    manual_seed(config.seed)  # equal ⇒ manual_seed(len(str(adapter)))  # equal
+    rows, config, config.reference, critic) ⇒ rows, config, None, critic)
+    generator = torch.Generator().manual_seed(config.seed) ⇒ generator = torch.Generator()
     train(model, tokenizer, rows, ⇒ train(model, tokenizer, held_out,
+data.py: tests/test_train.py -k "held_out"
     config.seed, task.policy_prompt) ⇒ config.seed, str)
+runtime.py: tests/test_train.py -k "ranks"
     config.batch_size % unit or ⇒ False or
-text2grad.py: tests/test_run.py -k "shown_and or do_not_fit"
-    if means["unparseable"] > MOST_UNREADABLE: ⇒ if False:
-    prompt(row))) <= limit] ⇒ prompt(row))) < limit]
+report.py: tests/test_run.py tests/test_ask.py tests/test_report.py -k "shown_and or cannot or preview"
+    len(unreadable) > MOST_UNREADABLE * len(samples) ⇒ False
+    if share < 1: ⇒ if True:
+    if quotes_by_fate and not value: ⇒ if False:
+    kl.sum().item() / len(rollouts.rows) ⇒ kl.mean().item()
+    means["poor_tokens"] >= FEW_TOKENS ⇒ True
+report.py: tests/test_reward_model.py
+    is_marked and is_predicted ⇒ is_predicted
+    ("recall", "marked") ⇒ ("recall", "predicted")
+model.py: tests/test_run.py -k "do_not_fit"
+    task.policy_prompt(row))) <= limit] ⇒ task.policy_prompt(row))) < limit]
 reward_model.py: tests/test_equations.py -k "z_loss or encode or split or critique or teacher"
     / terms * weight ⇒ / len(batch) * weight
     quotes.remove(quote) ⇒ pass
-    return training, evaluation⏎⏎⏎def fit( ⇒ return training + evaluation, evaluation⏎⏎⏎def fit(
+data.py: tests/test_equations.py -k "split"
+    return training, evaluation⏎ ⇒ return training + evaluation, evaluation⏎
+annotate.py: tests/test_equations.py -k "critique"
     [0.0] * len(offsets), str(error) ⇒ [-1.0] * len(offsets), str(error)
 reward_model.py: tests/test_reward_model.py
     eos_token_id=eos_ids(tokenizer, model) ⇒ eos_token_id=eos_ids(tokenizer)
@@ -83,8 +93,6 @@ reward_model.py: tests/test_reward_model.py
     1 - step / len(batches) ⇒ 1 - (step + 1) / len(batches)
     math.isfinite(loss + norm.item()) ⇒ True
     zip(prompt_ids, critique_ids, strict=True) ⇒ enumerate(critique_ids)
-    is_marked and is_predicted ⇒ is_predicted
-    ("recall", "marked") ⇒ ("recall", "predicted")
 policy.py: tests/test_train.py -k annotator
     rank_share(from_rank0(reviews)) ⇒ from_rank0(reviews)
 sampling.py: tests/test_sampling.py
@@ -103,7 +111,7 @@ sampling.py: tests/test_sampling.py
     uniforms[decoder.rows, t : t + 1] ⇒ uniforms[decoder.rows, :1]
     uniforms[part.start : part.stop] ⇒ uniforms[: len(part)]
     self.ids = self.ids[alive] ⇒ self.ids = self.ids[: len(alive)]
-    if token in eos_token_id] ⇒ if token in eos_token_id[:1]]
+    if token in eos_token_id), None) ⇒ if token in eos_token_id[:1]), None)
     min(limit, _rope_limit(model) or limit) ⇒ limit
     step = None       # frees ⇒ pass              # frees
     rope, *rope.values(): ⇒ [rope]:
@@ -148,7 +156,7 @@ annotate.py: tests/test_annotate.py
 annotate.py: tests/test_ask.py -k in_order
     (*parts, source) ⇒ (*parts)
 ask.py: tests/test_ask.py
-    self.spent += self.usd(row["usage"]) ⇒ self.spent += 0.0
+    self.spent += usd ⇒ self.spent += 0.0
     reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS
     max(self.overrun, row.get("ratio", 1)) ⇒ 1
     [waiting[0], *running.values()] ⇒ [waiting[0]]

@@ -1,6 +1,5 @@
 """Reward designs, baselines and advantages against closed forms, then small runs."""
 
-import json
 import math
 import random
 import re
@@ -13,12 +12,12 @@ import pytest
 import torch
 import runtime
 import toy
-from annotate import FeedbackError, Review, Span, read_reply, token_offsets, token_rewards
+from annotate import Review, Span, read_reply, token_offsets, token_rewards
 from data import read_rows, write_rows
 from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
 from experiments.baselines import (bradley_terry_loss, dpo_loss, mend, pair_losses,
-                                   preference_loss, preferences, recorded_pair)
+                                   preference_loss, preferences)
 from experiments.designs import CHANGES, marks, replace_delta, token_scores
 from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
@@ -123,23 +122,11 @@ def pieces(text):
     return [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])", text)]
 
 
-@pytest.mark.parametrize("text, ends, weights_of, want", [
-    ("the wheelbarrow, without", [3, 9, 15, 16, 21, 24], designs.word_weights,
-     [.2, 1, 1, .2, .2, .2]),
-    ("the wheelbarrow,", [3, 9, 15, 16], designs.decay_weights, [1, .7, .4, .1]),
-    ("the", [3], designs.decay_weights, [1])])
-def test_parts_of_a_word_weigh_as_the_word_and_decay_is_a_line(text, ends, weights_of, want):
-    assert weights_of(text, [*zip([0, *ends], ends)]) == pytest.approx(want)
-
-
 # ── Annotators of the toy world
-
-DENSE = "experiments.modes:DENSE"
-
 
 @pytest.mark.parametrize("critic, mode, has_reasons", [
     (toy.critique, "cot", True), (designs.critique_no_cot, "no_cot", False),
-    (designs.critique_spans, "no_cot", False), (designs.critique_dense, DENSE, True)])
+    (designs.critique_spans, "no_cot", False)])
 def test_every_toy_annotator_can_be_read(critic, mode, has_reasons):
     """It gives every unique quote its true label. Reasoning with the facts of the post, such as
     "The writer lives in Oslo, not in Berlin.", is in z or not."""
@@ -207,17 +194,18 @@ def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
         assert changed.delta[-1] == -sum(once.delta) and not any(changed.delta[:-1])
 
 
-@pytest.mark.parametrize("weighting, good, poor", [
-    ("linear_decay", [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]),
-    ("importance", [1, .2, 1], [.2, 1, .2, .2, .2, .2, .2, .2])])
-def test_weighted_critics_pay_each_token_of_a_span_its_weight(weighting, good, poor):
-    """Appendix I.1: δ = label · weight; a token in conflict stays 0 but counts in the decay."""
+def test_linear_decay_pays_each_token_of_a_span_its_weight():
+    """Appendix I.1: δ = label · weight; a token in conflict stays 0 but counts in the decay. A
+    span of one token has the weight 1."""
+    one = Review("z", [1.0], spans=[Span(0, 1, 1)])
+    assert CHANGES["linear_decay"]("a", [(0, 1)], one) == [1]
+    good, poor = [1, .775, .55], [1 - .9 * i / 7 for i in range(8)]
     text = "A nurse of York, sad, is not sad at all because of him."
     spans = [Span(2, 20, 1), Span(15, 20, -1), Span(25, 55, -1)]
     offsets = pieces(text)
     review = Review("z", token_rewards(text, offsets, spans), spans=spans)
     want = [0, *good, 0, 0, 0, 0, *(-weight for weight in poor)]
-    assert CHANGES[weighting](text, offsets, review) == pytest.approx(want)
+    assert CHANGES["linear_decay"](text, offsets, review) == pytest.approx(want)
 
 
 def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
@@ -275,24 +263,6 @@ def test_pairs_are_responses_in_the_order_of_their_labels(toy_model, tmp_path):
         better, worse = (sum(span.label for span in read(
             "cot", toy.critique(row_of[x], text), text)[1].spans) for text in texts)
         assert better > worse
-
-
-SUMMARIES = {"generated_summary_for_comparison_A": "a",
-             "generated_summary_for_comparison_B": "b"}
-ANSWERS = {"chosen": [{"content": "q"}, {"content": "good"}], "rejected": [{"content": "poor"}]}
-TRIALS = {"1": {"solution_code": "x", "test_result": "Fail"},
-          "2": {"solution_code": "y", "test_result": "Pass"}}
-
-
-@pytest.mark.parametrize("row, pair", [
-    (ANSWERS, ("good", "poor")), (ANSWERS | {"score_chosen": 4, "score_rejected": 4}, None),
-    (SUMMARIES | {"comparison_preference": "Summary A"}, ("a", "b")),
-    (SUMMARIES | {"comparison_preference": "Summary B"}, ("b", "a")),
-    (SUMMARIES | {"comparison_preference": None}, None),
-    ({"comparison_preference": "Summary A"}, None),
-    ({"trials": TRIALS}, ("y", "x")), ({"trials": {"1": TRIALS["1"]}}, None)])
-def test_recorded_preferences_of_the_three_data_sets(row, pair):
-    assert recorded_pair(row) == pair
 
 
 def test_sft_takes_the_first_reference_of_a_row(monkeypatch, tmp_path):
@@ -438,29 +408,6 @@ def test_another_base_is_prompted_to_rewrite(toy_model, spy):
     (_, _, (prompt,), _, adapter, _), = calls
     assert isinstance(text, str) and adapter is None
     assert "Critique: It lacks facts.\n\n" in prompt and "good_spans" not in prompt
-
-
-# ── Dense labels (Tables 11, 12)
-
-def dense(words, *labels):
-    return json.dumps({"textual_feedback": "Said.", "labels": [
-        {"word": word, "label": label} for word, label in zip(words, labels)]})
-
-
-def test_dense_labels_are_spans_of_neighbours():
-    response = "ab\u0301 “c”\n d  e."
-    labels = "good", "good", "neutral", "poor"
-    feedback, grounding = read(DENSE, dense(response.split(), *labels), response)
-    assert grounding.spans == [Span(0, 7, 1), Span(12, 14, -1)]
-    assert feedback.good_spans == [response[:7]] and feedback.critique == "Said."
-
-
-@pytest.mark.parametrize("mode, reply, reason", [
-    (DENSE, dense(["The", "cat"], "good", "good"), "words differ"),
-    (DENSE, dense(["The"], "great"), "'great'"), (DENSE, '{"labels": 3}', "list of objects")])
-def test_labels_that_do_not_fit_are_refused(mode, reply, reason):
-    with pytest.raises(FeedbackError, match=reason):
-        read(mode, reply)
 
 
 # ── Advantages without V, and groups

@@ -19,7 +19,8 @@ def test_an_arm_is_a_command_that_can_be_copied():
     assert len({*map(directory, ARMS | {*MAKERS})}) == len(ARMS | {*MAKERS})
     makers = {directory(words).format(seed=3): words for words in MAKERS}
     used = set()
-    for words in ARMS | {*MAKERS}:
+    for words in (ARMS | {*MAKERS}) - {words for arm in STUDIES["designs"].values()
+                                       for words in arm}:             # of an older commit
         names, flags = split_names(words.format(seed=3).split(), NAMES)
         config = parse_flags(Config, argv=flags)
         assert names and callable(load_object("", config.annotator_function))

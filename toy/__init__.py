@@ -227,11 +227,6 @@ FUNCTION_WORDS = """
     could may might must ought cannot not there here then thus hence also too very just only
     even still already how why however therefore
 """.split()
-_FUNCTION = re.compile(rf"(?:{'|'.join(FUNCTION_WORDS)})(?:['’]\w*)?|\w+n['’]t", re.I)
-def content_words(text: str) -> list[re.Match]:
-    """The words that are not FUNCTION_WORDS (articles, pronouns, auxiliaries, …)."""
-    words = re.finditer(r"\w[\w'’]*", text)
-    return [word for word in words if not _FUNCTION.fullmatch(word[0])]
 
 
 # ── The annotator
