@@ -85,7 +85,7 @@ def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
-    assert numbers(tmp_path / "reward")[-1] == 14 and numbers(tmp_path) == [2, 3]
+    assert numbers(tmp_path / "reward")[-1] == 28 and numbers(tmp_path) == [2, 3]
     run_main(*SMALL, "--output_dir", tmp_path)
     assert_equal_runs(tmp_path, finished_run)
     assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
@@ -139,7 +139,7 @@ def fitted(out, stops_after=None, rows=30):
     """The losses, tensors and step count of a fit with dropout, which may stop early."""
     model, tokenizer = load_model(ROOT / "toy" / "base", device="cpu")
     pairs = [([5, 6, 7 + n % 9], [8 + n % 5, 9, 10 + n]) for n in range(rows)]
-    config = toy_config(reward_batch_size=4, reward_lora_dropout=0.3)
+    config = toy_config(reward_batch_size=4, reward_lora_dropout=0.3, reward_epochs=2)
     steps = []
 
     def loss(model, part):
@@ -280,7 +280,7 @@ def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warn
 
 
 @pytest.mark.parametrize("damages, file", [
-    (IN_PHASE_2, "reward/checkpoint-000014.safetensors"), (STOPPED, REWARD),
+    (IN_PHASE_2, "reward/checkpoint-000028.safetensors"), (STOPPED, REWARD),
     (STOPPED, "reward/adapter/adapter_config.json"),
     (STOPPED, "checkpoint-000004.safetensors"), ({}, "value_head.safetensors")])
 def test_a_flipped_bit_is_named_or_harmless(finished_run, tmp_path, capsys, damages, file):
