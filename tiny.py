@@ -62,7 +62,7 @@ def generate_dual_feedback(row, response):
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    A quote that stands twice gives no reward. Left out: whole words, repeats, other JSON.
+    A quote that y has twice, or not at all, gives no reward. Left out: quotes must be words.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -75,7 +75,7 @@ def find_spans(response, z):
 
 
 def token_texts(ids):
-    """The text of each token; "" for EOS. Left out: characters of more than one token."""
+    """The text of each token; "" for EOS. Left out: a character that several tokens share."""
     return [TOKENIZER.decode(token, skip_special_tokens=True) for token in ids]
 
 
@@ -96,7 +96,7 @@ def pseudo_rewards(ids, response, z):
 # ── Appendix D, model.py and sampling.py: LoRA, log π(y_t | x, y_<t), and y ~ π(·|x)
 
 class LoRA(nn.Module):
-    """The new weight of a linear layer, W + (α/r) B A. W is frozen; A and B learn."""
+    """The new weight of a linear layer, W + (α/r) B A. `main` freezes W; A and B learn."""
 
     def __init__(self, layer):
         super().__init__()
@@ -163,7 +163,7 @@ def sample(model, prompts, longest, greedy=False):
 # ── §3.4, Algorithm 3, reward_model.py: R_φ learns to write z
 
 def train_reward_model(base, dataset):
-    """R_φ, by teacher forcing on triples (x, y, z) of 𝒟_R. Left out: epochs, warm-up."""
+    """R_φ, by teacher forcing on (x, y, z) of 𝒟_R. Left out: epochs, warm-up, clipping."""
     model = with_lora(base)                                                      # l.4
     optimizer = torch.optim.AdamW(model.parameters(), lr=REWARD_RATE, weight_decay=0)
     schedule = LinearLR(optimizer, start_factor=1, end_factor=0, total_iters=REWARD_STEPS)
@@ -206,7 +206,7 @@ def estimate_advantages(rewards, values, mask):
     """A_t = Σ_l (γλ)^l δ^TD_{t+l}, where δ^TD_t = r_t + γ V_{t+1} − V_t (l.15–16): [B, T]."""
     advantages = torch.zeros_like(rewards)                                       # [B, T]
     next_value = next_advantage = torch.zeros(len(rewards))                      # of t+1, [B]
-    for t in reversed(range(rewards.shape[1])):          # l.16's sum should end at T − t
+    for t in reversed(range(rewards.shape[1])):          # l.16's T − t − 1 would lose r_T
         td_error = rewards[:, t] + GAMMA * next_value - values[:, t]             # δ^TD_t, [B]
         next_advantage = (td_error + GAMMA * LAMBDA * next_advantage) * mask[:, t]
         next_value = values[:, t] * mask[:, t]           # V is 0 after the last token
@@ -215,7 +215,7 @@ def estimate_advantages(rewards, values, mask):
 
 
 def standardise(advantages, mask):
-    """A_t, whitened to mean 0 and variance 1 over all y_t, as in the authors' code: [B, T]."""
+    """A_t, whitened to mean 0 and variance 1 over all y_t (the authors: by process): [B, T]."""
     return (advantages - advantages[mask].mean()) / advantages[mask].std(correction=0) * mask
 
 
@@ -227,7 +227,7 @@ def clipped_loss(logprobs, logprobs_old, advantages, mask):
 
 
 def optimize_policy(base, reward_model, rows):
-    """π_θ. Left out: minibatches, the entropy (l.25), a clip range of V, a β that adapts."""
+    """π_θ. Left out: minibatches, entropy (l.25), gradient and value clipping, adaptive β."""
     policy = with_lora(base)                                                     # l.5
     value_head = nn.Linear(base.config.hidden_size, 1)                           # V_ψ, l.5
     optimizer = torch.optim.AdamW(policy.parameters(), POLICY_RATE, weight_decay=0)
@@ -250,11 +250,11 @@ def optimize_policy(base, reward_model, rows):
         advantages = standardise(advantages, mask)                               # [B, T]
         for epoch in range(PPO_EPOCHS):                                          # l.19
             logprobs, hidden, _ = score_tokens(policy, x, y)
-            values = value_head(hidden.detach())[..., 0]         # V_ψ does not change h_t
+            values = value_head(hidden.detach())[..., 0]         # its loss trains ψ, and not θ
             loss = clipped_loss(logprobs, logprobs_old, advantages, mask)
-            if epoch == 0:         # ρ_t = 1: −∇ loss is E_t[A_t ∇ log π(y_t)], A_t for δ_t
+            if epoch == 0:         # ρ_t = 1: a step on the loss is Definition 1's, A_t for δ_t
                 slope, = torch.autograd.grad(loss, logprobs, retain_graph=True)  # [B, T]
-                assert torch.allclose(slope * mask.sum(), -advantages, atol=1e-3), "Def. 1"
+                assert torch.allclose(slope * mask.sum(), -advantages, atol=1e-3), "−A_t / n"
             value_loss = ((values - returns) ** 2)[mask].mean()                  # l.24
             (loss + value_loss).backward()                                       # l.27–28
             optimizer.step()                                                     # l.29–30

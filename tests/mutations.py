@@ -66,10 +66,11 @@ data.py: tests/test_train.py -k "held_out"
     config.seed, task.policy_prompt) ⇒ config.seed, str)
 runtime.py: tests/test_train.py -k "ranks"
     config.batch_size % unit or ⇒ False or
-report.py: tests/test_run.py tests/test_ask.py tests/test_report.py -k "shown_and or cannot or preview"
+report.py: tests/test_run.py tests/test_ask.py -k "shown_and or cannot or preview"
     len(unreadable) > MOST_UNREADABLE * len(samples) ⇒ False
     if share < 1: ⇒ if True:
     if quotes_by_fate and not value: ⇒ if False:
+report.py: tests/test_report.py
     kl.sum().item() / len(rollouts.rows) ⇒ kl.mean().item()
     means["poor_tokens"] >= FEW_TOKENS ⇒ True
 report.py: tests/test_reward_model.py
