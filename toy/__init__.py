@@ -337,7 +337,7 @@ TASK = Task(
     settings={
         "model": "toy/base", "annotator_function": "toy:critique", "annotated_rows": 3000,
         "eval_rows": 200, "max_critique_tokens": 104,
-        "reward_epochs": 5, "reward_batch_size": 16, "reward_learning_rate": 5e-3,
+        "reward_epochs": 4, "reward_batch_size": 16, "reward_learning_rate": 5e-3,
         "reward_lora_r": 32, "reward_lora_alpha": 64, "reward_max_tokens": 512,
         "iterations": 18, "batch_size": 64, "minibatch_size": 64, "ppo_epochs": 4,
         "decode_batch_size": 256, "temperature": 1.0, "max_new_tokens": 32, "kl_coef": 0.5,
