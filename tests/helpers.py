@@ -37,6 +37,7 @@ SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="uses signals or forks of POSIX")
 often = settings(max_examples=100, deadline=None, derandomize=True)
+ADAMW = 0.0, (0.9, 0.999), 1e-8                          # weight decay, betas, ε
 
 # Flags of two small toy runs: all three phases, and phase 3 with the fixture `reward` as R_φ.
 SMALL = ["--annotated_rows", 120, "--iterations", 4, "--batch_size", 8, "--minibatch_size", 8,

@@ -11,12 +11,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from annotate import Feedback, Mode, annotate, annotation_questions
+from annotate import Feedback, Mode, annotate, annotation_questions, load_annotator
 from ask import Function, Journal, Question, Server, ask, hide_key, question_key, run_journal
 from data import (SCRIPTS, InputError, get_task, imported_files, iterate_log, load_object,
                   read_log, read_rows, write_rows)
 from helpers import ROOT, error_message, needs_posix, read_jsonl
 from loopback import Answer, completion, critique, httpx, loopback
+from measures import judge
 from measures.judge import JudgeConfig, ask_judge, pairwise_questions
 from settings import AnnotateConfig
 from test_house import TOP
@@ -150,6 +151,7 @@ def test_a_later_run_expects_what_an_earlier_one_was_billed(server, tmp_path):
         (usage("300", "many"), MAXIMUM), (usage(1e10, 60), MAXIMUM), (usage(-9, 60), MAXIMUM))],
     (Answer(ERROR_WITH_USAGE, 400), (300, 1200), 1), (Answer("{}", 400), (0, 0), 1),
     (Answer({"error": {"code": 401}}), (0, 0), 1), (Answer("{}", 429), (0, 0), 3),
+    (Answer("{}", 500), MAXIMUM, 3),
     (Answer({"error": {"code": 502}}), MAXIMUM, 3), (Answer(TIMEOUT), MAXIMUM, 3),
     (Answer(httpx.ConnectError("refused")), (0, 0), 3), (Answer(" <!doctype>"), (0, 0), 1),
     (Answer({"error": {"code": 400}}), MAXIMUM, 1), (Answer({"error": "busy"}), MAXIMUM, 1),
@@ -267,11 +269,14 @@ def test_25_unusable_replies_in_a_row_end_a_run_but_do_not_block_later_rows(serv
     ("'max_tokens' is not supported. Use 'max_completion_tokens' instead.", {"max_tokens"},
      {"max_tokens"})])
 def test_what_a_server_refuses_is_left_out(server, tmp_path, recwarn, text, refused, left_out):
-    """All rows have a reply, and no more is left out."""
+    """All rows have a reply, and no more is left out. The first request has all settings."""
     server.answer = lambda body, number: (Answer({"detail": text}, 422)
                                           if refused <= body.keys() else completion())
-    _, message, spent = run(tmp_path / "j", concurrency=8)
+    _, message, spent = run(tmp_path / "j", concurrency=8, temperature=0.7)
     assert message is None and spent == pytest.approx(3 * usd(40, 60))
+    assert server.requests[0] == {
+        "model": "m", "messages": questions(1)[0].messages, "temperature": 0.7, "top_p": 0.95,
+        "max_tokens": MAX_TOKENS}
     for body in server.requests[-2:]:
         assert {"top_p", "temperature", "max_tokens"} - body.keys() == left_out
         assert body.get("max_completion_tokens", body.get("max_tokens")) == MAX_TOKENS
@@ -390,6 +395,17 @@ def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_al
     assert sources[0] != sources[1]
 
 
+def test_the_settings_of_the_annotator_and_of_the_judge_reach_their_server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-test")
+    server = {"base_url": "http://h/v1", "timeout": 7.0}
+    config = AnnotateConfig(annotator_model="m", **server)
+    for name in ("slf5k", "kodcode", "ultrafeedback"):
+        assert load_annotator(get_task(name), config) == Server(
+            "m", temperature=get_task(name).temperature, **server)
+    assert judge._server(JudgeConfig(judge_model="m", **server)) == Server(
+        "m", temperature=0.0, **server)
+
+
 SECRET = "sk-Ab3-" + "x1" * 20
 
 
@@ -501,6 +517,7 @@ def test_a_server_that_hangs_or_is_killed_is_booked_but_one_that_is_gone_is_free
         tmp_path, monkeypatch):
     """Over HTTP. It answers question 0, hangs at 1, and is killed at 2."""
     monkeypatch.setattr("ask.RETRIES", 0)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-test")
     with subprocess.Popen([sys.executable, "-c", HTTP_SERVER], text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
@@ -542,8 +559,9 @@ def work(tmp_path, monkeypatch):
     return run_phase
 
 
-def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
-    """The second reply is late. A new model or mode asks anew, a dry run does not."""
+def test_rows_stay_in_order_and_a_question_is_asked_once(work, server, capsys):
+    """The second reply is late. A new model or mode asks anew, a dry run does not. The cost is
+    forecast before it is paid."""
     def answer(body, number):
         time.sleep(0.1 if number == 2 else 0.0)
         is_late = number < 11 and "Question 2?" in str(body)
@@ -558,8 +576,10 @@ def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
     for settings, requests in [({}, 11), ({"annotator_model": "other"}, 11 + 9),
                                ({"base_url": "http://other/v1"}, 11 + 18),
                                ({"mode": "no_cot"}, 11 + 27)]:
+        before = len(server.requests)
         summary = work(**settings)
         assert len(server.requests) == requests
+        assert f"\n{requests - before} requests to send, at most $" in capsys.readouterr().out
     bill = sum(usd(*billed) for billed in server.billed)
     assert summary.endswith(f"10 responses with feedback, 0 skipped; ${bill:.4f} in all runs")
     written = read_rows(work.output)

@@ -331,7 +331,9 @@ def test_an_own_task_is_measured_on_the_rows_that_both_runs_held_out(adapter, ru
         write_rows(policies[-1].parent / "config.json", [{
             "task": "chats:CHAT", "data": str(data), "model": "toy/base",
             "max_new_tokens": 9, "max_critique_tokens": 50}])
-    result, printed = run(adapter=policies[1], before=policies[0])
+    result, printed = run(adapter=policies[1], before=policies[0], max_new_tokens=5)
+    names = "max_new_tokens", "max_critique_tokens", "temperature"       # typed, run's, task's
+    assert [result["config"][name] for name in names] == [5, 50, 0.7]
     assert f"uses 4 of 9 rows, held out from {policies[1]}" in printed
     assert printed.count("left out: 1 of 4 prompts") == 1
     after = read_rows(tmp_path / "out" / "after.jsonl")
@@ -359,6 +361,9 @@ def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
                         ("arc", ["--model=m"])):
         config = evaluation.EvalConfig(adapter=adapter, task=task)
         assert evaluation.run_flags(config) == flags
+    assert evaluation.settings_of("alpaca_eval") == {"max_new_tokens": 2048}
+    settings = evaluation.settings_of("slf5k")
+    assert (settings["max_new_tokens"], settings["temperature"]) == (89, 0.6)
 
 
 def test_delta_is_that_of_the_table_that_training_prints(finished_run, run, tmp_path):

@@ -1,6 +1,6 @@
 """Resuming runs after SIGKILL, Ctrl-C or with damaged files, and harmful steps.
 
-`SLOW=1 python -m pytest -n 0 tests/test_restart.py` kills 20 times and flips 100 bits.
+`SLOW=1 python -m pytest -n 0 tests/test_restart.py` kills 20 times and flips 40 bits.
 """
 
 import gc
@@ -91,15 +91,11 @@ def test_killed_twice_in_each_phase_it_ends_with_the_same_bits(finished_run, tmp
     assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
 
 
-@pytest.mark.parametrize("iterations_done", [0, 2])
-def test_stopped_between_two_lines_it_ends_with_the_same_bits(unbroken, phase_3, tmp_path, spy,
-                                                              iterations_done):
+def test_stopped_before_its_first_line_it_ends_with_the_same_bits(unbroken, phase_3, tmp_path,
+                                                                  spy):
     """Ctrl-C before the log of an iteration is written, with half a line in metrics.jsonl."""
-    stops = [iterations_done + 1]
-
     def stop(metrics, *_):
-        if metrics["iteration"] in stops:
-            stops.clear()
+        if not (tmp_path / "metrics.jsonl").exists():
             append(b'{"iteration": 9')(tmp_path / "metrics.jsonl")
             raise KeyboardInterrupt
 
@@ -153,7 +149,8 @@ def fitted(out, stops_after=None, rows=30):
 
 
 def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
-    """A fit killed in step 11 of 16 resumes after step 9. With other rows it starts anew."""
+    """A fit killed in step 11 of 16 resumes after step 9, or 6 if that checkpoint is damaged.
+    With other rows it starts anew."""
     monkeypatch.setattr(reward_model, "SAVE_EVERY", 3)
     losses, tensors, _ = fitted(None)
     with pytest.raises(KeyboardInterrupt):
@@ -161,9 +158,12 @@ def test_a_fit_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
     assert numbers(tmp_path) == [6, 9]
     other = shutil.copytree(tmp_path, tmp_path / "other")
     assert fitted(other, rows=31)[2] == 16 and numbers(other) == [15, 16]
-    resumed_losses, resumed, steps = fitted(tmp_path)
-    assert resumed_losses == losses and len(losses) == 16 and steps == 7
-    assert all(torch.equal(a, b) for a, b in zip(tensors, resumed, strict=True))
+    damaged = shutil.copytree(tmp_path, tmp_path / "damaged")
+    flip_bit(checkpoints(damaged)[-1], -8000)
+    for out, count in ((tmp_path, 7), (damaged, 10)):
+        resumed_losses, resumed, steps = fitted(out)
+        assert resumed_losses == losses and len(losses) == 16 and steps == count
+        assert all(torch.equal(a, b) for a, b in zip(tensors, resumed, strict=True))
 
 
 # ── Damaged files
@@ -279,26 +279,15 @@ def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warn
     assert "warning: commit was old, is " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damages, file", [
-    (IN_PHASE_2, "reward/checkpoint-000028.safetensors"), (STOPPED, REWARD),
-    (STOPPED, "reward/adapter/adapter_config.json"),
-    (STOPPED, "checkpoint-000004.safetensors"), ({}, "value_head.safetensors")])
-def test_a_flipped_bit_is_named_or_harmless(finished_run, tmp_path, capsys, damages, file):
-    """Each run names the file, or ends with the weights of the first run."""
+@pytest.mark.parametrize("file", [REWARD, "reward/adapter/adapter_config.json"])
+def test_a_flipped_bit_of_a_trained_reward_model_is_named(finished_run, tmp_path, file):
+    """Those of checkpoints are in DAMAGES and in the test of `fitted`."""
     for number in range(20 if SLOW else 1):
-        out = damaged_copy(finished_run, tmp_path / str(number), damages)
+        out = damaged_copy(finished_run, tmp_path / str(number), STOPPED)
         bits = 8 * (out / file).stat().st_size
         flip_bit(out / file, random.Random(f"{file} {number}").randrange(bits))
-        try:
-            run_main(*SMALL, "--output_dir", out)
-            assert_equal_tensors(out / REWARD, finished_run / REWARD)
-            assert_equal_runs(out, finished_run) if damages else None
-            output = capsys.readouterr().out
-            assert not damages or f"skipping a checkpoint: {out / file}" in output
-        except InputError as error:
-            assert "reward/adapter" in str(error) and "damaged" in str(error)
-            assert file.startswith("reward/adapter")
-        gc.collect()                                  # closes the lock of a failed run
+        message = error_message("text2grad.py", *SMALL, "--output_dir", out)
+        assert "reward/adapter" in message and "damaged" in message
 
 
 def test_metrics_and_state_are_json_alone(unbroken):
@@ -343,7 +332,7 @@ def test_harmful_steps_are_skipped_and_counted(phase_3, tmp_path, monkeypatch, c
 
 def test_an_iteration_without_a_good_step_ends_the_run(phase_3, tmp_path, monkeypatch):
     """The last checkpoints stay, and the error suggests a lower --learning_rate."""
-    spoil(monkeypatch, dict.fromkeys(range(13, 17), WITHOUT_GRADIENT))
+    spoil(monkeypatch, dict.fromkeys(range(9, 13), WITHOUT_GRADIENT))
     with pytest.raises(InputError, match="finite.*lower --learning_rate"):
         run_main(*phase_3, *ONE_PASS, "--output_dir", tmp_path)
-    assert numbers(tmp_path) == [2, 3]
+    assert numbers(tmp_path) == [1, 2]

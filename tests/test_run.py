@@ -223,7 +223,7 @@ REFUSED = [
     ("--lora_targets q_prj", "has no linear layer named q_prj"),
     ("--task poetry", "use module:NAME, or one of: slf5k, ultrafeedback, kodcode, toy"),
     ("--reward_lora_targets q_pr", "has no linear layer named q_pr"),
-    ("--reward_model {}", "adapter_config.json is missing or damaged"),
+    ("--annotator_function none --reward_model {}", "adapter_config.json is missing or damaged"),
     ("--model {}/none", "{}/none"), ("--model ''", "--model: expected str that is not empty"),
     ("--critic annotator --annotator_function none", "set --max_usd with --price_in and --pr"),
     ("--temperature 0", "--temperature: expected float from 0.01"), ("--xyz", "--xyz (--help"),
@@ -233,8 +233,8 @@ REFUSED = [
 @pytest.mark.parametrize("flags, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_bad_flags_and_files_are_one_line_before_anything_is_done(tmp_path, monkeypatch, flags,
                                                                   message):
-    if message == "OPENAI_API_KEY":
-        monkeypatch.delenv("OPENAI_API_KEY")
+    if flags == CODE:
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-a-key")
     for name, rows in FILES.items():
         write_rows(tmp_path / f"{name}.jsonl", rows)
     out = tmp_path / "run"

@@ -18,7 +18,7 @@ import runtime
 import toy
 from annotate import Review, annotation_questions, read_critique, token_offsets
 from data import InputError, get_task, load_rows, write_rows
-from helpers import error_message, randomise, read_jsonl, run_main, scored, toy_config
+from helpers import ADAMW, error_message, randomise, read_jsonl, run_main, scored, toy_config
 from model import ValueHead, add_lora, encode_text, lora_parameters
 from runtime import CHANGEABLE, POLICY_SETTINGS
 from policy import (add_advantages, add_gradients, add_scores, annotator_critic, batch_rows,
@@ -77,12 +77,13 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
                                                              tmp_path, spy):
     """With one row and weights that stay, each iteration draws other y and minibatches, as the
     documented seeds say, and logs another of its samples. The linear schedule takes both
-    rates to 0."""
+    rates to 0. AdamW has torch's betas and ε, and no weight decay."""
     model, tokenizer = model_and_tokenizer
 
     def inputs(rollouts, model, value_head, optimizer, config, rng):
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
+            assert (group["weight_decay"], group["betas"], group["eps"]) == ADAMW
             group["lr"] = 0.0
         return rollouts.response_ids, rng.getstate(), rates
 
@@ -151,6 +152,7 @@ def test_a_harmful_step_is_skipped(policy, monkeypatch):
                        toy_config(minibatch_size=6, ppo_epochs=4), random.Random(0))
     assert (stats["skipped_steps"], stats["ratio"]) == (2, 5.0)
     torch.testing.assert_close(weight.detach(), before - 0.2)
+    assert not model.training, "a base with dropout would sample with it"
 
 
 def test_rows_are_grouped_by_the_length_of_prompt_and_response(policy):
