@@ -141,7 +141,7 @@ def test_a_later_run_expects_what_an_earlier_one_was_billed(server, tmp_path):
     replies, message, _ = run(tmp_path / "j", 30, cap, 64)
     assert "reached" in message and sum(usd(*billed) for billed in server.billed) <= cap
     assert "--max_usd 0 reached" in run(tmp_path / "new", 30, 0.0)[1]
-    assert len(replies) == 3 == len(server.requests)
+    assert len(replies) == 3 == len(server.requests), "the cap ends the second run"
 
 
 @pytest.mark.parametrize("answer, booked, tries", [
@@ -163,7 +163,7 @@ def test_what_is_reported_or_may_be_billed_is_booked(server, tmp_path, answer, b
     """429, 5xx and lost connections are retried. The reason has the words of a failure."""
     server.answer = lambda body, number: answer
     replies, message, spent = run(tmp_path / "j", 1)
-    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j"))
+    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j")), "each try is booked"
     assert spent == pytest.approx(tries * usd(*booked))
     if message:
         is_lost = booked == MAXIMUM and isinstance(answer.body, Exception)
@@ -309,8 +309,9 @@ def test_a_reply_is_written_before_it_is_read_and_never_bought_twice(server, tmp
 
     server.answer = lambda body, number: completion(f"reply {number}")
     assert run(tmp_path / "j", 20, read=fail)[1] == "--mode x: a fault"
-    assert 6 == len(server.requests) == len(read_jsonl(tmp_path / "j"))
-    assert run(tmp_path / "j", 20, concurrency=4)[1] is None and len(server.requests) == 20
+    assert 6 == len(server.requests) == len(read_jsonl(tmp_path / "j")), "written before read"
+    assert run(tmp_path / "j", 20, concurrency=4)[1] is None
+    assert len(server.requests) == 20, "no reply is bought twice"
     replies, _, _ = run(tmp_path / "j", 20, read=refuse)     # it refuses, so they are bought
     assert len(server.requests) == 40 and replies["row-3"].reason == "no labels in 3"
     assert all(reply.reason and reply.value is None for reply in replies.values())
@@ -332,7 +333,7 @@ def test_a_journal_of_the_fourth_version_is_read_but_for_damaged_lines(server, t
     for _ in range(2):                                   # the last line lacks its line break
         replies, _, spent = run(path, prices=(5.0, 20.0))
         assert [reply.value for reply in replies.values()] == ["one", "fine", "fine"]
-        assert len(server.requests) == 2
+        assert len(server.requests) == 2, "the reply of the fourth version is not bought again"
         assert spent == pytest.approx(2 * (usd(300, 60) + 2 * usd(40, 60)))
 
 
@@ -382,7 +383,7 @@ def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_al
     for number, config in enumerate(configs * 2, 1):
         asked = pairwise_questions(rows, ["one"], ["two"], config)
         assert [row["verdict"] for row in ask_judge(asked, config, tmp_path / "j")] == [1, 1]
-        assert len(server.requests) == 2 * min(number, 2)
+        assert len(server.requests) == 2 * min(number, 2), "each server is asked once"
     old = [row | {"key": question.old_key}
            for row, question in zip(read_jsonl(tmp_path / "j"), asked)]
     write_rows(tmp_path / "old", old)
@@ -444,7 +445,7 @@ def test_ctrl_c_waits_for_replies_but_not_for_retries(server, tmp_path, capsys, 
     monkeypatch.setattr("ask.PAUSE", 3600)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "new", 60, concurrency=8)
-    assert len(server.requests) == 61 + 8
+    assert len(server.requests) == 61 + 8, "no request is sent again after Ctrl-C"
 
 
 CRITIC = """
@@ -578,7 +579,7 @@ def test_rows_stay_in_order_and_a_question_is_asked_once(work, server, capsys):
                                ({"mode": "no_cot"}, 11 + 27)]:
         before = len(server.requests)
         summary = work(**settings)
-        assert len(server.requests) == requests
+        assert len(server.requests) == requests, f"{settings} asks anew, and once"
         assert f"\n{requests - before} requests to send, at most $" in capsys.readouterr().out
     bill = sum(usd(*billed) for billed in server.billed)
     assert summary.endswith(f"10 responses with feedback, 0 skipped; ${bill:.4f} in all runs")

@@ -162,7 +162,7 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
                               judge_model="judge", base_url=server.url)
     assert value(result, "win rate") == 0.5
     assert all("<feedback_a" in str(body) for body in server.requests)
-    assert len(server.requests) == 40                                 # both orders of each pair
+    assert len(server.requests) == 40, "both orders of each pair"
     assert value(result, "unparseable", "before") == 1
     assert value(result, "unparseable") == 0.25
     for metric in ("good_precision", "good_exact", "good_overlap_index", "good_near"):
@@ -249,7 +249,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         pairs = {(row["post"], *pair) for row, a, b in zip(posts, before, after)
                  for pair in ((a, b), (b, a))}
         assert f"20 questions, {len(pairs)} requests to send" in dry
-        assert len(server.requests) == 0
+        assert not server.requests, "a dry run asks nothing"
         result, printed = run(**flags)
         assert len(server.requests) == len(pairs)
         counts = [(a.count("e"), b.count("e")) for a, b in zip(after, before)]
@@ -261,7 +261,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         assert value(result, "perplexity of references") > 1
         server.responder = lambda body: "I like both of them a lot."
         run(**flags)
-        assert len(server.requests) == len(pairs)
+        assert len(server.requests) == len(pairs), "the journal answers a second run"
         result, printed = run(**flags | {"judge_model": "another"})
     assert "20 of 20 questions have no verdict (the first: no verdict in [[ ]]" in printed
     assert figure(result, "win rate") == {"measure": "win rate", "unit": "↑", "rows": 0}

@@ -199,7 +199,7 @@ def test_all_phases_on_a_real_checkpoint_with_real_rows(shared, stories, tmp_pat
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         run_main(*flags)
         feedback = read_jsonl(tmp_path / "run" / "feedback.jsonl")
-        assert len(server.requests) == len(feedback) == 5
+        assert len(server.requests) == len(feedback) == 5, "one request for each response"
         assert "left out" in capsys.readouterr().out
         run_main(*flags)
         assert len(server.requests) == 5 and capsys.readouterr().out.count("reused") == 4
@@ -320,13 +320,13 @@ def test_phase_1_and_the_annotator_as_critic_have_one_journal_and_one_budget(tmp
         assert len(server.requests) == 2 and spent > 0
         with pytest.raises(InputError, match="--max_usd .* reached: .* the next request"):
             critique_by_annotator(batch, config(spent * 1.01))
-        assert len(server.requests) == 2
+        assert len(server.requests) == 2, "phase 1 has spent the budget"
         reviews = critique_by_annotator(batch, config(1e6))
         assert len(server.requests) == 3 and not any(x.reason for x in reviews)
         request = str(server.requests[-1])
         assert texts[2] in request and "passed" not in request
         assert critique_by_annotator(batch, config(0.0)) == reviews
-        assert len(server.requests) == 3
+        assert len(server.requests) == 3, "the journal answers"
 
 
 # ── Rows
