@@ -163,7 +163,7 @@ def test_what_is_reported_or_may_be_billed_is_booked(server, tmp_path, answer, b
     """429, 5xx and lost connections are retried. The reason has the words of a failure."""
     server.answer = lambda body, number: answer
     replies, message, spent = run(tmp_path / "j", 1)
-    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j")), "each try is booked"
+    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j")), "all are booked"
     assert spent == pytest.approx(tries * usd(*booked))
     if message:
         is_lost = booked == MAXIMUM and isinstance(answer.body, Exception)

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from data import InputError
-from helpers import (ROOT, free_port, often, randomise, read_jsonl, read_metrics, run_main,
-                     save_tiny)
+from helpers import (ROOT, free_port, often, randomise, read_jsonl, read_metrics, run_main)
 from hypothesis import given
 from hypothesis.strategies import integers, lists
 from safetensors.torch import load_file

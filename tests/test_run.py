@@ -223,7 +223,7 @@ REFUSED = [
     ("--lora_targets q_prj", "has no linear layer named q_prj"),
     ("--task poetry", "use module:NAME, or one of: slf5k, ultrafeedback, kodcode, toy"),
     ("--reward_lora_targets q_pr", "has no linear layer named q_pr"),
-    ("--annotator_function none --reward_model {}", "adapter_config.json is missing or damaged"),
+    ("--annotator_function none --reward_model {}", "adapter_config.json is missing or dama"),
     ("--model {}/none", "{}/none"), ("--model ''", "--model: expected str that is not empty"),
     ("--critic annotator --annotator_function none", "set --max_usd with --price_in and --pr"),
     ("--temperature 0", "--temperature: expected float from 0.01"), ("--xyz", "--xyz (--help"),

@@ -135,24 +135,35 @@ def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer,
 
 
 def test_a_harmful_step_is_skipped(policy, monkeypatch):
-    """Four steps of gradient 1. A mean ratio of 11 skips one, and an infinite loss another."""
+    """Five steps of gradient 1. A mean ratio of 11 skips one, an infinite loss another, and a
+    gradient that is NaN a third. Without a good step, the run ends with a remedy."""
     model, head, rollouts = policy
     rollouts.advantages = rollouts.returns = rollouts.mask
     weight = head.linear.weight
     before = weight.detach().clone()
-    metrics = iter([(1.0, 0.5), (11.0, 0.5), (1.0, math.inf), (9.0, 0.5)])
+    harmful = [(11.0, 0.5, 1.0), (1.0, math.inf, 1.0), (1.0, 0.5, math.nan)]
 
-    def gradients(*arguments):
-        weight.grad = torch.ones_like(weight)
-        return dict(zip(("ratio", "policy_loss"), next(metrics)))
+    def update(*steps):
+        """steps: ratio, loss and gradient of each."""
+        def gradients(*arguments):
+            *stats, gradient = next(left)
+            weight.grad = torch.full_like(weight, gradient)
+            return dict(zip(("ratio", "policy_loss"), stats))
 
-    monkeypatch.setattr("policy.add_gradients", gradients)
+        left = iter(steps)
+        monkeypatch.setattr("policy.add_gradients", gradients)
+        return ppo_update(rollouts, model, head, torch.optim.SGD([weight], lr=0.1),
+                          toy_config(minibatch_size=6, ppo_epochs=len(steps)),
+                          random.Random(0))
+
     monkeypatch.setattr("policy.MAX_GRAD_NORM", 99)
-    stats = ppo_update(rollouts, model, head, torch.optim.SGD([weight], lr=0.1),
-                       toy_config(minibatch_size=6, ppo_epochs=4), random.Random(0))
-    assert (stats["skipped_steps"], stats["ratio"]) == (2, 5.0)
+    stats = update((1.0, 0.5, 1.0), *harmful, (9.0, 0.5, 1.0))
+    assert (stats["skipped_steps"], stats["ratio"]) == (3, 5.0)
     torch.testing.assert_close(weight.detach(), before - 0.2)
     assert not model.training, "a base with dropout would sample with it"
+    with pytest.raises(InputError, match="finite.*lower --learning_rate"):
+        update(*harmful)
+    torch.testing.assert_close(weight.detach(), before - 0.2)
 
 
 def test_rows_are_grouped_by_the_length_of_prompt_and_response(policy):
