@@ -14,6 +14,7 @@ import toy
 from helpers import ROOT, read_jsonl
 
 from data import git, write_rows
+from experiments import studies
 
 # What this program runs sees modules and files as on Windows, with its old locale.
 WINDOWS = r'''
@@ -134,9 +135,9 @@ def test_tiny_colours_a_terminal_unless_no_color_is_set(monkeypatch):
     assert not any(runpy.run_path(f"{ROOT}/tiny.py")["COLOURS"].values())
 
 
-def test_without_git_a_run_has_no_commit(monkeypatch):
+def test_without_git_a_run_and_a_study_have_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert git("describe", "--always") == ""
+    assert git("describe", "--always") == "" and studies.code_commit() == "unknown"
 
 
 # Tests that were red there: without git, with a space in the path, in copies of a read-only
