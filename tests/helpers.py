@@ -93,21 +93,6 @@ def refused(match, call, *arguments, **options) -> str:
     return message
 
 
-def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", settings=()):
-    """Start a script under torchrun and return the process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc_per_node", ranks, script, *settings, *flags, "--output_dir", out]
-    return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=stderr, text=True, start_new_session=True)
-
-
-def finish(process) -> str:
-    """Wait for a process, check that it succeeded, and return its standard output."""
-    output, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, errors[-3000:]
-    return output
-
-
 def kill_after(pattern, out, *flags, seconds=0.0) -> int:
     """Run text2grad.py, kill it `seconds` after a file in `out` exists, return its status."""
     command = [sys.executable, "text2grad.py", *flags, "--output_dir", out]

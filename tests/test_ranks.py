@@ -60,7 +60,7 @@ def as_rank(rank, port, module, flags):
 
 
 def on_two_ranks(out, *flags, module=text2grad, join=True):
-    """Run a script on two ranks by fork, which saves torchrun's loading time (cf. `start`)."""
+    """Run a script on two ranks by fork, which saves torchrun's loading time."""
     arguments = free_port(), module, (*flags, "--output_dir", out)
     return start_processes(as_rank, arguments, 2, join, start_method="fork")
 
