@@ -16,7 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 from helpers import IDS, ROOT, flip_bit, logits_of, prompts_of, randomise, refused, save_tiny
 from model import (ADAPTER_FILES, LoRALinear, add_lora, encode_answer, encode_prompt, eos_ids,
-                   load_lora, load_model, response_hidden, save_lora, target_layers, use_lora)
+                   find_model, load_lora, load_model, response_hidden, save_lora,
+                   target_layers, use_lora)
 from runtime import load_tensors, save_tensors
 from sampling import Decoder, generate, head_weight, pad_batch
 
@@ -242,6 +243,15 @@ MODEL = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 FAR = edit(lambda x: x["model"]["vocab"].update({"<far>": 2000}))     # after a gap in the ids
+
+
+def test_a_shipped_base_is_found_from_any_directory(tmp_path, monkeypatch):
+    """A hub id stays as it is, and a directory that is here comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert find_model("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert find_model("toy/base") == str(ROOT / "toy" / "base")
+    (tmp_path / "toy" / "base").mkdir(parents=True)
+    assert find_model("toy/base") == "toy/base"
 
 
 @pytest.mark.parametrize("file, damage, message", [

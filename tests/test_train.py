@@ -314,18 +314,13 @@ def test_a_wrong_setting_of_a_task_is_one_line():
     assert refused > 3 * len(fields(Config))
 
 
-def test_none_and_what_is_typed_replace_the_settings_of_the_task():
+def test_flags_replace_settings_of_the_task_which_are_flags_of_some_script():
+    """None can be typed, too. A setting of another script is left out."""
     config = parse_flags(Config, argv=["--annotator_function", "none", "--batch_size", "4"])
     assert (config.annotator_function, config.batch_size, config.model) == (None, 4, "toy/base")
-
-
-def test_a_setting_that_no_script_has_is_refused_and_that_of_another_script_is_left_out():
     with pytest.raises(InputError, match="settings of --task toy: unrecognized .*--kl_coeff"):
         parse_flags(FitConfig, "", [], lambda task: {"kl_coeff": 1})
     assert parse_flags(FitConfig, "", [], lambda task: {"kl_coef": 1}).reward_epochs == 5
-
-
-def test_every_name_that_binds_a_run_is_a_flag():
     flags = {setting.name for setting in fields(Config)}
     assert POLICY_SETTINGS | CHANGEABLE - {"torch", "transformers", "commit"} <= flags
 
