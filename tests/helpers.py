@@ -32,7 +32,7 @@ from sampling import pad_batch
 from policy import Rollouts, add_advantages, add_scores
 from settings import Config, parse_flags
 
-# `SLOW=1 python -m pytest -q tests` kills runs more often and generates 100,000 replies.
+# `SLOW=1 python -m pytest -q tests` generates 100,000 replies and tries more published rows.
 SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="uses signals or forks of POSIX")

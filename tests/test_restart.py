@@ -1,11 +1,7 @@
-"""Resuming runs after SIGKILL, Ctrl-C or with damaged files.
-
-`SLOW=1 python -m pytest -n 0 tests/test_restart.py` kills 20 times.
-"""
+"""Resuming runs after SIGKILL, Ctrl-C or with damaged files."""
 
 import gc
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,9 +16,8 @@ import policy
 import report
 import reward_model
 from data import InputError, write_rows
-from helpers import (ROOT, SLOW, SMALL, assert_equal_runs, assert_equal_tensors,
-                     error_message, flip_bit, kill_after, needs_posix, read_jsonl, run_main,
-                     toy_config)
+from helpers import (ROOT, SMALL, assert_equal_runs, assert_equal_tensors, error_message,
+                     flip_bit, needs_posix, read_jsonl, run_main, toy_config)
 from model import load_model, lora_parameters
 from reward_model import z_loss
 from runtime import checkpoints, load_tensors, save_settings
@@ -36,19 +31,6 @@ def numbers(run) -> list[int]:
 
 
 # ── Stopped runs
-
-@pytest.mark.skipif(not SLOW, reason="SLOW=1 kills runs at random instants")
-@pytest.mark.parametrize("number", range(20 if SLOW else 1))
-def test_killed_at_a_random_instant_it_ends_with_the_same_bits(finished_run, tmp_path, number):
-    """After SIGKILL the same command gives the files of an uninterrupted run."""
-    start, end = ((finished_run / name).stat().st_mtime
-                  for name in ("responses.jsonl", "result.json"))
-    kill_after("responses.jsonl", tmp_path, *SMALL,
-               seconds=random.Random(number).random() * (end - start))
-    run_main(*SMALL, "--output_dir", tmp_path)
-    assert_equal_runs(tmp_path, finished_run)
-    assert_equal_tensors(tmp_path / REWARD, finished_run / REWARD)
-
 
 # Where a run is killed: a function, and the number of the call at which it is. Each phase is
 # killed twice.
