@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -198,7 +199,11 @@ def test_a_prompt_that_exceeds_the_context_is_refused(adapter, gold, tmp_path):
     assert not [*tmp_path.glob("answers*")][0].read_text()
 
 
-def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path):
+def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path, monkeypatch):
+    """Programs run in the sandbox, which not every machine has; those of this test are safe."""
+    execute, is_unsafe = benchmarks.execute, []
+    monkeypatch.setattr(benchmarks, "execute", lambda *inputs, unsafe: (
+        is_unsafe.append(unsafe) or execute(*inputs, unsafe=True)))
     data = shared / "data" / "arc_challenge_dev.jsonl"
     result, _ = run(tmp_path / "arc", task="arc", data=data, limit=6, adapter=adapter)
     model, tokenizer = load_model(BASE, device="cpu")
@@ -220,7 +225,7 @@ def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path):
                     adapter=tmp_path / "samples.jsonl")
     assert value(result, "pass@1") == 0.5
     wrong, right = column(tmp_path / "after.jsonl", "status")
-    assert wrong != "passed" == right
+    assert wrong != "passed" == right and is_unsafe == [False]
 
 
 def verdict(body):
@@ -284,7 +289,7 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(adapter, shared, run, t
         result, printed = run(task="alpaca_eval", data=data, limit=3, **judge)
         assert figure(result, "win rate")["rows"] == 3
         file = tmp_path / "out" / "after_outputs.json"
-        assert f"run: alpaca_eval --model_outputs {file} --is_over" in printed
+        assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
         # alpaca_eval 0.6.6 reads a list of objects with these three fields.
         assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
 
