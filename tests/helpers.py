@@ -9,11 +9,8 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
-import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -91,19 +88,6 @@ def refused(match, call, *arguments, **options) -> str:
     message = str(caught.value)
     assert match in message and "\n" not in message
     return message
-
-
-def kill_after(pattern, out, *flags, seconds=0.0) -> int:
-    """Run text2grad.py, kill it `seconds` after a file in `out` exists, return its status."""
-    command = [sys.executable, "text2grad.py", *flags, "--output_dir", out]
-    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(out.glob(pattern)):
-        time.sleep(0.05)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=seconds)
-    process.kill()
-    return process.wait()
 
 
 def free_port() -> int:

@@ -13,7 +13,6 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import policy
-import report
 import reward_model
 from data import InputError, write_rows
 from helpers import (ROOT, SMALL, assert_equal_runs, assert_equal_tensors, error_message,
@@ -85,30 +84,6 @@ def test_stopped_before_its_first_line_it_ends_with_the_same_bits(unbroken, phas
     gc.collect()                                         # release the lock of the stopped run
     run_main(*phase_3, "--output_dir", tmp_path)
     assert_equal_runs(tmp_path, unbroken)
-
-
-def test_after_ctrl_c_in_the_seventh_of_16_iterations_it_continues_there(phase_3, tmp_path, spy,
-                                                                         capsys, monkeypatch):
-    """Every tenth iteration prints its sample."""
-    monkeypatch.setattr(report, "check_critiques", lambda *_: "")
-    tiny = ["--iterations", 16, "--batch_size", 2, "--minibatch_size", 2, "--ppo_epochs", 1,
-            "--max_new_tokens", 4, "--max_critique_tokens", 4, "--eval_rows", 1]
-    started = []
-
-    def stop(rows, config, iteration):
-        started.append(iteration + 1)
-        if started == [1, 2, 3, 4, 5, 6, 7]:
-            raise KeyboardInterrupt
-
-    spy("policy.batch_rows", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run_main(*phase_3, *tiny, "--output_dir", tmp_path)
-    gc.collect()
-    run_main(*phase_3, *tiny, "--output_dir", tmp_path)
-    assert started == [*range(1, 8), *range(7, 17)] and numbers(tmp_path) == [15, 16]
-    metrics = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [row["iteration"] for row in metrics] == [*range(1, 17)]
-    assert re.findall(r"^ {2,3}(\d+)  ", capsys.readouterr().out, re.M) == ["1", "11"]
 
 
 def fitted(out, stops_after=None, rows=30):

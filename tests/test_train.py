@@ -8,6 +8,7 @@ each step's inputs with explicit values.
 import json
 import math
 import random
+import re
 import typing
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -74,10 +75,10 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
 # ── Algorithm 4
 
 def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer, rows,
-                                                             tmp_path, spy):
+                                                             tmp_path, spy, capsys):
     """With one row and weights that stay, each iteration draws other y and minibatches, as the
-    documented seeds say, and logs another of its samples. The linear schedule takes both
-    rates to 0. AdamW has torch's betas and ε, and no weight decay."""
+    documented seeds say, and logs another of its samples; every tenth prints it. The linear
+    schedule takes both rates to 0. AdamW has torch's betas and ε, and no weight decay."""
     model, tokenizer = model_and_tokenizer
 
     def inputs(rollouts, model, value_head, optimizer, config, rng):
@@ -88,7 +89,7 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
         return rollouts.response_ids, rng.getstate(), rates
 
     updates = spy("policy.ppo_update", inputs)
-    config = replace(CONFIG, iterations=4, batch_size=3, minibatch_size=3, learning_rate=0.2,
+    config = replace(CONFIG, iterations=11, batch_size=3, minibatch_size=3, learning_rate=0.2,
                      value_rate_factor=2.5)
     train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
     samples = read_jsonl(tmp_path / "samples.jsonl")
@@ -99,8 +100,9 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
         assert samples[iteration]["response"] == expected.texts[iteration % 3]
         assert torch.equal(responses, expected.response_ids)
         assert state == random.Random(seed).getstate()
-        assert rates == pytest.approx([0.2 * (1 - iteration / 4), 0.5 * (1 - iteration / 4)])
-    assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
+        assert rates == pytest.approx([0.2 * (1 - iteration / 11), 0.5 * (1 - iteration / 11)])
+    assert len({str(responses.tolist()) for responses, _, _ in updates}) == 11
+    assert re.findall(r"^ {2,3}(\d+)  ", capsys.readouterr().out, re.M) == ["1", "11"]
 
 
 def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer, tmp_path):
