@@ -157,11 +157,6 @@ def critic_model(toy_model):
     return model, tokenizer
 
 
-def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
-    prompt = critique_prompt("Where is the xylophone?", "In the quarry.")
-    assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
-
-
 def test_an_empty_or_too_long_response_has_no_critique_and_moves_none(critic_model, spy):
     """Of ["", y, more than y] the critique belongs to y, which fills the context together with
     its prompt and 16 tokens. It ends at every EOS of the generation config, and is greedy."""
@@ -170,9 +165,11 @@ def test_an_empty_or_too_long_response_has_no_critique_and_moves_none(critic_mod
     model.generation_config.eos_token_id = eos
     calls = spy("reward_model.generate", lambda *_, **options: options)
     texts = ["", "It was a cat.", "It was a cat. Yes."]
-    length = len(encode_prompt(tokenizer, critique_prompt("x", texts[1])))
-    model.config.max_position_embeddings = length + 16
-    empty, critique, too_long = write_critiques(model, tokenizer, ["x"] * 3, texts, 16)
+    prompt = critique_prompt("Where is the xylophone?", texts[1])
+    assert "Where is the xylophone?" in prompt and texts[1] in prompt
+    model.config.max_position_embeddings = len(encode_prompt(tokenizer, prompt)) + 16
+    empty, critique, too_long = write_critiques(
+        model, tokenizer, ["Where is the xylophone?"] * 3, texts, 16)
     assert empty == too_long == "" != critique and calls[0]["eos_token_id"] == eos
     assert calls[0]["temperature"] == 0
 
