@@ -271,6 +271,12 @@ def test_the_line_that_is_tagged_is_marked(slug, code):
     assert code in unescape(marked) and marked.count("\n") < 10
 
 
+def test_code_stands_on_the_page_whole_once_and_is_linked_where_it_recurs():
+    assert "⋯" not in ROWS["alg-2-l-16-17"] + ROWS["alg-2-l-18-25"]          # they have no tag
+    assert sum("next_advantage = " in html for html in ROWS.values()) == 1
+    assert 'href="#eq-3-5-gae-code">whole' in ROWS["alg-4-l-15-16"]
+
+
 # ── paper.js against Python, and in a browser
 
 RUN = """
