@@ -90,7 +90,7 @@ _STYLE = """
 body { max-width: 1240px; margin: auto; padding: 1rem; } h1 { margin: .4em 0; }
 h2 { margin: 2em 0 .4em; } h3, figcaption { font-size: .8rem; margin: .4rem 0; }
 section { min-width: 0; } h3, th, figcaption, .prompt { opacity: .75; }
-table { font-size: .9rem; border-collapse: collapse; } figure svg { min-width: 340px; }
+table { font-size: .9rem; border-collapse: collapse; } figure svg { min-width: 320px; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #8885; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td { white-space: nowrap; }
@@ -102,6 +102,7 @@ td { white-space: nowrap; }
 .curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22.2rem), 1fr)); }
 figure { padding: .4rem; } .scroll, figure { overflow-x: auto; }
 .prompt { max-height: 9rem; overflow-y: auto; }
+@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding: .25rem .15rem; } }
 @media print { :root { font-size: 12px; } .prompt { opacity: 1; max-height: none; } }
 """
 
@@ -177,6 +178,12 @@ LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], 
 
 # ── Curves
 
+def _tick(value: float) -> str:
+    """A label of the y axis, of at most 8 characters: there is no room for −0.000121."""
+    text = f"{value:.3g}"
+    return text if len(text) < 9 else f"{value:.2g}"
+
+
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
     """A line chart of named series as SVG. unit: label of the x axis.
 
@@ -201,8 +208,8 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
            f'fill="currentColor">'
            f'<title>{escape(title)}</title><text x="4" y="{13 - top}">{escape(title)}</text>'
            f'<path d="M56 46H326M56 156H326" stroke="#8885"/>'
-           f'<text x="50" y="50" text-anchor="end">{low + height:.3g}</text>'
-           f'<text x="50" y="160" text-anchor="end">{low:.3g}</text>'
+           f'<text x="50" y="50" text-anchor="end">{_tick(low + height)}</text>'
+           f'<text x="50" y="160" text-anchor="end">{_tick(low)}</text>'
            f'<text x="56" y="172">{x[0]:g}</text>'
            f'<text x="191" y="172" text-anchor="middle">{escape(unit)}</text>'
            f'<text x="326" y="172" text-anchor="end">{x[-1]:g}</text>')
