@@ -56,10 +56,10 @@ WRONG = [
     ("token_rewards", "is 0, expected -1", ("sum(labels)", "max(0, sum(labels))")),
     ("token_rewards", "wrong length", ("in offsets", "in offsets[:-1]")),
     ("z_loss", "should be a tensor", ("return loss", "return loss.item()")),
-    ("z_loss", "cut off", ("return loss", "return loss.detach()")),
+    ("z_loss", "does not depend", ("return loss", "return loss.detach()")),
     ("nl_gradient", "wrong shape", ("list(torch", "list(x.flatten() for x in torch")),
     ("nl_gradient", "wrong length: expected 2, found 1", ("parameters))", "parameters[0]))")),
-    ("ppo_loss", "cut off", ("(logprobs - ", "(logprobs.detach() - ")),
+    ("ppo_loss", "does not depend", ("(logprobs - ", "(logprobs.detach() - ")),
     ("update", "RuntimeError in line 2", ("loss.back", "(loss + mask).back")),
     ("lora_forward", "RuntimeError in line 3 of your", ("x @ W.T", "x @ W @ W")),
     ("generate", "columns read twice is", (
@@ -89,6 +89,11 @@ find_spans
     spans = [] ⇒ spans, quotes = [], [quote.strip() for quote in quotes]
     : start].isalnum() ⇒ : start].replace("_", "x").isalnum()
     == quote and ⇒ == quote and (not places or start >= places[-1][1]) and
+    == quote and ⇒ == quote and start not in [place for place, _ in spans] and
+    end + 1].isalnum() ⇒ end + 1].isidentifier()
+    [end : end + 1].isalnum() ⇒ [end : end + 1].isalpha()
+    isalnum() and quote[0].isalnum() ⇒ isalpha() and quote[0].isalpha()
+    set(quotes): ⇒ set(quotes):⏎        quote = quote.lower()
 token_rewards
     span.start <= start < end <= span.end ⇒ max(start, span.start) < min(end, span.end)
     end <= span.end ⇒ end < span.end
@@ -167,6 +172,7 @@ update
     = policy_loss( ⇒ = ppo_loss(
     optimizer.step() ⇒ pass
     (weights, 1.0) ⇒ (weights, 1e9)
+    (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
     config.value_coef * ⇒
     loss - config.entropy_coef * entropy.mean() ⇒ loss
     entropy.mean() ⇒ entropy.sum()
