@@ -178,17 +178,11 @@ LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], 
 
 # ── Curves
 
-def _tick(value: float) -> str:
-    """A label of the y axis, of at most 8 characters: there is no room for −0.000121."""
-    text = f"{value:.3g}"
-    return text if len(text) < 9 else f"{value:.2g}"
-
-
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
     """A line chart of named series as SVG. unit: label of the x axis.
 
-    The y axis goes from the lowest to the highest value. A line goes on over values that are
-    None, NaN or infinite.
+    The y axis goes from the lowest to the highest value. The margin has room for −0.00012, but
+    not for −0.000121. A line goes on over values that are None, NaN or infinite.
     """
     lines = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
              for name, values in series.items()}
@@ -208,8 +202,8 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
            f'fill="currentColor">'
            f'<title>{escape(title)}</title><text x="4" y="{13 - top}">{escape(title)}</text>'
            f'<path d="M56 46H326M56 156H326" stroke="#8885"/>'
-           f'<text x="50" y="50" text-anchor="end">{_tick(low + height)}</text>'
-           f'<text x="50" y="160" text-anchor="end">{_tick(low)}</text>'
+           f'<text x="50" y="50" text-anchor="end">{low + height:.3g}</text>'
+           f'<text x="50" y="160" text-anchor="end">{low:.{3 - (-1e-3 < low < 0)}g}</text>'
            f'<text x="56" y="172">{x[0]:g}</text>'
            f'<text x="191" y="172" text-anchor="middle">{escape(unit)}</text>'
            f'<text x="326" y="172" text-anchor="end">{x[-1]:g}</text>')

@@ -206,7 +206,7 @@ def derive_settings(config, count: int, model):
     scale = max(1.0, frozen / 1e6) ** (1 / 3)
     derived = {"learning_rate": 1.3e-3 / scale, "reward_learning_rate": 5e-3 / scale}
     if frozen > 1e9:
-        derived = {name: _COMMON[name] for name in derived}
+        derived = dict(_COMMON)                 # below, it only replaces what is None
     if hasattr(config, "epochs"):
         iterations = config.epochs * count // config.batch_size
         derived["iterations"] = min(6000, max(16, iterations))

@@ -116,8 +116,8 @@ pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
 #worked { white-space: pre-line; } small { opacity: .75; }
 .slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
   padding: 0 .15em; } textarea { field-sizing: content; }
-@media print { pre { white-space: pre-wrap; background: none; } pre, .scroll { overflow: hidden; }
-  }</style>
+@media print { pre { white-space: pre-wrap; background: none; }
+  pre, .scroll { overflow: hidden; } }</style>
 <p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right. “printed”:
 the formula as the paper has it, with <span class="slip">slips</span> marked. “here”: what this
 repository does instead, for the reasons in PAPER.md. A shaded edge means: scroll sideways.</p>
@@ -218,8 +218,10 @@ def row(shown: dict, place: str, description: str, code: str, tests: str) -> str
         left += f'<p class="formula"><small>{label}</small>{formulas}</p>'
     if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
         left += f"<p>{math(description)}</p>"
-    right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name, shown)}'
-                    for name in re.findall(r"`(\w+\.\w+)`", code))
+    right = ""
+    for name in re.findall(r"`(\w+\.\w+)`", code):
+        right += (f'<p class="small"><a href="#{slug}">↩ {place}</a> '
+                  f'{excerpt(place, name, shown)}')
     right += f'<p class="small">Fails without it: {tests.strip("`")}</p>'
     return (f'<div class="row" id="{slug}"><div><a href="#{slug}-code">{place}</a>{left}</div>'
             f'<div id="{slug}-code">{right}</div></div>')
