@@ -181,7 +181,7 @@ def show(case: Case, found, expected: dict) -> list[str]:
             columns[name] = flat(value)
         elif name == "result" and isinstance(value, list):
             is_right = not difference(found[name], value)
-            lines += ["your result is the expected one"] if is_right else [
+            lines += ["your result is right; the first line is not"] if is_right else [
                 f"your result: {found[name]}", f"expected:    {value}"]
     return [*lines, table(list(columns), list(zip(*columns.values())))]
 

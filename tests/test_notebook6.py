@@ -70,7 +70,7 @@ WRONG = [
         "(sums <= u[:, None]).sum(-1, keepdim=True)",
         "(logits / temperature).softmax(-1).multinomial(1)")),
     ("generate", r"attention of the prompts' last column\[0\] is 0, expected 1"
-                 r"[^─]*\nyour result is the expected one\n",
+                 r"[^─]*\nyour result is right; the first line is not\n",
      ("[0] * n + x", "x + [0] * n"), ("[0] * n + [1] * len(x)", "[1] * len(x) + [0] * n")),
 ]
 # More wrong versions: "text ⇒ wrong text"; ‖ separates two edits, ⏎ is the end of a line
