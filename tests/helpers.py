@@ -9,11 +9,8 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
-import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,11 +29,12 @@ from sampling import pad_batch
 from policy import Rollouts, add_advantages, add_scores
 from settings import Config, parse_flags
 
-# `SLOW=1 python -m pytest -q tests` kills runs more often and generates 100,000 replies.
+# `SLOW=1 python -m pytest -q tests` generates 100,000 replies and tries more published rows.
 SLOW = bool(os.environ.get("SLOW"))
 ROOT = Path(__file__).resolve().parent.parent
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="uses signals or forks of POSIX")
 often = settings(max_examples=100, deadline=None, derandomize=True)
+ADAMW = 0.0, (0.9, 0.999), 1e-8                          # weight decay, betas, ε
 
 # Flags of two small toy runs: all three phases, and phase 3 with the fixture `reward` as R_φ.
 SMALL = ["--annotated_rows", 120, "--iterations", 4, "--batch_size", 8, "--minibatch_size", 8,
@@ -90,34 +88,6 @@ def refused(match, call, *arguments, **options) -> str:
     message = str(caught.value)
     assert match in message and "\n" not in message
     return message
-
-
-def start(ranks, out, *flags, stderr=subprocess.PIPE, script="text2grad.py", settings=()):
-    """Start a script under torchrun and return the process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc_per_node", ranks, script, *settings, *flags, "--output_dir", out]
-    return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=stderr, text=True, start_new_session=True)
-
-
-def finish(process) -> str:
-    """Wait for a process, check that it succeeded, and return its standard output."""
-    output, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, errors[-3000:]
-    return output
-
-
-def kill_after(pattern, out, *flags, seconds=0.0) -> int:
-    """Run text2grad.py, kill it `seconds` after a file in `out` exists, return its status."""
-    command = [sys.executable, "text2grad.py", *flags, "--output_dir", out]
-    process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(out.glob(pattern)):
-        time.sleep(0.05)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=seconds)
-    process.kill()
-    return process.wait()
 
 
 def free_port() -> int:

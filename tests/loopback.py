@@ -56,5 +56,6 @@ def loopback(responder=critique):
 
     server = SimpleNamespace(url="http://fake/v1", responder=responder, requests=[], billed=[])
     client = httpx.Client(transport=httpx.MockTransport(handle))
-    with mock.patch("openai.OpenAI", partial(openai.OpenAI, http_client=client)):
+    with (mock.patch("openai.OpenAI", partial(openai.OpenAI, http_client=client)),
+          mock.patch.dict("os.environ", OPENAI_API_KEY="sk-loopback")):
         yield server

@@ -35,6 +35,7 @@ policy.py: tests/test_equations.py -k "gae or whiten or loss_by or definition or
     torch.maximum((values - returns) ** 2 ⇒ torch.minimum((values - returns) ** 2
     kl / target - 1, -0.2 ⇒ 1 - kl / target, -0.2
     error * min(1, n / horizon) ⇒ error * n / horizon
+    if target and math.isfinite(kl): ⇒ if target:
 policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or minibatch"
     (start + prompt_count - 1) // n + 1) ⇒ start // n + 1)
     range(config.responses_per_prompt)] ⇒ range(1)]
@@ -44,7 +45,8 @@ policy.py: tests/test_equations.py -k "drawn or column or scores or rewards or m
     no_values, mask, config.gamma, 1.0 ⇒ no_values, mask, config.gamma, config.lam
     value_head(hidden.detach()) ⇒ value_head(hidden)
     loss - config.entropy_coef ⇒ loss + config.entropy_coef
-policy.py: tests/test_equations.py -k "descent or schedule"
+policy.py: tests/test_equations.py -k "descent or schedule or every_pass"
+    model.train() ⇒ pass
     skipped += 1⏎            optimizer.zero_grad() ⇒ skipped += 1
     1 - iteration / config.iterations ⇒ 1 - (iteration + 1) / config.iterations
 policy.py: tests/test_train.py -k "uniforms or seed or kl_coef or ranks or harmful or grouped"
@@ -56,6 +58,8 @@ policy.py: tests/test_train.py -k "uniforms or seed or kl_coef or ranks or harmf
     rollouts.mask[minibatch].sum() ⇒ rollouts.mask[minibatch[::WORLD_SIZE]].sum()
     stats.values())) and stats["ratio"] ⇒ stats.values())) or stats["ratio"]
     stats["ratio"] <= MAX_RATIO ⇒ True
+    model.eval() ⇒ pass
+    (groups, weight_decay=0.0, fused=True) ⇒ (groups, fused=True)
     self.prompt_mask.sum(1) + self.mask ⇒ self.prompt_mask.sum(1) - self.mask
 text2grad.py: tests/test_train.py -k "sft or held_out or several or ranks"
     config, config.reference,⏎                torch ⇒ config, None,⏎                torch
@@ -94,6 +98,24 @@ reward_model.py: tests/test_reward_model.py
     1 - step / len(batches) ⇒ 1 - (step + 1) / len(batches)
     math.isfinite(loss + norm.item()) ⇒ True
     zip(prompt_ids, critique_ids, strict=True) ⇒ enumerate(critique_ids)
+    model.eval() ⇒ pass
+    len(ids) <= max_prompt_tokens ⇒ True
+    len(ids) <= max_prompt_tokens ⇒ len(ids) < max_prompt_tokens
+    (parameters, MAX_GRAD_NORM) ⇒ (parameters, 1e9)
+    enumerate(losses, 1) ⇒ enumerate(losses)
+settings.py: tests/test_paper.py -k presets
+    reward_epochs=3, reward_batch_size=8 ⇒ reward_epochs=3
+    kl_horizon=10_000,⏎    lora_targets="q_proj,v_proj") ⇒ kl_horizon=10_000)
+    dict(max_prompt_tokens=438) ⇒ dict()
+eval.py: tests/test_eval.py -k own_task
+    run_flags(config) + sys.argv[1:] ⇒ sys.argv[1:] + run_flags(config)
+measures/judge.py: tests/test_eval.py -k own_task
+    if config.judge_model and not config.dry_run: ⇒ if True:
+annotate.py: tests/test_run.py -k before_anything
+    if config.critic == "annotator" or not has_feedback: ⇒ if True:
+runtime.py: tests/test_ranks.py -k longer
+    backend="gloo", timeout=ANNOTATION_TIMEOUT ⇒ backend="gloo", timeout=TIMEOUT
+    run_collective(dist.barrier, group) ⇒ run_collective(dist.barrier)
 policy.py: tests/test_train.py -k annotator
     rank_share(from_rank0(reviews)) ⇒ from_rank0(reviews)
 sampling.py: tests/test_sampling.py
@@ -154,8 +176,11 @@ annotate.py: tests/test_annotate.py
     critique or find_critique(value, prose) ⇒ find_critique(value, prose)
     checksum(state=parts)[:12] ⇒ checksum(state=parts)[:0]
     if missing:⏎ ⇒ if False:⏎
-annotate.py: tests/test_ask.py -k in_order
+annotate.py: tests/test_ask.py -k "in_order or settings or absent"
     (*parts, source) ⇒ (*parts)
+    if not config.annotator_function:⏎            print(cost) ⇒ pass
+    task.temperature, config.timeout) ⇒ 0.3, config.timeout)
+    get_mode(config.mode)⏎    if ⇒ check_asking(config)⏎    if
 ask.py: tests/test_ask.py
     self.spent += usd ⇒ self.spent += 0.0
     reply.usage or self.max_usage(question) ⇒ reply.usage or NO_TOKENS
@@ -176,6 +201,8 @@ ask.py: tests/test_ask.py
     if question.old_key in journal.replies: ⇒ if False:
     (length|max|limit|error) ⇒ (length|error)
     max(completion, total - prompt) ⇒ completion
+    "top_p": TOP_P ⇒ "top_p": 1.0
+    "temperature": self.temperature ⇒ "temperature": 0.3
 """
 
 

@@ -11,12 +11,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from annotate import Feedback, Mode, annotate, annotation_questions
+from annotate import Feedback, Mode, annotate, annotation_questions, load_annotator
 from ask import Function, Journal, Question, Server, ask, hide_key, question_key, run_journal
 from data import (SCRIPTS, InputError, get_task, imported_files, iterate_log, load_object,
                   read_log, read_rows, write_rows)
 from helpers import ROOT, error_message, needs_posix, read_jsonl
 from loopback import Answer, completion, critique, httpx, loopback
+from measures import judge
 from measures.judge import JudgeConfig, ask_judge, pairwise_questions
 from settings import AnnotateConfig
 from test_house import TOP
@@ -140,7 +141,7 @@ def test_a_later_run_expects_what_an_earlier_one_was_billed(server, tmp_path):
     replies, message, _ = run(tmp_path / "j", 30, cap, 64)
     assert "reached" in message and sum(usd(*billed) for billed in server.billed) <= cap
     assert "--max_usd 0 reached" in run(tmp_path / "new", 30, 0.0)[1]
-    assert len(replies) == 3 == len(server.requests)
+    assert len(replies) == 3 == len(server.requests), "the cap ends the second run"
 
 
 @pytest.mark.parametrize("answer, booked, tries", [
@@ -150,6 +151,7 @@ def test_a_later_run_expects_what_an_earlier_one_was_billed(server, tmp_path):
         (usage("300", "many"), MAXIMUM), (usage(1e10, 60), MAXIMUM), (usage(-9, 60), MAXIMUM))],
     (Answer(ERROR_WITH_USAGE, 400), (300, 1200), 1), (Answer("{}", 400), (0, 0), 1),
     (Answer({"error": {"code": 401}}), (0, 0), 1), (Answer("{}", 429), (0, 0), 3),
+    (Answer("{}", 500), MAXIMUM, 3),
     (Answer({"error": {"code": 502}}), MAXIMUM, 3), (Answer(TIMEOUT), MAXIMUM, 3),
     (Answer(httpx.ConnectError("refused")), (0, 0), 3), (Answer(" <!doctype>"), (0, 0), 1),
     (Answer({"error": {"code": 400}}), MAXIMUM, 1), (Answer({"error": "busy"}), MAXIMUM, 1),
@@ -161,7 +163,7 @@ def test_what_is_reported_or_may_be_billed_is_booked(server, tmp_path, answer, b
     """429, 5xx and lost connections are retried. The reason has the words of a failure."""
     server.answer = lambda body, number: answer
     replies, message, spent = run(tmp_path / "j", 1)
-    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j"))
+    assert len(server.requests) == tries == len(read_jsonl(tmp_path / "j")), "all are booked"
     assert spent == pytest.approx(tries * usd(*booked))
     if message:
         is_lost = booked == MAXIMUM and isinstance(answer.body, Exception)
@@ -267,11 +269,14 @@ def test_25_unusable_replies_in_a_row_end_a_run_but_do_not_block_later_rows(serv
     ("'max_tokens' is not supported. Use 'max_completion_tokens' instead.", {"max_tokens"},
      {"max_tokens"})])
 def test_what_a_server_refuses_is_left_out(server, tmp_path, recwarn, text, refused, left_out):
-    """All rows have a reply, and no more is left out."""
+    """All rows have a reply, and no more is left out. The first request has all settings."""
     server.answer = lambda body, number: (Answer({"detail": text}, 422)
                                           if refused <= body.keys() else completion())
-    _, message, spent = run(tmp_path / "j", concurrency=8)
+    _, message, spent = run(tmp_path / "j", concurrency=8, temperature=0.7)
     assert message is None and spent == pytest.approx(3 * usd(40, 60))
+    assert server.requests[0] == {
+        "model": "m", "messages": questions(1)[0].messages, "temperature": 0.7, "top_p": 0.95,
+        "max_tokens": MAX_TOKENS}
     for body in server.requests[-2:]:
         assert {"top_p", "temperature", "max_tokens"} - body.keys() == left_out
         assert body.get("max_completion_tokens", body.get("max_tokens")) == MAX_TOKENS
@@ -304,8 +309,9 @@ def test_a_reply_is_written_before_it_is_read_and_never_bought_twice(server, tmp
 
     server.answer = lambda body, number: completion(f"reply {number}")
     assert run(tmp_path / "j", 20, read=fail)[1] == "--mode x: a fault"
-    assert 6 == len(server.requests) == len(read_jsonl(tmp_path / "j"))
-    assert run(tmp_path / "j", 20, concurrency=4)[1] is None and len(server.requests) == 20
+    assert 6 == len(server.requests) == len(read_jsonl(tmp_path / "j")), "written before read"
+    assert run(tmp_path / "j", 20, concurrency=4)[1] is None
+    assert len(server.requests) == 20, "no reply is bought twice"
     replies, _, _ = run(tmp_path / "j", 20, read=refuse)     # it refuses, so they are bought
     assert len(server.requests) == 40 and replies["row-3"].reason == "no labels in 3"
     assert all(reply.reason and reply.value is None for reply in replies.values())
@@ -327,7 +333,7 @@ def test_a_journal_of_the_fourth_version_is_read_but_for_damaged_lines(server, t
     for _ in range(2):                                   # the last line lacks its line break
         replies, _, spent = run(path, prices=(5.0, 20.0))
         assert [reply.value for reply in replies.values()] == ["one", "fine", "fine"]
-        assert len(server.requests) == 2
+        assert len(server.requests) == 2, "the reply of the fourth version is not bought again"
         assert spent == pytest.approx(2 * (usd(300, 60) + 2 * usd(40, 60)))
 
 
@@ -377,7 +383,7 @@ def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_al
     for number, config in enumerate(configs * 2, 1):
         asked = pairwise_questions(rows, ["one"], ["two"], config)
         assert [row["verdict"] for row in ask_judge(asked, config, tmp_path / "j")] == [1, 1]
-        assert len(server.requests) == 2 * min(number, 2)
+        assert len(server.requests) == 2 * min(number, 2), "each server is asked once"
     old = [row | {"key": question.old_key}
            for row, question in zip(read_jsonl(tmp_path / "j"), asked)]
     write_rows(tmp_path / "old", old)
@@ -388,6 +394,17 @@ def test_each_server_has_its_own_replies_but_those_of_the_fifth_version_serve_al
         assert [row["verdict"] for row in verdicts] == [1, 1] and len(server.requests) == 4
     sources = [Server("m", "http://a/v1", temperature).source for temperature in (0.0, 0.3)]
     assert sources[0] != sources[1]
+
+
+def test_the_settings_of_the_annotator_and_of_the_judge_reach_their_server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-test")
+    server = {"base_url": "http://h/v1", "timeout": 7.0}
+    config = AnnotateConfig(annotator_model="m", **server)
+    for name in ("slf5k", "kodcode", "ultrafeedback"):
+        assert load_annotator(get_task(name), config) == Server(
+            "m", temperature=get_task(name).temperature, **server)
+    assert judge._server(JudgeConfig(judge_model="m", **server)) == Server(
+        "m", temperature=0.0, **server)
 
 
 SECRET = "sk-Ab3-" + "x1" * 20
@@ -428,7 +445,7 @@ def test_ctrl_c_waits_for_replies_but_not_for_retries(server, tmp_path, capsys, 
     monkeypatch.setattr("ask.PAUSE", 3600)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "new", 60, concurrency=8)
-    assert len(server.requests) == 61 + 8
+    assert len(server.requests) == 61 + 8, "no request is sent again after Ctrl-C"
 
 
 CRITIC = """
@@ -501,6 +518,7 @@ def test_a_server_that_hangs_or_is_killed_is_booked_but_one_that_is_gone_is_free
         tmp_path, monkeypatch):
     """Over HTTP. It answers question 0, hangs at 1, and is killed at 2."""
     monkeypatch.setattr("ask.RETRIES", 0)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-test")
     with subprocess.Popen([sys.executable, "-c", HTTP_SERVER], text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
@@ -542,8 +560,9 @@ def work(tmp_path, monkeypatch):
     return run_phase
 
 
-def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
-    """The second reply is late. A new model or mode asks anew, a dry run does not."""
+def test_rows_stay_in_order_and_a_question_is_asked_once(work, server, capsys):
+    """The second reply is late. A new model or mode asks anew, a dry run does not. The cost is
+    forecast before it is paid."""
     def answer(body, number):
         time.sleep(0.1 if number == 2 else 0.0)
         is_late = number < 11 and "Question 2?" in str(body)
@@ -558,8 +577,10 @@ def test_rows_stay_in_order_and_a_question_is_asked_once(work, server):
     for settings, requests in [({}, 11), ({"annotator_model": "other"}, 11 + 9),
                                ({"base_url": "http://other/v1"}, 11 + 18),
                                ({"mode": "no_cot"}, 11 + 27)]:
+        before = len(server.requests)
         summary = work(**settings)
-        assert len(server.requests) == requests
+        assert len(server.requests) == requests, f"{settings} asks anew, and once"
+        assert f"\n{requests - before} requests to send, at most $" in capsys.readouterr().out
     bill = sum(usd(*billed) for billed in server.billed)
     assert summary.endswith(f"10 responses with feedback, 0 skipped; ${bill:.4f} in all runs")
     written = read_rows(work.output)

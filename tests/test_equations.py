@@ -4,6 +4,7 @@ The order is the paper's: Definition 1, §3.5 (GAE, PPO), §3.6 with Appendix A,
 """
 
 import copy
+import math
 import random
 import re
 
@@ -311,7 +312,7 @@ def test_a_loss_is_the_mean_of_its_tokens(loss):
 
 @pytest.mark.parametrize("kl, target, error", [
     (6.6, 6, 0.1), (5.4, 6, -0.1), (6.0, 6, 0.0), (60.0, 6, 0.2), (0.0, 6, -0.2),
-    (7.21, 6, 0.2), (60.0, 0, 0.0)])
+    (7.21, 6, 0.2), (60.0, 0, 0.0), (math.nan, 6, 0.0), (math.inf, 6, 0.0)])
 def test_adaptive_kl_by_hand(kl, target, error):
     """Ziegler et al. 2019 §2.2: β ← β (1 + clip(KL / target − 1, ±0.2) n / horizon)."""
     beta = 0.5
@@ -513,11 +514,12 @@ def test_update_is_gradient_descent_on_algorithm_4(policy, micro, monkeypatch):
 
 
 def test_every_pass_takes_every_rollout_once(policy, spy):  # Alg. 4 l.19; Alg. 4 l.20
-    """Alg. 4 l.20: 4 + 2 rollouts in passes of one row each, in a new order each epoch."""
+    """Alg. 4 l.20: 4 + 2 rollouts in passes of one row each, in a new order each epoch. In the
+    training mode, without which --activation_checkpointing has no effect."""
     config = toy_config(minibatch_size=4, micro_batch_tokens=1, ppo_epochs=4)
     model, head, rollouts = scored(policy, config)
     calls = spy("policy.minibatch_loss", lambda rollouts, index, model, head, config, count: (
-        index, int(rollouts.mask[index].sum()), int(count)))
+        index, int(rollouts.mask[index].sum()), model.training and int(count)))
     updated(model, head, rollouts, config)
     epochs = [calls[i : i + 6] for i in range(0, 24, 6)]
     assert len(calls) == 24

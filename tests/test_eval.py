@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -162,7 +163,7 @@ def test_r_phi_is_judged_by_spans_and_unreadable_replies_count_as_wrong(
                               judge_model="judge", base_url=server.url)
     assert value(result, "win rate") == 0.5
     assert all("<feedback_a" in str(body) for body in server.requests)
-    assert len(server.requests) == 40                                 # both orders of each pair
+    assert len(server.requests) == 40, "both orders of each pair"
     assert value(result, "unparseable", "before") == 1
     assert value(result, "unparseable") == 0.25
     for metric in ("good_precision", "good_exact", "good_overlap_index", "good_near"):
@@ -198,7 +199,11 @@ def test_a_prompt_that_exceeds_the_context_is_refused(adapter, gold, tmp_path):
     assert not [*tmp_path.glob("answers*")][0].read_text()
 
 
-def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path):
+def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path, monkeypatch):
+    """Programs run in the sandbox, which not every machine has; those of this test are safe."""
+    execute, is_unsafe = benchmarks.execute, []
+    monkeypatch.setattr(benchmarks, "execute", lambda *inputs, unsafe: (
+        is_unsafe.append(unsafe) or execute(*inputs, unsafe=True)))
     data = shared / "data" / "arc_challenge_dev.jsonl"
     result, _ = run(tmp_path / "arc", task="arc", data=data, limit=6, adapter=adapter)
     model, tokenizer = load_model(BASE, device="cpu")
@@ -220,7 +225,7 @@ def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path):
                     adapter=tmp_path / "samples.jsonl")
     assert value(result, "pass@1") == 0.5
     wrong, right = column(tmp_path / "after.jsonl", "status")
-    assert wrong != "passed" == right
+    assert wrong != "passed" == right and is_unsafe == [False]
 
 
 def verdict(body):
@@ -249,7 +254,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         pairs = {(row["post"], *pair) for row, a, b in zip(posts, before, after)
                  for pair in ((a, b), (b, a))}
         assert f"20 questions, {len(pairs)} requests to send" in dry
-        assert len(server.requests) == 0
+        assert not server.requests, "a dry run asks nothing"
         result, printed = run(**flags)
         assert len(server.requests) == len(pairs)
         counts = [(a.count("e"), b.count("e")) for a, b in zip(after, before)]
@@ -261,7 +266,7 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
         assert value(result, "perplexity of references") > 1
         server.responder = lambda body: "I like both of them a lot."
         run(**flags)
-        assert len(server.requests) == len(pairs)
+        assert len(server.requests) == len(pairs), "the journal answers a second run"
         result, printed = run(**flags | {"judge_model": "another"})
     assert "20 of 20 questions have no verdict (the first: no verdict in [[ ]]" in printed
     assert figure(result, "win rate") == {"measure": "win rate", "unit": "↑", "rows": 0}
@@ -284,7 +289,7 @@ def test_mt_bench_and_alpaca_eval_on_the_published_files(adapter, shared, run, t
         result, printed = run(task="alpaca_eval", data=data, limit=3, **judge)
         assert figure(result, "win rate")["rows"] == 3
         file = tmp_path / "out" / "after_outputs.json"
-        assert f"run: alpaca_eval --model_outputs {file} --is_over" in printed
+        assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
         # alpaca_eval 0.6.6 reads a list of objects with these three fields.
         assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
 
@@ -331,7 +336,9 @@ def test_an_own_task_is_measured_on_the_rows_that_both_runs_held_out(adapter, ru
         write_rows(policies[-1].parent / "config.json", [{
             "task": "chats:CHAT", "data": str(data), "model": "toy/base",
             "max_new_tokens": 9, "max_critique_tokens": 50}])
-    result, printed = run(adapter=policies[1], before=policies[0])
+    result, printed = run(adapter=policies[1], before=policies[0], max_new_tokens=5)
+    names = "max_new_tokens", "max_critique_tokens", "temperature"       # typed, run's, task's
+    assert [result["config"][name] for name in names] == [5, 50, 0.7]
     assert f"uses 4 of 9 rows, held out from {policies[1]}" in printed
     assert printed.count("left out: 1 of 4 prompts") == 1
     after = read_rows(tmp_path / "out" / "after.jsonl")
@@ -359,6 +366,9 @@ def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
                         ("arc", ["--model=m"])):
         config = evaluation.EvalConfig(adapter=adapter, task=task)
         assert evaluation.run_flags(config) == flags
+    assert evaluation.settings_of("alpaca_eval") == {"max_new_tokens": 2048}
+    settings = evaluation.settings_of("slf5k")
+    assert (settings["max_new_tokens"], settings["temperature"]) == (89, 0.6)
 
 
 def test_delta_is_that_of_the_table_that_training_prints(finished_run, run, tmp_path):

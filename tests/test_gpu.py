@@ -3,14 +3,14 @@
 Independent side: SDPA in float32, the step that is not captured, what a killed run must hold.
 """
 
+import gc
 import os
-import signal
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import model as model_file
-from helpers import ROOT, kill_after, randomise, read_jsonl, run_main
+from helpers import ROOT, randomise, read_jsonl, run_main
 from model import add_lora, load_model
 from reward_model import z_loss
 from sampling import generate
@@ -121,11 +121,21 @@ def test_two_iterations_are_finite(dtype, tmp_path):
 
 
 @whole_run
-def test_a_killed_run_continues(tmp_path, capsys):
-    """Killed after its first checkpoint, the same command ends it with every row once."""
-    flags = [*RUN, "--iterations", 4]
-    assert kill_after("checkpoint-*", tmp_path, *flags) == -signal.SIGKILL
-    run_main(*flags, "--output_dir", tmp_path)
-    assert "resumed after step" in capsys.readouterr().out
+def test_a_stopped_run_continues(tmp_path, capsys, spy):
+    """Stopped after its first checkpoint, the same command ends it with every row once."""
+    flags = [*RUN, "--iterations", 4, "--output_dir", tmp_path]
+    stops = [1]
+
+    def stop(rows, config, iteration):
+        if iteration in stops:
+            stops.clear()
+            raise KeyboardInterrupt
+
+    spy("policy.batch_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(*flags)
+    gc.collect()                                         # release the lock of the stopped run
+    run_main(*flags)
+    assert "resumed after step 1" in capsys.readouterr().out
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]

@@ -423,7 +423,7 @@ def test_mt_bench_is_answered_and_judged_by_turn(tmp_path):  # Table 4
     with loopback(lambda body: replies[body["messages"][1]["content"]]) as server:
         for _ in range(2):                       # a reply without a verdict is asked for again
             scores = judge.mt_bench_scores(judge.ask_judge(questions, config, tmp_path / "j"))
-    assert len(server.requests) == 6 + 1
+    assert len(server.requests) == 6 + 1, "only the reply without a verdict is asked again"
     assert [(row["id"], row["rating"], row["rating, turn 1"]) for row in scores] == [
         (81, 8.0, 9.0), (111, None, 3.0), (103, 4.5, 5.0)]
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be fair."}

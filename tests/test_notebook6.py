@@ -76,14 +76,12 @@ WRONG = [
 # More wrong versions: "text ⇒ wrong text"; ‖ separates two edits, ⏎ is the end of a line
 MISTAKES = """
 find_spans
-    and not cuts_left and not cuts_right ⇒
     and not cuts_right ⇒
     and not cuts_left ⇒
     if len(places) <= quotes.count(quote): ⇒ if places:
     spans += places ⇒ spans += places[:1]
     set(quotes) ⇒ quotes
     len(places) <= ⇒ len(places) ==
-    <= quotes.count(quote): ⇒ > 0: ‖ += places ⇒ += places[: quotes.count(quote)]
     and quote[0].isalnum() ⇒ == quote[0].isalnum() ‖ and quote[-1] ⇒ == quote[-1]
     and quote[0].isalnum() ⇒ ‖ and quote[-1].isalnum() ⇒
     spans = [] ⇒ spans, quotes = [], [quote.strip() for quote in quotes]
@@ -96,65 +94,48 @@ find_spans
     set(quotes): ⇒ set(quotes):⏎        quote = quote.lower()
 token_rewards
     span.start <= start < end <= span.end ⇒ max(start, span.start) < min(end, span.end)
-    end <= span.end ⇒ end < span.end
-    piece.strip() or piece ⇒ piece
     piece.strip() or piece ⇒ piece.lstrip() or piece
     word = piece.strip() or piece ⇒ word = piece.strip()
     start < end <= span.end ⇒ start <= end <= span.end
     {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
     sum(labels) ⇒ [0, *labels][-1] ‖ {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
-    sum(labels) ⇒ [*labels, 0][0] ‖ {span.label for ⇒ [span.label for ‖ span.end} ⇒ span.end]
-    sum(labels) ⇒ min(labels, default=0)
     sum(labels) ⇒ max(labels, default=0)
 z_loss
     [len(prompt) - 1 : -1] ⇒ [len(prompt) :]
     len(prompt) - 1 : ⇒ : ‖ range(len(z)), z] ⇒ range(len(prompt + z) - 1), (prompt + z)[1:]]
-    log_p[range(len(z)), z] ⇒ log_p[range(1, len(z)), z[1:]]
-    log_p[range(len(z)), z] ⇒ log_p[range(len(z) - 1), z[:-1]]
     return loss ⇒ return loss / len(pairs)
     return loss ⇒ return loss / sum(len(z) for _, z in pairs)
-    log_p[range(len(z)), z].sum() ⇒ log_p[range(len(z)), z].mean()
     loss = loss - log_p ⇒ loss = 0 * loss - log_p
 nl_gradient
     .sum() ⇒ .mean()
     (delta * logprobs) ⇒ (delta.abs() * logprobs)
-    (delta * logprobs) ⇒ (delta.clamp(min=0) * logprobs)
     (delta * logprobs) ⇒ logprobs
     return ⇒ objective.backward(retain_graph=True)⏎    return [p.grad for p in parameters]#
 add_penalty
     * mask ⇒
     (delta - beta * log_ratio) * mask ⇒ delta - beta * log_ratio * mask
     logprobs_old - logprobs_ref ⇒ (logprobs_old - logprobs_ref).abs()
-    logprobs_old - logprobs_ref ⇒ (logprobs_old - logprobs_ref).clamp(min=0)
     logprobs_old - logprobs_ref ⇒ ((logprobs_old - logprobs_ref) * mask).sum(-1, keepdim=True)
     beta * log_ratio ⇒ beta * logprobs_old.exp() * log_ratio
 gae
     values = values * mask ⇒ pass
-    rewards * mask ⇒ rewards ‖ values * mask ⇒ values ‖ return ⇒ advantages *= mask⏎    return
     rewards = rewards * mask ⇒ pass
     gamma * lam * next ⇒ gamma * next
     gamma * lam * next ⇒ lam * next
-    gamma * lam * next_advantage ⇒ 0
     + gamma * next_value ⇒ + next_value
-    + gamma * next_value ⇒ + lam * next_value
-    + gamma * next_value ⇒
     reversed(range(rewards.shape[1])) ⇒ reversed(range(rewards.shape[1] - 1))
     advantages + values ⇒ rewards.flip(1).cumsum(1).flip(1)
     return advantages ⇒ return whiten(advantages, mask)
-    return ⇒ advantages = whiten(advantages, mask)⏎    return
     reversed(range(rewards.shape[1])) ⇒ range(rewards.shape[1])
 whiten
     (advantages * mask).sum() / count ⇒ advantages.mean()
     ((advantages - mean) ** 2 * mask).sum() / count ⇒ ((advantages - mean) ** 2).mean()
     2 * mask).sum() / count ⇒ 2 * mask).sum() / (count - 1)
     .sqrt() * mask ⇒ .sqrt()
-    mask.sum() ⇒ mask.numel()
     count = mask.sum() ⇒ count = mask.sum(1, True) ‖ s * mask).sum() ⇒ s * mask).sum(1, True)
 ppo_loss
     minimum ⇒ maximum
     / mask.sum() ⇒ / mask.numel()
-    / mask.sum() ⇒
-    -(gain * mask).sum() / mask.sum() ⇒ -gain.mean()
     -(gain * mask).sum() / mask.sum() ⇒ -((gain * mask).sum(1) / mask.sum(1)).mean()
     torch.exp((logprobs - logprobs_old) * mask) ⇒ 1 + (logprobs - logprobs_old) * mask
     (logprobs - logprobs_old) ⇒ (logprobs_old - logprobs)
@@ -163,25 +144,19 @@ ppo_loss
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ clipped * advantages
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ ratio * advantages
     ratio * advantages, clipped * advantages) ⇒ ratio, clipped) * advantages
-    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(-clip, clip)
-    _old) * mask ⇒ _old) ‖ -(gain * mask).sum() / mask.sum() ⇒ -gain.mean()
 update
     optimizer.zero_grad() ⇒ pass
-    loss.backward() ⇒ loss.backward()⏎    optimizer.zero_grad()
     value_head(hidden.detach()) ⇒ value_head(hidden)
     = policy_loss( ⇒ = ppo_loss(
-    optimizer.step() ⇒ pass
     (weights, 1.0) ⇒ (weights, 1e9)
     (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
     config.value_coef * ⇒
     loss - config.entropy_coef * entropy.mean() ⇒ loss
-    entropy.mean() ⇒ entropy.sum()
     (logits / config.temperature) ⇒ logits
     entropy = - ⇒ log_p = logits.log_softmax(-1)⏎    entropy = -
     logprobs = log_p[ ⇒ logprobs = logits.log_softmax(-1)[
     config.value_clip ⇒ config.clip
     config.clip) ⇒ config.value_clip)
-    config.entropy_coef * ⇒
     optimizer.step() ⇒ for p in weights:⏎        p.grad *= -1⏎    optimizer.step()
     return norm.item() ⇒ return sum(p.grad.norm() ** 2 for p in weights).item() ** 0.5
 lora_forward
@@ -193,17 +168,13 @@ lora_forward
 generate
     if eos not in answer: ⇒ if token != eos and eos not in answer:
     return answers ⇒ return [[v for v in y if v != eos] for y in answers]
-    if eos not in answer: ⇒ if True: ‖ if all(eos in answer for answer in answers): ⇒ if False:
-    [[] for _ in prompts] ⇒ [list(x) for x in prompts]
     logits / temperature ⇒ logits
     [0] * n + [1] * len(x) ⇒ [1] * longest
     (attention.cumsum(1) - 1).clamp(min=0) ⇒ torch.arange(longest).expand(len(prompts), -1)
-    (attention.cumsum(1) - 1).clamp(min=0) ⇒ attention.cumsum(1)
     positions[:, -1:] + 1 ⇒ positions[:, -1:]
     positions[:, -1:] + 1 ⇒ torch.full_like(ids, attention.shape[1] - 1)
     cache = None ⇒ cache, attention = None, torch.ones_like(attention)
     torch.ones_like(ids)], 1) ⇒ torch.zeros_like(ids)], 1)
-    (sums <= u[:, None]).sum(-1, keepdim=True) ⇒ logits.argmax(-1, keepdim=True)
     (sums <= u[:, None]) ⇒ (sums < u[:, None])
     ids = ids.clamp(max=logits.shape[1] - 1) ⇒ pass
     (sums <= u[:, None]).sum(-1, ⇒ (sums > u[:, None]).int().argmax(-1,

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT
 
 for package in ("nbformat", "nbclient", "ipykernel", "IPython"):
@@ -33,7 +34,6 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 BLANK = "...  # yours"
 SOLUTION = re.compile(r"(?s)<details><summary>Solution</summary>\n\n```python\n(.*?)```.*\n\n"
                       r"</details>$|(solution\(\"\w+\", show=)False\)")
-TRAINS = re.compile(r"\b(fit_adapter|learn)\(")          # a cell that trains, for many seconds
 
 assert len(NOTEBOOKS) == 6                               # or the tests would pass vacuously
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -76,12 +76,19 @@ def test_needs_no_network_and_defines_no_algorithm_of_its_own(path):
 
 # ── Exercises
 
-def run(source: str, names: dict) -> str:
-    """Run a cell with the notebook's variables `names`; returns what it prints."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(source, "cell", "exec"), names)
-    return output.getvalue()
+def run(source: str, names: dict) -> tuple[str, str]:
+    """Run a cell with the notebook's variables `names`; (what it prints, its HTML or SVG)."""
+    *statements, last = ast.parse(source).body
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        if isinstance(last, ast.Expr):
+            exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        else:
+            exec(compile(source, "cell", "exec"), names)
+    markup = [getattr(value, name)() for name in ("_repr_html_", "_repr_svg_")
+              if hasattr(value, name)]
+    return printed.getvalue(), "".join(markup)
 
 
 def wrong_answers(value) -> list:
@@ -103,48 +110,33 @@ def wrong_answers(value) -> list:
     return answers
 
 
-@each
-def test_a_blank_is_blank_the_solution_right_and_the_rest_wrong(path, monkeypatch):
-    """The check rejects every answer that differs from the solution in one part. The notebook
-    runs in this process up to the last exercise, without the cells after a training."""
-    monkeypatch.chdir(path.parent)
-    monkeypatch.setenv("TQDM_DISABLE", "1")                # undoes what the first cells set
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert wrong_answers({"a": (1, [True])})[2] == {"a": [1, [False]]}
-    cells, names, has_trained = nbformat.read(path, as_version=4).cells, {}, False
-    places = [i for i, cell in enumerate(cells)
-              if cell.cell_type == "code" and BLANK in cell.source]
-    for i, cell in enumerate(cells[: places[-1] + 1]):
-        has_trained = has_trained or bool(TRAINS.search(cell.source))
-        if i not in places:
-            if cell.cell_type == "code" and not has_trained:
-                run(cell.source, names)
-            continue
-        title = f"### Exercise {places.index(i) + 1} · "
-        assert any(title in before.source for before in cells[i - 3 : i])
-        check, solution = cells[i + 1].source, SOLUTION.match(cells[i + 2].source)
-        assert check.startswith("# Check\n") and cell.source.count(BLANK) == 1
-        run(cell.source, names)
-        assert run(check, names) == "not done yet\n", title
-        run(solution[1] or run(f"{solution[2]}True)", names), names)
-        assert run(check, names) == "right\n", title
-        node = ast.parse(cell.source).body[-1]
-        name = node.name if isinstance(node, ast.FunctionDef) else node.targets[0].id
-        for other in wrong_answers(names[name]):
-            with pytest.raises(AssertionError):
-                print(f"{title} takes {other} for right: {run(check, names | {name: other})}")
-        run(cell.source, names)
+def check_exercise(title, cell, check, solution, names):
+    """The check rejects every answer that differs from the solution in one part."""
+    assert check.startswith("# Check\n") and cell.count(BLANK) == 1
+    run(cell, names)
+    assert run(check, names)[0] == "not done yet\n", title
+    run(solution[1] or run(f"{solution[2]}True)", names)[0], names)
+    assert run(check, names)[0] == "right\n", title
+    node = ast.parse(cell).body[-1]
+    name = node.name if isinstance(node, ast.FunctionDef) else node.targets[0].id
+    for other in wrong_answers(names[name]):
+        with pytest.raises(AssertionError):
+            print(f"{title} takes {other} for right: {run(check, names | {name: other})}")
 
 
 # ── The outputs
 
-def words(cell) -> list[str]:
-    """The words in a cell's outputs: printed text, HTML, and SVG pictures."""
-    texts = [output.text for output in cell.outputs if output.output_type == "stream"]
-    for data in (output.data for output in cell.outputs if "data" in output):
-        markup = data.get("text/html") or data.get("image/svg+xml")
-        texts.append(re.sub(r"</?\w+|>", " ", markup) if markup else data["text/plain"])
-    return " ".join(texts).split()
+def words(printed: str, markup: str) -> list[str]:
+    """The words in the output of a cell: printed text, HTML, and SVG pictures."""
+    return f"{printed} {re.sub(r'</?[a-zA-Z]+|>', ' ', markup)}".split()
+
+
+def stored(cell) -> tuple[str, str]:
+    """What a stored cell printed, and its HTML or SVG."""
+    printed = [output.text for output in cell.outputs if output.output_type == "stream"]
+    data = [output.data for output in cell.outputs if "data" in output]
+    markup = [part.get("text/html") or part["image/svg+xml"] for part in data]
+    return "".join(printed), "".join(markup)
 
 
 def same(new: str, stored: str) -> bool:
@@ -167,28 +159,47 @@ def test_rounding_is_forgiven_and_nothing_else():
         assert same(now, stored)
     for now, stored in (("0.271", "0.261"), ("54%", "53%"), ("-0.261", "0.261"), ("a1", "b1")):
         assert not same(now, stored)
+    assert wrong_answers({"a": (1, [True])})[2] == {"a": [1, [False]]}
 
 
 @each
-def test_runs_in_a_clean_kernel_and_says_what_is_stored(path):
-    """The new outputs equal the stored ones; the file is not written.
+def test_says_what_is_stored_and_each_exercise_has_one_answer(path, monkeypatch):
+    """Each cell runs once, with the exercises blank, in a namespace of its own.
 
     For notebooks that train, only the presence of words is compared. Their claims are in
     asserts, so several cells that print figures must also bound them.
     """
-    # This raises an exception if a cell, or its assert, fails.
-    fresh, stored = remove_run_details(execute_notebook(path)), code(path)
-    again = [cell for cell in fresh.cells if cell.cell_type == "code"]
-    for number, (now, then) in enumerate(zip(again, stored, strict=True), 1):
-        place = f"code cell {number}"
-        assert then.execution_count == number, "the outputs come from one run, from the top"
-        if path.stem in LIVE:
-            assert bool(words(now)) == bool(words(then)), place
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("TQDM_DISABLE", "1")                # undoes what the first cells set
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    cells, names = nbformat.read(path, as_version=4).cells, {"__name__": "notebook"}
+    exercises = 0
+    for i, cell in enumerate(cells):
+        if cell.cell_type != "code":
             continue
-        different = [pair for pair in zip(words(now), words(then)) if not same(*pair)]
-        assert not different, f"{place}: {different[:5]}"
-        assert len(words(now)) == len(words(then)), place
-    assert sum(bool(cell.outputs) for cell in stored) >= 10
-    bounds = [cell for cell in stored
-              if cell.outputs and re.search(r"(?m)^\s*assert .*[<>]", cell.source)]
+        if BLANK in cell.source:
+            exercises += 1
+            title = f"### Exercise {exercises} · "
+            assert any(title in before.source for before in cells[i - 3 : i])
+            with torch.random.fork_rng():
+                check_exercise(title, cell.source, cells[i + 1].source,
+                               SOLUTION.match(cells[i + 2].source), names)
+        now, then = words(*run(cell.source, names)), words(*stored(cell))
+        different = [pair for pair in zip(now, then) if not same(*pair)]
+        assert path.stem in LIVE or not different, f"cell {i}: {different[:5]}"
+        assert path.stem in LIVE or len(now) == len(then), f"cell {i}"
+        assert bool(now) == bool(then), f"cell {i}"
+    outputs = [cell for cell in code(path) if cell.outputs]
+    bounds = [cell for cell in outputs if re.search(r"(?m)^\s*assert .*[<>]", cell.source)]
+    assert exercises and len(outputs) >= 10
     assert path.stem not in LIVE or len(bounds) >= (2 if path.stem == STUDENTS else 5)
+    counts = [cell.execution_count for cell in code(path)]
+    assert counts == [*range(1, len(counts) + 1)], "the outputs come from one run, from the top"
+
+
+def test_a_build_runs_a_notebook_in_a_new_kernel_and_stores_what_is_stored():
+    notebook = remove_run_details(execute_notebook(NOTEBOOKS[0]))
+    again = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for now, then in zip(again, code(NOTEBOOKS[0]), strict=True):
+        assert all(map(same, words(*stored(now)), words(*stored(then))))
+        assert len(words(*stored(now))) == len(words(*stored(then)))

@@ -3,6 +3,7 @@
 A base that FSDP2 shards needs less memory, and few all-gathers.
 """
 
+import ctypes
 import os
 import pickle
 import re
@@ -17,8 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from data import InputError
-from helpers import (ROOT, free_port, often, random_rollouts, randomise, read_jsonl,
-                     read_metrics, run_main, toy_config)
+from helpers import (ROOT, free_port, often, randomise, read_jsonl, read_metrics, run_main)
 from hypothesis import given
 from hypothesis.strategies import integers, lists
 from safetensors.torch import load_file
@@ -60,7 +60,7 @@ def as_rank(rank, port, module, flags):
 
 
 def on_two_ranks(out, *flags, module=text2grad, join=True):
-    """Run a script on two ranks by fork, which saves torchrun's loading time (cf. `start`)."""
+    """Run a script on two ranks by fork, which saves torchrun's loading time."""
     arguments = free_port(), module, (*flags, "--output_dir", out)
     return start_processes(as_rank, arguments, 2, join, start_method="fork")
 
@@ -116,11 +116,6 @@ def test_a_pass_of_each_rank_takes_as_many_rows_as_fit(lengths, ranks, limit):
         assert len(larger[::ranks]) * lengths[larger[-1]] > limit
 
 
-def test_a_row_is_as_long_as_its_prompt_and_response_together():
-    """Independent side: by hand; x and y have 14, 5, 9, 9, 14 and 10 tokens."""
-    groups = random_rollouts().groups(range(6), toy_config(micro_batch_tokens=28))
-    assert groups == [[1, 2, 3], [5, 0], [4]]
-
 
 def test_two_ranks_are_one_rank(unbroken, two):
     """Invariant 3."""
@@ -134,19 +129,22 @@ def test_two_ranks_with_a_sharded_base_are_one_rank(phase_3, unbroken, tmp_path)
     assert_same_run(tmp_path, unbroken)
 
 
+FEW_STEPS = "--reward_epochs", 1, "--max_critique_tokens", 8
+
+
 def test_two_ranks_are_one_rank_in_phases_1_and_2(phase_3, tmp_path, monkeypatch):
     """Phases 1 and 2 with a sharded base, and reward_model.py alone, equal one rank.
 
     With 27 rows one rank has no row in the last batch. The losses differ by 1.3e-6 at most. As
-    critiques of R_φ may differ in a token, only the judged rows are compared.
+    critiques of R_φ may differ in a token, only the rows and their counts are compared.
     """
     for name in ("train_and_evaluate", "print_result"):    # of phase 3
         monkeypatch.setattr(text2grad, name, lambda *_: None)
-    phases = [*phase_3, "--reward_model", "none", "--annotated_rows", 27]
+    phases = [*phase_3, "--reward_model", "none", "--annotated_rows", 27, *FEW_STEPS]
     run_main(*phases, "--output_dir", tmp_path / "one")
     on_two_ranks(tmp_path / "two", *phases, "--shard", "--micro_batch_tokens", 400)
     on_two_ranks(tmp_path / "fit", "--data", tmp_path / "one" / "feedback.jsonl",
-                 "--micro_batch_tokens", 40, "--max_critique_tokens", 100, module=reward_model)
+                 "--micro_batch_tokens", 40, *FEW_STEPS, module=reward_model)
     for name in ("responses.jsonl", "feedback.jsonl"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     alone = tmp_path / "one" / "reward"
@@ -155,7 +153,7 @@ def test_two_ranks_are_one_rank_in_phases_1_and_2(phase_3, tmp_path, monkeypatch
         for name in ("id", "response", "annotator"):
             assert [row[name] for row in samples] == [row[name] for row in expected]
         metrics, expected = (read_jsonl(path / "metrics.json")[0] for path in (out, alone))
-        for name in ("final_loss", "poor_recall"):
+        for name in ("final_loss", "tokens", "poor_tokens", "unparseable"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4)
         assert_close_in_norm(out / "adapter" / "adapter_model.safetensors",
                              alone / "adapter" / "adapter_model.safetensors", 1e-3)
@@ -177,17 +175,23 @@ def test_a_rank_that_hangs_or_dies_ends_the_run(phase_3, tmp_path, monkeypatch, 
 
 
 def wait_for_the_annotator(rank, port, out):
-    """Rank 1 waits longer for rank 0 than a collective operation may take, but not for ever."""
+    """Rank 0 annotates until rank 1 has waited too long, but for 30 s at most."""
+    def annotate():
+        end = time.monotonic() + 30
+        while not (out / "too long").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+
     become_rank(rank, port)
-    runtime.TIMEOUT = timedelta(seconds=1)
     runtime.start_ranks()
-    run_phase("first", "never", out, lambda: time.sleep(2), only_rank0=True)
-    runtime.ANNOTATION_TIMEOUT = timedelta(seconds=1)
+    runtime.ANNOTATION_TIMEOUT = timedelta(seconds=2)
     with pytest.raises(InputError, match=f"rank {rank} lost another rank, or waited too long"):
-        run_phase("second", "never", out, lambda: time.sleep(2), only_rank0=True)
+        run_phase("annotate", "never", out, annotate, only_rank0=True)
+    (out / "too long").touch()
 
 
-def test_the_ranks_wait_for_the_annotator(tmp_path):
+def test_the_ranks_wait_longer_for_the_annotator_than_for_each_other(tmp_path):
+    """The time-out of this wait is one of its own, which is shorter here."""
+    assert runtime.ANNOTATION_TIMEOUT > runtime.TIMEOUT
     start_processes(wait_for_the_annotator, (free_port(), tmp_path), 2, start_method="fork")
 
 
@@ -226,6 +230,9 @@ def trained(model, rows):
     return [p.grad for p in lora_parameters(model, "policy")]
 
 
+M_MMAP_THRESHOLD = -3                                        # a name of malloc.h
+
+
 class Gathers(TorchDispatchMode):
     """Counts the all-gathers that are issued while this mode is active."""
     count = 0
@@ -249,9 +256,11 @@ def memory(key):
 
 def run_rank(rank, port, path, folder):
     """Load, shard and use a base on each rank; save what the test checks to `folder`."""
+    # Freed memory returns to the system at once, so that the peak counts only live memory.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     become_rank(rank, port)
     runtime.start_ranks()
-    load_model(ROOT / "toy" / "base", device="cpu", is_sharded=True)      # imports
+    load_model(ROOT / "toy" / "base", device="cpu", is_sharded=True)      # connects the ranks
     before = memory("VmRSS")
     model = prepared(path, is_sharded=True, checkpoint_activations=True)
     used = memory("VmHWM") - before
@@ -272,24 +281,22 @@ def run_rank(rank, port, path, folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatch):
-    """190 MB in files of 30 MB, with an untied head and recomputed activations.
+def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path):
+    """64 MB in files of 12 MB, with an untied head and recomputed activations.
 
-    The measured peak of each rank while it loads, including file pages, is .87 to .95 of the
-    model, and 1.22 if `shard` holds references to the whole weights. Each rank holds half of
+    The measured peak of each rank while it loads, including file pages, is .45 to .58 of the
+    model, and .98 if `shard` holds references to the whole weights. Each rank holds half of
     the blocks, and all adapters, embeddings, head and norms. A rollout gathers the blocks once,
     whether it has 2 or 8 tokens. The summed gradients are those of a whole base.
     """
     torch.manual_seed(4)
     path = tmp_path / "base"
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=960, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
-        num_attention_heads=8)).save_pretrained(path, max_shard_size="30MB")
+        vocab_size=960, hidden_size=384, intermediate_size=1152, num_hidden_layers=8,
+        num_attention_heads=8)).save_pretrained(path, max_shard_size="12MB")
     load_model(ROOT / "toy" / "base", device="cpu")[1].save_pretrained(path)
     assert len(list(path.glob("model-*.safetensors"))) >= 5
-    # Freed memory returns to the system at once, so that the peak counts only live memory.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    start_processes(run_rank, (free_port(), path, tmp_path), 2, start_method="spawn")
+    start_processes(run_rank, (free_port(), path, tmp_path), 2, start_method="fork")
     model = prepared(path)
     size = local_bytes(model)
     blocks = sum(p.nbytes for name, p in model.named_parameters()
@@ -299,7 +306,7 @@ def test_a_sharded_base_is_held_in_halves_and_gathered_once(tmp_path, monkeypatc
     for rank in (0, 1):
         result = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(result["gradients"], gradients, atol=1e-4, rtol=1e-4)
-        assert 0.5 * size < result["used"] < 1.05 * size, result["used"] / size
+        assert 0.3 * size < result["used"] < 0.8 * size, result["used"] / size
         assert result["bytes"] == pytest.approx(size - blocks / 2, rel=0.01)
-        assert result["each_pass"] >= 14, "fourteen blocks"
+        assert result["each_pass"] >= 8, "eight blocks"
         assert result["counts"][0] == result["counts"][1] <= result["each_pass"] + 2

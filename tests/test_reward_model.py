@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from data import InputError, critique_prompt, split_rows, write_rows
-from helpers import randomise, read_jsonl, toy_config, toy_feedback
-from model import add_lora, load_lora, lora_parameters, use_lora
+from helpers import ADAMW, randomise, read_jsonl, toy_config, toy_feedback
+from model import add_lora, encode_prompt, load_lora, lora_parameters, use_lora
 from report import count_tokens, reward_model_summary, token_figures
 from reward_model import encode_rows, fit_adapter, fit_reward_model, write_critiques, z_loss
 
@@ -29,43 +29,31 @@ def no_gradient(model, part):
 
 # ── Algorithm 3
 
-def expected_rates(peak, steps, warm_up):
-    """The expected schedule: the minimum of a linear warm-up and a linear decay to 0."""
-    return [peak * min((step + 1) / warm_up, (steps - step) / steps) for step in range(steps)]
-
 
 def test_the_learning_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_zero(
         toy_model, monkeypatch):
-    """40 steps: two of warm-up, then a linear decay that would reach 0 after the last step."""
+    """40 steps: two of warm-up, then a linear decay that would reach 0 after the last step. The
+    weight decay is that of the flag."""
     rates = []
 
     def record(optimizer):
-        rates.append(optimizer.param_groups[0]["lr"])
+        group, = optimizer.param_groups
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.7, *ADAMW[1:])
+        rates.append(group["lr"])
         return step(optimizer)
 
     step = torch.optim.AdamW.step
     monkeypatch.setattr("torch.optim.AdamW.step", record)
-    config = replace(CONFIG, reward_batch_size=1, reward_learning_rate=0.4)
+    config = replace(CONFIG, reward_batch_size=1, reward_learning_rate=0.4,
+                     reward_weight_decay=0.7)
     fit_adapter(toy_model[0], PAIRS, "reward", config, no_gradient)
-    assert rates[:4] + rates[-1:] == pytest.approx([0.2, 0.39, 0.38, 0.37, 0.01])
-    assert rates == pytest.approx(expected_rates(0.4, 40, 2))
+    assert rates[:4] == pytest.approx([0.2, 0.39, 0.38, 0.37])
+    assert rates[2:] == pytest.approx([0.4 * (40 - step) / 40 for step in range(2, 40)])
 
 
-def test_weight_decay_is_that_of_the_flag(toy_model):
-    """Without a gradient, AdamW multiplies the weights by 1 − rate · decay in every step."""
-    model, _ = toy_model
-    torch.manual_seed(CONFIG.seed)
-    before = [p.detach().clone() for p in add_lora(model, "reward", 2, 4, 0.0, ["q_proj"])]
-    fit_adapter(model, PAIRS, "reward", replace(CONFIG, reward_weight_decay=0.7), no_gradient)
-    factor = 1.0
-    for rate in expected_rates(CONFIG.reward_learning_rate, 10, 1):
-        factor *= 1 - rate * 0.7
-    assert factor < 0.97
-    for p, start in zip(lora_parameters(model, "reward"), before, strict=True):
-        torch.testing.assert_close(p.detach(), start * factor, rtol=1e-5, atol=1e-8)
-
-
-def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(toy_model):
+def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(toy_model, spy):
+    """Each step clips the gradient."""
+    clips = spy("torch.nn.utils.clip_grad_norm_", lambda parameters, most: most)
     batches = []
 
     def record(model, part):
@@ -75,7 +63,7 @@ def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(toy_model):
     fit_adapter(toy_model[0], PAIRS, "reward", CONFIG, record)
     first, second = sum(batches[:5], []), sum(batches[5:], [])
     assert len(batches) == 10 and sorted(first) == sorted(second) == [*range(10, 30)]
-    assert first != second and first != sorted(first)
+    assert first != second and first != sorted(first) and clips == [1.0] * 10
 
 
 def test_dropout_is_active_and_every_step_has_its_own_mask(toy_model, spy):
@@ -92,6 +80,7 @@ def test_dropout_is_active_and_every_step_has_its_own_mask(toy_model, spy):
     masks = [(x == 0).flatten().tolist() for x in dropped[::layers]]        # of the first layer
     assert len(masks) == 6 and all(0.3 < sum(mask) / len(mask) < 0.7 for mask in masks)
     assert masks[0] != masks[1] != masks[2] != masks[0] and masks[:3] == masks[3:]
+    assert not model.training
 
 
 def test_a_step_that_is_not_finite_ends_the_fit_in_one_line(toy_model):
@@ -140,6 +129,8 @@ def test_rows_that_are_too_long_are_counted_on_the_terminal(toy_model, tmp_path,
     assert summary.startswith("trained, but not evalu")
     metrics, = read_jsonl(tmp_path / "r" / "metrics.json")
     assert (metrics["training_rows"], metrics["too_long"]) == (2, 2)
+    losses = read_jsonl(tmp_path / "r" / "losses.jsonl")
+    assert losses == [{"iteration": 1, "loss in nats per token of z": metrics["final_loss"]}]
     assert f"left out: {data}: 2 of 4 rows have more than 512" in capsys.readouterr().out
 
 
@@ -166,20 +157,20 @@ def critic_model(toy_model):
     return model, tokenizer
 
 
-def test_the_prompt_of_r_phi_shows_the_prompt_and_the_response():
-    prompt = critique_prompt("Where is the xylophone?", "In the quarry.")
-    assert "Where is the xylophone?" in prompt and "In the quarry." in prompt
-
-
-def test_an_empty_response_has_no_critique_and_moves_none(critic_model, spy):
-    """In the batch ["", y], the critique belongs to y. It ends at every EOS of the generation
-    config, and is greedy."""
+def test_an_empty_or_too_long_response_has_no_critique_and_moves_none(critic_model, spy):
+    """Of ["", y, more than y] the critique belongs to y, which fills the context together with
+    its prompt and 16 tokens. It ends at every EOS of the generation config, and is greedy."""
     model, tokenizer = critic_model
     eos = [tokenizer.eos_token_id, 7]
     model.generation_config.eos_token_id = eos
     calls = spy("reward_model.generate", lambda *_, **options: options)
-    empty, critique = write_critiques(model, tokenizer, ["a", "b"], ["", "It was a cat."], 16)
-    assert empty == "" != critique and calls[0]["eos_token_id"] == eos
+    texts = ["", "It was a cat.", "It was a cat. Yes."]
+    prompt = critique_prompt("Where is the xylophone?", texts[1])
+    assert "Where is the xylophone?" in prompt and texts[1] in prompt
+    model.config.max_position_embeddings = len(encode_prompt(tokenizer, prompt)) + 16
+    empty, critique, too_long = write_critiques(
+        model, tokenizer, ["Where is the xylophone?"] * 3, texts, 16)
+    assert empty == too_long == "" != critique and calls[0]["eos_token_id"] == eos
     assert calls[0]["temperature"] == 0
 
 

@@ -113,10 +113,6 @@ def test_a_record_that_is_cut_off_or_of_another_form_is_named(small, line, messa
         studies.main()
 
 
-def test_the_commit_is_unknown_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert studies.code_commit() == "unknown"
-
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_page_has_the_table_and_the_figure_of_the_records(name):

@@ -8,6 +8,7 @@ each step's inputs with explicit values.
 import json
 import math
 import random
+import re
 import typing
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import runtime
 import toy
 from annotate import Review, annotation_questions, read_critique, token_offsets
 from data import InputError, get_task, load_rows, write_rows
-from helpers import error_message, randomise, read_jsonl, run_main, scored, toy_config
+from helpers import ADAMW, error_message, randomise, read_jsonl, run_main, scored, toy_config
 from model import ValueHead, add_lora, encode_text, lora_parameters
 from runtime import CHANGEABLE, POLICY_SETTINGS
 from policy import (add_advantages, add_gradients, add_scores, annotator_critic, batch_rows,
@@ -74,20 +75,21 @@ def test_every_row_has_its_own_uniforms_and_ends_at_every_eos(model_and_tokenize
 # ── Algorithm 4
 
 def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer, rows,
-                                                             tmp_path, spy):
+                                                             tmp_path, spy, capsys):
     """With one row and weights that stay, each iteration draws other y and minibatches, as the
-    documented seeds say, and logs another of its samples. The linear schedule takes both
-    rates to 0."""
+    documented seeds say, and logs another of its samples; every tenth prints it. The linear
+    schedule takes both rates to 0. AdamW has torch's betas and ε, and no weight decay."""
     model, tokenizer = model_and_tokenizer
 
     def inputs(rollouts, model, value_head, optimizer, config, rng):
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
+            assert (group["weight_decay"], group["betas"], group["eps"]) == ADAMW
             group["lr"] = 0.0
         return rollouts.response_ids, rng.getstate(), rates
 
     updates = spy("policy.ppo_update", inputs)
-    config = replace(CONFIG, iterations=4, batch_size=3, minibatch_size=3, learning_rate=0.2,
+    config = replace(CONFIG, iterations=11, batch_size=3, minibatch_size=3, learning_rate=0.2,
                      value_rate_factor=2.5)
     train(model, tokenizer, rows[:1], config, tmp_path, length_critic)
     samples = read_jsonl(tmp_path / "samples.jsonl")
@@ -98,8 +100,9 @@ def test_every_iteration_has_its_own_seed_and_learning_rates(model_and_tokenizer
         assert samples[iteration]["response"] == expected.texts[iteration % 3]
         assert torch.equal(responses, expected.response_ids)
         assert state == random.Random(seed).getstate()
-        assert rates == pytest.approx([0.2 * (1 - iteration / 4), 0.5 * (1 - iteration / 4)])
-    assert len({str(responses.tolist()) for responses, _, _ in updates}) == 4
+        assert rates == pytest.approx([0.2 * (1 - iteration / 11), 0.5 * (1 - iteration / 11)])
+    assert len({str(responses.tolist()) for responses, _, _ in updates}) == 11
+    assert re.findall(r"^ {2,3}(\d+)  ", capsys.readouterr().out, re.M) == ["1", "11"]
 
 
 def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer, tmp_path):
@@ -134,22 +137,34 @@ def test_the_kl_coefficient_follows_nats_per_response(rows, model_and_tokenizer,
 
 
 def test_a_harmful_step_is_skipped(policy, monkeypatch):
-    """Four steps of gradient 1. A mean ratio of 11 skips one, and an infinite loss another."""
+    """Five steps of gradient 1. A mean ratio of 11 skips one, an infinite loss another, and a
+    gradient that is NaN a third. Without a good step, the run ends with a remedy."""
     model, head, rollouts = policy
     rollouts.advantages = rollouts.returns = rollouts.mask
     weight = head.linear.weight
     before = weight.detach().clone()
-    metrics = iter([(1.0, 0.5), (11.0, 0.5), (1.0, math.inf), (9.0, 0.5)])
+    harmful = [(11.0, 0.5, 1.0), (1.0, math.inf, 1.0), (1.0, 0.5, math.nan)]
 
-    def gradients(*arguments):
-        weight.grad = torch.ones_like(weight)
-        return dict(zip(("ratio", "policy_loss"), next(metrics)))
+    def update(*steps):
+        """steps: ratio, loss and gradient of each."""
+        def gradients(*arguments):
+            *stats, gradient = next(left)
+            weight.grad = torch.full_like(weight, gradient)
+            return dict(zip(("ratio", "policy_loss"), stats))
 
-    monkeypatch.setattr("policy.add_gradients", gradients)
+        left = iter(steps)
+        monkeypatch.setattr("policy.add_gradients", gradients)
+        return ppo_update(rollouts, model, head, torch.optim.SGD([weight], lr=0.1),
+                          toy_config(minibatch_size=6, ppo_epochs=len(steps)),
+                          random.Random(0))
+
     monkeypatch.setattr("policy.MAX_GRAD_NORM", 99)
-    stats = ppo_update(rollouts, model, head, torch.optim.SGD([weight], lr=0.1),
-                       toy_config(minibatch_size=6, ppo_epochs=4), random.Random(0))
-    assert (stats["skipped_steps"], stats["ratio"]) == (2, 5.0)
+    stats = update((1.0, 0.5, 1.0), *harmful, (9.0, 0.5, 1.0))
+    assert (stats["skipped_steps"], stats["ratio"]) == (3, 5.0)
+    torch.testing.assert_close(weight.detach(), before - 0.2)
+    assert not model.training, "a base with dropout would sample with it"
+    with pytest.raises(InputError, match="finite.*lower --learning_rate"):
+        update(*harmful)
     torch.testing.assert_close(weight.detach(), before - 0.2)
 
 
@@ -302,18 +317,13 @@ def test_a_wrong_setting_of_a_task_is_one_line():
     assert refused > 3 * len(fields(Config))
 
 
-def test_none_and_what_is_typed_replace_the_settings_of_the_task():
+def test_flags_replace_settings_of_the_task_which_are_flags_of_some_script():
+    """None can be typed, too. A setting of another script is left out."""
     config = parse_flags(Config, argv=["--annotator_function", "none", "--batch_size", "4"])
     assert (config.annotator_function, config.batch_size, config.model) == (None, 4, "toy/base")
-
-
-def test_a_setting_that_no_script_has_is_refused_and_that_of_another_script_is_left_out():
     with pytest.raises(InputError, match="settings of --task toy: unrecognized .*--kl_coeff"):
         parse_flags(FitConfig, "", [], lambda task: {"kl_coeff": 1})
     assert parse_flags(FitConfig, "", [], lambda task: {"kl_coef": 1}).reward_epochs == 5
-
-
-def test_every_name_that_binds_a_run_is_a_flag():
     flags = {setting.name for setting in fields(Config)}
     assert POLICY_SETTINGS | CHANGEABLE - {"torch", "transformers", "commit"} <= flags
 
