@@ -176,11 +176,12 @@ def test_the_base_has_not_seen_a_sentence_of_the_annotator():
 
 
 def test_critiques_fit_the_limits_of_the_toy_runs(toy_model):
-    """max_new_tokens; max_critique_tokens, but for one in a hundred; and the context, so that no
-    row is dropped. z has 75 tokens on average at one sentence."""
+    """max_new_tokens; max_critique_tokens, but for one in a hundred; and the context, so that
+    no row is dropped. z has 75 tokens on average at one sentence."""
     _, tokenizer = toy_model
     for task, length in ((toy.TASK, 1), (designs.LONG, 4)):
-        longest_y, longest_z = (task.settings[f"max_{name}_tokens"] for name in ("new", "critique"))
+        longest_y = task.settings["max_new_tokens"]
+        longest_z = task.settings["max_critique_tokens"]
         sizes = []
         for row in toy.rows("train", 400, 0, length):
             text = toy.write_draft(row["facts"], random.Random(row["id"]))
