@@ -70,7 +70,7 @@ PRESETS = {"toy": {"adapter": "runs/toy/policy"}, "alpaca_eval": {"max_new_token
 class EvalConfig(judges.JudgeConfig):
     """Settings of an evaluation. Some defaults depend on --task."""
     task: str = flag("toy", "a task of text2grad.py (toy, slf5k, ultrafeedback, kodcode or "
-                            "module:NAME), or reward_model, code, arc, mt_bench, alpaca_eval")
+                            "module:NAME), or reward_model, code, mt_bench, alpaca_eval")
     model: str = flag("toy/base", "base model: a directory or hub id")
     adapter: str | None = flag(None, "adapter of a policy or of R_φ to evaluate, or a file of "
                                      "answers; None evaluates only the base")
@@ -338,14 +338,6 @@ def code(side: Side) -> tuple:  # Table 3
             columns(benchmarks.code_scores(results)))
 
 
-def arc(side: Side) -> tuple:  # Table 4
-    """ARC-Challenge accuracy by the log-likelihood of each choice; no text is generated."""
-    rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
-    logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora,
-                                          side.config.decode_batch_size)
-    return [], columns(benchmarks.arc_scores(rows, logprobs))
-
-
 def mt_bench(side: Side) -> tuple:  # Table 4
     """MT-Bench: the judge rates the answers to both turns of every question."""
     questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
@@ -410,7 +402,7 @@ UNITS = {"repeated facts": ("a row ↓", share),
 
 # ── The script
 
-BENCHMARKS = {"reward_model": reward_model, "code": code, "arc": arc, "mt_bench": mt_bench,
+BENCHMARKS = {"reward_model": reward_model, "code": code, "mt_bench": mt_bench,
               "alpaca_eval": alpaca_eval}                 # every other --task is a data.Task
 
 
@@ -456,7 +448,7 @@ def check_flags(config: EvalConfig):
         raise InputError("--task reward_model needs --adapter, R_φ or a file of critiques")
     judges.check_judge(config)
     for path in filter(None, (config.before, config.adapter, config.reward_model)):
-        may_be_file = task not in ("arc", "mt_bench") and path != config.reward_model
+        may_be_file = task != "mt_bench" and path != config.reward_model
         has_adapter = Path(path, ADAPTER_FILES[0]).exists()
         if not (has_adapter or may_be_file and os.path.isfile(path)):
             raise InputError(f"{path}: there is no adapter here; name the directory that holds "

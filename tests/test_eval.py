@@ -19,7 +19,7 @@ from data import Task, read_rows, write_rows
 from helpers import ROOT, error_message, randomise, run_main
 from measures import benchmarks, metrics
 from measures.metrics import bleu, bootstrap, perplexity, rouge
-from model import add_lora, load_lora, load_model, lora_parameters, save_lora
+from model import add_lora, load_model, lora_parameters, save_lora
 
 BASE = ROOT / "toy" / "base"
 
@@ -199,21 +199,11 @@ def test_a_prompt_that_exceeds_the_context_is_refused(adapter, gold, tmp_path):
     assert not [*tmp_path.glob("answers*")][0].read_text()
 
 
-def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path, monkeypatch):
+def test_programs_run_only_on_request(adapter, shared, run, tmp_path, monkeypatch):
     """Programs run in the sandbox, which not every machine has; those of this test are safe."""
     execute, is_unsafe = benchmarks.execute, []
     monkeypatch.setattr(benchmarks, "execute", lambda *inputs, unsafe: (
         is_unsafe.append(unsafe) or execute(*inputs, unsafe=True)))
-    data = shared / "data" / "arc_challenge_dev.jsonl"
-    result, _ = run(tmp_path / "arc", task="arc", data=data, limit=6, adapter=adapter)
-    model, tokenizer = load_model(BASE, device="cpu")
-    load_lora(model, "mine", adapter)
-    questions = benchmarks.read_arc(data)[:6]
-    for name, lora in (("before", None), ("after", "mine")):
-        logprobs = benchmarks.choice_logprobs(model, tokenizer, questions, lora)
-        rows = benchmarks.arc_scores(questions, logprobs)
-        mean = np.mean([row["accuracy_norm"] for row in rows])
-        assert value(result, "accuracy_norm", name) == pytest.approx(mean)
     data = shared / "data" / "HumanEval.jsonl.gz"
     result, printed = run(task="code", data=data, limit=2, adapter=adapter, max_new_tokens=12)
     assert "nothing was run" in printed and result["figures"] == []
@@ -363,7 +353,7 @@ def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
                 f"--reward_model={tmp_path}/reward/adapter", "--temperature=0.6",
                 "--max_new_tokens=89", "--max_critique_tokens=500"]
     for task, flags in (("slf5k", expected), ("toy", expected),       # "toy" is the default
-                        ("arc", ["--model=m"])):
+                        ("code", ["--model=m"])):
         config = evaluation.EvalConfig(adapter=adapter, task=task)
         assert evaluation.run_flags(config) == flags
     assert evaluation.settings_of("alpaca_eval") == {"max_new_tokens": 2048}
@@ -381,9 +371,9 @@ def test_delta_is_that_of_the_table_that_training_prints(finished_run, run, tmp_
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--max_usd 1 --judge_model x", "--price_in"), ("--task arc", "needs --data"),
+    ("--max_usd 1 --judge_model x", "--price_in"), ("--task code", "needs --data"),
     ("--judge_prompts nowhere", "nowhere is missing"),
-    ("--task arc --data d --before {}", "there is no adapter"),
+    ("--task code --data d --before nowhere", "there is no adapter"),
     ("--task reward_model --data d", "needs --adapter, R_φ"),
     ("--adapter none --reward_model {}", "there is no adapter")])
 def test_an_invalid_flag_is_refused_before_the_model_is_loaded(flags, message, monkeypatch,

@@ -144,19 +144,17 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
         torch.nn.init.normal_(tensor, std=0.2)
     prompts = ["Sum up the post.", "One", "A much longer prompt than the others are, by far."]
     texts = ["They met in May and parted in June.", "", "Yes."]
-    for adapter in ("policy", None):
-        sums = []                                          # (nats, tokens) of each text
-        for prompt, text in zip(prompts, texts):
-            x = encode_prompt(tokenizer, prompt)
-            y = tokenizer(text, add_special_tokens=False).input_ids
-            with torch.no_grad(), use_lora(model, adapter):
-                logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
-            targets = torch.tensor(y, dtype=torch.long)
-            losses = F.cross_entropy(logits, targets, reduction="none")
-            logprobs, = metrics.answer_logprobs(model, [(list(x), y)], adapter)
-            assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
-            sums.append((losses.sum().item(), len(y)))
-    rows = metrics.perplexity(model, tokenizer, prompts, texts)           # in one batch
+    sums = []                                              # (nats, tokens) of each text
+    for prompt, text in zip(prompts, texts):
+        x = encode_prompt(tokenizer, prompt)
+        y = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad(), use_lora(model, None):
+            logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
+        targets = torch.tensor(y, dtype=torch.long)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        sums.append((losses.sum().item(), len(y)))
+    with use_lora(model, "policy"):
+        rows = metrics.perplexity(model, tokenizer, prompts, texts)       # in one batch
     assert np.array(rows) == pytest.approx(np.array(sums), abs=1e-4)
     long = "long " * model.config.max_position_embeddings
     rows = metrics.perplexity(model, tokenizer, [prompts[0], long], [long, "a"])
