@@ -219,10 +219,8 @@ def test_programs_run_only_on_request(adapter, shared, run, tmp_path, monkeypatc
 
 
 def verdict(body):
-    """A judge that prefers the answer with more letters "e", and rates prompts by length."""
-    system, text = (message["content"] for message in body["messages"])
-    if "[[A]]" not in system:
-        return f"Its length: [[{1 + len(text) % 10}]]"
+    """A judge that prefers the answer with more letters "e"."""
+    text = body["messages"][1]["content"]
     a, b = (re.search(rf"<answer_{x}-(\w+)>\n(.*?)\n</answer_{x}-\1>", text, re.S)[2].count("e")
             for x in "ab")
     return "[[C]]" if a == b else "[[A]]" if a > b else "[[B]]"
@@ -262,32 +260,22 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
     assert figure(result, "win rate") == {"measure": "win rate", "unit": "↑", "rows": 0}
 
 
-def test_mt_bench_and_alpaca_eval_on_the_published_files(adapter, shared, run, tmp_path):
-    questions = [row for row in read_rows(shared / "data" / "mt_bench_question.jsonl")
-                 if sum(map(len, row["turns"])) < 400][:4]
-    write_rows(tmp_path / "questions.jsonl", questions)
+def test_alpaca_eval_on_the_published_file(adapter, shared, run, tmp_path):
     with loopback(responder=verdict) as server:
-        judge = {"judge_model": "judge", "base_url": server.url, "adapter": adapter,
-                 "max_new_tokens": 12}
-        result, _ = run(tmp_path / "mt", task="mt_bench", data=tmp_path / "questions.jsonl",
-                        **judge)
-        line = figure(result, "rating")
-        turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
-        assert line["after"][0] == pytest.approx(np.mean(turns)) and line["unit"] == "1–10 ↑"
-        assert [len(texts) for texts in column(tmp_path / "mt" / "after.jsonl")] == 4 * [2]
-        data = shared / "data" / "alpaca_eval_100.jsonl"
-        result, printed = run(task="alpaca_eval", data=data, limit=3, **judge)
-        assert figure(result, "win rate")["rows"] == 3
-        file = tmp_path / "out" / "after_outputs.json"
-        assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
-        # alpaca_eval 0.6.6 reads a list of objects with these three fields.
-        assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
+        result, printed = run(
+            task="alpaca_eval", data=shared / "data" / "alpaca_eval_100.jsonl", limit=3,
+            judge_model="judge", base_url=server.url, adapter=adapter, max_new_tokens=12)
+    assert figure(result, "win rate")["rows"] == 3
+    file = tmp_path / "out" / "after_outputs.json"
+    assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
+    # alpaca_eval 0.6.6 reads a list of objects with these three fields.
+    assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
 
 
 def test_rows_without_a_verdict_are_left_out_of_every_side():
-    line, = metrics.table_lines({"before": {"rating": [1, None, 5]},
-                                 "after": {"rating": [2, 9, 4]}}, evaluation.UNITS)
-    assert line["rows"] == 2 and line["before"][0] == 3 and line["after"][0] == 3
+    line, = metrics.table_lines({"before": {"win rate": [1, None, 0]},
+                                 "after": {"win rate": [0.5, 1, 0]}}, evaluation.UNITS)
+    assert line["rows"] == 2 and line["before"][0] == 0.5 and line["after"][0] == 0.25
 
 
 def test_empty_answers_from_a_file_are_not_dropped(run, tmp_path):
