@@ -8,8 +8,8 @@
         --adapter runs/slf5k/reward/adapter
     python eval.py --task code --data HumanEvalPlus.jsonl.gz --model MODEL --adapter … \\
         --allow_code_execution
-    python eval.py --task mt_bench --data question.jsonl --model MODEL --adapter … \\
-        --judge_model gpt-4o --judge_prompts judge_prompts.jsonl
+    python eval.py --task alpaca_eval --data alpaca_eval.json --model MODEL --adapter … \\
+        --judge_model gpt-4o
 
 --adapter is compared with the base model without adapter, or with --before. Either flag also
 takes a file with another model's answers, which are rows with `id` and `response`. The task,
@@ -27,7 +27,7 @@ adapter was trained on, only the prompts in held_out.jsonl beside the adapter ar
 --output_dir receives the answers and the rows of each side, and result.json. To see R_φ's spans
 on a page, run measures.spans on the rows of --task reward_model.
 
-Paper: §4, Tables 1 to 8 and 16 (Table 5 with another --model).
+Paper: §4, Tables 1 to 8 and 16 (of Table 4 only AlpacaEval; Table 5 with another --model).
 
 Departures: the paper reports no intervals. Perplexity (Table 8) is conditioned on the prompt
 and computed by the base without adapter. An answer gets at most half of the context. A critique
@@ -70,7 +70,7 @@ PRESETS = {"toy": {"adapter": "runs/toy/policy"}, "alpaca_eval": {"max_new_token
 class EvalConfig(judges.JudgeConfig):
     """Settings of an evaluation. Some defaults depend on --task."""
     task: str = flag("toy", "a task of text2grad.py (toy, slf5k, ultrafeedback, kodcode or "
-                            "module:NAME), or reward_model, code, arc, mt_bench, alpaca_eval")
+                            "module:NAME), or reward_model, code, alpaca_eval")
     model: str = flag("toy/base", "base model: a directory or hub id")
     adapter: str | None = flag(None, "adapter of a policy or of R_φ to evaluate, or a file of "
                                      "answers; None evaluates only the base")
@@ -86,7 +86,7 @@ class EvalConfig(judges.JudgeConfig):
     dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
                                    "float32 on CPU", ("bfloat16", "float16", "float32", None))
     decode_batch_size: int = flag(64, "number of texts in a batch", least=1)
-    temperature: float = flag(0.0, "sampling temperature; 0 is greedy; unused by mt_bench")
+    temperature: float = flag(0.0, "sampling temperature; 0 is greedy")
     max_new_tokens: int = flag(1024, "maximum tokens of an answer, and at most half of the "
                                      "context", least=1)
     max_critique_tokens: int = flag(768, "maximum tokens of R_φ's critique", least=1)
@@ -148,39 +148,41 @@ class Side:
             load_lora(model, self.lora, self.source)
         return model, tokenizer
 
-    def _answers_path(self, temperature: float) -> Path:
+    def _answers_path(self) -> Path:
         """File of saved answers, named by a checksum of the model, adapter and settings."""
         config = self.config
         base = Path(find_model(config.model)).glob("*.safetensors")
         lora = sorted(Path(self.source).glob("adapter_*")) if self.lora else []
         digest = checksum(*lora, state=[
             config.model, sorted(file.stat().st_mtime_ns for file in base), config.dtype,
-            config.max_new_tokens, temperature])
+            config.max_new_tokens, config.temperature])
         return Path(config.output_dir, f"answers-{digest[:12]}.jsonl")
 
-    def write(self, conversations: list, temperature: float) -> list[str]:
-        """The assistant's next turn in each conversation. Saved answers are reused.
+    def _write(self, prompts: list) -> list[str]:
+        """The model's answer to each prompt. Saved answers are reused.
 
-        The random numbers of an answer depend only on the seed and the conversation. So an
-        answer does not depend on its batch, and both sides use the same random numbers.
+        The random numbers of an answer depend only on the seed and the prompt. So an answer
+        does not depend on its batch, and both sides use the same random numbers.
         """
-        path = self._answers_path(temperature)
+        config = self.config
+        path = self._answers_path()
         rows = read_log(path)
         write_rows(path, rows)                           # removes a line that a crash cut off
         answers = {row["key"]: row["response"] for row in rows}
         model, tokenizer = self.model
-        limit = min(self.config.max_new_tokens, context_length(model) // 2)
-        keys = [question_key(self.config.seed, conversation) for conversation in conversations]
-        prompts = {key: encode_prompt(tokenizer, conversation)
-                   for key, conversation in zip(keys, conversations) if key not in answers}
+        limit = min(config.max_new_tokens, context_length(model) // 2)
+        keys = [question_key(config.seed, prompt) for prompt in prompts]
+        prompt_ids = {key: encode_prompt(tokenizer, prompt)
+                      for key, prompt in zip(keys, prompts) if key not in answers}
         # The longest come first, so that `generate` refuses prompts that are too long at once.
-        order = sorted(prompts, key=lambda key: -len(prompts[key]))
-        for batch in tqdm(chunks(order, self.config.decode_batch_size), self.name):
+        order = sorted(prompt_ids, key=lambda key: -len(prompt_ids[key]))
+        for batch in tqdm(chunks(order, config.decode_batch_size), self.name):
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in batch]
             uniforms = torch.stack([torch.rand(limit, generator=seed) for seed in seeds])
             with use_lora(model, self.lora, merge=True):
-                ids = generate(model, [prompts[key] for key in batch], limit, temperature,
-                               eos_ids(tokenizer, model), uniforms=uniforms)
+                ids = generate(model, [prompt_ids[key] for key in batch], limit,
+                               config.temperature, eos_ids(tokenizer, model),
+                               uniforms=uniforms)
             for key, y in zip(batch, ids):
                 answers[key] = tokenizer.decode(y, skip_special_tokens=True).strip()
                 append_row(path, {"key": key, "response": answers[key]})
@@ -205,7 +207,7 @@ class Side:
         A prompt is a text, or a list of chat messages.
         """
         if self.lora or not self.source:
-            texts = self.write(column(rows, "prompt"), self.config.temperature)
+            texts = self._write(column(rows, "prompt"))
         else:
             texts = self._file_answers(rows)
         return [row | {"response": text} for row, text in zip(rows, texts)]
@@ -338,23 +340,6 @@ def code(side: Side) -> tuple:  # Table 3
             columns(benchmarks.code_scores(results)))
 
 
-def arc(side: Side) -> tuple:  # Table 4
-    """ARC-Challenge accuracy by the log-likelihood of each choice; no text is generated."""
-    rows = benchmarks.read_arc(side.config.data)[: side.config.limit]
-    logprobs = benchmarks.choice_logprobs(*side.model, rows, side.lora,
-                                          side.config.decode_batch_size)
-    return [], columns(benchmarks.arc_scores(rows, logprobs))
-
-
-def mt_bench(side: Side) -> tuple:  # Table 4
-    """MT-Bench: the judge rates the answers to both turns of every question."""
-    questions = name_rows(judges.read_mt_bench(side.config.data))[: side.config.limit]
-    answers = judges.mt_bench_answers(questions, side.write)
-    judge_questions = judges.mt_bench_questions(questions, answers, side.config)
-    ratings = judges.mt_bench_scores(request_verdicts(side, judge_questions))
-    return [q | {"response": answers[q["question_id"]]} for q in questions], columns(ratings)
-
-
 def alpaca_eval(side: Side) -> tuple:  # Table 4
     """Win rate against the reference outputs in --data.
 
@@ -404,14 +389,14 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
 UNITS = {"repeated facts": ("a row ↓", share),
          "BLEU": ("↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
-         "rating": ("1–10 ↑", ratio), "delta": ("−1–1 ↑", ratio),
+         "delta": ("−1–1 ↑", ratio),
          **dict.fromkeys(("poor", "unparseable", "unmatched", "ambiguous"), ("↓", share))}
 
 
 # ── The script
 
-BENCHMARKS = {"reward_model": reward_model, "code": code, "arc": arc, "mt_bench": mt_bench,
-              "alpaca_eval": alpaca_eval}                 # every other --task is a data.Task
+# Every other --task is a data.Task.
+BENCHMARKS = {"reward_model": reward_model, "code": code, "alpaca_eval": alpaca_eval}
 
 
 def settings_of(task: str) -> dict:
@@ -456,9 +441,9 @@ def check_flags(config: EvalConfig):
         raise InputError("--task reward_model needs --adapter, R_φ or a file of critiques")
     judges.check_judge(config)
     for path in filter(None, (config.before, config.adapter, config.reward_model)):
-        may_be_file = task not in ("arc", "mt_bench") and path != config.reward_model
         has_adapter = Path(path, ADAPTER_FILES[0]).exists()
-        if not (has_adapter or may_be_file and os.path.isfile(path)):
+        is_file = path != config.reward_model and os.path.isfile(path)
+        if not (has_adapter or is_file):
             raise InputError(f"{path}: there is no adapter here; name the directory that holds "
                              f"{ADAPTER_FILES[0]}, or set --adapter none to evaluate the base")
 

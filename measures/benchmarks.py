@@ -1,11 +1,10 @@
-"""HumanEval, MBPP and their + versions (Table 3), and ARC-Challenge (Table 4).
+"""HumanEval, MBPP and their + versions (Table 3).
 
     problems = read_problems("HumanEvalPlus.jsonl.gz")       # unchanged published files
     programs = [extract_code(write(code_prompt(problem)), problem) for problem in problems]
     code_scores(execute(problems, programs))   # {"id", "pass@1", "plus pass@1"} of each task
 
-Paper: §4.4 and §4.5, Tables 3 and 4. It does not say how code is extracted from answers and
-run. Code is scored by running tests, ARC by log-likelihoods.
+Paper: §4.4, Table 3. It does not say how code is extracted from answers and run.
 
 The + files of evalplus contain inputs, but no outputs. On each input, the sandbox runs the
 program and the reference solution, and compares their outputs with evalplus' tolerance. The +
@@ -20,8 +19,6 @@ valid run of lines; of two versions the last counts, not the first; statements t
 needed variable are kept, while a program with an error in the function stays as it is. An
 answer may omit the imports and helpers of HumanEval's prompt, or be only a function's body. An
 answer that does not define the function is run as a whole.
-ARC follows lm-evaluation-harness, zero-shot and without a chat template, except that the prompt
-begins with the tokenizer's BOS.
 """
 
 import ast
@@ -37,10 +34,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from data import InputError, read_rows
-from measures.metrics import answer_logprobs
 from measures.sandbox import INVALID, code_of, python_in, run_python
-from model import encode_text
-from sampling import context_length
 
 # ── Reading the published files
 
@@ -247,70 +241,4 @@ def code_scores(rows: list[dict]) -> list[dict]:  # Table 3
         if row["plus"] is not None:
             score["plus pass@1"] = float(row["plus"])
         scores.append(score)
-    return scores
-
-
-# ── ARC-Challenge
-
-def read_arc(path) -> list[dict]:
-    """Rows {id, question, choices: list of texts, answer: index} from a file of AI2.
-
-    A question has any number of choices, labelled A–E or 1–5. Raises InputError if a row has
-    another format.
-    """
-    rows = []
-    for number, row in enumerate(read_rows(path, [("id",), ("question",), ("answerKey",)]), 1):
-        try:
-            question = row["question"]["stem"]
-            choices = row["question"]["choices"]
-            labels = [choice["label"] for choice in choices]
-            texts = [choice["text"] for choice in choices]
-            answer = labels.index(row["answerKey"])
-            if not all(texts):
-                raise ValueError("a choice without a text")
-        except (LookupError, TypeError, ValueError) as error:
-            raise InputError(f"{path}, row {number}: not a question of ARC ({error!r}); it "
-                             f"needs a stem, choices with a label and a text, and an "
-                             f"answerKey that is one of the labels") from error
-        rows.append({"id": row["id"], "question": question, "choices": texts, "answer": answer})
-    return rows
-
-
-def choice_logprobs(model, tokenizer, rows: list[dict], adapter: str | None = None,
-                    batch_size: int = 16) -> list[list[float]]:
-    """log p(" " + choice | "Question: …\\nAnswer:") in nats of each choice; a list per row.
-
-    If a question exceeds the model's context, its beginning is cut off, as in the harness.
-    """
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-    def encode(text):
-        return bos + encode_text(tokenizer, text)
-
-    pairs = []
-    for row in rows:
-        context = f"Question: {row['question']}\nAnswer:"
-        start = len(encode(context))
-        for choice in row["choices"]:
-            ids = encode(f"{context} {choice}")
-            x = ids[:start]                                        # split as the harness splits
-            y = ids[start:]
-            pairs.append((x[-max(context_length(model) - len(y), 1):], y))
-    logprobs = iter(answer_logprobs(model, pairs, adapter, batch_size))
-    return [[sum(next(logprobs)) for _ in row["choices"]] for row in rows]
-
-
-def arc_scores(rows: list[dict], logprobs: list[list[float]]) -> list[dict]:  # Table 4
-    """{id, accuracy, accuracy_norm} of every row, from the result of `choice_logprobs`.
-
-    accuracy: 1.0 if the most likely choice is right, else 0.0; in a tie, the first choice
-    counts. accuracy_norm: the same after division of each log-likelihood by the choice's length
-    in characters. The harness calls them acc and acc_norm.
-    """
-    scores = []
-    for row, plain in zip(rows, logprobs):
-        normed = [logprob / len(choice) for logprob, choice in zip(plain, row["choices"])]
-        scores.append({"id": row["id"],
-                       "accuracy": float(plain.index(max(plain)) == row["answer"]),
-                       "accuracy_norm": float(normed.index(max(normed)) == row["answer"])})
     return scores

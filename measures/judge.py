@@ -1,4 +1,4 @@
-"""Evaluation by a language model as judge: pairs of answers, MT-Bench and AlpacaEval.
+"""Evaluation by a language model as judge: pairs of answers, and AlpacaEval.
 
     config = JudgeConfig(judge_model="gpt-4o", price_in=2.5, price_out=10, max_usd=5)
     questions = pairwise_questions(rows, after, before, config)     # rows {id, prompt}, texts
@@ -68,17 +68,11 @@ _WEIGH = ("Weigh how correct, helpful and complete an answer is, and whether it 
           "question asks.")
 _FAIR = ("Neither length nor the order of the two speaks for one of them. Explain, then end "
          "with the verdict alone: [[A]], [[B]], or [[C]] for a tie.")
-_RATE = (f"{_WEIGH} A reference answer, where given, is correct. Explain, then end with the "
-         f"rating alone, from 1 (useless) to 10 (as good as can be), in this form: [[5]]")
-_FIRST = f"You rate an answer to a question. {_RATE}"
-_SECOND = f"You rate the second answer of a conversation, answer_2. {_RATE}"
 PROMPTS = {
     "pair-v2": f"You compare answer_a and answer_b to a question. {_WEIGH} {_FAIR}",
     "feedback": "You compare feedback_a and feedback_b on an answer to a question. Weigh if "
                 "what they say is true and specific, if the parts that they quote as good and "
                 f"poor stand in the answer and deserve it, and what they overlook. {_FAIR}",
-    "single-v1": _FIRST, "single-math-v1": _FIRST,
-    "single-v1-multi-turn": _SECOND, "single-math-v1-multi-turn": _SECOND,
 }
 
 
@@ -110,7 +104,7 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     parts = "judge", config.judge_model, TEMPERATURE, messages
     key = question_key(*parts, _server(config).source)
-    return Question(key, str(name), messages, {"id": name, "kind": kind}, config.judge_tokens,
+    return Question(key, str(name), messages, {"id": name}, config.judge_tokens,
                     old_key=question_key(*parts))
 
 
@@ -118,7 +112,6 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
 
 WINS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
 # What a verdict may be inside of [[ ]]; case and white space do not matter.
-RATING = r"(?:(?:rating|score)\s*[:=]?\s*)?(\d+(?:\.\d*)?)(?:\s*(?:/|out of)\s*10)?"
 WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie)"
 # Brackets after a name or another bracket are code, such as x[[0]].
 BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
@@ -133,36 +126,29 @@ LAST_LINE = (r"((?:\A|[.!?)][*_]*\s*\n|[^:,*_\s][*_]*\s*\n\s*\n)\W*" + LABEL
 WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # nothing of it ends a reply
 
 
-def read_verdict(question: dict, text: str) -> float:
+def read_verdict(_context: dict, text: str) -> float:
     """The verdict that ends a reply. Raises ValueError if the reply does not have exactly one.
 
-    A verdict is in double brackets, such as [[7]] or [[A]]. Other numbers are not read: they
-    may be citations or code. Nor are verdicts that the judge quotes, for example from the
-    answer; but its last line may be a verdict in quotation marks. For a single answer, the
-    verdict is a rating from 1 to 10. For a pair, it is 1 if A is better, 0.5 for a tie, and 0
-    if B is better. question: its `context`.
+    A verdict is in double brackets: [[A]], [[B]] or [[C]]. Verdicts that the judge quotes, for
+    example from the answer, are not read; but its last line may be a verdict in quotation
+    marks. The result is 1 if A is better, 0.5 for a tie, and 0 if B is better.
     """
     # Remove the model's reasoning, also if it has no end.
     text = re.split("</think(?:ing)?>", text.lower())[-1]
     text = re.sub(r"(?ms)^\s*<think.*", "", text)
     text = re.sub(LAST_LINE, r"\1\2", text)
-    is_rating = question["kind"].startswith("single")
-    form = re.compile(RATING if is_rating else WINNER)
     verdicts = set()
     rest = text                                                # the text after the last verdict
     for match in re.finditer(f"{QUOTED}|{BRACKETS}", text):
-        verdict = form.fullmatch(match[1] or "")               # match[1]: None in a quotation
+        verdict = re.fullmatch(WINNER, match[1] or "")         # match[1]: None in a quotation
         if verdict:
-            verdicts.add(float(verdict[1]) if is_rating else WINS[verdict[1]])
+            verdicts.add(WINS[verdict[1]])
             rest = text[match.end() :]
     if len(verdicts) > 1:
         raise ValueError("verdicts that differ")
     if not verdicts or re.search(WORD_OR_QUOTE, rest):
         raise ValueError("no verdict in [[ ]] at the end of the reply")
-    verdict, = verdicts
-    if is_rating and not 1 <= verdict <= 10:
-        raise ValueError(f"{verdict:g} is no rating from 1 to 10")
-    return verdict
+    return verdicts.pop()
 
 
 def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
@@ -234,92 +220,6 @@ def win_tie_loss(scores: list[dict]) -> dict[str, int]:  # Figure 3
     return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
             "inconsistent": sum(row["inconsistent"] for row in scores),
             "unjudged": counts[None]}
-
-
-# ── MT-Bench (Zheng et al., 2023)
-
-NEED_REFERENCE = "math", "reasoning", "coding"   # with a reference for the judge, if any
-# FastChat's sampling temperatures; 0.7 in the other categories.
-ANSWER_TEMPERATURE = {"extraction": 0.0, "math": 0.0, "coding": 0.0, "reasoning": 0.0,
-                      "stem": 0.1, "humanities": 0.1}
-
-
-def read_mt_bench(path) -> list[dict]:
-    """Questions {question_id, category, turns}; some have a `reference` with two texts.
-
-    Raises InputError if a row has another format.
-    """
-    rows = read_rows(path, ("question_id", "category", "turns"))
-    for number, row in enumerate(rows, 1):
-        for name in {"turns", "reference"} & row.keys():
-            if not isinstance(row[name], list) or [*map(type, row[name])] != [str, str]:
-                raise InputError(f"{path}, row {number}: {name!r} must be a list of two texts, "
-                                 f"one for each turn; correct or remove the row")
-    return rows
-
-
-def mt_bench_answers(questions: list[dict], write) -> dict:
-    """question_id → the answers to both turns; the second turn continues the conversation.
-
-    The temperature depends on the category, as in FastChat. write: function from
-    (conversations, temperature) to the next turn of each conversation.
-    """
-    temperatures = [ANSWER_TEMPERATURE.get(q["category"], 0.7) for q in questions]
-    answers = {}
-    for temperature in dict.fromkeys(temperatures):
-        group = [q for q, value in zip(questions, temperatures) if value == temperature]
-        conversations = [[] for _ in group]
-        for turn in (0, 1):
-            for messages, q in zip(conversations, group):
-                messages.append({"role": "user", "content": q["turns"][turn]})
-            texts = write(conversations, temperature)
-            for messages, text in zip(conversations, texts, strict=True):
-                messages.append({"role": "assistant", "content": text})
-        for messages, q in zip(conversations, group):
-            answers[q["question_id"]] = [answer["content"] for answer in messages[1::2]]
-    return answers
-
-
-# For each turn: the prompt version, and the parts of the conversation that it contains.
-TURNS = (("v1", ("question", "answer")),
-         ("v1-multi-turn", ("question_1", "answer_1", "question_2", "answer_2")))
-
-
-def mt_bench_questions(questions: list[dict], answers: dict,
-                       config: JudgeConfig) -> list[Question]:
-    """Two questions to the judge for each MT-Bench question, one for each turn.
-
-    The judge rates the first answer alone, and the second answer in its conversation. In math,
-    reasoning and coding it also sees reference answers, if the question has them. answers:
-    question_id → both answers.
-    """
-    judge_questions = []
-    for q in questions:
-        name = q["question_id"]
-        references = q.get("reference", ["", ""])
-        texts = [text for pair in zip(q["turns"], answers[name]) for text in pair]
-        for turn, (version, parts) in enumerate(TURNS, 1):
-            values = dict(zip(parts, texts))
-            kind = "single"
-            if q["category"] in NEED_REFERENCE and all(references[:turn]):
-                values |= dict(zip(("ref_answer_1", "ref_answer_2"), references[:turn]))
-                kind = "single-math"
-            judge_questions.append(_question(config, f"{kind}-{version}", values, name))
-    return judge_questions
-
-
-def mt_bench_scores(verdicts: list[dict]) -> list[dict]:  # Table 4
-    """A row {id, rating, "rating, turn 1", "rating, turn 2"} for each question.
-
-    Ratings are from 1 to 10. rating: the mean of both turns, or None if a turn has no verdict.
-    """
-    rows = []
-    for first, second in chunks(verdicts, 2):
-        ratings = {"rating, turn 1": first["verdict"], "rating, turn 2": second["verdict"]}
-        both = ratings.values()
-        mean = None if None in both else sum(both) / 2
-        rows.append({"id": first["id"], "rating": mean, **ratings})
-    return rows
 
 
 # ── AlpacaEval (Dubois et al., 2024)

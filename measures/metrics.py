@@ -231,17 +231,16 @@ def perplexity(model, tokenizer, prompts: list[str], texts: list[str]) -> list[t
     return [(-sum(logprobs), len(logprobs)) for logprobs in answer_logprobs(model, pairs)]
 
 
-def answer_logprobs(model, pairs: list[tuple], adapter: str | None = None, batch_size: int = 8
-                    ) -> list[list[float]]:
+def answer_logprobs(model, pairs: list[tuple]) -> list[list[float]]:
     """log π(y_t | x, y_<t) in nats of every token of y: a list [T] for each pair (x, y).
 
-    x and y are lists of token ids. adapter: name of a loaded adapter; None uses the base model.
+    π is the base model without adapter; x and y are lists of token ids.
     """
     order = [i for i, (_, y) in enumerate(pairs) if y]
     order.sort(key=lambda i: sum(map(len, pairs[i])))        # similar lengths need less padding
     results: list[list[float]] = [[] for _ in pairs]
-    with torch.inference_mode(), use_lora(model, adapter):
-        for indices in tqdm(chunks(order, batch_size), "score", delay=2):
+    with torch.inference_mode(), use_lora(model, None):
+        for indices in tqdm(chunks(order, 8), "score", delay=2):
             batch = pad_batch(*zip(*(pairs[i] for i in indices)), model.device)
             y = batch[2]                                        # [B, T]
             mask = batch[3].bool()                              # [B, T]

@@ -1,4 +1,4 @@
-"""The benchmarks: verdicts on programs, evalplus' tolerance checked with numpy, ARC scores.
+"""The benchmarks: verdicts on programs, evalplus' tolerance checked with numpy.
 
 Tests run code with unsafe=True: the programs are known to be harmless, and some machines have
 no namespaces.
@@ -9,14 +9,11 @@ import math
 from itertools import cycle
 from textwrap import indent
 
-import numpy as np
 import pytest
-import torch
 from data import InputError, read_rows
 from helpers import SLOW
 from measures import benchmarks
-from measures.benchmarks import (Problem, arc_scores, choice_logprobs, code_prompt,
-                                 code_scores, execute, extract_code, read_arc,
+from measures.benchmarks import (Problem, code_prompt, code_scores, execute, extract_code,
                                  read_problems)
 
 HEAD = ("import math\nfrom typing import List\n\n\ndef half(x):\n    return x // 2\n\n\n"
@@ -233,64 +230,3 @@ def test_published_solutions_pass_and_empty_bodies_do_not(name, count, step, sha
     sample = problems[:: 8 if SLOW else 32]
     rows = run(sample, *(p.head + "    pass\n" for p in sample))
     assert len(rows) == len(sample) and not any(row["base"] or row["plus"] for row in rows)
-
-
-# ── ARC
-
-def arc_row(key="2", choices=("red", "blue", "a dark green"), labels="12345", **fields):
-    return {"id": "q", "answerKey": key, "question": {
-        "stem": "Which colour is it?", "choices": [
-            {"text": text, "label": label} for text, label in zip(choices, labels)]}} | fields
-
-
-@pytest.mark.parametrize("row, message", [
-    (arc_row("4"), "row 2: .*'4' is not in list"),
-    (arc_row(question={"stem": "s"}), "row 2: .*KeyError.'choices'"),
-    (arc_row("A", ["", "b"], "AB"), "row 2: .*a choice without a text"),
-    (arc_row(question="s"), "row 2: .*TypeError"),
-    (HUMANEVAL, "line 2: field 'id' is missing")])
-def test_the_error_of_an_invalid_arc_row_names_it(row, message, tmp_path):
-    with pytest.raises(InputError, match=f"bad, {message}"):
-        read_arc(write(tmp_path / "bad", arc_row(), row))
-
-
-def plain_logprob(model, tokenizer, question, choice):
-    """Σ log p of the choice's tokens, from an unbatched forward pass.
-
-    A text longer than the context is cut at the start, like in lm-evaluation-harness.
-    """
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    start = len(bos + encode(f"Question: {question}\nAnswer:"))
-    ids = bos + encode(f"Question: {question}\nAnswer: {choice}")
-    size = len(ids) - start
-    ids = torch.tensor([ids[-model.config.max_position_embeddings:]])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)
-    return logprobs.gather(1, ids[0, 1:, None])[-size:].sum().item()
-
-
-def test_log_likelihoods_of_real_rows_on_a_real_model(stories, shared, tmp_path):  # Table 4
-    """Batches against unbatched forward passes; one question is longer than the context."""
-    rows = read_arc(shared / "data" / "arc_challenge_dev.jsonl")
-    assert len(rows) == 294 and {len(row["choices"]) for row in rows} == {3, 4}
-    rows = [row for row in rows if len(row["choices"]) == 3][:3] + rows[:7]
-    five = arc_row("E", ["x", "yes", "no it is", "blue", "green"], "ABCDE")
-    long = arc_row(question=arc_row()["question"] | {"stem": "why? " * 600})
-    rows += read_arc(write(tmp_path / "rows", five, long))
-    model, tokenizer = stories
-    logprobs = choice_logprobs(model, tokenizer, rows, batch_size=3)
-    for row, score, found in zip(rows, arc_scores(rows, logprobs), logprobs, strict=True):
-        plain = [plain_logprob(model, tokenizer, row["question"], choice)
-                 for choice in row["choices"]]
-        normed = np.array(plain) / [len(choice) for choice in row["choices"]]
-        assert found == pytest.approx(plain, abs=1e-4)
-        assert score == {"id": row["id"], "accuracy": float(np.argmax(plain) == row["answer"]),
-                         "accuracy_norm": float(np.argmax(normed) == row["answer"])}
-
-
-def test_the_norm_is_per_character_and_ties_go_to_the_first_choice():
-    rows = [{"id": "q", "choices": ["four", "a", "b"], "answer": answer} for answer in range(3)]
-    scores = arc_scores(rows, 3 * [[-4.0, -2.0, -2.0]])
-    assert [(row["accuracy"], row["accuracy_norm"]) for row in scores] == [
-        (0, 1), (1, 0), (0, 0)]

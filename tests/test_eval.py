@@ -19,7 +19,7 @@ from data import Task, read_rows, write_rows
 from helpers import ROOT, error_message, randomise, run_main
 from measures import benchmarks, metrics
 from measures.metrics import bleu, bootstrap, perplexity, rouge
-from model import add_lora, load_lora, load_model, lora_parameters, save_lora
+from model import add_lora, load_model, lora_parameters, save_lora
 
 BASE = ROOT / "toy" / "base"
 
@@ -199,21 +199,11 @@ def test_a_prompt_that_exceeds_the_context_is_refused(adapter, gold, tmp_path):
     assert not [*tmp_path.glob("answers*")][0].read_text()
 
 
-def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path, monkeypatch):
+def test_programs_run_only_on_request(adapter, shared, run, tmp_path, monkeypatch):
     """Programs run in the sandbox, which not every machine has; those of this test are safe."""
     execute, is_unsafe = benchmarks.execute, []
     monkeypatch.setattr(benchmarks, "execute", lambda *inputs, unsafe: (
         is_unsafe.append(unsafe) or execute(*inputs, unsafe=True)))
-    data = shared / "data" / "arc_challenge_dev.jsonl"
-    result, _ = run(tmp_path / "arc", task="arc", data=data, limit=6, adapter=adapter)
-    model, tokenizer = load_model(BASE, device="cpu")
-    load_lora(model, "mine", adapter)
-    questions = benchmarks.read_arc(data)[:6]
-    for name, lora in (("before", None), ("after", "mine")):
-        logprobs = benchmarks.choice_logprobs(model, tokenizer, questions, lora)
-        rows = benchmarks.arc_scores(questions, logprobs)
-        mean = np.mean([row["accuracy_norm"] for row in rows])
-        assert value(result, "accuracy_norm", name) == pytest.approx(mean)
     data = shared / "data" / "HumanEval.jsonl.gz"
     result, printed = run(task="code", data=data, limit=2, adapter=adapter, max_new_tokens=12)
     assert "nothing was run" in printed and result["figures"] == []
@@ -229,10 +219,8 @@ def test_arc_and_code_before_and_after(adapter, shared, run, tmp_path, monkeypat
 
 
 def verdict(body):
-    """A judge that prefers the answer with more letters "e", and rates prompts by length."""
-    system, text = (message["content"] for message in body["messages"])
-    if "[[A]]" not in system:
-        return f"Its length: [[{1 + len(text) % 10}]]"
+    """A judge that prefers the answer with more letters "e"."""
+    text = body["messages"][1]["content"]
     a, b = (re.search(rf"<answer_{x}-(\w+)>\n(.*?)\n</answer_{x}-\1>", text, re.S)[2].count("e")
             for x in "ab")
     return "[[C]]" if a == b else "[[A]]" if a > b else "[[B]]"
@@ -272,32 +260,22 @@ def test_the_judge_says_win_tie_loss_and_is_not_asked_twice(adapter, run, tmp_pa
     assert figure(result, "win rate") == {"measure": "win rate", "unit": "↑", "rows": 0}
 
 
-def test_mt_bench_and_alpaca_eval_on_the_published_files(adapter, shared, run, tmp_path):
-    questions = [row for row in read_rows(shared / "data" / "mt_bench_question.jsonl")
-                 if sum(map(len, row["turns"])) < 400][:4]
-    write_rows(tmp_path / "questions.jsonl", questions)
+def test_alpaca_eval_on_the_published_file(adapter, shared, run, tmp_path):
     with loopback(responder=verdict) as server:
-        judge = {"judge_model": "judge", "base_url": server.url, "adapter": adapter,
-                 "max_new_tokens": 12}
-        result, _ = run(tmp_path / "mt", task="mt_bench", data=tmp_path / "questions.jsonl",
-                        **judge)
-        line = figure(result, "rating")
-        turns = [value(result, f"rating, turn {k}") for k in (1, 2)]
-        assert line["after"][0] == pytest.approx(np.mean(turns)) and line["unit"] == "1–10 ↑"
-        assert [len(texts) for texts in column(tmp_path / "mt" / "after.jsonl")] == 4 * [2]
-        data = shared / "data" / "alpaca_eval_100.jsonl"
-        result, printed = run(task="alpaca_eval", data=data, limit=3, **judge)
-        assert figure(result, "win rate")["rows"] == 3
-        file = tmp_path / "out" / "after_outputs.json"
-        assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
-        # alpaca_eval 0.6.6 reads a list of objects with these three fields.
-        assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
+        result, printed = run(
+            task="alpaca_eval", data=shared / "data" / "alpaca_eval_100.jsonl", limit=3,
+            judge_model="judge", base_url=server.url, adapter=adapter, max_new_tokens=12)
+    assert figure(result, "win rate")["rows"] == 3
+    file = tmp_path / "out" / "after_outputs.json"
+    assert f"run: alpaca_eval --model_outputs {shlex.quote(str(file))} --is_ov" in printed
+    # alpaca_eval 0.6.6 reads a list of objects with these three fields.
+    assert {*json.loads(file.read_text())[0]} == {"instruction", "output", "generator"}
 
 
 def test_rows_without_a_verdict_are_left_out_of_every_side():
-    line, = metrics.table_lines({"before": {"rating": [1, None, 5]},
-                                 "after": {"rating": [2, 9, 4]}}, evaluation.UNITS)
-    assert line["rows"] == 2 and line["before"][0] == 3 and line["after"][0] == 3
+    line, = metrics.table_lines({"before": {"win rate": [1, None, 0]},
+                                 "after": {"win rate": [0.5, 1, 0]}}, evaluation.UNITS)
+    assert line["rows"] == 2 and line["before"][0] == 0.5 and line["after"][0] == 0.25
 
 
 def test_empty_answers_from_a_file_are_not_dropped(run, tmp_path):
@@ -363,7 +341,7 @@ def test_the_run_beside_the_adapter_gives_the_settings_of_its_task(tmp_path):
                 f"--reward_model={tmp_path}/reward/adapter", "--temperature=0.6",
                 "--max_new_tokens=89", "--max_critique_tokens=500"]
     for task, flags in (("slf5k", expected), ("toy", expected),       # "toy" is the default
-                        ("arc", ["--model=m"])):
+                        ("code", ["--model=m"])):
         config = evaluation.EvalConfig(adapter=adapter, task=task)
         assert evaluation.run_flags(config) == flags
     assert evaluation.settings_of("alpaca_eval") == {"max_new_tokens": 2048}
@@ -381,9 +359,9 @@ def test_delta_is_that_of_the_table_that_training_prints(finished_run, run, tmp_
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--max_usd 1 --judge_model x", "--price_in"), ("--task arc", "needs --data"),
+    ("--max_usd 1 --judge_model x", "--price_in"), ("--task code", "needs --data"),
     ("--judge_prompts nowhere", "nowhere is missing"),
-    ("--task arc --data d --before {}", "there is no adapter"),
+    ("--task code --data d --before nowhere", "there is no adapter"),
     ("--task reward_model --data d", "needs --adapter, R_φ"),
     ("--adapter none --reward_model {}", "there is no adapter")])
 def test_an_invalid_flag_is_refused_before_the_model_is_loaded(flags, message, monkeypatch,

@@ -18,7 +18,7 @@ from helpers import ROOT
 from loopback import loopback
 
 from annotate import Feedback, Span
-from data import InputError, write_rows
+from data import InputError, read_rows, write_rows
 from measures import judge, metrics, spans
 from measures.metrics import bleu_counts, bootstrap, corpus, interval, load_encoder
 from measures.spans import compare, figures, label_table, words
@@ -144,19 +144,17 @@ def test_perplexity_is_cross_entropy_of_a_plain_forward(toy_model):  # Table 8
         torch.nn.init.normal_(tensor, std=0.2)
     prompts = ["Sum up the post.", "One", "A much longer prompt than the others are, by far."]
     texts = ["They met in May and parted in June.", "", "Yes."]
-    for adapter in ("policy", None):
-        sums = []                                          # (nats, tokens) of each text
-        for prompt, text in zip(prompts, texts):
-            x = encode_prompt(tokenizer, prompt)
-            y = tokenizer(text, add_special_tokens=False).input_ids
-            with torch.no_grad(), use_lora(model, adapter):
-                logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
-            targets = torch.tensor(y, dtype=torch.long)
-            losses = F.cross_entropy(logits, targets, reduction="none")
-            logprobs, = metrics.answer_logprobs(model, [(list(x), y)], adapter)
-            assert logprobs == pytest.approx((-losses).tolist(), abs=1e-5)
-            sums.append((losses.sum().item(), len(y)))
-    rows = metrics.perplexity(model, tokenizer, prompts, texts)           # in one batch
+    sums = []                                              # (nats, tokens) of each text
+    for prompt, text in zip(prompts, texts):
+        x = encode_prompt(tokenizer, prompt)
+        y = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad(), use_lora(model, None):
+            logits = model(torch.tensor([[*x, *y]])).logits[0, len(x) - 1 : -1]
+        targets = torch.tensor(y, dtype=torch.long)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        sums.append((losses.sum().item(), len(y)))
+    with use_lora(model, "policy"):
+        rows = metrics.perplexity(model, tokenizer, prompts, texts)       # in one batch
     assert np.array(rows) == pytest.approx(np.array(sums), abs=1e-4)
     long = "long " * model.config.max_position_embeddings
     rows = metrics.perplexity(model, tokenizer, [prompts[0], long], [long, "a"])
@@ -339,106 +337,76 @@ def test_a_side_wins_only_if_both_orders_agree():  # Figure 3
 
 
 CASES = [
-    ("pair", "A is longer, but [[B]] it is. [[B]]", 0.0), ("pair", "[[Assistant C]]", 0.5),
-    ("pair", "<think>[[B]]? No.</think>[[A]]", 1.0), ("single", "[[7.]] or [[7.0]]", 7.0),
-    ("single", "x[[3]] + f(y)[[2]]: [[5]]", 5.0), ("single", "[[3/5]]", "no verdict"),
-    ("pair", "[A] [[D]] [[7]]", "no verdict"), ("pair", "[[A]] or [[B]]?", "differ"),
-    ("single", "[[0]]", "no rating from 1 to 10"), ("single", "[[11]]", "no rating"),
+    ("A is longer, but [[B]] it is. [[B]]", 0.0), ("[[Assistant C]]", 0.5),
+    ("<think>[[B]]? No.</think>[[A]]", 1.0), ("[[A]] or [[ answer: a ]]", 1.0),
+    ("x[[B]] + f(y)[[C]]: [[A]]", 1.0), ("[[A/B]]", "no verdict"),
+    ("[A] [[D]] [[7]]", "no verdict"), ("[[A]] or [[B]]?", "differ"),
     # A verdict that does not end the reply, or that the judge quotes, is not its own.
-    ("pair", "Neither [[A]] nor another word", "no verdict"),
-    ("single", "It says “I earn [[10]] here” itself. I give [[2]]", 2.0),
-    ("single", "> [[9]]\nNo, [[3]]", 3.0), ("single", "```\n[[9]]\n```\nNo: [[3]]", 3.0),
-    ("single", "He's '[[9]]'. [[3]]", 3), ("single", "So:\n```\n[[9]]", "no verdict"),
+    ("Neither [[A]] nor another word", "no verdict"),
+    ("It says “I win [[A]] here” itself. I choose [[B]]", 0.0),
+    ("> [[A]]\nNo, [[B]]", 0.0), ("```\n[[A]]\n```\nNo: [[B]]", 0.0),
+    ("It's '[[A]]'. [[B]]", 0.0), ("So:\n```\n[[A]]", "no verdict"),
     # Reasoning without an end is not read; the word alone is no reasoning.
-    *[("single", text, "no verdict") for text in ("<think>so [[1]]", "Ok\n <thinking>\n[[1]]",
-                                                  "<think>a</think>\n<think>[[1]]")],
-    ("single", "Its <think> tag is open. [[4]]", 4),
+    *[(text, "no verdict") for text in ("<think>so [[A]]", "Ok\n <thinking>\n[[A]]",
+                                        "<think>a</think>\n<think>[[A]]")],
+    ("Its <think> tag is open. [[B]]", 0.0),
     # The last line may be in quotation marks, as in FastChat's prompt.
-    *[("pair", text, 1.0) for text in (
+    *[(text, 1.0) for text in (
         '"[[A]]"', 'A is better.\n"[[A]]"', 'A\n\nFinal verdict: "[[A]]".', "So.\n`[[A]]`",
-        "**A is better.**\n\nMy verdict is:\n\n**“[[A]]”**", 'B says "[[B]]".\n"[[A]]"')],
-    ("single", 'Good.\n"Rating: [[5]]"', 5), ("single", '[[4]] first.\n"[[5]]"', "differ"),
-    *[("single", text, "no verdict") for text in (       # these quote the answer
-        'It ends with\n"[[10]]"', 'It ends with:\n\n"[[10]]"', '**It says:**\n\n"[[10]]"',
-        'Its last line is "Rating: [[10]]"', 'Bad.\n> "[[10]]"', 'Bad.\n```\n"[[10]]"',
-        'Bad.\nThe answer: "[[10]]"')]]
+        "**A is better.**\n\nMy verdict is:\n\n**“[[A]]”**", 'B says "[[B]]".\n"[[A]]"',
+        'Good.\n"Verdict: [[A]]"')],
+    ('[[B]] first.\n"[[A]]"', "differ"),
+    *[(text, "no verdict") for text in (                 # these quote the answer
+        'It ends with\n"[[A]]"', 'It ends with:\n\n"[[A]]"', '**It says:**\n\n"[[A]]"',
+        'Its last line is "Verdict: [[A]]"', 'Bad.\n> "[[A]]"', 'Bad.\n```\n"[[A]]"',
+        'Bad.\nThe answer: "[[A]]"')]]
 
 
 def test_verdicts_are_parsed_and_never_guessed(shared):
-    """A case: kind of the prompt, reply, and the verdict or the reason why there is none."""
+    """A case: the judge's reply, and the verdict or the reason why there is none."""
     file = shared / "data" / "public_cases" / "verdicts.jsonl"
-    public = [json.loads(line).values() for line in file.read_text().splitlines()]
-    for kind, text, expected in [*CASES, *public]:
+    public = [(row["reply"], row["right"]) for row in read_rows(file)
+              if row["kind"].startswith("pair")]
+    assert public
+    for text, expected in [*CASES, *public]:
         try:
-            verdict = judge.read_verdict({"kind": kind}, text)
+            verdict = judge.read_verdict({}, text)
         except ValueError as error:
             assert expected is None or str(expected) in str(error), text
         else:
             assert verdict == expected, text
 
 
-PROMPTS = {
-    "single-v1": "Q {question} A {answer} {{not a field}}",
-    "single-math-v1": "Q {question} R {ref_answer_1} A {answer}",
-    "single-v1-multi-turn": "{question_1}|{answer_1}|{question_2}|{answer_2}",
-    "single-math-v1-multi-turn": "{ref_answer_1}|{ref_answer_2}|{question_1}|{answer_1}|"
-                                 "{question_2}|{answer_2}"}
-BENCH = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
-         {"question_id": 111, "category": "math", "turns": ["1+1?", "And 2+2?"],
-          "reference": ["2", "4"]},
-         {"question_id": 103, "category": "reasoning", "turns": ["Who?", "Why?"],
-          "reference": ["Ann", ""]}]
-
-
-def test_mt_bench_is_answered_and_judged_by_turn(tmp_path):  # Table 4
-    """The second turn contains the first; each category has its temperature."""
-    calls = []
-
-    def config_of(prompts):
+def test_the_prompts_of_a_file_are_filled_in_and_checked(tmp_path):
+    def questions_of(prompts):
         write_rows(tmp_path / "prompts.jsonl", [
             {"name": name, "system_prompt": "Be fair.", "prompt_template": template}
             for name, template in prompts.items()])
-        return judge.JudgeConfig(judge_model="tiny", base_url="http://fake/v1",
-                                 judge_prompts=str(tmp_path / "prompts.jsonl"))
+        config = judge.JudgeConfig(judge_model="tiny", base_url="http://fake/v1",
+                                   judge_prompts=str(tmp_path / "prompts.jsonl"))
+        row = {"id": 7, "prompt": "Who?"}
+        return judge.pairwise_questions([row], ["{x}"], ["Ann"], config), config
 
-    def write(conversations, temperature):
-        calls.append((temperature, len(conversations)))
-        return ["/".join(m["role"][0] + ":" + m["content"] for m in messages)
-                for messages in conversations]
-
-    write_rows(tmp_path / "q.jsonl", BENCH)
-    bench = judge.read_mt_bench(tmp_path / "q.jsonl")
-    answers = judge.mt_bench_answers(bench, write)
-    assert calls == [(0.7, 1), (0.7, 1), (0.0, 2), (0.0, 2)]
-    assert answers[111] == ["u:1+1?", "u:1+1?/a:u:1+1?/u:And 2+2?"]
-    answers = {q["question_id"]: [f"a{q['question_id']}", "{b}"] for q in BENCH}
-    config = config_of(PROMPTS)
-    questions = judge.mt_bench_questions(bench, answers, config)
-    texts = [q.messages[-1]["content"] for q in questions]
-    assert texts == [
-        "Q Write. A a81 {not a field}", "Write.|a81|Again.|{b}",
-        "Q 1+1? R 2 A a111", "2|4|1+1?|a111|And 2+2?|{b}",
-        "Q Who? R Ann A a103", "Who?|a103|Why?|{b}"]
-    replies = dict(zip(texts, ["[[9]]", "[[7]]", "[[3]]", "well", "[[5]]", "[[4]]"]))
+    questions, config = questions_of(
+        {"pair-v2": "{question}|{answer_a}|{answer_b} {{no field}}"})
+    replies = {"Who?|{x}|Ann {no field}": "[[A]]", "Who?|Ann|{x} {no field}": "well"}
+    assert [question.messages[1]["content"] for question in questions] == [*replies]
     with loopback(lambda body: replies[body["messages"][1]["content"]]) as server:
-        for _ in range(2):                       # a reply without a verdict is asked for again
-            scores = judge.mt_bench_scores(judge.ask_judge(questions, config, tmp_path / "j"))
-    assert len(server.requests) == 6 + 1, "only the reply without a verdict is asked again"
-    assert [(row["id"], row["rating"], row["rating, turn 1"]) for row in scores] == [
-        (81, 8.0, 9.0), (111, None, 3.0), (103, 4.5, 5.0)]
+        for _ in range(2):
+            scores = judge.pairwise_scores(judge.ask_judge(questions, config, tmp_path / "j"))
+    assert len(server.requests) == 2 + 1, "only the reply without a verdict is asked again"
+    assert scores == [{"id": 7, "win": None, "inconsistent": False}]
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be fair."}
-    for prompts, message in (({"other": "x"}, "is no prompt named 'single-v1'"),
-                             ({"single-v1": "{answer_c}"}, "cannot fill in 'answer_c'; .* ")):
+    for prompts, message in (({"other": "x"}, "is no prompt named 'pair-v2'"),
+                             ({"pair-v2": "{answer_c}"}, "cannot fill in 'answer_c'; .* ")):
         with pytest.raises(InputError, match=message):
-            judge.mt_bench_questions(bench, answers, config_of(prompts))
-    write_rows(tmp_path / "q.jsonl", [BENCH[0] | {"reference": ["c"]}])
-    with pytest.raises(InputError, match="q.jsonl, row 1: 'reference' must be a list of two"):
-        judge.read_mt_bench(tmp_path / "q.jsonl")
+            questions_of(prompts)
 
 
-def test_the_published_questions_and_prompts_are_read(shared):  # Table 4
+def test_the_published_prompts_are_read(shared):
     config = judge.JudgeConfig(judge_prompts=shared / "data" / "mt_bench_judge_prompts.jsonl")
-    bench = judge.read_mt_bench(shared / "data" / "mt_bench_question.jsonl")
-    answers = {q["question_id"]: ["{one}", "two }"] for q in bench}
-    kinds = [q.context["kind"] for q in judge.mt_bench_questions(bench, answers, config)]
-    assert len(kinds) == 160 and sum("math" in kind for kind in kinds) == 29 + 26
+    questions = judge.pairwise_questions([{"id": 1, "prompt": "{q}"}], ["a }"], ["b"], config)
+    for question, (first, second) in zip(questions, (("a }", "b"), ("b", "a }"))):
+        text = question.messages[1]["content"]
+        assert f"[The Start of Assistant A's Answer]\n{first}\n" in text
+        assert f"[The Start of Assistant B's Answer]\n{second}\n" in text and "{q}" in text

@@ -147,7 +147,7 @@ ELSEWHERE = """
     test_house.py::test_the_method_runs_without_all_that_measures_it
     test_sandbox.py::test_rows_that_cannot_get_outcomes_are_an_error_and_stay_unchanged
     test_measures.py::test_rouge_is_that_of_rouge_score
-    test_eval.py::test_mt_bench_and_alpaca_eval_on_the_published_files""".split()
+    test_eval.py::test_alpaca_eval_on_the_published_file""".split()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a checkout is made read-only by its mode")
