@@ -66,6 +66,10 @@ text2grad.py: tests/test_train.py -k "sft or held_out or several or ranks"
     rows, config, config.reference, critic) ⇒ rows, config, None, critic)
     generator = torch.Generator().manual_seed(config.seed) ⇒ generator = torch.Generator()
     train(model, tokenizer, rows, ⇒ train(model, tokenizer, held_out,
+data.py: tests/test_run.py -k script_reports
+    if value is not None:⏎            words ⇒ if True:⏎            words
+model.py: tests/test_model.py -k shipped
+    and not os.path.isdir(path) ⇒ or not os.path.isdir(path)
 data.py: tests/test_train.py -k "held_out"
     config.seed, task.policy_prompt) ⇒ config.seed, str)
 runtime.py: tests/test_train.py -k "ranks"
@@ -152,6 +156,7 @@ model.py: tests/test_model.py tests/test_sampling.py
     if option in OPTIONS else OFF) ⇒ if option in OPTIONS else [value])
     shape is None or shape != shapes.get(key) or ⇒ shape is None or key not in shapes or
     max(tokenizer.get_vocab().values()) ⇒ len(tokenizer) - 1
+    largest_id >= model.config ⇒ largest_id > model.config
     if report["missing_keys"]: ⇒ if False:
     turn["role"] != "assistant" and turn ⇒ turn
 model.py: tests/test_annotate.py -k typed

@@ -286,7 +286,9 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
     metrics, = read_jsonl(out / "metrics.json")
     assert metrics["training_rows"] == 18 and metrics["held_out_rows"] == 2
     output = capsys.readouterr().out
-    assert "next: python text2grad.py" in output and "poor_precision" in output
+    command = ["text2grad.py", "--task", "toy", "--model", "toy/base", "--reward_model",
+               f"{out}/adapter", "--output_dir", f"{out}-policy"]
+    assert shlex.join(["python", *command]) in output and "poor_precision" in output
     with closing(lock_directory(out)):
         assert "another process" in error_message("reward_model.py", *flags)
     before = checksum(*out.glob("adapter/*"))
