@@ -500,7 +500,7 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     further metrics. Each iteration writes metrics, a sample and a checkpoint to `out`, where an
     interrupted run continues. At the end come policy/ and value_head.safetensors.
     """
-    value_head = ValueHead(model.config.hidden_size, model.device)                     # l.5
+    value_head = ValueHead(model.config.hidden_size, model.device)       # l.5; Alg. 1 l.17
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads

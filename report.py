@@ -90,7 +90,7 @@ _STYLE = """
 body { max-width: 1240px; margin: auto; padding: 1rem; } h1 { margin: .4em 0; }
 h2 { margin: 2em 0 .4em; } h3, figcaption { font-size: .8rem; margin: .4rem 0; }
 section { min-width: 0; } h3, th, figcaption, .prompt { opacity: .75; }
-table { font-size: .9rem; border-collapse: collapse; } figure svg { min-width: 340px; }
+table { font-size: .9rem; border-collapse: collapse; } figure svg { min-width: 320px; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #8885; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td { white-space: nowrap; }
@@ -102,6 +102,7 @@ td { white-space: nowrap; }
 .curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22.2rem), 1fr)); }
 figure { padding: .4rem; } .scroll, figure { overflow-x: auto; }
 .prompt { max-height: 9rem; overflow-y: auto; }
+@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding: .25rem .15rem; } }
 @media print { :root { font-size: 12px; } .prompt { opacity: 1; max-height: none; } }
 """
 
@@ -180,8 +181,8 @@ LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
     """A line chart of named series as SVG. unit: label of the x axis.
 
-    The y axis goes from the lowest to the highest value. A line goes on over values that are
-    None, NaN or infinite.
+    The y axis goes from the lowest to the highest value. The margin has room for −0.00012, but
+    not for −0.000121. A line goes on over values that are None, NaN or infinite.
     """
     lines = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
              for name, values in series.items()}
@@ -202,7 +203,7 @@ def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "ite
            f'<title>{escape(title)}</title><text x="4" y="{13 - top}">{escape(title)}</text>'
            f'<path d="M56 46H326M56 156H326" stroke="#8885"/>'
            f'<text x="50" y="50" text-anchor="end">{low + height:.3g}</text>'
-           f'<text x="50" y="160" text-anchor="end">{low:.3g}</text>'
+           f'<text x="50" y="160" text-anchor="end">{low:.{3 - (-1e-3 < low < 0)}g}</text>'
            f'<text x="56" y="172">{x[0]:g}</text>'
            f'<text x="191" y="172" text-anchor="middle">{escape(unit)}</text>'
            f'<text x="326" y="172" text-anchor="end">{x[-1]:g}</text>')

@@ -143,7 +143,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
 
 
 def add_gradients(model, parameters, batch, config: RewardConfig, loss_of, count_of) -> float:
-    """Accumulate the gradients of a batch over all ranks (Alg. 3 l.5–6) → its mean loss."""
+    """Accumulate the gradients of a batch over all ranks (§3.4, Alg. 3) → its mean loss."""
     terms = sum(map(count_of, batch))                       # of the whole batch, on all ranks
     lengths = [sum(map(len, pair)) for pair in batch]                       # tokens of x, y, z
     mean_loss = 0.0                                         # this rank's share of the mean
@@ -153,7 +153,7 @@ def add_gradients(model, parameters, batch, config: RewardConfig, loss_of, count
         # pass. A rank without rows runs it with another rank's row and the weight 0.
         weight = 1 if index else 0
         rank_pairs = [batch[i] for i in index or group[:1]]
-        loss = loss_of(model, rank_pairs) / terms * weight
+        loss = loss_of(model, rank_pairs) / terms * weight                            # l.5–6
         loss.backward()
         mean_loss += loss.item()
     for p in parameters:

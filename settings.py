@@ -199,11 +199,14 @@ def derive_settings(config, count: int, model):
     """A copy of the config with numbers for the iterations and learning rates that are None.
 
     count: number of the policy's training rows. A learning rate falls with the cube root of the
-    model's size; 1.3e-3 and 5e-3 suit a model of up to a million parameters.
+    model's size; 1.3e-3 and 5e-3 suit a model of up to a million parameters. Above a billion
+    parameters, where no run of ours chose a rate, it is the release's for Llama-3.1-8B.
     """
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     scale = max(1.0, frozen / 1e6) ** (1 / 3)
     derived = {"learning_rate": 1.3e-3 / scale, "reward_learning_rate": 5e-3 / scale}
+    if frozen > 1e9:
+        derived = dict(_COMMON)                 # below, it only replaces what is None
     if hasattr(config, "epochs"):
         iterations = config.epochs * count // config.batch_size
         derived["iterations"] = min(6000, max(16, iterations))

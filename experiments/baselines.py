@@ -170,14 +170,15 @@ def mend(response: str, critique: str) -> str:
     """
     critique = critique.lower()
     for _, quote in toy.faults(response):
-        words = quote.removeprefix(", ").lower()
-        if any(form.format(words) in critique for form in toy.TWICE + toy.FIRST_PERSON):
-            new = "" if quote[0] == "," else f"the{quote[2:]}"
+        forms, new = toy.FIRST_PERSON, f"the{quote[2:]}"
+        if quote[0] == ",":
+            forms, new = toy.TWICE, ""
+        words = quote.removeprefix(", ")
+        if any(form.format(words).lower() in critique for form in forms):
             response = response.replace(quote, new, 1)
     for _, slot, phrase in toy.said_facts(response):
         for fact in toy.SLOTS[slot]:
-            words = {"phrase": toy.state(slot, phrase)[0], "fact": toy.state(slot, fact)[1]}
-            if any(form.format(**words).lower() in critique for form in toy.WRONG):
+            if any(words.lower() in critique for words in toy.verdicts(slot, phrase, fact)):
                 response = re.sub(rf"\b{re.escape(phrase)}(?!\w)", fact, response)
     return response
 

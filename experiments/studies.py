@@ -268,10 +268,14 @@ def execute_all(names: list[str]):
 
 # ── Statistics and tables
 
+def half_interval(values: list[float]) -> float:
+    """Half of the 95 % interval over five seeds by Student's t."""
+    return 2.776 * stdev(values) / math.sqrt(len(values))
+
+
 def seed_interval(values: list[float], sign="") -> str:
-    """Mean ± half of the 95 % interval over five seeds by Student's t."""
-    half = 2.776 * stdev(values) / math.sqrt(len(values))
-    return f"{fmean(values):{sign}.3f} ± {half:.3f}"
+    """Mean ± half of the interval over five seeds."""
+    return f"{fmean(values):{sign}.3f} ± {half_interval(values):.3f}"
 
 
 def p_value(differences: list[float]) -> float:
@@ -340,12 +344,16 @@ def study_table(name: str, records: dict) -> str:
 def critiques_figure(name: str, runs: dict[str, list[dict]]) -> str:
     """The mean right facts of each arm by the number of judged responses, as SVG.
 
-    runs: see `complete_runs`, of a study of `critiques`.
+    A vertical stroke is the interval over seeds. runs: see `complete_runs`, of a study of
+    `critiques`.
     """
     curves = defaultdict(list)
     for arm, arm_runs in runs.items():
-        curves[arm.rpartition(": ")[2]].append(fmean(run["facts"] for run in arm_runs))
-    return svg_line(name, [*JUDGED], curves, "judged responses")
+        facts = [run["facts"] for run in arm_runs]
+        mean, half = fmean(facts), half_interval(facts)
+        curves[arm.rpartition(": ")[2]] += [mean, mean - half, mean + half, mean]
+    counts = [count for count in JUDGED for _ in range(4)]
+    return svg_line(name, counts, curves, "judged responses")
 
 
 # ── The command line

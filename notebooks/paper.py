@@ -115,7 +115,9 @@ pre { overflow-x: auto; padding: .2rem 0; --shade: #8887, transparent;
     linear-gradient(270deg, var(--shade)) 100% / 1rem 100% scroll no-repeat; }
 #worked { white-space: pre-line; } small { opacity: .75; }
 .slip { background: #d55e0033; border-bottom: 2px solid #d55e00;
-  padding: 0 .15em; }</style>
+  padding: 0 .15em; } textarea { field-sizing: content; }
+@media print { pre { white-space: pre-wrap; background: none; }
+  pre, .scroll { overflow: hidden; } }</style>
 <p><a href="https://arxiv.org/abs/2505.22338">The paper</a> is left, the code right. “printed”:
 the formula as the paper has it, with <span class="slip">slips</span> marked. “here”: what this
 repository does instead, for the reasons in PAPER.md. A shaded edge means: scroll sideways.</p>
@@ -159,8 +161,12 @@ def extent(tree: ast.AST, line: int, is_alone: bool) -> range:
     return range(start, node.body[0].lineno if is_block else node.end_lineno + 1)
 
 
-def excerpt(place: str, name: str) -> str:
-    """The HTML of `module.name`: lines tagged with this place are marked, long code is cut."""
+def excerpt(place: str, name: str, shown: dict) -> str:
+    """The HTML of `module.name`: lines tagged with this place are marked, long code is cut.
+
+    shown: {name: place} of the code that the page has whole. Its later excerpts link to it, and
+    have only the marked lines.
+    """
     module, name = name.split(".")
     path = [*ROOT.glob(f"{module}.py"), *ROOT.glob(f"*/{module}.py")][0]
     text, marked, html = path.read_text("utf-8"), set(), ""
@@ -172,16 +178,22 @@ def excerpt(place: str, name: str) -> str:
         place_tags = tags("", SAME.get(place, place))
         if place_tags & tags(piece[0], "#" + comment) or SAME.get(place, place) in comment:
             marked |= {*extent(ast.parse(piece[0]), i, not code.strip())}
-    node = ast.parse(piece[0]).body[0]
-    docstring = getattr(node, "body", [node])[0]
-    near = {i for m in marked for i in range(m - 2, m + 3)} or range(docstring.end_lineno + 1)
+    # Code without a marked line is shown whole, too, as all of it belongs to the place.
+    is_whole = name not in shown and (len(lines) <= 24 or not marked)
+    margin = 0 if name in shown else 2
+    near = {i for m in marked for i in range(m - margin, m + margin + 1)}
     for i, line in enumerate(lines, 1):
-        shown = f"{first + i:4} {escape(line)}\n"
-        is_hidden = len(lines) > 24 and i > 1 and i not in near
-        html += "   ⋯\n" if is_hidden else f"<mark>{shown}</mark>" if i in marked else shown
+        code = f"{first + i:4} {escape(line)}\n"
+        is_hidden = not is_whole and i > 1 and i not in near
+        html += "   ⋯\n" if is_hidden else f"<mark>{code}</mark>" if i in marked else code
     position = f"{path.relative_to(ROOT)}:{first + min(marked, default=1)}"
     html = re.sub("(   ⋯\n)+", "   ⋯\n", html)
-    return f"<b>{position}</b> {name}</p><pre>{html}</pre>"
+    link = ""
+    if name in shown:
+        link = f' · <a href="#{anchor(shown[name])}-code">whole at {shown[name]}</a>'
+    elif is_whole:
+        shown[name] = place
+    return f"<b>{position}</b> {name}{link}</p><pre>{html}</pre>"
 
 
 def anchor(text: str) -> str:
@@ -198,7 +210,7 @@ def math(text: str) -> str:
     return html.replace("‹", '<span class="slip">').replace("›", "</span>")
 
 
-def row(place: str, description: str, code: str, tests: str) -> str:
+def row(shown: dict, place: str, description: str, code: str, tests: str) -> str:
     """A row of the page: the paper's side has the anchor #slug, the code's #slug-code."""
     slug, left = anchor(place), ""
     for label, cell in zip(("printed", "here"), WORDS.get(place, [])):
@@ -206,8 +218,10 @@ def row(place: str, description: str, code: str, tests: str) -> str:
         left += f'<p class="formula"><small>{label}</small>{formulas}</p>'
     if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
         left += f"<p>{math(description)}</p>"
-    right = "".join(f'<p class="small"><a href="#{slug}">↩ {place}</a> {excerpt(place, name)}'
-                    for name in re.findall(r"`(\w+\.\w+)`", code))
+    right = ""
+    for name in re.findall(r"`(\w+\.\w+)`", code):
+        right += (f'<p class="small"><a href="#{slug}">↩ {place}</a> '
+                  f'{excerpt(place, name, shown)}')
     right += f'<p class="small">Fails without it: {tests.strip("`")}</p>'
     return (f'<div class="row" id="{slug}"><div><a href="#{slug}-code">{place}</a>{left}</div>'
             f'<div id="{slug}-code">{right}</div></div>')
@@ -230,6 +244,7 @@ def build() -> str:
     """The whole page. Equal sources give equal bytes."""
     text = (ROOT / "PAPER.md").read_text("utf-8").split("\n## Errata")[0]
     contents, body, section = HEAD, touch(), ""
+    shown = {}                                          # see `excerpt`
     for place, *cells in (line.split(" | ") for line in re.findall(PLACES, text)):
         title = "Equations" if place[0] == "E" else f"Algorithm {place[5]}"
         if title != section:
@@ -238,7 +253,7 @@ def build() -> str:
             body += f'<h2 id="{slug}">{title}</h2>'
         short = re.sub(r"^(Eq\.|Alg\. \d) ", "", place)
         contents += f' · <a href="#{anchor(place)}">{short}</a>'
-        body += row(place, *cells)
+        body += row(shown, place, *cells)
     html = page("Text2Grad: the paper beside the code", contents + "</nav>" + body)
     return html.replace("style-src", "script-src 'unsafe-inline'; style-src")
 

@@ -56,10 +56,10 @@ WRONG = [
     ("token_rewards", "is 0, expected -1", ("sum(labels)", "max(0, sum(labels))")),
     ("token_rewards", "wrong length", ("in offsets", "in offsets[:-1]")),
     ("z_loss", "should be a tensor", ("return loss", "return loss.item()")),
-    ("z_loss", "cut off", ("return loss", "return loss.detach()")),
+    ("z_loss", "does not depend", ("return loss", "return loss.detach()")),
     ("nl_gradient", "wrong shape", ("list(torch", "list(x.flatten() for x in torch")),
     ("nl_gradient", "wrong length: expected 2, found 1", ("parameters))", "parameters[0]))")),
-    ("ppo_loss", "cut off", ("(logprobs - ", "(logprobs.detach() - ")),
+    ("ppo_loss", "does not depend", ("(logprobs - ", "(logprobs.detach() - ")),
     ("update", "RuntimeError in line 2", ("loss.back", "(loss + mask).back")),
     ("lora_forward", "RuntimeError in line 3 of your", ("x @ W.T", "x @ W @ W")),
     ("generate", "columns read twice is", (
@@ -70,7 +70,7 @@ WRONG = [
         "(sums <= u[:, None]).sum(-1, keepdim=True)",
         "(logits / temperature).softmax(-1).multinomial(1)")),
     ("generate", r"attention of the prompts' last column\[0\] is 0, expected 1"
-                 r"[^─]*\nyour result is the expected one\n",
+                 r"[^─]*\nyour result is right; the first line is not\n",
      ("[0] * n + x", "x + [0] * n"), ("[0] * n + [1] * len(x)", "[1] * len(x) + [0] * n")),
 ]
 # More wrong versions: "text ⇒ wrong text"; ‖ separates two edits, ⏎ is the end of a line
@@ -87,6 +87,11 @@ find_spans
     spans = [] ⇒ spans, quotes = [], [quote.strip() for quote in quotes]
     : start].isalnum() ⇒ : start].replace("_", "x").isalnum()
     == quote and ⇒ == quote and (not places or start >= places[-1][1]) and
+    == quote and ⇒ == quote and start not in [place for place, _ in spans] and
+    end + 1].isalnum() ⇒ end + 1].isidentifier()
+    [end : end + 1].isalnum() ⇒ [end : end + 1].isalpha()
+    isalnum() and quote[0].isalnum() ⇒ isalpha() and quote[0].isalpha()
+    set(quotes): ⇒ set(quotes):⏎        quote = quote.lower()
 token_rewards
     span.start <= start < end <= span.end ⇒ max(start, span.start) < min(end, span.end)
     piece.strip() or piece ⇒ piece.lstrip() or piece
@@ -137,6 +142,7 @@ update
     value_head(hidden.detach()) ⇒ value_head(hidden)
     = policy_loss( ⇒ = ppo_loss(
     (weights, 1.0) ⇒ (weights, 1e9)
+    (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
     config.value_coef * ⇒
     loss - config.entropy_coef * entropy.mean() ⇒ loss
     (logits / config.temperature) ⇒ logits

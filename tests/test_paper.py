@@ -158,7 +158,7 @@ def test_presets_are_the_release_s_hyperparameters():
         ppo_epochs=4, value_coef=0.1, clip=0.2, value_clip=0.2, gamma=1.0, lam=0.95, lora_r=16,
         lora_alpha=32, temperature=0.6, kl_horizon=10000, value_rate_factor=1, epochs=4,
         reward_lora_r=16, reward_lora_alpha=32, reward_epochs=3, reward_batch_size=8,
-        lora_targets="q_proj,v_proj")
+        lora_targets="q_proj,v_proj", model="meta-llama/Llama-3.1-8B-Instruct")    # §4.5
     qv, qkvo = "q_proj,v_proj", "q_proj,k_proj,v_proj,o_proj"
     for task, *values, temperature, tokens in (
             ("slf5k", 1e-6, "linear", 12, 12, .2, 6.0, 89, 5000, 1e-5, 3e-7, qv, .05, 1400,
@@ -279,6 +279,12 @@ def test_the_slips_of_the_paper_are_marked():
 def test_the_line_that_is_tagged_is_marked(slug, code):
     marked = "".join(re.findall(r"(?s)<mark>(.*?)</mark>", ROWS[slug]))
     assert code in unescape(marked) and marked.count("\n") < 10
+
+
+def test_code_stands_on_the_page_whole_once_and_is_linked_where_it_recurs():
+    assert "⋯" not in ROWS["alg-2-l-16-17"] + ROWS["alg-2-l-18-25"]          # they have no tag
+    assert sum("next_advantage = " in html for html in ROWS.values()) == 1
+    assert 'href="#eq-3-5-gae-code">whole' in ROWS["alg-4-l-15-16"]
 
 
 # ── paper.js against Python, and in a browser

@@ -48,7 +48,8 @@ def test_a_heatmap_shows_each_token_and_its_value_by_colour_line_and_depth():
 
 @pytest.mark.parametrize("values, low, high, path", [
     ([1, None, 3, math.nan, -2], "-2", "3", "M56.00 90.00h0L191.00 46.00h0L326.00 156.00h0"),
-    ([5, 5], "5", "5.05", "M56.00 156.00h0L326.00 156.00h0"), ([math.inf], "0", "1", "M")])
+    ([5, 5], "5", "5.05", "M56.00 156.00h0L326.00 156.00h0"), ([math.inf], "0", "1", "M"),
+    ([-.000121, .1], "-0.00012", "0.1", "M56.00 156.00h0L326.00 46.00h0")])
 def test_the_points_of_a_curve_are_the_metrics(values, low, high, path):
     """The plot is 270 × 110, from (56, 156) upwards; a line goes on over missing values."""
     elements = [*xml.fromstring(svg_line("t", [*range(len(values))], {"a": values})).iter()]

@@ -147,6 +147,6 @@ def test_groups_figure_and_holm_by_hand():
         "72: b": [1, 2, 3, 4, 5], "288: b": [0] * 5, "1152: b": [2, 4, 6, 8, 10]}
     svg = studies.critiques_figure("critiques_20", runs)
     assert svg.count('class="curve"') == 2 and ">72<" in svg and ">1152<" in svg
-    assert ">3<" in svg and ">18<" in svg                      # the lowest and highest mean
+    assert ">1.04<" in svg and ">29.8<" in svg       # the ends of the intervals, 3 ± 2.776 / √2
     assert studies.holm({"a": .015, "b": .04, "c": .03, "d": .005}) == {"a", "d"}
     assert studies.holm({"a": .03, "b": .001, "c": .03}) == {"b"} and not studies.holm({})

@@ -117,7 +117,7 @@ POST = {"post": 'In March my sister opened my mail and told me "Sue me."',
      '"comes from New York"', 2 / 3, 1),
     # The first person: "bike" is good and "my bike" is poor, so "bike" gets 0.
     (ROW, "A nurse from New York lost my bike.", ["nurse", "New York", "bike"], ["my bike"],
-     '"my bike"', 1, 0),
+     '"my"', 1, 0),
     # In prose, words that the post does not have are poor. Words of it, also inflected, words
     # about posts, and facts are not.
     (POST, "My sister did so, did so in March.", ["sister", "March"], [", did so"], "", 1, 0),
@@ -151,12 +151,11 @@ def test_the_annotator_has_several_wordings_and_keeps_to_them():
     said = Counter()
     for row, text, words in prose_of(toy.rows("train", 400)):
         assert toy.critique(row, text).startswith(words)
-        for name in ("RIGHT", "WRONG", "TWICE", "FIRST_PERSON"):
+        for name in ("RIGHT", "WRONG", "ADDED", "DROPPED", "TWICE", "FIRST_PERSON"):
             for number, sentence in enumerate(getattr(toy, name)):
                 fixed = max(re.split(r"{\w*}", sentence), key=len)[1:]
                 said[name, number] += fixed in words
     assert all(said.values()), said
-    assert len(toy.RIGHT) == len(toy.WRONG)          # or the first words betray the verdict
 
 
 def test_the_base_has_not_seen_a_sentence_of_the_annotator():
@@ -169,7 +168,8 @@ def test_the_base_has_not_seen_a_sentence_of_the_annotator():
         text for _ in range(3000) for text in build.exercise(rng)])
     assert len(sentences) > 300 and "May" not in sentences
     assert [sentence for sentence in sentences if sentence in texts] == []
-    fixed = [part for sentences in (toy.RIGHT, toy.WRONG, toy.MISSING, toy.TWICE)
+    fixed = [part for sentences in (toy.RIGHT, toy.WRONG, toy.DROPPED, toy.MISSING,
+                                     toy.TWICE)
              for sentence in sentences for part in re.split(r"{\w*}", sentence)
              if len(part) > 8]
     assert [part for part in fixed if part in texts] == []

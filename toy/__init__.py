@@ -233,28 +233,32 @@ FUNCTION_WORDS = """
 
 # How a sentence states a fact. What stands behind the bar also stands alone: "not in June".
 STATEMENTS = {
-    "person": "it was |the {}", "month": "it happened |in {}", "reply": 'the answer was |"{}"',
+    "person": "it was |the {}", "month": "it happened |in {}", "reply": 'the words were |"{}"',
     "job": "the writer is |a {}", "city": "the writer lives |in {}",
     "thing": "the writer lost |the {}", "feeling": "the writer feels |{}",
     "plan": "the writer wants |to {}", "friend": "the writer talks |to the {}",
     "price": "it had cost |{}", "place": "it stood |in the {}", "donor": "it came |from the {}"}
 
-# What the annotator says. {fact} states the fact of the post, {phrase} is the summary's.
+# What the annotator says: {fact} states the fact of the post, {phrase} is the summary's.
 RIGHT = ["{fact}, as the summary says.", "{fact}, and the summary says so."]
 WRONG = ["{fact}, not {phrase}.", "{fact}, but the summary says {phrase}."]
+# The same if the summary adds a word to the fact, or leaves it out: "dark" of "dark November".
+ADDED = ['{fact}, but the summary adds "{word}".']
+DROPPED = ['{fact}, but the summary says only "{value}".']
 UNFOUNDED = ["the post does not say that {}.", "nobody says that {}."]
 MISSING = ["it leaves out that {}.", "it does not say that {}."]
 TWICE = ['it says "{}" twice.', 'why is "{}" said twice?']
-FIRST_PERSON = ['it says "{}", as if the writer spoke.', 'a summary should not say "{}".']
+FIRST_PERSON = ['it says "my", but somebody else wrote the summary.',
+                'why "my"? Somebody else wrote the summary.']
 
 
-def say(sentences: list[str], response: str, text: str, **phrases: str) -> str:
-    """One of the sentences about a text of the response, with the text and phrases in it.
+def say(sentences: list[str], response: str, text: str) -> str:
+    """One of the sentences about a text of the response, with the text in it.
 
     A hash of response and text chooses it: random, and always the same.
     """
     choice = zlib.crc32(f"{response}|{text}".encode()) % len(sentences)
-    sentence = sentences[choice].format(text, **phrases)
+    sentence = sentences[choice].format(text)
     return sentence[0].upper() + sentence[1:]
 
 
@@ -275,9 +279,9 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
     judgements = {}                                                # by phrase
     for start, slot, phrase in said_facts(response):
         fact = row["facts"].get(slot)
-        sentence = verdict(slot, phrase, fact, response)
-        judgement = start, slot, phrase, sentence, phrase == fact
-        judgements.setdefault(phrase, judgement)                   # `faults` reports repeats
+        sentence = say(verdicts(slot, phrase, fact), response, phrase)
+        # The first one counts; `faults` reports repeats.
+        judgements.setdefault(phrase, (start, slot, phrase, sentence, phrase == fact))
     return list(judgements.values())
 
 
@@ -290,11 +294,10 @@ def critique(row: dict, response: str, remarks=None) -> str:
     """
     judgements = judged_facts(row, response)
     remarks = faults(response) if remarks is None else remarks
-    slots = set()
+    slots = {slot for _, slot, *_ in judgements}
     sentences = []
     spans = {"good_spans": [], "poor_spans": []}
-    for _, slot, phrase, sentence, is_right in judgements:
-        slots.add(slot)
+    for _, _, phrase, sentence, is_right in judgements:
         sentences.append(sentence)
         spans["good_spans" if is_right else "poor_spans"].append(phrase)
     sentences += [say(MISSING, response, state(slot, fact)[1])
@@ -310,13 +313,18 @@ def plain(value: str) -> str:
     return value.rstrip(".")
 
 
-def verdict(slot: str, value: str, fact: str | None, response: str) -> str:
-    """The sentence on a phrase of the response, beside the post's fact if it has one."""
+def verdicts(slot: str, value: str, fact: str | None) -> list[str]:
+    """What can be said of a phrase, beside the post's fact if it has one."""
     phrase, statement = state(slot, value)
     if fact is None:
-        return say(UNFOUNDED, response, statement)
-    return say(RIGHT if value == fact else WRONG, response, value, phrase=phrase,
-               fact=state(slot, fact)[1])
+        return [form.format(statement) for form in UNFOUNDED]
+    forms = RIGHT if value == fact else WRONG
+    if fact.endswith(f" {value}"):
+        forms = DROPPED
+    elif value.endswith(f" {fact}"):
+        forms = ADDED
+    return [form.format(fact=state(slot, fact)[1], phrase=phrase, value=value,
+                        word=value.removesuffix(f" {fact}")) for form in forms]
 
 
 NUMBERS = "no", "one", "two", "three", "four"
