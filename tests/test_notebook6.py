@@ -118,7 +118,6 @@ add_penalty
 gae
     values = values * mask ⇒ pass
     rewards = rewards * mask ⇒ pass
-    gamma * lam * next ⇒ gamma * next
     reversed(range(rewards.shape[1])) ⇒ reversed(range(rewards.shape[1] - 1))
     advantages + values ⇒ rewards.flip(1).cumsum(1).flip(1)
     return advantages ⇒ return whiten(advantages, mask)
@@ -132,9 +131,7 @@ ppo_loss
     / mask.sum() ⇒ / mask.numel()
     -(gain * mask).sum() / mask.sum() ⇒ -((gain * mask).sum(1) / mask.sum(1)).mean()
     torch.exp((logprobs - logprobs_old) * mask) ⇒ 1 + (logprobs - logprobs_old) * mask
-    (logprobs - logprobs_old) ⇒ (logprobs_old - logprobs)
     ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(max=1 + clip)
-    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(min=1 - clip)
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ clipped * advantages
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ ratio * advantages
 update
@@ -144,25 +141,20 @@ update
     (weights, 1.0) ⇒ (weights, 1e9)
     (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
     config.value_coef * ⇒
-    loss - config.entropy_coef * entropy.mean() ⇒ loss
     (logits / config.temperature) ⇒ logits
     config.value_clip ⇒ config.clip
-    optimizer.step() ⇒ for p in weights:⏎        p.grad *= -1⏎    optimizer.step()
     return norm.item() ⇒ return sum(p.grad.norm() ** 2 for p in weights).item() ** 0.5
 lora_forward
     (alpha / len(down)) * ⇒
     alpha / len(down) ⇒ alpha
-    alpha / len(down) ⇒ 1 / len(down)
     alpha / len(down) ⇒ alpha // len(down)
     alpha / len(down) ⇒ alpha / down.shape[1]
 generate
-    if eos not in answer: ⇒ if token != eos and eos not in answer:
     logits / temperature ⇒ logits
     [0] * n + [1] * len(x) ⇒ [1] * longest
     (attention.cumsum(1) - 1).clamp(min=0) ⇒ torch.arange(longest).expand(len(prompts), -1)
     positions[:, -1:] + 1 ⇒ torch.full_like(ids, attention.shape[1] - 1)
     cache = None ⇒ cache, attention = None, torch.ones_like(attention)
-    torch.ones_like(ids)], 1) ⇒ torch.zeros_like(ids)], 1)
     ids = ids.clamp(max=logits.shape[1] - 1) ⇒ pass
     (sums <= u[:, None]).sum(-1, ⇒ (sums > u[:, None]).int().argmax(-1,
 """
