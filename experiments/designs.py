@@ -194,7 +194,7 @@ def draft_rows(split: str, n: int, seed: int) -> list[dict]:
 
 
 DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
-# Posts with summaries of about 80 tokens, and critiques of about 230. With a prompt of 105
+# Posts with summaries of about 80 tokens, and critiques of about 240. With a prompt of 105
 # tokens and R_φ's instruction, they just fit the base's context of 512.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
-               settings=toy.TASK.settings | {"max_new_tokens": 96, "max_critique_tokens": 312})
+               settings=toy.TASK.settings | {"max_new_tokens": 96, "max_critique_tokens": 296})

@@ -176,18 +176,20 @@ def test_the_base_has_not_seen_a_sentence_of_the_annotator():
 
 
 def test_critiques_fit_the_limits_of_the_toy_runs(toy_model):
-    """max_new_tokens, max_critique_tokens, and the context, with prompt and instruction; z has
-    75 tokens on average at one sentence."""
+    """max_new_tokens; max_critique_tokens, but for one in a hundred; and the context, so that
+    no row is dropped. z has 75 tokens on average at one sentence."""
     _, tokenizer = toy_model
     for task, length in ((toy.TASK, 1), (designs.LONG, 4)):
+        longest_y = task.settings["max_new_tokens"]
+        longest_z = task.settings["max_critique_tokens"]
         sizes = []
         for row in toy.rows("train", 400, 0, length):
             text = toy.write_draft(row["facts"], random.Random(row["id"]))
-            x = encode_prompt(tokenizer, critique_prompt(toy.prompt(row), text))
+            x = encode_prompt(tokenizer, critique_prompt(toy.prompt(row), ""))
             sizes.append(len(encode_answer(tokenizer, toy.critique(row, text))))
-            assert len(encode_answer(tokenizer, text)) <= task.settings["max_new_tokens"]
-            assert sizes[-1] <= task.settings["max_critique_tokens"]
-            assert len(x) + task.settings["max_critique_tokens"] <= 512
+            assert len(encode_answer(tokenizer, text)) <= longest_y
+            assert len(x) + longest_y + longest_z <= 512
+        assert sum(size > longest_z for size in sizes) <= 4
         assert length > 1 or mean(sizes) <= 75
 
 

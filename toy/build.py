@@ -2,7 +2,7 @@
 
     python -m toy.build [DIRECTORY]      # by default toy/base; see toy/README.md for the time
 
-The tokenizer is a byte-level BPE; the model is a Llama with 0.68 million parameters. It is
+The tokenizer is a byte-level BPE; the model is a Llama with 0.69 million parameters. It is
 trained by cross-entropy on answers to four instructions. One is to summarise a post; its
 answers contain errors, some of which are more likely than the truth. The other three are
 reading exercises with correct answers: quote named facts as JSON, check named facts of a
