@@ -86,8 +86,8 @@ TOKENS = {"annotate": 3_600, "ask": 2_500, "bench": 2_850, "data": 3_070, "eval"
           "policy": 3_540, "report": 4_020, "reward_model": 1_920, "runtime": 2_050,
           "sample": 445, "sampling": 3_000, "settings": 2_000, "text2grad": 1_190,
           "tiny": 2_300, "toy": 3_740}
-ALL_TOKENS = 69_820                                       # of all Python outside tests
-TEST_LINES = 9_555
+ALL_TOKENS = 70_000                                       # of all Python outside tests
+TEST_LINES = 9_400
 WORDS = {"README.md": 800, "all": 20_500}
 
 

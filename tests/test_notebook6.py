@@ -104,12 +104,10 @@ z_loss
     [len(prompt) - 1 : -1] ⇒ [len(prompt) :]
     len(prompt) - 1 : ⇒ : ‖ range(len(z)), z] ⇒ range(len(prompt + z) - 1), (prompt + z)[1:]]
     return loss ⇒ return loss / len(pairs)
-    return loss ⇒ return loss / sum(len(z) for _, z in pairs)
     loss = loss - log_p ⇒ loss = 0 * loss - log_p
 nl_gradient
     .sum() ⇒ .mean()
     (delta * logprobs) ⇒ (delta.abs() * logprobs)
-    (delta * logprobs) ⇒ logprobs
     return ⇒ objective.backward(retain_graph=True)⏎    return [p.grad for p in parameters]#
 add_penalty
     * mask ⇒
@@ -120,13 +118,9 @@ add_penalty
 gae
     values = values * mask ⇒ pass
     rewards = rewards * mask ⇒ pass
-    gamma * lam * next ⇒ gamma * next
-    gamma * lam * next ⇒ lam * next
-    + gamma * next_value ⇒ + next_value
     reversed(range(rewards.shape[1])) ⇒ reversed(range(rewards.shape[1] - 1))
     advantages + values ⇒ rewards.flip(1).cumsum(1).flip(1)
     return advantages ⇒ return whiten(advantages, mask)
-    reversed(range(rewards.shape[1])) ⇒ range(rewards.shape[1])
 whiten
     (advantages * mask).sum() / count ⇒ advantages.mean()
     ((advantages - mean) ** 2 * mask).sum() / count ⇒ ((advantages - mean) ** 2).mean()
@@ -134,16 +128,12 @@ whiten
     .sqrt() * mask ⇒ .sqrt()
     count = mask.sum() ⇒ count = mask.sum(1, True) ‖ s * mask).sum() ⇒ s * mask).sum(1, True)
 ppo_loss
-    minimum ⇒ maximum
     / mask.sum() ⇒ / mask.numel()
     -(gain * mask).sum() / mask.sum() ⇒ -((gain * mask).sum(1) / mask.sum(1)).mean()
     torch.exp((logprobs - logprobs_old) * mask) ⇒ 1 + (logprobs - logprobs_old) * mask
-    (logprobs - logprobs_old) ⇒ (logprobs_old - logprobs)
     ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(max=1 + clip)
-    ratio.clamp(1 - clip, 1 + clip) ⇒ ratio.clamp(min=1 - clip)
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ clipped * advantages
     torch.minimum(ratio * advantages, clipped * advantages) ⇒ ratio * advantages
-    ratio * advantages, clipped * advantages) ⇒ ratio, clipped) * advantages
 update
     optimizer.zero_grad() ⇒ pass
     value_head(hidden.detach()) ⇒ value_head(hidden)
@@ -151,31 +141,20 @@ update
     (weights, 1.0) ⇒ (weights, 1e9)
     (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
     config.value_coef * ⇒
-    loss - config.entropy_coef * entropy.mean() ⇒ loss
     (logits / config.temperature) ⇒ logits
-    entropy = - ⇒ log_p = logits.log_softmax(-1)⏎    entropy = -
-    logprobs = log_p[ ⇒ logprobs = logits.log_softmax(-1)[
     config.value_clip ⇒ config.clip
-    config.clip) ⇒ config.value_clip)
-    optimizer.step() ⇒ for p in weights:⏎        p.grad *= -1⏎    optimizer.step()
     return norm.item() ⇒ return sum(p.grad.norm() ** 2 for p in weights).item() ** 0.5
 lora_forward
     (alpha / len(down)) * ⇒
     alpha / len(down) ⇒ alpha
-    alpha / len(down) ⇒ 1 / len(down)
     alpha / len(down) ⇒ alpha // len(down)
     alpha / len(down) ⇒ alpha / down.shape[1]
 generate
-    if eos not in answer: ⇒ if token != eos and eos not in answer:
-    return answers ⇒ return [[v for v in y if v != eos] for y in answers]
     logits / temperature ⇒ logits
     [0] * n + [1] * len(x) ⇒ [1] * longest
     (attention.cumsum(1) - 1).clamp(min=0) ⇒ torch.arange(longest).expand(len(prompts), -1)
-    positions[:, -1:] + 1 ⇒ positions[:, -1:]
     positions[:, -1:] + 1 ⇒ torch.full_like(ids, attention.shape[1] - 1)
     cache = None ⇒ cache, attention = None, torch.ones_like(attention)
-    torch.ones_like(ids)], 1) ⇒ torch.zeros_like(ids)], 1)
-    (sums <= u[:, None]) ⇒ (sums < u[:, None])
     ids = ids.clamp(max=logits.shape[1] - 1) ⇒ pass
     (sums <= u[:, None]).sum(-1, ⇒ (sums > u[:, None]).int().argmax(-1,
 """

@@ -125,6 +125,7 @@ def test_a_killed_run_continues_under_the_rules_of_windows(tmp_path):
     assert "resumed after step 2" in output and "─" in output and "R_φ" in output
     assert "\033" not in output and "another process is writing to it" in output
     assert len(read_jsonl(tmp_path / "f.jsonl")) == 3
+    assert "reward_model.py --task slf5k --data f.jsonl --model MODEL\n" in output
 
 
 def test_tiny_colours_a_terminal_unless_no_color_is_set(monkeypatch):

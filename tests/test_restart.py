@@ -19,7 +19,7 @@ from helpers import (ROOT, SMALL, assert_equal_runs, assert_equal_tensors, error
                      flip_bit, needs_posix, read_jsonl, run_main, toy_config)
 from model import load_model, lora_parameters
 from reward_model import z_loss
-from runtime import checkpoints, load_tensors, save_settings
+from runtime import checkpoints, save_settings
 
 REWARD = "reward/adapter/adapter_model.safetensors"
 
@@ -234,12 +234,3 @@ def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warn
     changed = replace(config, timeout=1.0, skip_failed=True)
     save_settings(changed, tmp_path, function_files=files)
     assert "warning: commit was old, is " in capsys.readouterr().out
-
-
-
-def test_metrics_and_state_are_json_alone(unbroken):
-    """A run directory contains no pickle files (invariant 8)."""
-    kinds = {path.suffix for path in unbroken.rglob("*") if path.is_file()}
-    assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}
-    _, state = load_tensors(unbroken / "checkpoint-000004.safetensors")
-    assert state.keys() == {"step", "beta", "shown", "binds"} and state["step"] == 4

@@ -64,6 +64,8 @@ def test_a_run_leaves_everything_that_the_readme_names(finished_run):
     config, = read_jsonl(finished_run / "config.json")
     assert (config["torch"], config["transformers"]) == (torch.__version__,
                                                          transformers.__version__)
+    kinds = {path.suffix for path in finished_run.rglob("*") if path.is_file()}
+    assert kinds <= {".json", ".jsonl", ".journal", ".safetensors", ".html", ""}, "no pickle"
 
 
 def test_the_policy_starts_as_the_base_and_the_one_that_is_saved_has_moved(finished_run):
@@ -123,6 +125,7 @@ def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypa
 
 
 def test_the_tracker_is_looked_for_first_and_gets_every_iteration(tmp_path, monkeypatch):
+    """With the annotator as critic, there is neither feedback nor R_φ, and it binds the run."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     flags = [*SMALL, "--critic", "annotator", "--wandb", "p", "--output_dir", tmp_path / "run"]
     assert "--wandb needs the package wandb" in refused(*flags)
@@ -133,6 +136,10 @@ def test_the_tracker_is_looked_for_first_and_gets_every_iteration(tmp_path, monk
     run_main(*flags)
     assert logged == [(row["iteration"], row["delta"])
                       for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "report.html" in names and not {"feedback.jsonl", "reward"} & names
+    message = refused(*flags, "--annotator_function", "toy:fact_accuracy")
+    assert "annotator_function was toy:critique, is toy:fact_accuracy" in message
 
 
 # ── Continuing a run, and reusing its results
@@ -286,7 +293,9 @@ def test_the_reward_model_script_reports(tmp_path, capsys):
     metrics, = read_jsonl(out / "metrics.json")
     assert metrics["training_rows"] == 18 and metrics["held_out_rows"] == 2
     output = capsys.readouterr().out
-    assert "next: python text2grad.py" in output and "poor_precision" in output
+    command = ["text2grad.py", "--task", "toy", "--model", "toy/base", "--reward_model",
+               f"{out}/adapter", "--output_dir", f"{out}-policy"]
+    assert shlex.join(["python", *command]) in output and "poor_precision" in output
     with closing(lock_directory(out)):
         assert "another process" in error_message("reward_model.py", *flags)
     before = checksum(*out.glob("adapter/*"))

@@ -19,10 +19,10 @@ import runtime
 import toy
 from annotate import Review, annotation_questions, read_critique, token_offsets
 from data import InputError, get_task, load_rows, write_rows
-from helpers import ADAMW, error_message, randomise, read_jsonl, run_main, scored, toy_config
-from model import ValueHead, add_lora, encode_text, lora_parameters
+from helpers import ADAMW, error_message, randomise, read_jsonl, toy_config
+from model import ValueHead, add_lora, encode_text
 from runtime import CHANGEABLE, POLICY_SETTINGS
-from policy import (add_advantages, add_gradients, add_scores, annotator_critic, batch_rows,
+from policy import (add_advantages, add_scores, annotator_critic, batch_rows,
                     ppo_update, sample_rollouts, train)
 from settings import Config, FitConfig, derive_settings, parse_flags
 from text2grad import evaluate, train_and_evaluate, write_responses
@@ -172,27 +172,6 @@ def test_rows_are_grouped_by_the_length_of_prompt_and_response(policy):
     lengths = [14, 5, 9, 9, 14, 10]
     groups = policy[2].groups(range(6), toy_config(micro_batch_tokens=28))
     assert [[lengths[row] for row in group] for group in groups] == [[5, 9, 9], [10, 14], [14]]
-
-
-def test_ranks_divide_by_the_tokens_of_the_whole_minibatch(policy, monkeypatch):
-    """The gradients of two ranks add up to the gradient of one process."""
-    config = toy_config(minibatch_size=6, micro_batch_tokens=24, ppo_epochs=1)
-    model, head, rollouts = scored(policy, config)
-    parameters = [*lora_parameters(model, "policy"), *head.parameters()]
-
-    def gradient(rank, ranks):
-        """The gradient of one rank's share."""
-        monkeypatch.setattr("runtime.RANK", rank)
-        monkeypatch.setattr("runtime.WORLD_SIZE", ranks)
-        monkeypatch.setattr("policy.all_sum", lambda x: x)
-        model.zero_grad()
-        head.zero_grad()
-        add_gradients(rollouts, list(range(6)), model, head, parameters, config)
-        return torch.cat([p.grad.flatten() for p in parameters])
-
-    whole = gradient(0, 1)
-    assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(gradient(0, 2) + gradient(1, 2), whole, rtol=1e-4, atol=1e-6)
 
 
 # ── Algorithm 1: which adapter answers, which rows are held out
@@ -355,15 +334,3 @@ def test_the_annotator_judges_as_a_direct_call_does(toy_model, tmp_path, task, m
     for name, value in (("policy.RANK", 1), ("runtime.RANK", 1), ("runtime.WORLD_SIZE", 2)):
         monkeypatch.setattr(name, value)
     assert annotator_critic(batch, None, None, config) == reviews[1::2]
-
-
-@pytest.mark.slow
-def test_a_run_with_the_annotator_has_neither_feedback_nor_a_reward_model(tmp_path):
-    flags = ["--iterations", 1, "--batch_size", 8, "--minibatch_size", 8, "--eval_rows", 2,
-             "--ppo_epochs", 1, "--output_dir", tmp_path, "--critic", "annotator"]
-    run_main(*flags)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"result.json", "policy", "report.html"} <= names
-    assert not {"responses.jsonl", "feedback.jsonl", "reward"} & names
-    message = error_message("text2grad.py", *flags, "--annotator_function", "toy:fact_accuracy")
-    assert "annotator_function was toy:critique, is toy:fact_accuracy" in message
