@@ -137,10 +137,8 @@ ppo_loss
 update
     optimizer.zero_grad() ⇒ pass
     value_head(hidden.detach()) ⇒ value_head(hidden)
-    = policy_loss( ⇒ = ppo_loss(
     (weights, 1.0) ⇒ (weights, 1e9)
     (weights, 1.0) ⇒ (optimizer.param_groups[0]["params"], 1.0)
-    config.value_coef * ⇒
     (logits / config.temperature) ⇒ logits
     config.value_clip ⇒ config.clip
     return norm.item() ⇒ return sum(p.grad.norm() ** 2 for p in weights).item() ** 0.5
