@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, refused
 
 for package in ("nbformat", "nbclient", "ipykernel", "IPython"):
     pytest.importorskip(package, reason=f"{package} is not installed: no notebook is tested")
 import nbformat
 
+from annotate import Feedback, ground
+from ask import Function
+from data import get_task
+from measures.sandbox import run_python
 from notebooks.build import execute_notebook, remove_run_details
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -192,3 +196,70 @@ def test_runs_in_a_clean_kernel_and_says_what_is_stored(path):
     bounds = [cell for cell in stored
               if cell.outputs and re.search(r"(?m)^\s*assert .*[<>]", cell.source)]
     assert path.stem not in LIVE or len(bounds) >= (2 if path.stem == STUDENTS else 5)
+
+
+# ── The critics of own_task.md
+
+ANSWER = "```python\ndef solve(xs: list[int]) -> int:\n    xs.sort()\n    return {}\n```"
+CLEAN = ANSWER.format("xs[0]")
+
+
+@pytest.fixture
+def critic_of(monkeypatch):
+    """critic_of(task) is the critic of an own task. The modules are imported anew."""
+    monkeypatch.syspath_prepend(ROOT / "notebooks" / "own_task")
+    for name in ("lint", "events"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return lambda task: Function(get_task(task).settings["annotator_function"]).function
+
+
+def test_the_linter_quotes_lines(critic_of):
+    """A message blames its line, an error of syntax the function, and other text is poor."""
+    critic = critic_of("lint:LINT")
+    first, second, third, _, fence = re.split("(?=\n)", CLEAN)
+    found = critic({}, CLEAN)
+    assert found == {"critique": "Clean.", "good_spans": [first, second, fence],
+                     "poor_spans": []}
+    assert len(ground(CLEAN, Feedback(*found.values())).spans) == 3     # each is found once
+    for code, good, poor in (
+            ("ys[0]  # noqa", [first, second, fence], ["\n    return ys[0]  # noqa"]),
+            ("(xs[0]", [first, fence], [second, third, "\n    return (xs[0]"]),
+            ("xs[0]\n```\n\nDone.", [first, second, fence], ["\nDone.", fence])):
+        found = critic({}, ANSWER.format(code))
+        assert (found["good_spans"], found["poor_spans"]) == (good, poor)
+
+
+@pytest.mark.parametrize("answer, poor", [
+    ("", []), ("No code.", ["No code."]), ("\0", ["\0"]), ("```python", ["```python"]),
+    (CLEAN[:-4], re.split("(?=\n)", CLEAN)[:-1]),
+    (CLEAN + "\n```\nx = 1\n```", ["\n```", "\nx = 1", "\n```"]),
+    (CLEAN.replace("    ", "\t"), ["\n\txs.sort()", "\n\treturn xs[0]"]),
+    (ANSWER.format("xs[0]" + " + xs[0]" * 25), ["\n    return xs[0]" + " + xs[0]" * 25])])
+def test_the_linter_takes_any_answer(critic_of, answer, poor):
+    """Without code, cut off, with a null byte, two blocks, tabs, or over 200 columns."""
+    found = critic_of("lint:LINT")({}, answer)
+    assert found["critique"] != "Clean." and found["poor_spans"] == poor
+
+
+def test_the_task_of_the_linter_needs_ruff_and_tests_answers(critic_of, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ruff", None)
+        refused("ruff", get_task, "lint:LINT")
+    task = get_task("lint:LINT")
+    training, held_out = ({row["id"] for row in task.rows(split, 999, 0)}
+                          for split in ("train", "eval"))
+    assert (len(training), len(held_out), training & held_out) == (180, 60, set())
+    tests = task.tests({"id": "the mean of ages"})
+    for program, is_right in (("sum(xs) / len(xs)", True), ("sum(xs)", False)):
+        result = run_python(f"def solve(xs):\n    return {program}", tests, unsafe=True)
+        assert result.passed == is_right
+
+
+def test_the_critic_of_events_quotes_phrases(critic_of):
+    critic = critic_of("events:EVENT")
+    row, = get_task("events:EVENT").rows("train", 1, 0)
+    row |= {"event": "quiz night", "day": "Monday", "price": "free"}
+    found = critic(row, "The quiz night in Rome is on Monday, day: Monday. Come! It is great.")
+    assert found["good_spans"] == ["The quiz night", "on Monday"]
+    assert found["poor_spans"] == ["Rome", "day: Monday", " Come! It is great."]
+    assert "The price is missing." in found["critique"]
