@@ -103,9 +103,8 @@ LINT = Task(
         "from solution import solve\nfor xs in [3, 1, -2, 8], [5, 4], [-7, 0, 2, 2, 9]:\n"
         f"    assert solve(xs[:]) == {JOBS[row['id'].rpartition(' ')[0]]}"),
     settings={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "annotator",
-              "annotator_function": "lint:critic", "max_new_tokens": 120, "iterations": 12,
+              "annotator_function": "lint:critic", "max_new_tokens": 120, "iterations": 8,
               "learning_rate": 3e-4, "value_rate_factor": 30, "lam": 0.7},
-    # No critic sees these figures.
     truth={"messages": lambda row, answer: len(lint(code_of(answer))),
            "parses": lambda row, answer: "invalid-syntax" not in str(lint(code_of(answer))),
            "one function": lambda row, answer: bool(FORM.fullmatch(answer.strip()))})
