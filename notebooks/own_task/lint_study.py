@@ -2,9 +2,11 @@
 
     export PYTHONPATH=notebooks/own_task:.
     python -m lint_study text2grad --task lint:LINT --seed 0     # ruff's lines, per token
-    python -m lint_study end --task lint:LINT --seed 0             # their sum at the last token
+    python -m lint_study end --task lint:LINT --seed 0           # their sum at the last token
     python -m lint_study messages --task lint:LINT --seed 0      # minus the number of messages
-    python -m lint_study rejection --rounds 4 --annotated_rows 256 --task lint:LINT --seed 0
+    python -m lint_study rejection --rounds 4 --annotated_rows 128 --task lint:LINT --seed 0
+
+Each arm has 128 judged answers. None of these commands has been run to its end.
 """
 
 from data import run_script
