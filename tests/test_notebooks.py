@@ -202,48 +202,39 @@ def test_runs_in_a_clean_kernel_and_says_what_is_stored(path):
 
 ANSWER = "```python\ndef solve(xs: list[int]) -> int:\n    xs.sort()\n    return {}\n```"
 CLEAN = ANSWER.format("xs[0]")
+FIRST, SECOND, THIRD, LAST, FENCE = re.split("(?=\n)", CLEAN)
 
 
-@pytest.fixture
-def critic_of(monkeypatch):
-    """critic_of(task) is the critic of an own task. The modules are imported anew."""
+def own_critic(task, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "notebooks" / "own_task")
-    for name in ("lint", "events"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return lambda task: Function(get_task(task).settings["annotator_function"]).function
+    return Function(get_task(task).settings["annotator_function"]).function
 
 
-def test_the_linter_quotes_lines(critic_of):
-    """A message blames its line, an error of syntax the function, and other text is poor."""
-    critic = critic_of("lint:LINT")
-    first, second, third, _, fence = re.split("(?=\n)", CLEAN)
+def test_the_linter_quotes_lines_of_any_answer(monkeypatch):
+    critic = own_critic("lint:LINT", monkeypatch)
     found = critic({}, CLEAN)
-    assert found == {"critique": "Clean.", "good_spans": [first, second, fence],
+    assert found == {"critique": "Clean.", "good_spans": [FIRST, SECOND, FENCE],
                      "poor_spans": []}
     assert len(ground(CLEAN, Feedback(*found.values())).spans) == 3     # each is found once
-    for code, good, poor in (
-            ("ys[0]  # noqa", [first, second, fence], ["\n    return ys[0]  # noqa"]),
-            ("(xs[0]", [first, fence], [second, third, "\n    return (xs[0]"]),
-            ("xs[0]\n```\n\nDone.", [first, second, fence], ["\nDone.", fence])):
-        found = critic({}, ANSWER.format(code))
-        assert (found["good_spans"], found["poor_spans"]) == (good, poor)
+    for answer, poor in (
+            (ANSWER.format("ys[0]  # noqa"), ["\n    return ys[0]  # noqa"]),
+            (ANSWER.format("(xs[0]"), [SECOND, THIRD, "\n    return (xs[0]"]),
+            (CLEAN + "\n\nDone.", ["\nDone."]), (CLEAN[:-4], [FIRST, SECOND, THIRD, LAST]),
+            (CLEAN + "\n```\nx = 1\n```", ["\n```", "\nx = 1", "\n```"]),
+            (CLEAN.replace("    ", "\t"), ["\n\txs.sort()", "\n\treturn xs[0]"]),
+            (ANSWER.format("xs[0]" + " + 9" * 60), ["\n    return xs[0]" + " + 9" * 60]),
+            ("", []), ("No code.", ["No code."]), ("\0", ["\0"]), ("```python", ["```python"])):
+        found = critic({}, answer)
+        assert found["critique"] != "Clean." and found["poor_spans"] == poor
+        is_form = FENCE in answer and "(xs" not in answer
+        assert not is_form or found["good_spans"] == [FIRST, SECOND, FENCE]
 
 
-@pytest.mark.parametrize("answer, poor", [
-    ("", []), ("No code.", ["No code."]), ("\0", ["\0"]), ("```python", ["```python"]),
-    (CLEAN[:-4], re.split("(?=\n)", CLEAN)[:-1]),
-    (CLEAN + "\n```\nx = 1\n```", ["\n```", "\nx = 1", "\n```"]),
-    (CLEAN.replace("    ", "\t"), ["\n\txs.sort()", "\n\treturn xs[0]"]),
-    (ANSWER.format("xs[0]" + " + xs[0]" * 25), ["\n    return xs[0]" + " + xs[0]" * 25])])
-def test_the_linter_takes_any_answer(critic_of, answer, poor):
-    """Without code, cut off, with a null byte, two blocks, tabs, or over 200 columns."""
-    found = critic_of("lint:LINT")({}, answer)
-    assert found["critique"] != "Clean." and found["poor_spans"] == poor
-
-
-def test_the_task_of_the_linter_needs_ruff_and_tests_answers(critic_of, monkeypatch):
+def test_the_task_of_the_linter_needs_ruff_and_tests_answers(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "notebooks" / "own_task")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ruff", None)
+        patch.delitem(sys.modules, "lint", raising=False)
         refused("ruff", get_task, "lint:LINT")
     task = get_task("lint:LINT")
     training, held_out = ({row["id"] for row in task.rows(split, 999, 0)}
@@ -255,11 +246,12 @@ def test_the_task_of_the_linter_needs_ruff_and_tests_answers(critic_of, monkeypa
         assert result.passed == is_right
 
 
-def test_the_critic_of_events_quotes_phrases(critic_of):
-    critic = critic_of("events:EVENT")
-    row, = get_task("events:EVENT").rows("train", 1, 0)
-    row |= {"event": "quiz night", "day": "Monday", "price": "free"}
-    found = critic(row, "The quiz night in Rome is on Monday, day: Monday. Come! It is great.")
-    assert found["good_spans"] == ["The quiz night", "on Monday"]
-    assert found["poor_spans"] == ["Rome", "day: Monday", " Come! It is great."]
-    assert "The price is missing." in found["critique"]
+def test_the_critic_of_events_quotes_phrases(monkeypatch):
+    row = {"event": "quiz night", "day": "Monday", "time": "9:30", "place": "Rome",
+           "price": "free"}
+    assert own_critic("events:EVENT", monkeypatch)(
+        row, "The quiz night in Bonn is on Monday, day: Monday. Come! It is great.") == {
+        "critique": "The time is missing. The place is missing. The price is missing. 'Bonn' "
+                    "is not in the row. 'day: Monday' is not in the row. ' Come! It is great.' "
+                    "is not in the row.", "good_spans": ["The quiz night", "on Monday"],
+        "poor_spans": ["Bonn", "day: Monday", " Come! It is great."]}
