@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, refused
 
 for package in ("nbformat", "nbclient", "ipykernel", "IPython"):
     pytest.importorskip(package, reason=f"{package} is not installed: no notebook is tested")
 import nbformat
 
+from annotate import Feedback, ground
+from ask import Function
+from data import get_task
+from measures.sandbox import run_python
 from notebooks.build import execute_notebook, remove_run_details
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -203,3 +207,62 @@ def test_a_build_runs_a_notebook_in_a_new_kernel_and_stores_what_is_stored():
     for now, then in zip(again, code(NOTEBOOKS[0]), strict=True):
         assert all(map(same, words(*stored(now)), words(*stored(then))))
         assert len(words(*stored(now))) == len(words(*stored(then)))
+
+
+# ── The critics of own_task.md
+
+ANSWER = "```python\ndef solve(xs: list[int]) -> int:\n    xs.sort()\n    return {}\n```"
+CLEAN = ANSWER.format("xs[0]")
+FIRST, SECOND, THIRD, LAST, FENCE = re.split("(?=\n)", CLEAN)
+
+
+def own_critic(task, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "notebooks" / "own_task")
+    return Function(get_task(task).settings["annotator_function"]).function
+
+
+def test_the_linter_quotes_lines_of_any_answer(monkeypatch):
+    critic = own_critic("lint:LINT", monkeypatch)
+    found = critic({}, CLEAN)
+    assert found == {"critique": "Clean.", "good_spans": [FIRST, SECOND, FENCE],
+                     "poor_spans": []}
+    assert len(ground(CLEAN, Feedback(*found.values())).spans) == 3     # each is found once
+    for answer, poor in (
+            (ANSWER.format("ys[0]  # noqa"), ["\n    return ys[0]  # noqa"]),
+            (ANSWER.format("(xs[0]"), [SECOND, THIRD, "\n    return (xs[0]"]),
+            (CLEAN + "\n\nDone.", ["\nDone."]), (CLEAN[:-4], [FIRST, SECOND, THIRD, LAST]),
+            (CLEAN + "\n```\nx = 1\n```", ["\n```", "\nx = 1", "\n```"]),
+            (CLEAN.replace("    ", "\t"), ["\n\txs.sort()", "\n\treturn xs[0]"]),
+            (ANSWER.format("xs[0]" + " + 9" * 60), ["\n    return xs[0]" + " + 9" * 60]),
+            ("", []), ("No code.", ["No code."]), ("\0", ["\0"]), ("```python", ["```python"])):
+        found = critic({}, answer)
+        assert found["critique"] != "Clean." and found["poor_spans"] == poor
+        is_form = FENCE in answer and "(xs" not in answer
+        assert not is_form or found["good_spans"] == [FIRST, SECOND, FENCE]
+
+
+def test_the_task_of_the_linter_needs_ruff_and_tests_answers(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "notebooks" / "own_task")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ruff", None)
+        patch.delitem(sys.modules, "lint", raising=False)
+        refused("ruff", get_task, "lint:LINT")
+    task = get_task("lint:LINT")
+    training, held_out = ({row["id"] for row in task.rows(split, 999, 0)}
+                          for split in ("train", "eval"))
+    assert (len(training), len(held_out), training & held_out) == (180, 60, set())
+    tests = task.tests({"id": "the mean of ages"})
+    for program, is_right in (("sum(xs) / len(xs)", True), ("sum(xs)", False)):
+        result = run_python(f"def solve(xs):\n    return {program}", tests, unsafe=True)
+        assert result.passed == is_right
+
+
+def test_the_critic_of_events_quotes_phrases(monkeypatch):
+    row = {"event": "quiz night", "day": "Monday", "time": "9:30", "place": "Rome",
+           "price": "free"}
+    assert own_critic("events:EVENT", monkeypatch)(
+        row, "The quiz night in Bonn is on Monday, day: Monday. Come! It is great.") == {
+        "critique": "The time is missing. The place is missing. The price is missing. 'Bonn' "
+                    "is not in the row. 'day: Monday' is not in the row. ' Come! It is great.' "
+                    "is not in the row.", "good_spans": ["The quiz night", "on Monday"],
+        "poor_spans": ["Bonn", "day: Monday", " Come! It is great."]}

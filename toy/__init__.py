@@ -293,7 +293,6 @@ def critique(row: dict, response: str, remarks=None) -> str:
     `faults`.
     """
     judgements = judged_facts(row, response)
-    remarks = faults(response) if remarks is None else remarks
     slots = {slot for _, slot, *_ in judgements}
     sentences = []
     spans = {"good_spans": [], "poor_spans": []}
@@ -302,7 +301,7 @@ def critique(row: dict, response: str, remarks=None) -> str:
         spans["good_spans" if is_right else "poor_spans"].append(phrase)
     sentences += [say(MISSING, response, state(slot, fact)[1])
                   for slot, fact in row["facts"].items() if slot not in slots]
-    for sentence, quote in remarks:
+    for sentence, quote in faults(response) if remarks is None else remarks:
         sentences.append(sentence)
         spans["poor_spans"].append(quote)
     return f"{' '.join(sentences)}\n{json.dumps(spans)}"

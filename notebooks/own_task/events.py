@@ -1,92 +1,59 @@
-"""An own task: one sentence that announces an event. Its critic quotes whole phrases.
+"""A task of your own: one sentence that announces an event. Its critic quotes phrases.
 
-    cd notebooks/own_task && python events.py          # writes events.jsonl: 180 rows
+    PYTHONPATH=notebooks/own_task python text2grad.py --task events:EVENT
 """
 
-import random
 import re
-import sys
-from pathlib import Path
+from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data import Task
 
-from data import Task, write_rows  # noqa: E402
-
-FIELDS = ("event", "day", "time", "place", "price")
-VALUES = {
-    "event": ("chess evening", "book club", "yoga class", "jazz concert", "repair café",
-              "pottery workshop", "film night", "plant swap", "quiz night", "choir rehearsal",
-              "cooking course", "flea market", "poetry reading", "sewing circle"),
-    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-    "time": ("9:30", "10:00", "14:15", "16:45", "18:00", "19:30", "20:15"),
-    "place": ("the old library", "the town hall", "the school garden", "the harbour café",
-              "the sports centre", "the church hall", "the market square"),
-    "price": ("free", "2 euros", "3 euros", "5 euros", "8 euros", "12 euros"),
-}
+FACTS = dict(line.split(": ") for line in """\
+event: chess evening, book club, yoga class, jazz concert, film night, plant swap, quiz night
+day: Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday
+time: 9:30, 10:00, 14:15, 16:45, 18:00, 19:30, 20:15
+place: the old library, the town hall, the school garden, the harbour café, the market square
+price: free, 2 euros, 3 euros, 5 euros, 8 euros, 12 euros""".splitlines())
+# What a sentence may have between the facts. All other words are an invention, or a label.
+KNOWN = re.compile(r"""(?xi) (?: \s* (?: [|,.;!"?] | \b (?: an?|and|are|at|be|by|come|costs?|
+    entrance|euros|event|fee|for|from|held|hosted|in|is|it|join|of|on|our|place|price|starts?|
+    takes?|the|there|this|to|us|we|will|with|you|invited?|tickets?|announced|scheduled|begins|
+    time|day|located|where|that) \b (?!:) ) )+ \s*""")
 
 
 def make_rows(split: str, n: int, seed: int) -> list[dict]:
-    """n events, drawn independently. The splits have other seeds."""
-    draw = random.Random(f"{split}-{seed}")
-    return [{"id": f"{split}-{seed}-{i}"} | {name: draw.choice(VALUES[name]) for name in FIELDS}
-            for i in range(n)]
-
-
-EVENT = Task(
-    name="events",
-    policy_prompt=lambda row: (
-        "Write one sentence that announces this event. State each fact below and add nothing."
-        "\n\n" + "\n".join(f"{name}: {row[name]}" for name in FIELDS)),
-    needs=FIELDS,
-    annotator_role="You are the editor of a town's calendar of events.",
-    criteria="whether the sentence states the event, day, time, place and price, and nothing "
-             "that the row does not say",
-)
-
-KNOWN_WORDS = set("""
-a an and are at be by come costs cost entrance entry euros event fee for from held hosted
-in is it join on of o'clock our place price priced starting starts takes the this there to
-us we will with you invited invite invites hold holding free attend ticket tickets
-announced announce announces announcing happening scheduled starts beginning begins time
-day located where which that
-""".split())
+    """n events. The splits have other seeds."""
+    draw = Random(f"{split}-{seed}")
+    return [{name: draw.choice(values.split(", ")) for name, values in FACTS.items()}
+            for _ in range(n)]
 
 
 def critic(row: dict, response: str) -> dict:
-    """Quote phrases: each fact with the word before it is good, each run of other words poor.
+    """A fact of the row is good, with the word before it. Other phrases are poor.
 
-    All after the first sentence or line is one poor quote. A fact counts once. A label such as
-    "day:" belongs to a list and not to a sentence, so it is poor.
+    All after the first sentence is one poor quote. A missing fact is only named.
     """
-    end = re.search(r"[.!?](?=\s+\S)|\n", response)
-    sentence = response[: end.start()] if end else response
-    rest = response[len(sentence):].lstrip(".!? \n")
-    good, poor, said = [], [], []
-    covered = []                                   # [start, end) of each good phrase
-    for name in FIELDS:
+    sentence = re.match(r"(?s).*?([.!?](?=\s)|\n|\Z)", response)[0]
+    poor = [response[len(sentence) :]]
+    good = []
+    said = []
+    for name in FACTS:
         found = re.search(rf"(?i)(\w+ )?\b{re.escape(row[name])}\b", sentence)
         if found:
             good.append(found[0])
-            covered.append(found.span())
+            sentence = sentence.replace(found[0], "|")
         else:
-            said.append(f"The {name} ({row[name]}) is missing.")
-    run = []
-    for word in [*re.finditer(r"[^\s,;.!?\"]+", sentence), None]:
-        is_poor = word and not any(a <= word.start() < b for a, b in covered) and (
-            word[0].lower().strip("'()*-–") not in KNOWN_WORDS)
-        if is_poor:
-            run.append(word)
-        elif run:
-            quote = sentence[run[0].start() : run[-1].end()]
-            poor.append(quote)
-            said.append(f"\"{quote}\" is not in the row.")
-            run = []
-    if rest:
-        poor.append(rest)
-        said.append("Only one sentence was asked for.")
-    return {"critique": " ".join(said) or "It states every fact and nothing else.",
-            "good_spans": good, "poor_spans": poor}
+            said.append(f"The {name} is missing.")
+    poor = [quote for quote in KNOWN.split(sentence) + poor if quote.strip()]
+    said += [f"{quote!r} is not in the row." for quote in poor]
+    return {"critique": " ".join(said) or "All is there.", "good_spans": good,
+            "poor_spans": poor}
 
 
-if __name__ == "__main__":
-    write_rows("events.jsonl", make_rows("train", 180, 0))
+EVENT = Task(
+    "events", lambda row: (
+        "Write one sentence that announces this event. State each fact below and add nothing."
+        "\n\n" + "\n".join(f"{name}: {row[name]}" for name in FACTS)),
+    tuple(FACTS), rows=make_rows,
+    settings={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "annotator",
+              "annotator_function": "events:critic"})
