@@ -83,11 +83,11 @@ def critiques(task: str, **more: str) -> dict[str, list[str]]:
     """
     arms = {}
     on_rollouts = {"Text2Grad": "text2grad", "Definition 1": "definition_1",
-                   "sum at the end": "end"} | more
+                   "sum at the end": "end"}
     for count in JUDGED:
-        # The time did not reach for rollouts with the most responses; their rival has them.
-        fits = on_rollouts if count < JUDGED[-1] else {}
-        for name, words in fits.items():
+        # The time did not reach for further arms with the most responses.
+        further = more if count < JUDGED[-1] else {}
+        for name, words in (on_rollouts | further).items():
             arms[f"{count}: {name}"] = tuned(
                 f"{words} {task} --critic annotator --iterations 18 --batch_size {count // 18}")
         rows = f"{task} --iterations 18 --annotated_rows {count}"
