@@ -213,7 +213,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
 @pytest.mark.parametrize("copies, advice", [(1, False), (100, True)])
 def test_r_phi_is_compared_with_the_annotator_on_the_same_responses(copies, advice):
     """Of two poor tokens R_φ finds one, and it marks no other. From 100 poor tokens on, a low
-    recall after training is worth a second round."""
+    recall after training is worth an advice."""
     task = SimpleNamespace(truth={})
     found, truth = [Review("", [-1.0, 0.0, 1.0])], [Review("", [-1.0, -1.0, 0.0])]
     batch = SimpleNamespace(rows=[{}] * copies, texts=["abc"] * copies, task=task,
@@ -224,6 +224,6 @@ def test_r_phi_is_compared_with_the_annotator_on_the_same_responses(copies, advi
     assert (means["poor_recall"], means["poor_precision"]) == (0.5, 1.0)
     text = compare_with_annotator({"before": means, "after": means})
     assert text.count(f"poor tokens {2 * copies}, recall 0.500, precision 1.000") == 2
-    assert ("A second round" in text) == advice
+    assert ("--critic annotator" in text) == advice
     assert "poor_tokens" not in measure_held_out(batch)[0]
     assert compare_with_annotator({"before": measure_held_out(batch)[0]}) == ""
