@@ -213,7 +213,7 @@ def test_a_rollout_and_its_batch_are_measured_as_by_hand():
 @pytest.mark.parametrize("copies, advice", [(1, False), (100, True)])
 def test_r_phi_is_compared_with_the_annotator_on_the_same_responses(copies, advice):
     """Of two poor tokens R_φ finds one, and it marks no other. From 100 poor tokens on, a low
-    recall after training is worth an advice."""
+    recall after training is worth a hint."""
     task = SimpleNamespace(truth={})
     found, truth = [Review("", [-1.0, 0.0, 1.0])], [Review("", [-1.0, -1.0, 0.0])]
     batch = SimpleNamespace(rows=[{}] * copies, texts=["abc"] * copies, task=task,
