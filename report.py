@@ -579,8 +579,8 @@ def compare_with_annotator(result: dict) -> str:
                      f"recall {_cell(means['poor_recall'], 3)}, "
                      f"precision {_cell(means['poor_precision'], 3)}")
     if means["poor_tokens"] >= FEW_TOKENS and means["poor_recall"] < 0.8:
-        lines.append("R_φ does not see some of the errors that are left. --critic annotator asks "
-                     "the annotator instead; notebooks/questions.md has more")
+        lines.append("R_φ does not see some of the errors that are left; --critic annotator "
+                     "asks the annotator itself")
     return "\n".join(lines)
 
 
