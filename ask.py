@@ -224,9 +224,9 @@ def ask(questions, journal, model, read, concurrency=8):
     read(context, text) returns the value of a reply, or raises ValueError if the reply is
     unusable. It also reads the replies of earlier runs; an unusable one is requested again.
 
-    Raises InputError where the budget is reached, after 25 unusable replies in a row, where
-    the server does not answer the first request, or refuses the first three, and where the
-    object that a function returned is unusable. The first Ctrl-C sends no new request and
+    Raises InputError in five cases: the budget is reached; 25 replies in a row are unusable;
+    the server does not answer the first request; it refuses the first three; or a function
+    returned an unusable object. The first Ctrl-C sends no new request and
     waits for the open ones, which are billed. The second Ctrl-C stops at once.
     """
     missing = _missing(questions, journal, read)

@@ -436,8 +436,8 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
     totals = []
     for group in rollouts.groups(minibatch, config):
         index = rank_share(group)          # never empty, see `check_batches`
-        # With --activation_checkpointing, `backward` computes activations again, so the adapter
-        # must still be in use then.
+        # With --activation_checkpointing, `backward` runs the forward pass a second time. So it
+        # stands inside of `use_lora`, too.
         with use_lora(model, "policy"):
             loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
             loss.backward()

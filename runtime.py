@@ -114,7 +114,7 @@ def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
     groups = []
     order = sorted(index, key=lengths.__getitem__)
     for rows in chunks(order, WORLD_SIZE):               # one row for each rank
-        longest = lengths[rows[-1]]                      # of the sorted rows so far
+        longest = lengths[rows[-1]]                      # rows are sorted by length
         if groups and (len(groups[-1]) // WORLD_SIZE + 1) * longest <= limit:
             groups[-1] += rows
         else:

@@ -119,7 +119,7 @@ def set_limits(timeout: float, memory_mb: int, is_isolated: bool):
     """Set the limits of each process. The CPU time does not include the time until now."""
     limits = {resource.RLIMIT_FSIZE: FILE_MB << 20, resource.RLIMIT_NOFILE: FILES}
     if resource.getrlimit(resource.RLIMIT_CORE)[1]:
-        limits[resource.RLIMIT_CORE] = 1      # Linux then calls no crash handler of the host
+        limits[resource.RLIMIT_CORE] = 1      # no core file, and no crash handler
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = memory_mb << 20
     if is_isolated:                           # else all processes of the caller would count

@@ -131,7 +131,7 @@ def tokenizer_texts(seed: int) -> list[str]:
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that encodes the `tokenizer_texts` briefly."""
+    """Train a byte-level BPE on the `tokenizer_texts`, so that they become few tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
