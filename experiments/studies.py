@@ -97,15 +97,15 @@ def critiques(task: str, **more: str) -> dict[str, list[str]]:
     return arms
 
 
-def baselines(budget: str, flags: str) -> dict[str, list[str]]:
+def baselines(flags: str = "") -> dict[str, list[str]]:
     """The arms of the study: is a critique worth more than other feedback (Tables 2, 3)?"""
     return {
-        f"{budget}: Text2Grad": with_model("text2grad", flags),
-        f"{budget}: R_φ's sum": with_model("end", flags),
-        f"{budget}: PPO": with_model("ppo", flags, SCALAR),
-        f"{budget}: GRPO": with_model("ppo grpo --responses_per_prompt 4", flags, SCALAR),
-        f"{budget}: DPO": tuned(f"dpo {flags}"),
-        f"{budget}: rejection": tuned(f"best_tenth {flags}", f"best_tenth --rounds 4 {flags}")}
+        "Text2Grad": with_model("text2grad", flags),
+        "R_φ's sum": with_model("end", flags),
+        "PPO": with_model("ppo", flags, SCALAR),
+        "GRPO": with_model("ppo grpo --responses_per_prompt 4", flags, SCALAR),
+        "DPO": tuned(f"dpo {flags}"),
+        "rejection": tuned(f"best_tenth {flags}", f"best_tenth --rounds 4 {flags}")}
 
 
 TOY = critiques("--task toy")
@@ -113,16 +113,14 @@ TRUE = "--critic annotator --learning_rate .003 --value_rate_factor 2.333"
 STUDIES = {
     "critiques_20": TOY,
     "critiques_80": critiques(LONG, **{"reward-to-go": "reward_to_go"}),
-    "baselines": baselines("3,000", "") | baselines("400", FEW) | {
-        "references: SFT": tuned("sft"),
-        "references: SFT, as wrong as the base": tuned("sft --task experiments.designs:DRAFTS"),
-        "references: ILF": tuned("ilf"),
-        "references: reflection": with_model("reflection")},
-    "long": {
-        "Text2Grad": with_model("text2grad", LONG),
-        "R_φ's sum": with_model("end", LONG),
-        "PPO": with_model("ppo", LONG, SCALAR),
-        "rejection": tuned(f"best_tenth {LONG}", f"best_tenth {LONG} --rounds 4")},
+    "baselines": baselines(),
+    "few": baselines(FEW),
+    "references": {
+        "SFT": tuned("sft"),
+        "SFT, as wrong as the base": tuned("sft --task experiments.designs:DRAFTS"),
+        "ILF": tuned("ilf"),
+        "reflection": with_model("reflection")},
+    "long": baselines(LONG),
     "reasoning": {
         "chain of thought": with_model("text2grad"),
         "verdicts alone": with_model("text2grad", VERDICTS),
