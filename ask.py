@@ -141,7 +141,7 @@ class Journal:
         return False
 
     def append(self, question, reply):
-        """Write a reply. If its usage is unknown, the maximum is booked."""
+        """Write a reply. If its usage is unknown, the maximum is counted."""
         usage = reply.usage or self.max_usage(question)
         row = {"key": question.key, "id": question.id, "reply": reply.text,
                "reason": reply.reason, "usage": usage,
@@ -163,8 +163,8 @@ class Journal:
         self.spent += usd
 
 
-# The one Journal of a run. Each iteration of phase 3 opens it; it is read again only if another
-# process wrote to the file in between.
+# The one Journal of a run. With --critic annotator, each iteration of phase 3 opens it. It is
+# read again only if another process wrote to the file in between.
 run_journal = cache(Journal)
 
 
@@ -204,7 +204,7 @@ def forecast(questions, journal, read):
 
 
 def hide_key(text):
-    """The text without the API key. A key below ten characters is a word such as "none"."""
+    """The text with "…" for the API key. A key below ten characters is no secret ("none")."""
     key = os.getenv("OPENAI_API_KEY", "")
     return text.replace(key, "…") if len(key) > 9 else text
 
@@ -333,7 +333,7 @@ class Server:
 
     @cached_property
     def client(self):
-        """The client. It sends each request once: `ask` retries, so that it books each try."""
+        """The client. It sends each request once: `ask` retries, so that it counts each try."""
         import openai                                    # slow: half a second
         return openai.OpenAI(base_url=self.base_url, max_retries=0, timeout=self.timeout)
 
@@ -384,7 +384,8 @@ MALFORMED = ValueError, LookupError, TypeError, AttributeError
 def _read_answer(status, text, question):
     """The Reply in an HTTP answer. An error in the body of status 200 determines the status."""
     usage = content = None
-    # A server may bill a failure on its side. It bills no error of ours, unless it says so.
+    # A server may bill a failure on its side. An error of ours (4xx) is free, unless the reply
+    # reports billed tokens.
     is_free = 400 <= status < 500
     try:
         body = json.loads(text)
@@ -418,7 +419,8 @@ def _read_usage(report, question):
     """The number of billed tokens that a server reports; None without a valid report.
 
     A server may report the tokens of a model's reasoning in the total alone, and no prompt
-    tokens for a cached prompt. Then the maximum of the prompt is booked.
+    tokens for a cached prompt. Without prompt tokens, the largest number that the prompt can
+    have is counted.
     """
     try:
         prompt, completion, total = counts = [

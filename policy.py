@@ -63,7 +63,7 @@ from torch import Tensor
 from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
                       read_critique, token_offsets)
 from ask import Reply, run_journal
-from data import InputError, Task, chunks, examples, get_task, prompt_text
+from data import InputError, Task, answer_row, chunks, examples, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
                    save_lora, unsharded, use_lora)
 from report import batch_metrics, log_iteration
@@ -270,8 +270,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     without a usable reply, has a reason and δ = 0.
     """
     task = rollouts.task
-    # An outcome of tests in the row belongs to another response.
-    rows = [row | {"response": y, "outcome": None}
+    rows = [answer_row(row, y) | {"outcome": None}
             for row, y in zip(rollouts.rows, rollouts.texts)]
     rows = with_outcomes(rows, task, config)
     questions = [annotation_question(example, task, config) for example in examples(task, rows)

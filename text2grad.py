@@ -29,7 +29,7 @@ import torch
 
 from annotate import annotate, check_annotator
 from ask import Function
-from data import get_task, load_rows, run_script, write_rows
+from data import answer_row, get_task, load_rows, run_script, write_rows
 from model import (add_lora, drop_long_rows, load_lora, load_model, lora_parameters,
                    target_layers, unsharded)
 from policy import (CRITICS, add_advantages, add_feedback, annotator_critic,
@@ -92,8 +92,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
             batch = sample_rollouts(
                 model, tokenizer, without_response, config, config.reference,
                 torch.Generator().manual_seed(config.seed))
-        with_response += [row | {"response": y}
-                          for row, y in zip(without_response, batch.texts)]             # l.6
+        with_response += map(answer_row, without_response, batch.texts)                 # l.6
     # KodCode: the annotator reads the outcomes of the tests. The ranks share the tests.
     with_response = gather_rows(with_outcomes(rank_share(with_response), task, config))
     if RANK == 0:

@@ -113,7 +113,7 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
 WINS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
 # What a verdict may be inside of [[ ]]; case and white space do not matter.
 WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie)"
-# Brackets after a name or another bracket are code, such as x[[0]].
+# Brackets after a name, or after a closing ) or ], are code, such as x[[0]].
 BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
 # What the judge only quotes: a fence, a line after ">", and words in quotation marks.
 QUOTED = (r"(?s:```.*?(?:```|\Z))|(?m:^\s*>.*)|[\"“”„«»].*?[\"“”„«»]"

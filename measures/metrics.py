@@ -106,8 +106,9 @@ def bleu_counts(prediction: str, reference: str) -> list[int]:
 def bleu_of(sums: np.ndarray) -> np.ndarray:
     """BLEU from 0 to 1, computed from summed `bleu_counts`: [..., 10] → [...]
 
-    Smoothing is sacrebleu's "exp": the k-th n-gram order that has no hits gets 1/2^k hits. BLEU
-    is 0 if there are no hits at all, or if no prediction has four words.
+    Smoothing is sacrebleu's "exp": of the n-gram orders without hits, the first counts as 1/2
+    hit, the second as 1/4, and so on. BLEU is 0 if there are no hits at all, or if no
+    prediction has four words.
     """
     words = sums[..., 0]
     reference = sums[..., 1]

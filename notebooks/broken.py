@@ -2,8 +2,8 @@
 
     python notebooks/broken.py                # trains again, and writes broken.jsonl
 
-Each run has 8 iterations of 24 responses in the toy world and one seed. The critic is the
-annotator, unless named.
+Each run has one seed and 24 responses per iteration in the toy world, and 8 iterations unless
+RUNS has another number. The critic is the annotator, unless named.
 """
 
 import os

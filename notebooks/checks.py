@@ -380,7 +380,7 @@ def cases_ppo_loss():
 
 
 def cases_update():
-    """A step on one token, a step on more rows, and two steps one after the other."""
+    """A step on one token, on a longer row and on more rows, and two steps in a row."""
     rng = random.Random(1)
     lengths = [1, 3, 7, 2, 6]
     prompts = random_ids(rng, 3, 6, 1, 4, 2)

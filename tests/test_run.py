@@ -281,6 +281,10 @@ def test_responses_get_outcomes_only_where_code_may_run(toy_model, tmp_path, mon
         config = toy_config(task="kodcode", allow_code_execution=allowed)
         text2grad.write_responses(*toy_model, [{"response": "f = abs"}], config, tmp_path)
         assert read_jsonl(tmp_path / "responses.jsonl")[0].get("outcome") == outcome
+    # A critique or outcome of an answer that is not in the row says nothing about a new one.
+    row = toy.rows("train", 1)[0] | {"critique": "It was long.", "outcome": "passed"}
+    text2grad.write_responses(*toy_model, [row], toy_config(), tmp_path)
+    assert not {"critique", "outcome"} & read_jsonl(tmp_path / "responses.jsonl")[0].keys()
 
 
 def test_the_reward_model_script_reports(tmp_path, capsys):
