@@ -67,6 +67,12 @@ def late(text, offsets, review) -> list[float]:
     return delta
 
 
+def minus_faults(text, offsets, review) -> list[float]:
+    """minus the number of poor spans at the last token: a penalty on the whole answer"""
+    faults = sum(span.label < 0 for span in review.spans)
+    return [0.0] * (len(offsets) - 1) + [-float(faults)]
+
+
 def linear_decay(text, offsets, review) -> list[float]:
     """weights that fall from 1 to 0.1 within a span (App. I.1)"""
     delta = list(review.delta)
@@ -78,7 +84,7 @@ def linear_decay(text, offsets, review) -> list[float]:
     return delta
 
 
-CHANGES = {change.__name__: change for change in (end, late, linear_decay)}
+CHANGES = {change.__name__: change for change in (end, late, minus_faults, linear_decay)}
 
 
 # ── Scores of a Bradley–Terry reward model (Appendix N)

@@ -13,7 +13,8 @@ present commit are skipped, and a stopped run continues in its directory in runs
 repeat a run, remove both. Execute the runs in a clone that stays as it is: a directory of
 another commit would be continued, too.
 
-The figure is the mean accuracy of the facts in responses to held-out posts. Intervals are 95 %
+The figure, "facts", is the first measure of the task's truth: the mean accuracy of the facts in
+responses to held-out posts, or with the linter the share of clean answers. Intervals are 95 %
 intervals over seeds by Student's t; differences are paired by seed.
 
 A record also has the right facts in the rollouts of each iteration (Figures 5 and 6), and the
@@ -35,17 +36,23 @@ from statistics import fmean, stdev
 
 from tqdm import tqdm
 
-from data import InputError, Task, append_row, git, read_log, read_rows, run_script
+from data import (InputError, Task, append_row, get_task, git, read_log, read_rows,
+                  run_script)
 from experiments.baselines import split_names
+from measures.sandbox import add_outcomes
 from report import svg_line, table
 
 # ── The arms
 
-def tuned(*commands: str) -> list[str]:
-    """Each command with the three rates of the grid. The rate of V is always .007."""
+# Learning rates, and the factors with which V's rate is always .007, or .009 for SmolLM2.
+GRID = (".001", "7"), (".003", "2.333"), (".01", ".7")
+SMOLLM2_GRID = (".0001", "90"), (".0003", "30"), (".001", "9")
+
+
+def tuned(*commands: str, grid=GRID) -> list[str]:
+    """Each command with the three rates of the grid."""
     return [f"{words.strip()} --learning_rate {rate} --value_rate_factor {factor}"
-            for words in commands
-            for rate, factor in ((".001", "7"), (".003", "2.333"), (".01", ".7"))]
+            for words in commands for rate, factor in grid]
 
 
 def directory(words: str) -> str:
@@ -137,6 +144,12 @@ STUDIES = {
         "one fact late: Definition 1": tuned("late definition_1 --critic annotator"),
         "one fact late: reward-to-go": tuned("late reward_to_go --critic annotator"),
         "one fact late: GAE": tuned("late --critic annotator")},
+    # 128 answers of SmolLM2, judged by ruff. It needs PYTHONPATH=notebooks/own_task.
+    "linter": {arm: tuned(f"{words} --task lint:LINT --dtype bfloat16", grid=SMOLLM2_GRID)
+               for arm, words in {
+                   "token rewards": "text2grad", "sum at the end": "end",
+                   "minus faults": "minus_faults",
+                   "rejection": "rejection --rounds 4 --annotated_rows 128"}.items()},
     # The records of this study are of an older commit, which also has the code of dense labels.
     # It has the rates of the fourth version.
     "designs": {
@@ -203,13 +216,19 @@ def record_of(words: str, seed: int) -> dict:
     """The figures of a finished run."""
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
+    before, after = result["before"], result["after"]
+    config, = read_rows(out / "config.json")
+    task = get_task(config["task"])
+    if task.tests:
+        samples = add_outcomes(read_rows(out / "after_samples.jsonl"), task)
+        after["right"] = fmean(row["outcome"].startswith("All tests") for row in samples)
     judge = read_log(out / "reward" / "metrics.json")        # of the model that it trained
     metrics = read_log(out / "metrics.jsonl")
+    measure = next(iter(task.truth))
     return {"words": words, "seed": seed, "commit": code_commit(),
             "judge": judge[-1] if judge else {},
-            "before": result["before"]["fact accuracy"],
-            "facts": result["after"]["fact accuracy"],
-            "curve": [round(row["fact accuracy"], 4) for row in metrics],
+            "before": before[measure], "facts": after[measure], "after": after,
+            "curve": [round(row[measure], 4) for row in metrics],
             "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
 
 

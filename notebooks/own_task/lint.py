@@ -105,6 +105,6 @@ LINT = Task(
     settings={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "annotator",
               "annotator_function": "lint:critic", "max_new_tokens": 120, "iterations": 8,
               "learning_rate": 3e-4, "value_rate_factor": 30, "lam": 0.7},
-    truth={"messages": lambda row, answer: len(lint(code_of(answer))),
-           "parses": lambda row, answer: "invalid-syntax" not in str(lint(code_of(answer))),
-           "one function": lambda row, answer: bool(FORM.fullmatch(answer.strip()))})
+    truth={"clean": lambda _, y: bool(FORM.fullmatch(y.strip()) and not lint(code_of(y))),
+           "messages": lambda _, y: len(lint(code_of(y))),
+           "parses": lambda _, y: "invalid-syntax" not in str(lint(code_of(y)))})
