@@ -632,9 +632,9 @@ def annotation_question(example, task, config):
     missing = needs - example.keys()
     if missing:
         raise InputError(f"row {example['id']}: field {missing} is missing; a person writes a "
-                         f"'critique' of a 'response', or choose another --mode; "
-                         f"python -m measures.sandbox --task {config.task} writes the 'outcome' "
-                         f"of the tests")
+                         f"'critique' of a 'response', or choose another --mode; python -m "
+                         f"measures.sandbox --task {config.task} writes the 'outcome' of the "
+                         f"tests")
     # The key says what was asked, so that a reply in the journal is used for this request only.
     messages = annotation_messages(task, example, config.mode)
     parts = [task.name, config.annotator, messages]
