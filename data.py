@@ -203,13 +203,6 @@ OPTIONAL = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
             "reference": REFERENCES}
 
 
-def answer_row(row: dict, response: str) -> dict:
-    """The row with a new response, without a critique or an outcome of its old one."""
-    old = {*OPTIONAL["critique"], *OPTIONAL["outcome"]}
-    return {name: value for name, value in row.items() if name not in old} | {
-        "response": response}
-
-
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     """{id, prompt, response, row, …} for every response of the rows.
 

@@ -29,10 +29,10 @@ import torch
 
 from annotate import annotate, check_annotator
 from ask import Function
-from data import answer_row, get_task, load_rows, run_script, write_rows
+from data import get_task, load_rows, run_script, write_rows
 from model import (add_lora, drop_long_rows, load_lora, load_model, lora_parameters,
                    target_layers, unsharded)
-from policy import (CRITICS, add_advantages, add_feedback, annotator_critic,
+from policy import (CRITICS, add_advantages, add_feedback, annotator_critic, answer_row,
                     reward_model_critic, sample_rollouts, train, with_outcomes)
 from report import describe_critiques, load_tracker, measure_held_out, print_result
 from reward_model import fit_reward_model
