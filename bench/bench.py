@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,7 +148,7 @@ def compare_logprobs(N: int, H: int, V: int, device: str):
 
 
 def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
-    """Decoding, and a forward and backward pass of the blocks: ours and PEFT."""
+    """Decoding: ours and PEFT's."""
     prompts = random_ids(rows, prompt, model.config.vocab_size)
     inputs, mask, *_ = pad_batch(prompts, [[]] * rows, model.device)
     peft_model = add_peft(random_model(shape, model.device.type))
@@ -163,17 +163,8 @@ def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
             input_ids=inputs, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
             top_p=1.0, max_new_tokens=response, eos_token_id=None, pad_token_id=0)
 
-    def train_blocks(blocks, adapter):
-        with adapter():
-            blocks(inputs, use_cache=False).last_hidden_state.float().mean().backward()
-        blocks.zero_grad()
-
-    train = partial(train_blocks, model.base_model, partial(use_lora, model, "policy"))
-    train_by_peft = partial(train_blocks, peft_model.base_model.model.model, nullcontext)
     compare(f"Decoding {response} tokens for each of {rows} rows",
             {"ours": decode, "PEFT, `generate`": decode_by_peft})
-    compare(f"LoRA, forward and backward, {rows} rows of {inputs.shape[1]} tokens",
-            {"ours": train, "PEFT": train_by_peft})
 
 
 def measure_iteration(model, rows: int, prompt: int, response: int):
@@ -231,7 +222,7 @@ def main():
     model = random_model(arguments.shape, arguments.device)
     add_lora(model, "policy", 16, 32)
     measure_iteration(model, *sizes[1])
-    if find_spec("peft"):                               # otherwise these tables are left out
+    if find_spec("peft"):                               # otherwise this table is left out
         compare_peft(model, arguments.shape, *sizes[1])
 
 
