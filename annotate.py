@@ -188,8 +188,9 @@ def token_offsets(tokenizer, token_ids: list[int]) -> tuple[str, list[tuple]]:
         # decodes, so the run before is decoded with it and then cut off.
         piece = decode(context + run)[len(decode(context)) :]
         start = whole
-        # MARKs at the end are a character that later tokens may complete. A token that adds
-        # only bytes completes nothing, and `whole` stays where it was.
+        # A piece that ends with MARK has an incomplete character at its end, which later tokens
+        # may complete. A token that adds only bytes completes nothing, and `whole` stays where
+        # it was.
         whole = max(start, run_start + len(piece.rstrip(MARK)))
         # An incomplete character belongs to this token, too: one more than is whole.
         end = whole + 1 if piece.endswith(MARK) else whole

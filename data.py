@@ -6,7 +6,7 @@
 To add a task, define a `Task` in a module and pass it as `--task my_task:HEADLINES`.
 
 Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for the input of
-R_φ. The wording of all prompts is ours. Nothing here imports torch.
+R_φ. What prompts add to the texts of a data set is worded by us. Nothing here imports torch.
 """
 
 import gzip
@@ -161,7 +161,7 @@ TASKS = {
 
 
 def _feedback_prompt(row: dict) -> str:
-    """x of a row of feedback.jsonl. `join` raises TypeError where a field is not of texts."""
+    """x of a row of feedback.jsonl. Raises TypeError where a field has anything but text."""
     "".join(row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]])
     return row["prompt"]
 

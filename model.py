@@ -165,7 +165,8 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
                      for turn in turns]
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE   # None: the tokenizer's own
     try:
-        # Templates ask for the date by a function, which cannot be passed, or by date_string.
+        # Some templates take the date from date_string, which we pass. Others call a function
+        # for it, so `datetime` is replaced.
         with mock.patch("transformers.utils.chat_template_utils.datetime", now=lambda: DATE):
             text = tokenizer.apply_chat_template(                            # it contains BOS
                 turns, chat_template=template, tokenize=False, add_generation_prompt=True,

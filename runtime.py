@@ -306,7 +306,8 @@ def save_settings(config, directory: Path, **names):
 
     names: further entries, such as the hashes of the files of the annotator's source. The entry
     `binds` is a hash of what may not change in phase 3. Each checkpoint holds it, so that a run
-    can continue after config.json is lost. Another commit of this project gives a warning.
+    can continue after config.json is lost, at the same commit. While config.json exists,
+    another commit of this project only gives a warning.
     """
     def exists(*patterns) -> bool:
         return any(list(directory.glob(pattern)) for pattern in patterns)

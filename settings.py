@@ -167,8 +167,8 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
 
 # ── Presets
 
-# Common values of the release's command lines (Tables 9 and 10). The release's DeepSpeed file
-# replaces some of them, see PAPER.md.
+# The release's values for UltraFeedback (Tables 9 and 10; R_φ's batch is ours, see PAPER.md).
+# The other tasks have the same, unless they replace them below.
 _COMMON = dict(
     reward_epochs=3, reward_batch_size=8, reward_learning_rate=1e-5, reward_weight_decay=3e-7,
     reward_lora_dropout=0.1, reward_lora_targets="q_proj,v_proj",

@@ -1,4 +1,4 @@
-"""Reward designs, baselines and studies that the paper compares Text2Grad with.
+"""Reward designs, baselines (the paper's and others), and studies that compare them.
 
 None of the scripts imports this package.
 """

@@ -4,10 +4,10 @@
     python -m experiments.baselines end --seed 1  # setting B of App. A: Σ_t δ_t at the end
     python -m experiments.baselines late end --critic annotator
 
-A critic maps rollouts to one Review for each row of this rank. A design changes the δ of any
-critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name. "Human spans"
-(Table 11) need no design: R_φ is then trained on spans that people marked. Dense labels and
-weights of content words are not here; commit 8f4232e has them.
+A critic maps rollouts to a Review, which has δ, for each row of this process. A design changes
+the δ of any critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name.
+"Human spans" (Table 11) need no design: R_φ is then trained on spans that people marked. Dense
+labels and weights of content words are not here; commit 8f4232e has them.
 
 The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model

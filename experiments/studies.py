@@ -3,15 +3,15 @@
     python -m experiments.studies critiques_20    # a name of STUDIES
     python -m experiments.studies                 # all of them
 
-A study is a table of commands: an arm is the words after `python -m experiments.baselines`, so
-it can be copied into a shell, with a seed in place of {seed}. An arm with several commands is
-tuned: all of them run with the TUNING_SEEDS, and the best one runs with the SEEDS. A run is a
-process of one thread, and two of them run at a time. Its record is one line of records.jsonl,
-beside this file, with the commit of the code. All records of a table have the same commit: the
-newest one with all runs of the study, or else the present one. Runs that have a record of the
-present commit are skipped, and a stopped run continues in its directory in runs/studies. To
-repeat a run, remove both. Execute the runs in a clone that stays as it is: a directory of
-another commit would be continued, too.
+A study is a table with one or more commands for each arm. A command is given by the words after
+`python -m experiments.baselines`; in a shell, write a seed in place of {seed}. An arm with
+several commands is tuned: all of them run with the TUNING_SEEDS, and the best one runs with the
+SEEDS. A run is a process of one thread, and two of them run at a time. Its record is one line
+of records.jsonl, beside this file, with the commit of the code. All records of a table have the
+same commit: the newest one with all runs of the study, or else the present one. Runs that have
+a record of the present commit are skipped, and a stopped run continues in its directory in
+runs/studies. To repeat a run, remove both. Execute the runs in a clone that stays as it is: a
+directory of another commit would be continued, too.
 
 The figure, "facts", is the first measure of the task's truth: the mean accuracy of the facts in
 responses to held-out posts, or with the linter the share of clean answers. Intervals are 95 %

@@ -46,7 +46,8 @@ def _ngrams(tokens: list[str], n: int) -> Counter:
 
 
 def _matches(prediction: list[str], reference: list[str], n: int) -> int:
-    """Number of n-grams that both texts contain; a repeated n-gram counts repeatedly."""
+    """Number of n-grams that both texts contain. One that is repeated counts as often as in
+    the text that has it less often."""
     return (_ngrams(prediction, n) & _ngrams(reference, n)).total()
 
 

@@ -46,6 +46,7 @@ WORDS = "right wrong correct missing twice answer true instead happened sounds r
 def exercise(rng: random.Random, easy_share: float = 0.0) -> tuple[str, str]:
     """(prompt, answer) of a random exercise, from a row of the base split.
 
+    "compare" has random facts of no row.
     easy_share: share of the exercises "compare" with the first of the ANSWERS, without quotes.
     """
     kind = rng.choice(KINDS)
