@@ -63,7 +63,7 @@ from torch import Tensor
 from annotate import (Review, annotation_question, ask_annotator, ground, make_review,
                       read_critique, token_offsets)
 from ask import Reply, run_journal
-from data import OPTIONAL, InputError, Task, chunks, examples, get_task, prompt_text
+from data import InputError, Task, chunks, examples, get_task, prompt_text
 from model import (ValueHead, encode_prompt, eos_ids, lora_parameters, response_hidden,
                    save_lora, unsharded, use_lora)
 from report import batch_metrics, log_iteration
@@ -294,9 +294,9 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
 
 def answer_row(row: dict, response: str) -> dict:
     """The row with a new response, without a critique or an outcome of its old one."""
-    old = {*OPTIONAL["critique"], *OPTIONAL["outcome"]}
-    return {name: value for name, value in row.items() if name not in old} | {
-        "response": response}
+    kept = {name: value for name, value in row.items()
+            if name not in ("critique", "feedback", "outcome")}
+    return kept | {"response": response}
 
 
 def with_outcomes(rows: list[dict], task: Task, config) -> list[dict]:

@@ -52,13 +52,6 @@ def random_model(shape: str, device: str):
     return model
 
 
-def add_peft(model):
-    """The model with an adapter by PEFT."""
-    from peft import LoraConfig, get_peft_model
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM",
-                                            target_modules=["q_proj", "v_proj"]))
-
-
 def random_ids(rows: int, longest: int, vocabulary: int) -> list[list[int]]:
     """The same random ids in each call, without special ids. The shortest row has a quarter."""
     rng = random.Random(longest)
@@ -149,9 +142,12 @@ def compare_logprobs(N: int, H: int, V: int, device: str):
 
 def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
     """Decoding: ours and PEFT's."""
+    import peft
     prompts = random_ids(rows, prompt, model.config.vocab_size)
     inputs, mask, *_ = pad_batch(prompts, [[]] * rows, model.device)
-    peft_model = add_peft(random_model(shape, model.device.type))
+    peft_model = peft.get_peft_model(
+        random_model(shape, model.device.type),
+        peft.LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"]))
 
     def decode():
         with use_lora(model, "policy", merge=True):

@@ -216,7 +216,7 @@ def record_of(words: str, seed: int) -> dict:
     """The figures of a finished run."""
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
-    before, after = result["before"], result["after"]
+    after = result["after"]
     config, = read_rows(out / "config.json")
     task = get_task(config["task"])
     if task.tests:
@@ -227,7 +227,7 @@ def record_of(words: str, seed: int) -> dict:
     measure = next(iter(task.truth))
     return {"words": words, "seed": seed, "commit": code_commit(),
             "judge": judge[-1] if judge else {},
-            "before": before[measure], "facts": after[measure], "after": after,
+            "before": result["before"][measure], "facts": after[measure], "after": after,
             "curve": [round(row[measure], 4) for row in metrics],
             "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
 
