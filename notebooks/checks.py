@@ -129,7 +129,7 @@ def difference(found, expected, name: str = "") -> str | None:
     arrays agree with lists of integers, and not with lists of floats.
     """
     if isinstance(expected, dict):
-        for key in found | expected:               # a Counter has a 0 for each key that it lacks
+        for key in found | expected:              # a Counter has a 0 for each key that it lacks
             problem = difference(found[key], expected[key], key)
             if problem:
                 return problem
@@ -388,7 +388,8 @@ def cases_ppo_loss():
 
 
 def cases_update():
-    """A step on one token, on a longer row and on more rows, and two steps in a row."""
+    """A step on one token, on a longer row and on more rows, and two steps in a row. One norm is
+    below 1. Momentum shows whether the optimizer itself takes each step."""
     rng = random.Random(2)
     lengths = [1, 3, 7, 2, 6]
     prompts = random_ids(rng, 3, 6, 1, 4, 2)
@@ -423,7 +424,7 @@ def cases_update():
         columns |= {name: tensor[index][picked].tolist() for name, tensor in {
             "log π_old": batch.logprobs_old, "Â": batch.advantages, "V_old": batch.values,
             "R": batch.returns}.items()}
-        yield Case(call, columns, f"rows of each step: {steps}")
+        yield Case(call, columns, f"rows of each step: {steps}; each p.grad is 1 before")
 
 
 def cases_lora_forward():
