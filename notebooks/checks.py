@@ -341,7 +341,7 @@ def cases_nl_gradient():
             return {"g_NL": function(logprobs_of(*parameters), torch.tensor(delta), parameters)}
         yield Case(call, {"t": [*range(1, T + 1)], "δ": delta,
                           "log π": logprobs_of(*start).tolist()},
-                   "parameters: W [3, 2], bias [1, 3], scale [1, 1]; each p.grad is 1 before")
+                   "parameters: W [3, 2], bias [1, 3], scale [1, 1]; p.grad is 1 before")
 
 
 def cases_add_penalty():
@@ -424,7 +424,7 @@ def cases_update():
         columns |= {name: tensor[index][picked].tolist() for name, tensor in {
             "log π_old": batch.logprobs_old, "Â": batch.advantages, "V_old": batch.values,
             "R": batch.returns}.items()}
-        yield Case(call, columns, f"rows of each step: {steps}; each p.grad is 1 before")
+        yield Case(call, columns, f"rows of each step: {steps}; p.grad is 1 before")
 
 
 def cases_lora_forward():
