@@ -388,8 +388,8 @@ def cases_ppo_loss():
 
 
 def cases_update():
-    """A step on one token, on a longer row and on more rows, and two steps in a row. One norm is
-    below 1. Momentum shows whether the optimizer itself takes each step."""
+    """A step on one token, on a longer row and on more rows, and two steps in a row. One norm
+    is below 1. Momentum shows whether the optimizer itself takes each step."""
     rng = random.Random(2)
     lengths = [1, 3, 7, 2, 6]
     prompts = random_ids(rng, 3, 6, 1, 4, 2)
