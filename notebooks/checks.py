@@ -6,15 +6,16 @@
 
 cases_NAME() gives the inputs of an exercise from the smallest on, so the first failing case is
 a small one. It is shown as a table of tokens. Each case is used before the next one is made, so
-its function may read the variables of the loop.
+its function may read the variables of the loop. A function must not change its inputs.
 """
 
 import inspect
 import math
 import random
 import traceback
+from collections import Counter
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Callable
@@ -62,7 +63,7 @@ def check(name: str, function):
             problem = difference(found, expected)
         if problem:
             again = results_of(function, case, seed=1)
-            if isinstance(again, dict) and difference(again, found):
+            if isinstance(found, dict) and repr(again) != repr(found):
                 problem += "\nA second call with the same inputs gives other results."
             raise Wrong("\n".join([problem, "", *show(case, found, expected)]))
     print("right")
@@ -90,21 +91,33 @@ def is_blank(function) -> bool:
 
 
 def results_of(function, case: Case, seed: int = 0):
-    """The results of a function in a case, or the exception that it raises."""
+    """The results of a function in a case, or the exception that it raises: `Wrong` if it
+    changed an input."""
+    def guarded(*inputs):
+        before = [flat(value) for value in inputs]
+        result = function(*inputs)
+        for name, value, old in zip(function.__code__.co_varnames, inputs, before):
+            if flat(value) != old:
+                raise Wrong(f"your function changed its input {name}")
+        return result
+
     torch.manual_seed(seed)
     try:
-        return case.call(function)
+        return case.call(guarded)
     except Exception as error:
         return error
 
 
 def error_message(function, error: Exception) -> str:
-    """The type of an exception, its line in the student's function, and its first line."""
+    """The type of an exception, its line in the student's function, and its first line; of
+    `Wrong`, only its message."""
+    if isinstance(error, Wrong):
+        return str(error)
     code = function.__code__
-    lines = [f" in line {line - code.co_firstlineno + 1} of your function"
-             for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    places = [f"in line {line - code.co_firstlineno + 1} of your function"
+              for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     message = str(error).partition("\n")[0]
-    return f"{type(error).__name__}{''.join(lines[:1])}: {message}"
+    return f"{type(error).__name__} {[*places, 'outside your function'][0]}: {message}"
 
 
 # ── Comparing results
@@ -112,36 +125,41 @@ def error_message(function, error: Exception) -> str:
 def difference(found, expected, name: str = "") -> str | None:
     """The first difference between two results, in words; None if they agree.
 
-    Lists, tuples and tensors of the same numbers agree, and so do all types of numbers.
+    Lists and tuples of the same numbers agree, and so do all types of numbers. Tensors and
+    arrays agree with lists of integers, and not with lists of floats.
     """
     if isinstance(expected, dict):
-        for key, value in expected.items():
-            problem = difference(found[key], value, key)
+        for key in found | expected:              # a Counter has a 0 for each key that it lacks
+            problem = difference(found[key], expected[key], key)
             if problem:
                 return problem
         return None
-    if found is None and expected is not None:
-        reason = "the result does not depend on it; detach, item, no_grad?"
-        if "gradient" not in name:
-            reason = "is `return` missing?"
-        return f"{name} is None ({reason})"
+    if found is None:
+        reason = " (the result does not depend on it; detach, item, no_grad?)"
+        return f"{name} is None{reason if 'gradient' in name else ''}"
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"{name} should be a tensor, but it is a {type(found).__name__}"
         if found.shape != expected.shape:
             return (f"{name} has the wrong shape: expected {list(expected.shape)}, "
                     f"found {list(found.shape)}")
-    found = as_list(found)
-    expected = as_list(expected)
+    if isinstance(expected, Tensor) or isinstance([*flat(expected), 0][0], int):
+        found = as_list(found)
+        expected = as_list(expected)
     if isinstance(expected, (list, tuple)):
         if not isinstance(found, (list, tuple)):
-            return f"{name} should be a list, but it is {found!r}"
+            return f"{name} should be a list, but it is a {type(found).__name__}"
         return list_difference(found, expected, name)
-    return number_difference(found, expected, name)
+    if not isinstance(found, (int, float)):
+        return f"{name} should be a Python number, but it is {found!r}"
+    if not math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5):
+        return f"{name} is {found:.6g}, expected {expected:.6g}"
 
 
 def as_list(value):
-    """A tensor or array as lists of numbers, or as a number."""
+    """A tensor or array as lists of numbers, or as a number; a dataclass as its values."""
+    if is_dataclass(value):
+        return [*vars(value).values()]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -155,39 +173,24 @@ def list_difference(found, expected, name: str) -> str | None:
         return f"{name} has the wrong length: expected {len(expected)}, found {len(found)}"
 
 
-def number_difference(found, expected, name: str) -> str | None:
-    """`difference` of two numbers."""
-    if not isinstance(expected, (int, float)):
-        return None if found == expected else f"{name} is {found!r}, expected {expected!r}"
-    if found != found and expected != expected:                               # two NaN
-        return None
-    if not isinstance(found, (int, float)):
-        return f"{name} should be a number, but it is {found!r}"
-    if math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5):
-        return None
-    return f"{name} is {found:.6g}, expected {expected:.6g}"
-
-
 def show(case: Case, found, expected: dict) -> list[str]:
-    """The lines of a case: its title, lists, and a table of its tokens with all results per
-    token."""
+    """The lines of a case: its title, result lists, and a table of its tokens. With two
+    tokens or more, it has all results per token."""
     lines = case.title.splitlines()
     columns = dict(case.tokens)
     length = len(next(iter(columns.values())))
     for name, value in expected.items() if not isinstance(found, Exception) else ():
         yours = flat(found[name])
-        if len(flat(value)) == len(yours) == length:
+        if name == "result" and isinstance(value, list):
+            lines += [f"your result: {found[name]}", f"expected:    {value}"]
+        elif 1 < length == len(yours) == len(flat(value)):
             columns[f"your {name}"] = yours
             columns[name] = flat(value)
-        elif name == "result" and isinstance(value, list):
-            is_right = not difference(found[name], value)
-            lines += ["your result is right; the first line is not"] if is_right else [
-                f"your result: {found[name]}", f"expected:    {value}"]
     return [*lines, table(list(columns), list(zip(*columns.values())))]
 
 
 def flat(value) -> list:
-    """The numbers of a tensor or list as one list; a number is a list of one."""
+    """The numbers of a tensor, list or dataclass as one list; a number is a list of one."""
     value = as_list(value)
     if isinstance(value, (list, tuple)):
         return [number for part in value for number in flat(part)]
@@ -202,27 +205,32 @@ def draw(rng: random.Random, lengths: list[int], low: float, high: float) -> Ten
                          for _ in lengths])
 
 
-def batch_case(names: list[str], inputs: dict, lengths: list[int], constants: list,
-               title: str = "", has_gradient: bool = False) -> Case:
+def batch_case(names: list[str], inputs: dict, lengths: list[int], constants: dict,
+               has_gradient: bool = False) -> Case:
     """A case of a function of tensors [B, T], the mask of B responses, and constants.
 
-    names: of its results. has_gradient: whether a gradient for the first tensor is a result.
+    names: of its results. has_gradient: whether a gradient for the first tensor is a result;
+    then the tensors of a single row are [T].
     """
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()       # [B, T]
+    B, T = mask.shape
+    first, *others = [x[0] if has_gradient and B == 1 else x for x in (*inputs.values(), mask)]
 
     def call(function):
-        tensors = [x.clone() for x in inputs.values()]
-        tensors[0].requires_grad_(has_gradient)
-        found = function(*tensors, mask.clone(), *constants)
-        if len(names) == 1 or not isinstance(found, (tuple, list)) or len(found) != len(names):
-            found = [found] * len(names)
-        grads = gradients(found[0], {[*inputs][0]: tensors[0]}) if has_gradient else {}
+        leaf = first.clone().requires_grad_(has_gradient)
+        found = function(leaf, *others, *constants.values())
+        if len(names) == 1:
+            found = [found]
+        if not isinstance(found, (tuple, list)) or len(found) != len(names):
+            raise Wrong(f"({', '.join(names)}) was expected, but your result is {found!r}")
+        grads = gradients(found[0], {[*inputs][0]: leaf}) if has_gradient else {}
         return dict(zip(names, found)) | grads
 
-    B, T = mask.shape
     columns = {"row": [b for b in range(B) for _ in range(T)], "t": [*range(1, T + 1)] * B,
                "mask": [int(m) for m in flat(mask)]}
-    return Case(call, columns | {name: flat(x) for name, x in inputs.items()}, title)
+    title = [f"{name} = {value}" for name, value in constants.items()]
+    return Case(call, columns | {name: flat(x) for name, x in inputs.items()},
+                ", ".join([f"shape {[*first.shape]}", *title]))
 
 
 def gradients(result, inputs: dict) -> dict:
@@ -234,8 +242,8 @@ def gradients(result, inputs: dict) -> dict:
 
 
 def random_ids(rng: random.Random, *lengths) -> list[list[int]]:
-    """Lists of random token ids of these lengths."""
-    return [[rng.randrange(8, 640) for _ in range(length)] for length in lengths]
+    """Lists of random token ids of these lengths; 0 and EOS, 1, are often among them."""
+    return [rng.choices([0, 1, 40, 300, 500], k=length) for length in lengths]
 
 
 def randomise(weights, seed: int):
@@ -256,56 +264,53 @@ def toy_model():
 # ── The cases of each exercise
 
 def cases_find_spans():
-    """Quotes inside words, repeated, missing, and beside punctuation."""
-    for response, quotes in [
-            ("a cat", ["cat"]), ("a cat", ["dog"]), ("cats", ["cat"]), ("a cat", ["at"]),
-            ("cats, cat", ["cat"]), ("cat cat", ["cat"]), ("cat cat", ["cat", "cat"]),
-            ("cat", ["cat", "cat"]), ("cat cat", ["cat", "cat", "cat"]), ("Cat", ["cat"]),
-            ("cat cat cat", ["cat", "cat"]), ("The cat, a dog", ["a dog", "The"]),
-            ("a (cat) sat", ["(cat)"]), ('he said "no."', ['"no."']), ("so he sat.", ["sat."]),
-            ("It ran, twice", [", twice"]), ("a 3rd cat", ["3"]), ("a.b axb", ["a.b"]),
-            ("a cat, a cat", ["a cat", "cat", "a cat"]), ("the man (the cat)", ["the"]),
-            ("a cat", [" cat"]), ("my_cat_2", ["cat"]), ("ha ha ha", ["ha ha"]),
-            ("B2B", ["B"]), ("a cat", ["a cat", "a"])]:
+    """Random texts, with quotes from them that are repeated or have the wrong case."""
+    rng = random.Random(0)
+    for i in range(500):
+        response = "".join(rng.choices(rng.choice(["aabA é3_.'-  ", "a "]), k=1 + i // 50))
+        quotes = []
+        for _ in range(i % 3):
+            start = rng.randrange(len(response))
+            quote = rng.choice([response, response, response.swapcase()])[start:][:3]
+            quotes += [quote] * rng.randint(1, 3)
+
         def call(function):
-            spans = function(response, list(quotes))
-            return {"result": None if spans is None else sorted(map(tuple, spans))}
+            result = function(response, quotes)
+            try:
+                spans = sorted((int(start), int(end)) for start, end in result)
+            except (TypeError, ValueError):
+                raise Wrong(f"a list of (start, end) was expected, but your result is "
+                            f"{result!r}") from None
+            return {"spans": Counter(f"number of spans {span}" for span in spans),
+                    "result": spans}
         columns = {"character": [*map(repr, response)], "place": [*range(len(response))]}
         yield Case(call, columns, f"response: {response!r}\nquotes: {quotes}")
 
 
 def cases_token_rewards():
-    """All short texts with one span, then some with two: whitespace, halves, EOS, conflicts."""
-    words = ["cat", " cat", "cat ", " ", ".\n"]
-    short = [[word] for word in words]
-    long = [[a, b] for a in words for b in words]
+    """Random tokens and spans: whitespace, halves, conflicts, with and without EOS."""
     rng = random.Random(0)
-    for texts, count in ((short, 1), (short, 2), (long, 2), (long, 3)):     # count of spans
-        for tokens in texts:
-            for _ in range(4):
-                yield reward_case(tokens, [
-                    Span(*sorted(rng.sample(range(len("".join(tokens)) + 1), 2)),
-                         rng.choice([-1, 1])) for _ in range(count)])
-
-
-def reward_case(tokens: list[str], spans: list[Span]) -> Case:
-    """A case of `token_rewards`: these tokens and an EOS."""
-    text = "".join(tokens)
-    ends = [len("".join(tokens[:t])) for t in range(len(tokens) + 1)]
-    offsets = [*zip(ends, ends[1:]), (ends[-1], ends[-1])]
-    columns = {"token": [*map(repr, tokens), "EOS"], "start": [start for start, _ in offsets],
-               "end": [end for _, end in offsets]}
-    title = "\n".join(f"span: {text[span.start : span.end]!r}, start {span.start}, "
-                      f"end {span.end}, label {span.label:+d}" for span in spans)
-    return Case(lambda function: {"δ": function(text, list(offsets), list(spans))}, columns,
-                title)
+    words = ["cat", " cat", "cat ", " ", ".\n", "\n\n", "  é", "\ta", "é"]
+    for i in range(500):
+        tokens = rng.choices(words, k=1 + i // 125) + [""] * rng.randint(0, 1)    # "" is EOS
+        text = "".join(tokens)
+        ends = [len("".join(tokens[:t])) for t in range(len(tokens) + 1)]
+        offsets = [*zip(ends, ends[1:])]
+        spans = [Span(*sorted(rng.sample(range(len(text) + 1), 2)), rng.choice([-1, 1]))
+                 for _ in range(i % 6)]
+        title = [f"span: {text[span.start : span.end]!r}, start {span.start}, end {span.end}, "
+                 f"label {span.label:+d}" for span in spans]
+        yield Case(lambda function: {"δ": function(text, offsets, spans)},
+                   {"token": [repr(token) if token else "EOS" for token in tokens],
+                    "start": ends[:-1], "end": ends[1:]}, "\n".join(title))
 
 
 def cases_z_loss():
-    """One or two pairs of x and z, and the gradient of two LoRA matrices."""
+    """Pairs of x and z, one of them twice, and the gradient of two LoRA matrices."""
     rng = random.Random(0)
-    for lengths in ([(1, 1)], [(2, 1)], [(1, 2)], [(3, 2)], [(2, 3), (3, 1)], [(1, 5), (4, 2)]):
+    for lengths in ([(1, 1)], [(2, 1)], [(1, 2)], [(3, 6)], [(2, 3), (3, 1)], [(1, 5), (4, 2)]):
         pairs = [tuple(random_ids(rng, x, z)) for x, z in lengths]
+        pairs += pairs[1:]
 
         def call(function):
             matrices = dict(zip("AB", lora_parameters(toy_model(), "policy")))
@@ -323,11 +328,11 @@ def cases_nl_gradient():
     for delta in ([1.0], [-1.0], [1.0, 0.0], [1.0, -1.0, 0.0, 1.0], [0.0, 0.0]):
         T = len(delta)
         features = draw(rng, [2] * T, -1, 1)                                       # [T, 2]
-        start = draw(rng, [2, 2, 2], -1, 1), draw(rng, [3], -1, 1)                 # W, bias
+        start = [draw(rng, shape, -1, 1) for shape in ([2, 2, 2], [3], [1])]
         words = [rng.randrange(3) for _ in delta]
 
-        def logprobs_of(W, bias):
-            return (features @ W.T + bias).log_softmax(-1)[range(T), words]        # [T]
+        def logprobs_of(W, bias, scale):
+            return (scale * (features @ W.T + bias)).log_softmax(-1)[range(T), words]     # [T]
 
         def call(function):
             parameters = [nn.Parameter(x.clone()) for x in start]
@@ -336,56 +341,60 @@ def cases_nl_gradient():
             return {"g_NL": function(logprobs_of(*parameters), torch.tensor(delta), parameters)}
         yield Case(call, {"t": [*range(1, T + 1)], "δ": delta,
                           "log π": logprobs_of(*start).tolist()},
-                   "parameters: W [3, 2] and bias [1, 3]; p.grad is 1 before the call")
+                   "parameters: W [3, 2], bias [1, 3], scale [1, 1]; p.grad is 1 before")
 
 
 def cases_add_penalty():
     """Tokens where the policy is above and below the reference; the padding holds numbers."""
     rng = random.Random(0)
-    for lengths in ([1], [1], [3], [2, 1], [4, 2, 3]):
+    for lengths, beta, low in (([1], 0.5, -3), ([1], 0.5, -3), ([3], 0.0, -3),
+                               ([1, 2], 0.1, -3), ([4, 2, 3], 0.5, -300)):
         inputs = {"δ": draw(rng, lengths, -1, 1).round(),
-                  "log π_old": draw(rng, lengths, -3, -0.1),
-                  "log π_ref": draw(rng, lengths, -3, -0.1)}
-        yield batch_case(["r"], inputs, lengths, [0.5], "β = 0.5")
+                  "log π_old": draw(rng, lengths, low, -0.1),
+                  "log π_ref": draw(rng, lengths, low, -0.1)}
+        yield batch_case(["r"], inputs, lengths, {"β": beta})
 
 
 def cases_gae():
     """One token, then more; the padding of shorter rows holds numbers."""
     rng = random.Random(0)
-    for lengths in ([1], [2], [3], [2, 1], [3, 2], [4, 1, 3]):
+    for lengths, gamma, lam in (([1], 0.9, 0.8), ([2], 0.9, 0.8), ([3], 0.9, 0.0),
+                                ([3], 0.0, 0.8), ([1, 2], 0.9, 0.8), ([4, 1, 3], 1.0, 0.7)):
         inputs = {"r": draw(rng, lengths, -1, 1), "V": draw(rng, lengths, -1, 1)}
-        yield batch_case(["A", "R"], inputs, lengths, [0.9, 0.8], "γ = 0.9, λ = 0.8")
+        yield batch_case(["A", "R"], inputs, lengths, {"γ": gamma, "λ": lam})
 
 
 def cases_whiten():
-    """One row, then rows of different lengths, whose padding holds numbers."""
-    rng = random.Random(0)
-    for lengths in ([2], [3], [2, 1], [4, 2, 3]):
-        yield batch_case(["Â"], {"A": draw(rng, lengths, -1, 3)}, lengths, [])
+    """One row, then rows of different lengths, whose padding holds numbers. Small numbers, and
+    large ones with small differences."""
+    rng = random.Random(38)
+    for lengths, scale, shift in (([2], 1, 0), ([3], 0.01, 0), ([3], 0.1, 100), ([1, 2], 1, 0),
+                                  ([4, 2, 3], 1, 0)):
+        advantages = draw(rng, lengths, -1.4, 2.4).round() ** 3 * scale + shift
+        yield batch_case(["Â"], {"A": advantages}, lengths, {})
 
 
 def cases_ppo_loss():
     """One token with each kind of ρ and A, then more; the padding holds numbers."""
     rng = random.Random(0)
-    tokens = [(0.0, 1.0), (0.5, 1.0), (0.5, -1.0), (-0.5, 1.0), (-0.5, -1.0)]   # log ρ, A
-    inputs = [(torch.tensor([[change]]), torch.tensor([[A]]), [1]) for change, A in tokens]
-    for lengths in ([3], [2, 1], [4, 1, 3], [5, 5, 2, 4]):
-        inputs.append((draw(rng, lengths, -0.8, 0.8), draw(rng, lengths, -2, 2), lengths))
-    for change, advantages, lengths in inputs:
+    for lengths in *[[1]] * 8, [3], [1, 2], [4, 1, 3], [5, 5, 2, 4]:
         old = draw(rng, lengths, -2, -1)
-        case = batch_case(["loss"], {"log π": old + change, "log π_old": old, "A": advantages},
-                          lengths, [0.2], "ε = 0.2", has_gradient=True)
-        case.tokens["ρ"] = flat(change.exp())
+        log_ratio = draw(rng, lengths, -0.8, 0.8)
+        case = batch_case(["loss"], {"log π": old + log_ratio, "log π_old": old,
+                                     "A": draw(rng, lengths, -2, 2)},
+                          lengths, {"ε": 0.1 + len(lengths) / 10}, has_gradient=True)
+        case.tokens["ρ"] = flat(log_ratio.exp())
         yield case
 
 
 def cases_update():
-    """A step on one token, on a longer row and on more rows, and two steps in a row."""
-    rng = random.Random(1)
+    """A step on one token, on a longer row and on more rows, and two steps in a row. One norm
+    is below 1. Momentum shows whether the optimizer itself takes each step."""
+    rng = random.Random(2)
     lengths = [1, 3, 7, 2, 6]
     prompts = random_ids(rng, 3, 6, 1, 4, 2)
     responses = random_ids(rng, *lengths)
-    config = PolicyConfig(temperature=0.7, entropy_coef=0.3, value_coef=0.6, clip=0.2,
+    config = PolicyConfig(temperature=0.7, entropy_coef=0.03, value_coef=0.06, clip=0.2,
                           value_clip=0.5)
     batch = Rollouts([{}] * 5, [], [], [], *pad_batch(prompts, responses))
     start = deepcopy(toy_model()), ValueHead(128)
@@ -397,27 +406,31 @@ def cases_update():
     start[1].linear.weight.data = draw(rng, [128], -0.2, 0.2)
     for steps in ([[0]], [[1]], [[4, 0, 2]], [[4, 0, 2], [1, 3]]):
         def call(function):
-            model, head = deepcopy(start)
-            theta = lora_parameters(model, "policy")
-            groups = [{"params": theta}, {"params": [*head.parameters()]}]
-            optimizer = torch.optim.SGD(groups, 0.1)
-            norms = [function(batch, index, model, head, optimizer, config,
-                              lambda *terms: 2 * ppo_loss(*terms)) for index in steps]
-            return {"norm": norms, "ψ after the last step": [*head.parameters()],
-                    "θ after the last step": theta}
+            models = model, head = deepcopy(start)
+            groups = [lora_parameters(model, "policy"), [*head.parameters()]]
+            before = deepcopy(groups)
+            for p in [*model.parameters(), *head.parameters()]:
+                p.grad = torch.ones_like(p)
+            optimizer = torch.optim.SGD([{"params": group} for group in groups], 1, 0.9)
+            norms = [function(batch, index, *models, optimizer, config,
+                              lambda *terms, **named: 0.2 * ppo_loss(*terms, **named))
+                     for index in steps]
+            changes = {f"change of {name}": [p - old for p, old in zip(*pair)]
+                       for name, *pair in zip("θψ", groups, before)}
+            return {"norm": norms} | changes
         index = steps[-1]
         picked = batch.mask[index].bool()
         columns = {"row": [i for i in index for _ in range(lengths[i])]}
         columns |= {name: tensor[index][picked].tolist() for name, tensor in {
             "log π_old": batch.logprobs_old, "Â": batch.advantages, "V_old": batch.values,
             "R": batch.returns}.items()}
-        yield Case(call, columns, f"rows of each step: {steps}")
+        yield Case(call, columns, f"rows of each step: {steps}; p.grad is 1 before")
 
 
 def cases_lora_forward():
     """One vector, then a batch, and the gradients of x and the two matrices."""
     rng = random.Random(0)
-    for shape, features, rank, outputs in (((1,), 1, 1, 1), ((1,), 2, 2, 1), ((2, 3), 5, 2, 4)):
+    for shape, features, rank, outputs in (((), 1, 1, 1), ((), 1, 3, 2), ((2, 3), 5, 2, 4)):
         numbers = {"x": draw(rng, [features] * math.prod(shape), -2, 2).view(*shape, features),
                    "W": draw(rng, [features] * outputs, -2, 2),
                    "down": draw(rng, [features] * rank, -2, 2),
@@ -425,49 +438,50 @@ def cases_lora_forward():
 
         def call(function):
             x, W, down, up = (tensor.clone().requires_grad_() for tensor in numbers.values())
-            result = function(x, W.detach(), down, up, 5.0)
+            result = function(x, W.detach(), down, up, 2.5)
             return {"result": result} | gradients(result, {"x": x, "down": down, "up": up})
         columns = {"input": [*numbers], "shape": [str([*x.shape]) for x in numbers.values()],
                    "first number": [flat(x)[0] for x in numbers.values()]}
-        yield Case(call, columns, f"α = 5, r = {rank}")
+        yield Case(call, columns, f"α = 2.5, r = {rank}")
 
 
 def cases_generate():
-    """One short prompt, then more, all beginnings of posts. Some u are 0 or above all sums.
-    Token ids below 8 never occur, so a sum can equal u = 0."""
-    rng = random.Random(0)
-    model, tokenizer = load_model(toy.BASE, device="cpu")
+    """One short prompt, then more, some with EOS. Token ids below 7 never occur, so a sum can
+    equal u = 0. With the first τ, the others are equally likely: no sum is above the largest u.
+    """
+    rng = random.Random(3)
+    model, _ = load_model(toy.BASE, device="cpu")
     model.lm_head.register_forward_hook(
-        lambda module, inputs, logits: logits.index_fill(-1, torch.arange(8), -1e9))
-    calls = []                                    # of the model: number of columns, …
+        lambda module, inputs, logits: logits.index_fill(-1, torch.arange(7), -math.inf))
+    calls = []                  # of the model: number of columns, and two rows of the last one
 
     def record(module, arguments, options):
-        positions = options["position_ids"]
-        calls.append((positions.shape[1], positions[:, -1].tolist(),
-                      options["attention_mask"][:, -1].tolist()))
+        last = [None if options[name] is None else options[name][:, -1].tolist()
+                for name in ("attention_mask", "position_ids")]
+        calls.append((options["input_ids"].shape[1], *last))
 
     model.model.register_forward_pre_hook(record, with_kwargs=True)
-    posts = [tokenizer(row["post"]).input_ids for row in toy.rows("train", 4)]
-    for lengths, T in (([2], 1), ([2], 2), ([1], 4), ([2, 3], 2), ([2, 3], 4),
-                       ([6, 3, 8, 8], 10)):
-        prompts = [ids[:length] for ids, length in zip(posts, lengths)]
+    for lengths, T, temperature, ending in (
+            ([2], 1, 1e12, 0), ([2], 2, 0.7, 0), ([1], 4, 0.7, 0), ([1, 5], 4, 0.7, 1),
+            ([6, 3, 8, 1], 10, 0.7, 0)):
+        prompts = random_ids(rng, *lengths)
         uniforms = draw(rng, [T] * len(lengths), 0.1, 0.9)
-        if T > 3:
-            uniforms[-1, 1] = 0.0
-            uniforms[0, -1] = 1.5                     # no sum is above it
-        elif len(prompts) > 1:
-            uniforms[0, 0] = 1.5                      # answer 0 is EOS, whatever was read
-        longest = solutions.generate(model, prompts, uniforms, 0.7, -1)
-        eos = longest[-1][2] if T > 3 else longest[0][0] if len(prompts) > 1 else -1
+        uniforms[-1, T // 3] = 0.0 if T > 1 else 1 - 2**-24
+        # This token ends the answer of one row, and is in the prompt of another.
+        eos = solutions.generate(model, prompts, uniforms, temperature, -1)[ending][T // 2]
+        prompts[ending - 1][0] = eos
 
         def call(function):
             calls.clear()
-            result = function(model, [list(x) for x in prompts], uniforms.clone(), 0.7, eos)
-            widths, positions, attention = [*zip(*calls)] or [[0], [None], [None]]
-            needed = max(lengths) + T - 1
-            return {"result": result, "columns read twice": max(0, sum(widths) - needed),
-                    "attention of the prompts' last column": attention[0],
-                    "position of the prompts' last column": positions[0]}
+            result = function(model, prompts, uniforms, temperature, eos)
+            widths = [width for width, _, _ in calls]
+            _, attention, positions = [*calls, [None] * 3][0]
+            # A call that is left out because all rows have ended counts as one of one column.
+            return {"columns of each call": widths and widths + [1] * (T - len(widths)),
+                    "attention in the last column of the first call": attention,
+                    "position in the last column of the first call": positions,
+                    "result": result}
         columns = {"row": [i for i in range(len(prompts)) for _ in range(T)],
                    "t": [*range(1, T + 1)] * len(prompts), "u": flat(uniforms)}
-        yield Case(call, columns, f"prompts: {prompts}\nEOS: {eos}, τ = 0.7")
+        yield Case(call, columns, f"prompts: {prompts}\nEOS: {eos}, τ = {temperature:g}, "
+                   f"largest u = {uniforms.max():.8f}")
