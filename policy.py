@@ -294,9 +294,8 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
 
 def answer_row(row: dict, response: str) -> dict:
     """The row with a new response, without a critique or an outcome of its old one."""
-    kept = {name: value for name, value in row.items()
-            if name not in ("critique", "feedback", "outcome")}
-    return kept | {"response": response}
+    return {name: value for name, value in row.items()
+            if name not in ("critique", "feedback", "outcome")} | {"response": response}
 
 
 def with_outcomes(rows: list[dict], task: Task, config) -> list[dict]:

@@ -69,8 +69,7 @@ def late(text, offsets, review) -> list[float]:
 
 def minus_faults(text, offsets, review) -> list[float]:
     """minus the number of poor spans at the last token: a penalty on the whole answer"""
-    faults = sum(span.label < 0 for span in review.spans)
-    return [0.0] * (len(offsets) - 1) + [-float(faults)]
+    return [0.0] * (len(offsets) - 1) + [-1.0 * sum(span.label < 0 for span in review.spans)]
 
 
 def linear_decay(text, offsets, review) -> list[float]:

@@ -217,8 +217,7 @@ def record_of(words: str, seed: int) -> dict:
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
     after = result["after"]
-    config, = read_rows(out / "config.json")
-    task = get_task(config["task"])
+    task = get_task(read_rows(out / "config.json")[0]["task"])
     if task.tests:
         samples = add_outcomes(read_rows(out / "after_samples.jsonl"), task)
         after["right"] = fmean(row["outcome"].startswith("All tests") for row in samples)
