@@ -599,7 +599,7 @@ _SECTIONS = [
         "\n".join(above_limits(rows, settings[0]["critic"])) or "none"),
      "metrics.jsonl", "config.json"),
     ("R_φ and the annotator", lambda rows: text_block(
-        compare_with_annotator(rows[0]) or "The annotator was not asked."), "result.json"),
+        compare_with_annotator(rows[0]) or "R_φ was not compared."), "result.json"),
     ("Curves", curves, "metrics.jsonl"),
     ("Held-out examples, before and after training", _cards, "before_samples.jsonl",
      "after_samples.jsonl"),
