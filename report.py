@@ -455,7 +455,7 @@ def describe_critiques(samples: list[dict], critic: str, shown: int, means=None)
     """
     text = ""
     for sample in samples[:shown]:
-        text += (f"\n{printable(sample['prompt'][:300])}\n"
+        text += (f"\n{printable(sample['prompt'][-300:])}\n"
                  f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
                  f"  critique: {printable(sample['critique'])}\n")
     text += f"\n{check_critiques(samples, critic)}"
