@@ -401,8 +401,7 @@ def main(argv=None):
                          f"{', '.join(METHODS)}, and at most one of {', '.join(ADVANTAGES)}; "
                          f"{', '.join(FITTED)} stand alone")
     if "grpo" in names and config.responses_per_prompt < 2:
-        raise InputError("grpo compares responses to one prompt: set --responses_per_prompt to "
-                         "2 or more, such as 4")
+        raise InputError("grpo compares responses to a prompt: set --responses_per_prompt to 4")
     critic = pay_scores if method == "ppo" else CRITICS[config.critic]
     for change in changes:
         critic = replace_delta(critic, change)

@@ -44,13 +44,15 @@ from report import svg_line, table
 
 # ── The arms
 
-# Learning rates, and the factors with which V's rate is always .007, or .009 for SmolLM2.
-GRID = (".001", "7"), (".003", "2.333"), (".01", ".7")
-SMOLLM2_GRID = (".0001", "90"), (".0003", "30"), (".001", "9")
+LINT = "--task lint:LINT --dtype bfloat16"
+# Learning rates of the toy world and of SmolLM2, and factors: V's rate is always .007 or .009.
+GRIDS = (((".001", "7"), (".003", "2.333"), (".01", ".7")),
+         ((".0001", "90"), (".0003", "30"), (".001", "9")))
 
 
-def tuned(*commands: str, grid=GRID) -> list[str]:
-    """Each command with the three rates of the grid."""
+def tuned(*commands: str) -> list[str]:
+    """Each command with the three rates of its grid."""
+    grid = GRIDS[LINT in commands[0]]
     return [f"{words.strip()} --learning_rate {rate} --value_rate_factor {factor}"
             for words in commands for rate, factor in grid]
 
@@ -145,11 +147,11 @@ STUDIES = {
         "one fact late: reward-to-go": tuned("late reward_to_go --critic annotator"),
         "one fact late: GAE": tuned("late --critic annotator")},
     # 128 answers of SmolLM2, judged by ruff. It needs PYTHONPATH=notebooks/own_task.
-    "linter": {arm: tuned(f"{words} --task lint:LINT --dtype bfloat16", grid=SMOLLM2_GRID)
-               for arm, words in {
-                   "token rewards": "text2grad", "sum at the end": "end",
-                   "minus faults": "minus_faults",
-                   "rejection": "rejection --rounds 4 --annotated_rows 128"}.items()},
+    "linter": {
+        "token rewards": tuned(f"text2grad {LINT}"),
+        "sum at the end": tuned(f"end {LINT}", f"end --lam 1 {LINT}"),
+        "minus faults": tuned(f"minus_faults {LINT}", f"minus_faults --lam 1 {LINT}"),
+        "rejection": tuned(f"rejection --rounds 4 --annotated_rows 128 {LINT}")},
     # The records of this study are of an older commit, which also has the code of dense labels.
     # It has the rates of the fourth version.
     "designs": {
@@ -221,11 +223,10 @@ def record_of(words: str, seed: int) -> dict:
     if task.tests:
         samples = add_outcomes(read_rows(out / "after_samples.jsonl"), task)
         after["right"] = fmean(row["outcome"].startswith("All tests") for row in samples)
-    judge = read_log(out / "reward" / "metrics.json")        # of the model that it trained
     metrics = read_log(out / "metrics.jsonl")
     measure = next(iter(task.truth))
     return {"words": words, "seed": seed, "commit": code_commit(),
-            "judge": judge[-1] if judge else {},
+            "judge": read_log(out / "reward" / "metrics.json")[-1:],    # of R_φ, if trained
             "before": result["before"][measure], "facts": after[measure], "after": after,
             "curve": [round(row[measure], 4) for row in metrics],
             "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}

@@ -195,7 +195,7 @@ def main():
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("rows", help="JSON lines with responses and tests")
     parser.add_argument("--task", default="kodcode",
-                        help="task with tests: kodcode, or module:NAME")
+                        help="task with tests: kodcode, module:NAME")
     parser.add_argument("--unsafe_sandbox", action="store_true",
                         help="run the code even without a sandbox")
     args = parser.parse_args()
