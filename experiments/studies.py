@@ -375,6 +375,17 @@ def critiques_figure(name: str, runs: dict[str, list[dict]]) -> str:
     return svg_line(name, counts, curves, "judged responses")
 
 
+def curves_figure(name: str, runs: dict[str, list[dict]]) -> str:
+    """The mean of "facts" in the rollouts of each iteration (Figures 5 and 6), as SVG.
+
+    An arm without rollouts has no curve. runs: see `complete_runs`.
+    """
+    curves = {arm: [*map(fmean, zip(*[run["curve"] for run in arm_runs]))]
+              for arm, arm_runs in runs.items()}
+    iterations = range(max(map(len, curves.values())))
+    return svg_line(name, [i + 1 for i in iterations] or [0], curves)
+
+
 # ── The command line
 
 def main():
@@ -389,10 +400,10 @@ def main():
     records = read_records()
     for name in names:
         print(study_table(name, records))
-        if name.startswith("critiques"):
-            path = ROOT / f"runs/studies/{name}.svg"
-            path.write_text(critiques_figure(name, complete_runs(name, records)), "utf-8")
-            print(f"Figure: {path}\n")
+        draw = critiques_figure if name.startswith("critiques") else curves_figure
+        path = ROOT / f"runs/studies/{name}.svg"
+        path.write_text(draw(name, complete_runs(name, records)), "utf-8")
+        print(f"Figure: {path}\n")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
 
 
 def code_scores(rows: list[dict]) -> list[dict]:  # Table 3
-    """{id, "pass@1", "plus pass@1"} of each row of `execute`; `metrics.pass_at_k` has any k."""
+    """{id, "pass@1", "plus pass@1"} of each row of `execute`."""
     scores = []
     for row in rows:
         score = {"id": row["id"], "pass@1": float(row["base"])}

@@ -122,12 +122,6 @@ def bleu_of(sums: np.ndarray) -> np.ndarray:
     return np.where(hits.any(-1) & ngrams.all(-1), score, 0.0)
 
 
-def bleu(predictions: list[str], references: list[str]) -> float:
-    """Corpus BLEU from 0 to 1 (Table 2)."""
-    pairs = zip(predictions, references, strict=True)
-    return corpus([bleu_counts(*pair) for pair in pairs], bleu_of)
-
-
 # ── BERTScore (Zhang et al. 2020)
 
 def load_encoder(name):
@@ -215,7 +209,7 @@ def reference_scores(texts: list[str], references: list[str],
             for name, values in scores.items()}
 
 
-# ── Perplexity (Table 8) and pass@k (Table 3)
+# ── Perplexity (Table 8)
 
 def perplexity(model, tokenizer, prompts: list[str], texts: list[str]) -> list[tuple]:
     """(negative log-likelihood in nats, number of tokens) of each text (Table 8).
@@ -256,18 +250,6 @@ def answer_logprobs(model, pairs: list[tuple]) -> list[list[float]]:
 def perplexity_of(sums: np.ndarray) -> np.ndarray:
     """exp(Σ nats / Σ tokens): [..., 2] → [...]"""
     return np.exp(sums[..., 0] / sums[..., 1])
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples passes, if c of n samples passed (Table 3).
-
-    It is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021). Raises InputError unless 0 ≤ c ≤ n and
-    1 ≤ k ≤ n.
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise InputError(f"pass@{k} of {n} samples, of which {c} passed, is undefined; choose "
-                         f"k from 1 to the number of samples")
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 # ── From counts per row to a metric, its interval and a table

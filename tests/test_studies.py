@@ -8,6 +8,7 @@ from data import InputError, append_row, load_object, write_rows
 from experiments import studies
 from experiments.baselines import NAMES, split_names
 from experiments.studies import MAKERS, SEEDS, STUDIES, TUNING_SEEDS, directory, tuned
+from report import svg_line
 from settings import Config, parse_flags
 
 ARMS = {words for study in STUDIES.values() for arm in study.values() for words in arm}
@@ -123,12 +124,13 @@ def test_the_page_has_the_table_and_the_figure_of_the_records(name):
     if not runs:
         pytest.skip(f"{name} has no complete records of one commit")
     folder = studies.ROOT / "notebooks"
-    page = (folder / "studies.md").read_text("utf-8")
+    page = "".join((folder / f"{place}.md").read_text("utf-8")
+                   for place in ("studies", "own_task"))
     for line in studies.study_table(name, records).split("\n\n")[0].splitlines():
         assert line in page
-    if name.startswith("critiques"):
-        figure = studies.critiques_figure(name, runs)
-        assert (folder / f"{name}.svg").read_text("utf-8") == figure
+    if name != "designs":
+        draw = studies.critiques_figure if "critiques" in name else studies.curves_figure
+        assert (folder / f"{name}.svg").read_text("utf-8") == draw(name, runs)
 
 
 # t with 4 degrees of freedom at p = .1, .05, .01 and .001: from printed tables.
@@ -150,5 +152,7 @@ def test_groups_figure_and_holm_by_hand():
     svg = studies.critiques_figure("critiques_20", runs)
     assert svg.count('class="curve"') == 2 and ">72<" in svg and ">1152<" in svg
     assert ">1.04<" in svg and ">29.8<" in svg       # the ends of the intervals, 3 ± 2.776 / √2
+    runs = {"a": [{"curve": [0, 1]}, {"curve": [1, 2]}], "b": [{"curve": []}] * 2}
+    assert studies.curves_figure("x", runs) == svg_line("x", [1, 2], {"a": [.5, 1.5], "b": []})
     assert studies.holm({"a": .015, "b": .04, "c": .03, "d": .005}) == {"a", "d"}
     assert studies.holm({"a": .03, "b": .001, "c": .03}) == {"b"} and not studies.holm({})
