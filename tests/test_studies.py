@@ -4,6 +4,7 @@ import math
 import sys
 
 import pytest
+
 from data import InputError, append_row, load_object, write_rows
 from experiments import studies
 from experiments.baselines import NAMES, split_names
