@@ -11,18 +11,19 @@
     python eval.py --task alpaca_eval --data alpaca_eval.json --model MODEL --adapter … \\
         --judge_model gpt-4o
 
---adapter is compared with the base model without adapter, or with --before. Either flag also
-takes a file with another model's answers, which are rows with `id` and `response`. The task,
-its data, the base, R_φ, the temperature and the limits of lengths are those of the run that
-trained --adapter (config.json beside it), unless other flags are given.
+A policy's --adapter is compared with --before, or else with the base without adapter. Both
+flags also take a file with another model's answers: rows with `id` and `response`. The run that
+trained --adapter gives defaults (config.json beside it): task, data, base, R_φ, dtype,
+temperature and limits of lengths. With another --task, it gives only the base.
 
 Every metric has a 95 % bootstrap interval over rows. So does every difference between the two
 sides, for which the same rows are resampled on both. Answers and the judge's replies are saved
-one by one, so that the same command resumes an interrupted run.
+during the run, so that the same command resumes an interrupted run.
 
-A task is measured by its `truth`, by δ of R_φ, by a judge, and by ROUGE, BLEU and BERTScore
-where a row has a `reference` (or another of data.REFERENCES). If --data is the file that the
-adapter was trained on, only the prompts in held_out.jsonl beside the adapter are used.
+Metrics of a task: its own (`truth`), perplexity, δ (with --reward_model) and wins (with a judge
+and two sides). A row with a `reference` (or another of data.REFERENCES) also gets ROUGE, BLEU
+and, with --encoder, BERTScore. If held_out.jsonl beside the adapter has prompts of --data, only
+these are used.
 
 --output_dir receives the answers and the rows of each side, and result.json. To see R_φ's spans
 on a page, run measures.spans on the rows of --task reward_model.
@@ -30,10 +31,10 @@ on a page, run measures.spans on the rows of --task reward_model.
 Paper: §4, Tables 1 to 8 and 16 (of Table 4 only AlpacaEval; Table 5 with another --model).
 
 Departures: the paper reports no intervals. Perplexity (Table 8) is conditioned on the prompt
-and computed by the base without adapter. An answer gets at most half of the context. A critique
-or program that cannot be read counts as wrong; a task leaves out prompts that are too long, as
-its training does. A row without a verdict from the judge is excluded from the judge's metrics.
-The number of such rows is printed.
+and computed by the base without adapter. An answer has at most half of the context. A critique
+or program that cannot be read counts as wrong. A task leaves out prompts that are too long for
+the context. A row without a verdict from the judge is excluded from the judge's metrics, and
+the number of such rows is printed.
 """
 
 import functools
@@ -106,7 +107,7 @@ class EvalConfig(judges.JudgeConfig):
 # ── The sides of the table: the same base with different adapters
 
 NAMES = "id", "task_id", "question_id", "prompt_id"           # fields that may hold a row's id
-ANSWERS = "output", "solution", "response"      # fields that may hold an answer; the last wins
+ANSWERS = "output", "solution", "response"      # fields with an answer; the last found is used
 
 
 def name_rows(rows: list[dict]) -> list[dict]:
@@ -149,7 +150,7 @@ class Side:
         return model, tokenizer
 
     def _answers_path(self) -> Path:
-        """File of saved answers, named by a checksum of the model, adapter and settings."""
+        """The file of answers with this base, adapter, dtype, temperature and length limit."""
         config = self.config
         base = Path(find_model(config.model)).glob("*.safetensors")
         lora = sorted(Path(self.source).glob("adapter_*")) if self.lora else []
@@ -161,8 +162,8 @@ class Side:
     def _write(self, prompts: list) -> list[str]:
         """The model's answer to each prompt. Saved answers are reused.
 
-        The random numbers of an answer depend only on the seed and the prompt. So an answer
-        does not depend on its batch, and both sides use the same random numbers.
+        The random numbers of an answer depend only on the seed and the prompt. So they do not
+        depend on the batch, and they are the same for both sides.
         """
         config = self.config
         path = self._answers_path()
@@ -174,7 +175,7 @@ class Side:
         keys = [question_key(config.seed, prompt) for prompt in prompts]
         prompt_ids = {key: encode_prompt(tokenizer, prompt)
                       for key, prompt in zip(keys, prompts) if key not in answers}
-        # The longest come first, so that `generate` refuses prompts that are too long at once.
+        # The longest prompts come first. If one is too long, the error comes at the start.
         order = sorted(prompt_ids, key=lambda key: -len(prompt_ids[key]))
         for batch in tqdm(chunks(order, config.decode_batch_size), self.name):
             seeds = [torch.Generator().manual_seed(int(key[:15], 16)) for key in batch]
@@ -216,8 +217,8 @@ class Side:
 def sides_of(config: EvalConfig, load: Callable) -> list[Side]:
     """[before, after], or the only side to evaluate.
 
-    The base without adapter is the side "before" of a policy's adapter; without --before and
-    --adapter it is the only side.
+    If a policy's adapter has no --before, the base without adapter is the side "before".
+    Without --before and --adapter, the base is the only side.
     """
     sides = [Side("before", config.before, config, load),
              Side("after", config.adapter, config, load)]
@@ -229,11 +230,11 @@ def sides_of(config: EvalConfig, load: Callable) -> list[Side]:
 # ── A function per benchmark: side → (rows {id, prompt, response}, counts of each row)
 
 def held_out(config: EvalConfig, rows: list[dict], name: str, key: Callable) -> list[dict]:
-    """The rows on which no evaluated adapter was trained.
+    """The rows that are held out from the training of each adapter, as far as this is known.
 
     name: the file beside each adapter that lists its held-out rows. If it lists none of the
-    rows, they are from another file, or nobody knows; a note is printed. key: function from a
-    row to what identifies it. Raises InputError if no row is held out from both adapters.
+    rows, all rows are kept, and a note is printed. key: function from a row to what identifies
+    it. Raises InputError if the first adapter has such rows, but the second has none of them.
     """
     count = len(rows)
     for source in config.adapters:
@@ -252,7 +253,7 @@ def held_out(config: EvalConfig, rows: list[dict], name: str, key: Callable) -> 
 
 
 def task_rows(config: EvalConfig, load: Callable) -> list[dict]:
-    """The rows of a task, without prompts that its training would leave out as too long."""
+    """At most --limit rows of a task, without prompts that are too long for the context."""
     task = get_task(config.task)
     if config.data is None:
         rows = name_rows(task.rows("eval", config.limit or 200, 0))
@@ -273,7 +274,7 @@ def policy(side: Side, rows: list[dict]) -> tuple:  # Table 2
     answers = side.answer([row | {"prompt": prompt} for row, prompt in zip(rows, prompts)])
     texts = column(answers, "response")
     counts = {name: [*map(truth, rows, texts)] for name, truth in task.truth.items()}
-    # A test outcome in a row belongs to another response.
+    # A test outcome in a row belongs to another response, so it is removed.
     pairs = [*examples(task, [row | {"response": text, "outcome": None}
                               for row, text in zip(rows, texts)])]
     model, tokenizer = side.load()
@@ -322,8 +323,8 @@ def reward_model(side: Side) -> tuple:  # Tables 1, 6, 7, 16
 def code(side: Side) -> tuple:  # Table 3
     """pass@1 on HumanEval, MBPP and their + versions.
 
-    All programs are generated before the first one runs, which needs --allow_code_execution.
-    The rows have the fields that evalplus reads.
+    All programs are generated first. Then they are run, with --allow_code_execution only. The
+    rows have the fields that evalplus reads.
     """
     config = side.config
     problems = benchmarks.read_problems(config.data)[: config.limit]
@@ -343,7 +344,7 @@ def code(side: Side) -> tuple:  # Table 3
 def alpaca_eval(side: Side) -> tuple:  # Table 4
     """Win rate against the reference outputs in --data.
 
-    Also writes the outputs for alpaca_eval, and prints the command that computes their
+    Also writes the outputs for the package alpaca_eval, and prints its command for the
     length-controlled win rate.
     """
     config = side.config
@@ -359,7 +360,7 @@ def alpaca_eval(side: Side) -> tuple:  # Table 4
 # ── The judge (Figure 3, Appendix E)
 
 def request_verdicts(side: Side, questions: list) -> list[dict]:
-    """The judge's verdicts; [] without a judge or with --dry_run, which prints the cost."""
+    """The judge's verdicts. Without a judge or with --dry_run: [], and the cost is printed."""
     config = side.config
     journal = Path(config.output_dir, "judge.journal")
     if config.judge_model is None or config.dry_run:
@@ -400,7 +401,7 @@ BENCHMARKS = {"reward_model": reward_model, "code": code, "alpaca_eval": alpaca_
 
 
 def settings_of(task: str) -> dict:
-    """Defaults for --task. Those of a data.Task are the settings of its training."""
+    """Defaults of the flags for --task. A data.Task has the settings of its training."""
     if task in BENCHMARKS:
         return PRESETS.get(task, {})
     return vars(parse_flags(Config, argv=["--task", task])) | PRESETS.get(task, {})
@@ -409,7 +410,7 @@ def settings_of(task: str) -> dict:
 def run_flags(config: EvalConfig) -> list[str]:
     """The settings of the run that trained --adapter as flags, from config.json beside it.
 
-    If --task is another one than that of the run, only its base model counts.
+    If --task is not the task of the run (nor toy, the default), only the base is taken.
     """
     if config.adapter is None:
         return []
@@ -428,9 +429,10 @@ def run_flags(config: EvalConfig) -> list[str]:
 
 
 def check_flags(config: EvalConfig):
-    """Check the flags and the files that they name, before anything is written or paid for.
+    """Check the flags and the paths that they name, before anything is written or paid for.
 
-    Raises InputError if flags contradict each other or a file has the wrong format.
+    Raises InputError if a flag is missing or wrong, if a path has no adapter and is no file of
+    answers, or under torchrun.
     """
     task = config.task
     if WORLD_SIZE > 1:

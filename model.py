@@ -5,14 +5,14 @@
     with use_lora(model, "policy"):
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
 
-The same base model is the policy, the critic R_φ and the reference. `use_lora` switches between
-them, so memory holds an 8B model only once.
+The policy, the reward model R_φ and the reference share one base model. `use_lora` chooses one
+of their adapters, or none. Memory therefore holds the large base only once.
 B rows, P prompt tokens (padded left), T response tokens (padded right), H hidden size.
 
-Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading, ranks or
-files. Departure from common practice: adapters are merged into the base only while decoding
-(or for serving, by `merge_lora`), and only if the base is float32. In bfloat16, rounding would
-cancel most of a small update, such as that of PPO.
+Paper: the adapters of Appendix D and V_ψ of §3.5. The paper does not describe loading,
+parallel processes or files. Departure from common practice: adapters are merged into the base
+only while decoding (or for serving, by `merge_lora`), and only if the base is float32. Rounding
+to bfloat16 would remove most of a small update, such as that of PPO.
 """
 
 import json
@@ -34,36 +34,38 @@ from data import InputError, Task, critique_prompt, error_text, write_rows
 from runtime import WORLD_SIZE, find_device, load_tensors, print_rank0, save_tensors
 from sampling import Decoder, context_length, head_weight
 
-# Chat templates get this date instead of today's, so that a prompt is the same on any day. It
-# is the default date of Llama 3.1.
+# Chat templates get this date instead of today's, so that a prompt is the same on any day. The
+# template of Llama 3.1 has this date as its default.
 DATE = datetime(2024, 7, 26)
-# The chat template of a model that has none (toy/base, most base models).
+# The chat template for a tokenizer that has none (toy/base, most base models).
 PLAIN_TEMPLATE = ("{{ bos_token }}{% for turn in messages %}{{ turn.content }}"
                   "{{ '\\n\\nAnswer:\\n' if turn.role == 'user' else '\\n\\n' }}{% endfor %}")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")        # PEFT's names
 # On Hopper GPUs, the attention kernel of cuDNN returns NaN gradients for masked inputs of 64,
-# 192, 320, … tokens (pytorch issue 196678). It also builds a new plan for each input shape. The
-# other kernels do not have these problems.
+# 192, 320, … tokens (pytorch issue 196678). It also needs a new setup for each input
+# shape. The other kernels do not have these problems.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# Even if it is asked for safetensors, transformers reads a pickle that their index names.
+# Even with use_safetensors=True, transformers reads a pickle file that the index of the
+# safetensors files names. With this patch, such a file is an error.
 NO_PICKLES = mock.patch("torch.load", side_effect=ValueError(
     "a file of weights is a pickle, which can run code"))
-# The only options of PEFT that an adapter may set, and their values if not all are plain LoRA:
-# with them it computes W x + (alpha / r) B A x with the base's own W.
+# An adapter must be plain LoRA: W x + (alpha / r) B A x, with the W of the base. So the options
+# of PEFT that are in OPTIONS may have any value. For those in VALUES, the allowed values are
+# listed there. All others may only have a value in OFF.
 OPTIONS = """
     task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
     lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
     megatron_core qalora_group_size""".split()
 VALUES = {"peft_type": ["LORA"], "bias": ["none"],
           "init_lora_weights": [True, False, "gaussian"]}
-OFF = [None, False, [], {}]                                  # values of all other options
-PREFIX = "base_model.model."                                 # of the tensors in PEFT's files
+OFF = [None, False, [], {}]                                  # the option is not used
+PREFIX = "base_model.model."                                 # of tensor names in PEFT's files
 
 
 # ── Loading and prompts
 
 def find_model(path) -> str:
-    """The path of a base. One that is shipped with the code is found from any directory."""
+    """The path of a base. One in the code's folder is found from any working directory."""
     shipped = Path(__file__).parent / path
     return str(shipped if shipped.is_dir() and not os.path.isdir(path) else path)
 
@@ -72,13 +74,13 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
                checkpoint_activations=False):  # Table 5
     """Load a frozen causal LM and its tokenizer from a directory or hub id.
 
-    Only safetensors files are read, because pickle files can run code, and Python files in the
-    directory are not run. dtype: a torch dtype or its name. None means float32 on a CPU, where
-    bfloat16 is slow, and bfloat16 on a GPU. is_sharded: see `shard`. checkpoint_activations:
-    in training mode, the backward pass computes the activations of each block again. Run it
-    inside `use_lora`, too.
-    Raises InputError if the model cannot be loaded, if weights are missing or not finite, if
-    the tokenizer has an id without embedding, if the logits are not exactly
+    Weights are read only from safetensors files, because pickle files can run code. Python
+    files in the directory are not run. dtype: a torch dtype or its name. None means float32 on
+    a CPU, where bfloat16 is slow, and bfloat16 on a GPU. is_sharded: split the weights over
+    several processes, see `shard`. checkpoint_activations: in training mode, the backward pass
+    computes the activations of each block again. Then `backward` must also run in `use_lora`.
+    Raises InputError if path is an adapter, if the model cannot be loaded, if weights are
+    missing or not finite, if the tokenizer has an id without embedding, if the logits are not
     `hidden @ weight.T`, or if sampling and scoring have different hidden states.
     """
     if Path(path, ADAPTER_FILES[0]).exists():
@@ -119,19 +121,22 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
 
 @torch.no_grad()
 def check_passes(model):
-    """Check that weights are finite, and that sampling and scoring have equal hidden states.
+    """Check the weights, the logits, and the hidden states of sampling and scoring.
 
-    Two prompts of 7 and 3 tokens are continued with the same token, with a cache and by a
-    forward pass. One prompt is padded, so that a model that ignores the mask or the positions
-    is found, too. Raises ValueError, or what the model raises.
+    Weights must be finite. Logits must be hidden @ weight.T. Two prompts, of 7 and of 3 tokens,
+    get token 8 as next token, once with a cache and once in a forward pass. Both ways must give
+    nearly equal hidden states. The short prompt is padded, so that a model that ignores the
+    mask or the positions is found. Raises ValueError, or what the model raises.
     """
     for name, x in model.named_parameters():
-        # NaN in a shard reaches the logits below. In a row of an embedding, it may not.
+        # Sharded weights (DTensor) are left out, because a NaN in one reaches the logits, which
+        # are checked below. A NaN in an embedding may not, because few of its rows are read.
         if not isinstance(x, DTensor) and not all(map(torch.isfinite, x.aminmax())):
             raise ValueError(f"{name} is not finite")
-    row = torch.arange(1, 9, device=model.device)   # without 0: the embedding of the padding
+    row = torch.arange(1, 9, device=model.device)   # without 0, which is the padding
     ids = torch.stack([row, row.roll(4)])           # 1 2 3 4 5 6 7 8, and 5 6 7 8 1 2 3 4
-    # Sampling and scoring compute only hidden @ weight.T. With FSDP, this pass finds the root.
+    # Sampling and scoring compute hidden @ weight.T, and do not run the model's own head. With
+    # FSDP, this first forward pass also makes base_model the root of the sharded modules.
     hidden = model.base_model(ids).last_hidden_state                           # [2, 8, H]
     if not torch.allclose(hidden @ head_weight(model).T, model(ids).logits, 1e-2, 1e-2):
         raise ValueError("the logits are not hidden @ weight.T: a bias, scale, soft cap or NaN")
@@ -144,18 +149,20 @@ def check_passes(model):
     decoder.ids.fill_(8)
     decoder.cache.width = 8
     decoder.step()
-    expected = hidden[[0, 1], [7, 3]]               # where the forward pass reads the 8
-    # 9 % in bfloat16, where rounding gives a few; a wrong mask, position or cache gives more.
+    expected = hidden[[0, 1], [7, 3]]               # the hidden state at token 8
+    # 9 % in bfloat16, where rounding alone gives a few percent. A wrong mask, position or cache
+    # gives more.
     tolerance = torch.finfo(model.dtype).eps ** 0.5
     if not torch.dist(outputs[-1], expected) < tolerance * expected.norm():
         raise ValueError("sampling with a cache has other hidden states than a forward pass")
 
 
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
-    """Encode a user turn, or chat messages, as a prompt that the model continues to answer.
+    """Encode a user turn, or chat messages, as a prompt that ends where the answer begins.
 
-    A special token that is typed in a turn stays text, because it gets a space of width zero.
-    Raises InputError if the chat template refuses the turns, or leaves out the text of one.
+    If a turn contains the name of a special token, the name gets a zero-width space. It is then
+    encoded as plain text. Raises InputError if the chat template refuses the turns, or leaves
+    out the text of a turn that is not the assistant's.
     """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for token in tokenizer.added_tokens_decoder.values():
@@ -168,10 +175,10 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
         # Some templates take the date from date_string, which we pass. Others call a function
         # for it, so `datetime` is replaced.
         with mock.patch("transformers.utils.chat_template_utils.datetime", now=lambda: DATE):
-            text = tokenizer.apply_chat_template(                            # it contains BOS
+            text = tokenizer.apply_chat_template(                            # with BOS, if any
                 turns, chat_template=template, tokenize=False, add_generation_prompt=True,
                 date_string=f"{DATE:%d %b %Y}")
-        for turn in turns:             # of earlier answers, a template may drop the thoughts
+        for turn in turns:             # a template may drop the reasoning of earlier answers
             if turn["role"] != "assistant" and turn["content"].strip() not in text:
                 raise ValueError(f"it leaves out a {turn['role']} turn")
     except Exception as error:
@@ -181,9 +188,11 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:  # Table 5
 
 
 def drop_long_rows(rows: list[dict], task: Task, model, tokenizer, config) -> list[dict]:
-    """Keep rows whose prompt, response and critique fit the context; print how many do not.
+    """Keep rows whose prompt leaves room for response and critique; print how many do not.
 
-    Raises InputError where no row fits.
+    The context must hold the instruction to R_φ, the prompt, --max_new_tokens and
+    --max_critique_tokens. --max_prompt_tokens may set a lower limit. Raises InputError if no
+    row is left.
     """
     instruction = encode_prompt(tokenizer, critique_prompt("", ""))
     room = (context_length(model) - len(instruction) - config.max_new_tokens
@@ -203,7 +212,7 @@ def drop_long_rows(rows: list[dict], task: Task, model, tokenizer, config) -> li
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Encode a text without BOS or EOS. A special token that is typed in it is plain text."""
+    """Encode a text without BOS or EOS. The name of a special token stays text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
@@ -213,7 +222,10 @@ def encode_answer(tokenizer, text: str) -> list[int]:
 
 
 def eos_ids(tokenizer, model=None) -> list[int]:
-    """Ids that end an answer: the tokenizer's EOS, then the ids in the generation config."""
+    """Ids that end an answer: the tokenizer's EOS, then those in the model's generation config.
+
+    Raises InputError if there are none.
+    """
     ids = [tokenizer.eos_token_id]
     if model is not None:
         config_ids = model.generation_config.eos_token_id
@@ -270,13 +282,13 @@ class LoRALinear(nn.Module):
 
 
 def _lora_layers(model, name=None):
-    """A dict from path to LoRA layer, for all layers or those with the adapter `name`."""
+    """The LoRA layers by path; with a `name`, only the layers that have this adapter."""
     return {path: layer for path, layer in model.named_modules()
             if isinstance(layer, LoRALinear) and (name is None or name in layer.lora_A)}
 
 
 def _linear_layers(model):
-    """A dict from path to linear layer, for all layers but the head, adapted or not."""
+    """The linear layers by path, with or without adapters, but not the language-model head."""
     return {path.removesuffix(".base_layer"): layer for path, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
 
@@ -291,9 +303,9 @@ def _wrap(model, path):
 
 
 def target_layers(model, target_modules) -> list[str]:
-    """Paths of all linear layers with a target name, such as "q_proj", at the end.
+    """Paths of all linear layers whose last name, such as "q_proj", is a target.
 
-    Raises InputError if no linear layer of the model has that name.
+    Raises InputError if a target is not the name of any linear layer.
     """
     names = {path: path.rpartition(".")[2] for path in sorted(_linear_layers(model))}
     unknown = set(target_modules) - set(names.values())
@@ -321,7 +333,7 @@ def use_lora(model, name: str | None, merge: bool = False):
 
     merge: add the adapter to the base weights, if these are float32 and not sharded. Decoding
     is then faster, because each layer needs one matrix product instead of three. The merged
-    weights take as much memory as the base weights of these layers.
+    weights are extra: they take as much memory as the base weights of these layers.
     """
     assert name is None or _lora_layers(model, name), f"add or load the adapter {name!r} first"
     layers = _lora_layers(model).values()
@@ -345,7 +357,7 @@ def use_lora(model, name: str | None, merge: bool = False):
 def merge_lora(model, name: str):
     """Turn each LoRA layer into a linear layer with the weight W + (alpha / r) B A, [out, in].
 
-    `name` must be the only adapter, and W float32, as for `use_lora(…, merge=True)`.
+    `name` must be the only adapter. W must be float32 and not sharded.
     """
     with use_lora(model, name, merge=True):
         for path, layer in _lora_layers(model, name).items():
@@ -364,7 +376,8 @@ def lora_parameters(model, name: str) -> list[nn.Parameter]:
 def save_lora(model, name: str, directory):
     """Save an adapter in PEFT's format. Both files hold the options.
 
-    The path of the base is absolute, so that PEFT finds it from any working directory.
+    If the base is a directory, its absolute path is saved, so that PEFT finds it from any
+    working directory.
     """
     layers = _lora_layers(model, name)
     tensors = {}
@@ -385,10 +398,11 @@ def save_lora(model, name: str, directory):
 def load_lora(model, name: str, directory) -> list[nn.Parameter]:
     """Read an adapter in PEFT's format, add it as `name` and return its parameters.
 
-    The tensors in the file, not the option `target_modules`, say which layers are adapted. An
-    adapter of another base is a warning. Raises InputError if a file is missing or damaged, if
-    the adapter is not plain LoRA (but DoRA, rsLoRA, PiSSA, …), if A or B of a layer is missing
-    or does not fit, or if there are other tensors. The model then stays unchanged.
+    The tensors in the file, not the option `target_modules`, say which layers are adapted. A
+    warning is printed if the adapter names another base. Raises InputError if a file is missing
+    or damaged, if the adapter is not plain LoRA (but DoRA, rsLoRA, PiSSA, …), if A or B of a
+    layer is missing, does not fit or is not finite, or if there are other tensors. After an
+    error, the model is unchanged.
     """
     config_path, path = (Path(directory) / file for file in ADAPTER_FILES)
     try:
@@ -465,20 +479,21 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
     columns = torch.arange(longest, device=ids.device) + prompts.shape[1] - lengths
     packed = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))            # [x ; y ; padding]
     hidden = model.base_model(packed, use_cache=False).last_hidden_state
-    before = lengths - 1 + torch.arange(responses.shape[1], device=ids.device)   # of each h_t
+    before = lengths - 1 + torch.arange(responses.shape[1], device=ids.device)   # columns of h
     return hidden.take_along_dim(before.clamp(max=longest - 1)[..., None], dim=1)
 
 
 # ── Sharding (FSDP2)
 
 def shard(model, device):
-    """Shard the frozen blocks over all ranks with FSDP2, and move the rest to `device`.
+    """Shard the frozen blocks over all ranks (processes) with FSDP2; move the rest to `device`.
 
-    The weights are read from memory-mapped files one block at a time, so that a device holds
-    its shard, two blocks, and the embeddings, head and norm, which stay whole. For sampling,
-    `unsharded` puts all weights on each device. Adapters are not sharded, whether they are
-    loaded before or after this call. Each rank holds all adapters, so any single rank can save
-    them. The caller sums their gradients over the ranks.
+    The weights are read from memory-mapped files one block at a time. A device then holds its
+    part of each block, at most two whole blocks, and the embeddings, head and norm, which are
+    not sharded. For sampling, `unsharded` puts all weights on each device. Adapters are not
+    sharded, whether they are loaded before or after this call. Each rank holds all adapters, so
+    any single rank can save them. The caller sums their gradients over the ranks. Raises
+    InputError if the model's blocks are not in `layers`.
     """
     if not hasattr(model.base_model, "layers"):
         raise InputError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "
@@ -496,8 +511,8 @@ def shard(model, device):
 def unsharded(model):
     """Hold all weights of a sharded model on every rank during a `with` block.
 
-    Inside the block, no rank waits for another. Without it, sampling would gather all
-    weights for each token.
+    Inside the block, a forward pass gathers no weights, so it waits for no other rank. Outside
+    of it, sampling would gather all weights for each token.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

@@ -11,45 +11,47 @@
             ρ_t = π_θ(y_t) / π_θold(y_t)
             θ, ψ ← AdamW on −L_CLIP − β_H H + c_V L_VF               minibatch_loss     21–30
 
-Start with `train`, at the end. Above it stand the equations, and then its steps in order.
-`critic` is the function that criticises the rollouts: R_φ, the annotator, or another one that
-`train` is given. It is not the critic of actor–critic, which is V_ψ, here called value head.
+Start with `train`, at the end. The file begins with the equations. Then come the steps of
+`train`, in their order. `critic` is the function that reviews the rollouts: R_φ, the annotator,
+or another function that `train` gets as argument. The critic of actor–critic methods is
+something else: it is V_ψ, here called value head.
 c_V is the weight of the value loss. β_H is the weight of the entropy, which the paper calls β;
 here β is the KL coefficient.
 
 Departures from the paper.
 
-    entropy     the loss is −L_CLIP − β_H H; to maximise the paper's L_CLIP − β H lowers H
+    entropy     the loss −L_CLIP − β_H H raises H; maximising the paper's L_CLIP − β H lowers it
     GAE         the sum ends at T − t, not at T − t − 1; V is 0 after the last token
-    δ_t         the paper has two: `delta`, of the critique, and `td_error`, of GAE
-    sampling    all π are at the sampling temperature, and R_φ writes z' greedily
-    KL          the penalty is paid for the sampled token
+    δ_t         three values have this name in the paper; here they are `delta` (from the
+                critique), `rewards` (r_t) and `td_error` (of GAE)
+    sampling    each π has the sampling temperature, and R_φ writes z' greedily
+    KL          the penalty uses only the log-probs of the sampled token
     skipping    a step whose loss or gradient is not finite is skipped
 
 From the release, the code that the authors published, and not in the paper:
 
-    whitening   A_t has mean 0 and variance 1 over the batch; in the release, in each process
+    whitening   A_t has mean 0 and variance 1 over the batch (release: in each process)
     V's target  A_t + V_t; --value_target return is the paper's
-    V's loss    halved, and clipped like the policy's
+    V's loss    halved; a V that moves far from its old value is clipped, as ρ_t is
     β           adapts to a target KL
-    optimizer   one AdamW, with one gradient clip, steps θ and ψ; for SLF5K, the release has
-                Adafactor and no gradient clip
+    optimizer   one AdamW, with one gradient clip, updates θ and ψ together; for SLF5K, the
+                release has Adafactor and no gradient clip
     ratio       a step whose mean ρ_t is above 10 is skipped
 
 Not from the release:
 
-    KL          the release pays the exact KL_t, the mean over all tokens that π could have
-                sampled at t. A reward that does not depend on which y_t was sampled is a
-                baseline at t: its expected gradient at t is 0
+    KL          the penalty of the release is the exact KL_t, a mean over the vocabulary. It is
+                the same for every y_t that π could sample. Such a reward is only a baseline
+                for y_t: its expected gradient at t is 0
 
 Shapes: B rows, P prompt tokens (padded left), T response tokens (padded right), N sampled
-tokens of some rows, H hidden size. With several GPUs, each process is a rank. `rank_share` is
-every WORLD_SIZE-th row of a list, those on which this rank works; with one process, it is the
-list itself. Every rank holds the full batch. A group is a micro-batch.
+tokens of some rows, H hidden size. With several GPUs, each has a process, called a rank.
+`rank_share` returns the rows of a list on which this rank works, every WORLD_SIZE-th row. With
+one process, these are all rows. Every rank holds the full batch. A group is a micro-batch.
 
-A random draw depends only on the seed, the iteration and the position in the batch. On a CPU,
-an interrupted run that continues ends with bit-identical weights. A GPU does not guarantee
-this.
+A random draw depends only on the seed, the iteration and the position in the batch. On a CPU, a
+run that is interrupted and continued therefore ends with exactly the weights of a run without
+interruption. A GPU does not guarantee this.
 """
 
 import math
@@ -80,9 +82,8 @@ from settings import PolicyConfig
 def nl_gradient_loss(logprobs: Tensor, delta: Tensor, mask: Tensor) -> Tensor:
     """Surrogate loss; its negative gradient is g_NL = Σ_t δ_t ∇_θ log π_θ(y_t | x, y_<t).
 
-    Definition 1 (§3.1), §3.5. All arguments are [B, T]; the loss is a scalar, averaged over the
-    batch. This is the NL gradient alone: `train` does not call it, because PPO has A_t in the
-    place of δ_t. Tests and notebooks use it.
+    Definition 1 (§3.1), §3.5. All arguments are [B, T]. The loss is a scalar, the mean over the
+    batch. Tests and notebooks use it. `train` does not, because PPO uses A_t instead of δ_t.
     """
     assert delta.shape == logprobs.shape == mask.shape, "Definition 1: one δ_t per log π(y_t)"
     return -(delta * logprobs * mask).sum() / len(logprobs)
@@ -108,11 +109,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Scale to mean 0 and variance 1 over the mask, as the release does in each process.
+    """Shift and scale x to mean 0 and variance 1 over all tokens in the mask.
 
-    [B, T] → [B, T]
+    [B, T] → [B, T]. The release does this for the rows of each process alone.
     """
-    wide = x.double()                 # float32 would leave rounding error over a tiny spread
+    wide = x.double()                 # float32 rounding would be large beside a tiny variance
     count = mask.sum()
     mean = (wide * mask).sum() / count
     variance = ((wide - mean) ** 2 * mask).sum() / count
@@ -125,13 +126,13 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 def ppo_loss(logprobs, logprobs_old, advantages, mask, clip: float, count=None) -> Tensor:
     """−E_t[min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t)],  ρ_t = π_θ(y_t)/π_θold(y_t)   (§3.5)
 
-    Any shape → scalar (Alg. 4 l.21–23, 27). count: tokens to average over; default mask.sum().
+    Any shape → scalar (Alg. 4 l.21–23, 27). count: divisor of the sum; default mask.sum().
     """
     assert logprobs.shape == logprobs_old.shape == advantages.shape, "§3.5: one A_t per ρ_t"
     ratio = torch.exp((logprobs - logprobs_old) * mask)                         # l.21–22
-    # Beyond 1 ± ε, a further step of ρ_t in the direction of A_t gains nothing: the gradient is
-    # 0. If ρ_t has moved in the wrong direction, the minimum takes the first term, and its
-    # gradient moves ρ_t back.
+    # A_t > 0 should raise ρ_t, and A_t < 0 should lower it. Once ρ_t has moved beyond 1 ± ε in
+    # this direction, the gradient is 0. If ρ_t has moved in the wrong direction, the minimum is
+    # the first term, and its gradient moves ρ_t back.
     # l.23
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     return -(gain * mask).sum() / (mask.sum() if count is None else count)
@@ -143,8 +144,8 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
     Any shape → scalar; count as in `ppo_loss`.
     """
     assert values.shape == values_old.shape == returns.shape, "Alg. 4 l.24: one R_t per V"
-    # If V has moved towards R by more than `clip`, the clipped error is the larger one, and it
-    # has no gradient. If V has moved away from R, the larger error is the plain one.
+    # If V has moved towards R by more than `clip`, and not past R, the clipped error is larger.
+    # It has no gradient. If V has moved away from R, the error without clipping is larger.
     clipped = torch.clamp(values, values_old - clip, values_old + clip)
     error = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)            # l.24
     return 0.5 * (error * mask).sum() / (mask.sum() if count is None else count)
@@ -154,7 +155,8 @@ def adapt_beta(beta: float, kl: float, n: int, target: float, horizon: int) -> f
     """β after a batch of n rollouts, adapted to a target KL (Ziegler et al. 2019, §2.2).
 
     kl: mean KL per response of the batch in nats. target: in nats; 0 keeps β. horizon: number
-    of rollouts over which β adapts. β changes by at most 20 %, even if n is larger.
+    of rollouts over which β adapts. β changes by at most 20 %, even if n is larger than
+    horizon. If kl is not finite, β stays as it is.
     """
     if target and math.isfinite(kl):
         error = min(max(kl / target - 1, -0.2), 0.2)
@@ -167,7 +169,10 @@ def adapt_beta(beta: float, kl: float, n: int, target: float, horizon: int) -> f
 
 @dataclass
 class Rollouts:
-    """ℬ. Tensors are [B, T], right-padded, unless said otherwise; log-probs are in nats."""
+    """ℬ, the batch of an iteration. Unless noted, tensors are [B, T], padded on the right.
+
+    Log-probs are in nats. Fields that are None at first are filled in later.
+    """
     rows: list[dict]
     prompts: list[str]
     texts: list[str]
@@ -176,7 +181,7 @@ class Rollouts:
     prompt_mask: Tensor                   # [B, P]
     response_ids: Tensor                  # y
     mask: Tensor                          # 1 on sampled tokens, EOS included
-    reviews: list[Review] = None      # of all ranks
+    reviews: list[Review] = None      # one per row, also of rows that other ranks reviewed
     delta: Tensor = None              # δ'_t
     logprobs_old: Tensor = None       # log π_θold(y_t)
     entropy: Tensor = None            # H(π_θold(·|x, y_<t))
@@ -186,14 +191,14 @@ class Rollouts:
     advantages: Tensor = None         # A_t, whitened
     returns: Tensor = None            # targets of V
     truncated: list[bool] = None      # no EOS within max_new_tokens
-    task: Task = None                 # how a row became a prompt, and what is measured
+    task: Task = None                 # makes the prompts from rows, and has the metrics
 
     def sampled(self, index) -> Tensor:
         """Whether each column of these rows holds a sampled token, [len(index), T]."""
         return self.mask[index].bool()
 
     def groups(self, index, config: PolicyConfig) -> list[list[int]]:
-        """The micro-batches of some rows, by the length of x and y; see `token_groups`."""
+        """Split some rows into micro-batches by the length of x and y, see `token_groups`."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
         return token_groups(index, lengths, config.micro_batch_tokens)
 
@@ -220,8 +225,8 @@ def sample_rollouts(model, tokenizer, rows, config: PolicyConfig, adapter,
     prompts = [task.policy_prompt(row) for row in rows]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     prompts = [prompt_text(prompt) for prompt in prompts]
-    # All ranks draw the same numbers, one for each token, and use those of their own rows. So a
-    # text depends neither on the number of ranks nor on the other rows.
+    # All ranks draw the same numbers, one for each token, and use those of their own rows. So
+    # the number of ranks and the other rows do not change the random numbers of a text.
     uniforms = torch.rand(len(rows), config.max_new_tokens, generator=generator)
     eos = eos_ids(tokenizer, model)
     with use_lora(model, adapter, merge=True):
@@ -254,7 +259,8 @@ def reward_model_critic(rollouts: Rollouts, model, tokenizer, config) -> list[Re
 def annotator_critic(rollouts: Rollouts, model, tokenizer, config):  # noqa: ARG001
     """The annotator in the place of R_φ (--critic annotator): reviews of this rank's rows.
 
-    Rank 0 asks about all rows, because the journal has one writer.
+    Rank 0 asks about all rows, because only one process may write the journal, the file of the
+    annotator's replies.
     """
     reviews = critique_by_annotator(rollouts, config) if RANK == 0 else None
     return rank_share(from_rank0(reviews))
@@ -266,8 +272,8 @@ CRITICS = {"reward_model": reward_model_critic, "annotator": annotator_critic}  
 def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     """The annotator's reviews of all rollouts, in the place of Alg. 4 l.12–13.
 
-    Requests use the journal, budget and prices of phase 1. A review of an empty response, or
-    without a usable reply, has a reason and δ = 0.
+    Requests use the journal (file of replies), budget and prices of phase 1. If a response is
+    empty, or its reply cannot be used, its review has δ = 0 and says the reason.
     """
     task = rollouts.task
     rows = [answer_row(row, y) | {"outcome": None}
@@ -285,7 +291,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
             reviews.append(Review(reply.text, [0.0] * len(offsets), reply.reason))
             continue
         feedback, grounding = reply.value
-        # Phase 1 does not know this setting of the task, so the places are found once more.
+        # `ask_annotator` finds the quotes without repeats_are_poor. So they are found again.
         if task.repeats_are_poor:
             grounding = ground(text, feedback, repeats_are_poor=True)
         reviews.append(make_review(feedback.text(), text, offsets, feedback, grounding))
@@ -293,13 +299,13 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
 
 
 def answer_row(row: dict, response: str) -> dict:
-    """The row with a new response, without a critique or an outcome of its old one."""
+    """The row with a new response, without the critique and the outcome of the old response."""
     return {name: value for name, value in row.items()
             if name not in ("critique", "feedback", "outcome")} | {"response": response}
 
 
 def with_outcomes(rows: list[dict], task: Task, config) -> list[dict]:
-    """The rows, with the outcomes of their tests if the task has tests that may run."""
+    """Add test outcomes to the rows if the task has tests and --allow_code_execution is set."""
     if not (task.tests and config.allow_code_execution):
         return rows
     from measures.sandbox import add_outcomes
@@ -320,9 +326,10 @@ def add_feedback(rollouts: Rollouts, rank_reviews: list[Review]):
 
 @torch.no_grad()
 def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
-    """log π_θold, H, log π_ref and V_ψ (Alg. 4 l.7, 14, 16), from the training forward pass.
+    """log π_θold, H, log π_ref and V_ψ of all y_t (Alg. 4 l.7, 14, 16).
 
-    The update needs only the log-probs of π_θold, so its weights are not copied (l.7).
+    `forward` computes them, as in training. The update needs only the log-probs of π_θold, so
+    its weights are not copied (l.7).
     """
     weight = head_weight(model)
     # Four numbers for each token: log π_θold, H, log π_ref and V_ψ. Each rank fills in its own
@@ -373,8 +380,8 @@ def add_advantages(rollouts: Rollouts, beta: float, config: PolicyConfig):
     rollouts.rewards = rewards
     advantages, rollouts.returns = gae(rewards, values, mask, config.gamma, config.lam)  # l.15
     # By default V learns A_t + V_t, which mixes the rewards with V itself, as GAE does. In the
-    # paper, V learns the plain sum of later rewards, R_t = Σ_k γ^{k−t} r_k (l.24). GAE gives
-    # this sum if λ is 1 and V is 0.
+    # paper, V learns the discounted sum of the rewards from t on, R_t = Σ_k γ^{k−t} r_k (l.24).
+    # GAE gives this sum if λ is 1 and V is 0.
     if config.value_target == "return":
         no_values = torch.zeros_like(values)
         rollouts.returns, _ = gae(rewards, no_values, mask, config.gamma, 1.0)
@@ -392,11 +399,13 @@ MAX_RATIO = 10          # a step is skipped if the mean ρ_t of its minibatch is
 
 def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyConfig,
                rng) -> dict:
-    """ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32) → means over the steps.
+    """Update θ and ψ by ppo_epochs passes over the batch in minibatches (Alg. 4 l.19–32).
 
-    Losses are divided by the token count of the whole minibatch, so neither micro-batches nor
-    ranks change the update. A step is skipped and counted if its loss or gradient is not
-    finite, or if its mean ρ_t is above MAX_RATIO. Raises InputError if all are skipped.
+    Returns the metrics as means over the steps that were not skipped. Losses are divided by the
+    token count of the whole minibatch. So, up to rounding, the update depends neither on the
+    micro-batches nor on the number of ranks. A step is skipped and counted if its loss or
+    gradient is not finite, or if its mean ρ_t is above MAX_RATIO. Raises InputError if all
+    steps are skipped.
     """
     assert rollouts.advantages.shape == rollouts.returns.shape == rollouts.mask.shape, \
         "Alg. 4 l.17: one A_t, R_t per token"
@@ -413,8 +422,8 @@ def ppo_update(rollouts: Rollouts, model, value_head, optimizer, config: PolicyC
             norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = norm.item()
             if all(map(math.isfinite, stats.values())) and stats["ratio"] <= MAX_RATIO:
-                # Until the first step, π_θ is π_θold, so ρ is 1 (but for half precision, which
-                # rounds the two passes differently).
+                # Before the first step, π_θ is π_θold, so ρ is 1. This is not checked in half
+                # precision, where the two passes are rounded differently.
                 may_differ = steps or model.dtype != torch.float32
                 assert may_differ or abs(stats["ratio"] - 1) < 0.1, \
                     "Alg. 4 l.22: ρ = 1 until θ moves"
@@ -436,13 +445,13 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
                   config: PolicyConfig) -> dict[str, float]:
     """Accumulate the gradients of a minibatch over all ranks (Alg. 4 l.21–28) → metrics."""
     # The loss is a mean over all tokens of the minibatch. Each pass divides its sum by this
-    # count, so the gradients of all passes and ranks add up to that of the mean.
+    # count. So the gradients of all passes and ranks add up to the gradient of the mean.
     count = rollouts.mask[minibatch].sum()
     totals = []
     for group in rollouts.groups(minibatch, config):
         index = rank_share(group)          # never empty, see `check_batches`
-        # With --activation_checkpointing, `backward` runs the forward pass a second time. So it
-        # stands inside of `use_lora`, too.
+        # With --activation_checkpointing, `backward` runs the forward pass a second time. So
+        # `backward` is called inside `use_lora`, too.
         with use_lora(model, "policy"):
             loss, stats = minibatch_loss(rollouts, index, model, value_head, config, count)
             loss.backward()
@@ -455,7 +464,7 @@ def add_gradients(rollouts: Rollouts, minibatch: list[int], model, value_head, p
 def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyConfig, count):
     """The loss −L_CLIP − β_H H + c_V L_VF of some rows, and metrics (Alg. 4 l.21–28).
 
-    Both are sums over the N sampled tokens of these rows, divided by `count`.
+    Loss and metrics are sums over the N sampled tokens of these rows, divided by `count`.
     """
     hidden, targets = forward(model, rollouts, index, "policy")
     weight = head_weight(model)
@@ -487,7 +496,7 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
 # ── Algorithm 4
 
 def set_learning_rates(optimizer, config: PolicyConfig, iteration: int):
-    """Set the rates of θ and ψ, which fall from their peaks to 0 (Appendix D.2)."""
+    """Set the learning rates of θ and ψ, falling from their peaks to near 0 (Appendix D.2)."""
     factor = 1 - iteration / config.iterations
     if config.schedule == "cosine":
         factor = 0.5 * (1 - math.cos(math.pi * factor))
@@ -502,17 +511,18 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
 
     critic(rollouts, model, tokenizer, config) → a Review of each row of this rank's share.
     advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
-    further metrics. Each iteration writes metrics, a sample and a checkpoint to `out`, where an
-    interrupted run continues. At the end come policy/ and value_head.safetensors.
+    further metrics. Each iteration writes metrics, a sample and a checkpoint to `out`. An
+    interrupted run continues from the newest checkpoint. At the end, policy/ and
+    value_head.safetensors are written.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)       # l.5; Alg. 1 l.17
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    # What a checkpoint holds beside the tensors. Before the first step, `checkpointed` reads
-    # the newest one into the parameters, the optimizer and this dict.
+    # This dict is saved in each checkpoint, beside the tensors. Before the first step,
+    # `checkpointed` reads the newest checkpoint into parameters, optimizer and this dict.
     state = {"beta": config.kl_coef}
     for iteration in checkpointed(config.iterations, optimizer, state, out, "policy"):  # l.6
-        # A run that continues draws what it would have drawn, as the seed is the iteration's.
+        # The seed depends on the iteration, so a run that continues makes the same draws.
         seed = config.seed * 1_000_003 + iteration
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)

@@ -1,7 +1,7 @@
 """Algorithm 3: R_φ learns to write z, a critique and its spans as JSON (§3.4, phase 2).
 
     python reward_model.py --task slf5k --data feedback.jsonl --model MODEL
-    torchrun --nproc_per_node 8 reward_model.py …       # the same on eight ranks
+    torchrun --nproc_per_node 8 reward_model.py …       # the same with eight processes (ranks)
 
     [x ; y ; z] ← the tokens of each annotated row                       encode_rows      l.2
     φ ← a new LoRA adapter "reward" with B = 0 on the frozen base        add_lora         l.4
@@ -10,14 +10,14 @@
         φ ← AdamW on L_R / number of tokens of z in the batch
     return R_φ, which writes z' ~ R_φ(·|x, y)                            write_critiques  l.8
 
-The base is the policy's, so memory holds it once. The tokens of the prompt have no loss, but
-the EOS token does. After the algorithm comes phase 2, which trains R_φ and compares it with the
-annotator on held-out rows, token by token (§4.2, Table 1).
+R_φ and the policy share one base, so memory holds it once. The tokens of the prompt have no
+loss, but the EOS token does. The second part of this file is phase 2, which trains R_φ and
+compares it with the annotator on held-out rows, token by token (§4.2, Table 1).
 
 Departures.
 
     loss        the mean per token of z; the paper's is the mean per row
-    quotes      those that do not occur in the response are removed from z before training;
+    quotes      quotes that do not occur in the response are removed from z before training;
                 Appendix L removes them from the annotation
     greedy      z' is decoded greedily; Alg. 4 l.12 samples it
 
@@ -63,8 +63,8 @@ def encode_rows(rows: list[dict], tokenizer, max_tokens: int) -> tuple[list[dict
     pairs = []
     for row in rows:
         z = Feedback(row["critique"], [*row["good_spans"]], [*row["poor_spans"]])
-        # `unmatched` does not say in which list a quote stood, so each list is grounded alone.
-        # It is passed as the good one, because the label makes no difference here.
+        # `unmatched` does not say from which list a quote comes, so each list is grounded
+        # alone. It is passed as the good list, because the label makes no difference here.
         for quotes in (z.good_spans, z.poor_spans):
             for quote in ground(row["response"], Feedback("", quotes, [])).unmatched:
                 quotes.remove(quote)
@@ -85,8 +85,8 @@ def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """
     x_ids, z_ids = zip(*pairs)                              # x_ids: of the instruction, x and y
     prompts, prompt_mask, z, z_mask = pad_batch(x_ids, z_ids, model.device)       # [B, P], …
-    # Most rows of z are shorter than the longest one. Only their own tokens get a log-prob: the
-    # batch is made flat, and the padding is left out.
+    # Most z are shorter than the longest one, and the rest of their row is padding. To leave
+    # the padding out, the batch is made flat, and only its tokens of z get a log-prob.
     indices = z_mask.flatten().nonzero().squeeze(1)         # tokens of z in the flat batch, [N]
     hidden = response_hidden(model, prompts, prompt_mask, z, z_mask)                # [B, T, H]
     hidden = hidden.flatten(0, 1)[indices]                                             # [N, H]
@@ -100,9 +100,9 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     """Train an adapter by minimising its mean loss (Algorithm 3); return the loss of each step.
 
     The adapter is created if it does not exist. loss_of(model, pairs): the summed loss in nats.
-    count_of(pair): the number of terms in this sum, by default the tokens of z. The baselines
+    count_of(pair): the terms of one pair in this sum, by default the tokens of z. The baselines
     pass other functions: DPO has one term for each pair of answers. out: directory of
-    checkpoints; training continues from the newest one, if it was made of the same pairs. The
+    checkpoints; training continues from the newest checkpoint with the same pairs, if any. The
     ranks share each batch. Raises InputError where a loss or gradient is not finite.
     """
     torch.manual_seed(config.seed)
@@ -116,7 +116,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
     batches = []
     for _ in range(config.reward_epochs):
         batches += chunks(rng.sample(pairs, len(pairs)), config.reward_batch_size)
-    # What a checkpoint holds beside the tensors; `checkpointed` reads the newest one into it.
+    # Each checkpoint holds this dict; `checkpointed` reads the newest one into it.
     state = {"losses": [], "made_of": checksum(state=pairs)}
     check_ranks(state)
     warm_up = max(1, len(batches) // 20)                                              # steps
@@ -126,7 +126,7 @@ def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,
                                  SAVE_EVERY):
             # Each step and rank draws different dropout masks.
             torch.manual_seed(config.seed * 1_000_003 + step * WORLD_SIZE + RANK)
-            # The rate rises in the first 5 % of the steps, and then falls to 0.
+            # The rate rises in the first 5 % of the steps, and then falls towards 0.
             factor = min((step + 1) / warm_up, 1 - step / len(batches))
             optimizer.param_groups[0]["lr"] = config.reward_learning_rate * factor
             loss = add_gradients(model, parameters, batches[step], config, loss_of, count_of)
@@ -165,13 +165,13 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
                     max_new_tokens: int, batch_size=64) -> list[str]:
     """Write one critique per response with the adapter "reward" (Alg. 4 l.12).
 
-    Decoding is greedy, so that rewards are deterministic, whereas l.12 samples z'. batch_size:
-    critiques that are decoded together. The critique is "" if the response is empty or too long
-    for the context.
+    Decoding is greedy, so that the reward of a response is not random. In l.12, z' is sampled.
+    batch_size: number of critiques that are decoded together. The critique is "" if the
+    response is empty, or if it leaves too little room for a critique in the context.
     """
     max_prompt_tokens = context_length(model) - max_new_tokens
-    # Only responses that R_φ can read, by their index: an empty one has nothing to quote, and a
-    # long one leaves no room for the critique.
+    # Index of a response → ids of its prompt. An empty response has nothing to quote. A very
+    # long one leaves too little room for a critique. Both are left out.
     prompt_ids = {}
     for i, (x, y) in enumerate(zip(prompts, responses)):
         ids = encode_prompt(tokenizer, critique_prompt(x, y))
@@ -181,10 +181,10 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
         critique_ids = generate(model, list(prompt_ids.values()), max_new_tokens,
                                 temperature=0, eos_token_id=eos_ids(tokenizer, model),
                                 batch_size=batch_size)
-    # Each critique goes back to its response. Those that were left out keep "".
+    # Each critique goes back to its response. The responses that were left out keep "".
     critiques = [""] * len(responses)
     for i, ids in zip(prompt_ids, critique_ids, strict=True):
-        # Without the clean-up of some tokenizers, which moves the white space of the quotes.
+        # Some tokenizers clean up spaces by default. This would change the quotes.
         critiques[i] = tokenizer.decode(ids, skip_special_tokens=True,
                                         clean_up_tokenization_spaces=False)
     return critiques
@@ -195,10 +195,10 @@ def write_critiques(model, tokenizer, prompts: list[str], responses: list[str],
 def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) -> str:
     """Phase 2 (Alg. 1 l.13–14, Algorithm 3): train R_φ, evaluate it and return the summary.
 
-    data: the annotated rows. out: directory for the adapter, metrics and samples. Raises
+    data: file of annotated rows. out: directory for the adapter, metrics and samples. Raises
     InputError if every training row is too long.
     """
-    # The rows of phase 1, without those that are too long for [x ; y ; z]
+    # The rows of phase 1, without those whose [x ; y ; z] is too long
     rows = read_rows(data, task=FEEDBACK)
     limit = min(config.reward_max_tokens, context_length(model))
     _lock = lock_directory(out)                       # held until the function ends
@@ -214,7 +214,7 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
     if too_long:
         print_rank0(f"left out: {message}")
     losses = fit_adapter(model, pairs, "reward", config, out=out)
-    # R_φ criticises responses to prompts on which it was not trained.
+    # R_φ reviews responses to held-out prompts, on which it was not trained.
     with unsharded(model):
         figures, samples = compare_critiques(model, tokenizer, held_out,
                                              config.max_critique_tokens)
@@ -233,8 +233,9 @@ def fit_reward_model(model, tokenizer, config: RewardConfig, data, out: Path) ->
 def compare_critiques(model, tokenizer, rows: list[dict], max_critique_tokens: int):
     """Compare R_φ with the annotator on annotated rows (§4.2, Table 1) → (figures, samples).
 
-    figures: precision, recall, and the share of R_φ's critiques that cannot be parsed
-    ("unparseable"). samples: both critiques of each row. The ranks share the rows.
+    figures: precision and recall of R_φ's good and poor tokens, the numbers of all and of poor
+    tokens, and the share of R_φ's critiques that cannot be parsed ("unparseable"). samples: the
+    two critiques of each row. The ranks share the rows.
     """
     counts = Counter()
     samples = []
@@ -262,7 +263,7 @@ def compare_critiques(model, tokenizer, rows: list[dict], max_critique_tokens: i
 
 def main():
     """Train and evaluate a reward model, with settings from the command line."""
-    # The rows know their task, and the task has defaults for the flags.
+    # The rows name their task, and the task sets defaults of the flags.
     config = parse_flags(FitConfig, __doc__)
     task = read_rows(config.data)[0].get("task") or config.task
     # If the command line has a --task, it comes later and has priority.
@@ -273,7 +274,7 @@ def main():
     config = derive_settings(config, 0, model)
     save_settings(config, out)
     text = fit_reward_model(model, tokenizer, config, config.data, out)
-    data = None if get_task(config.task).rows else "ROWS"           # the toy world makes rows
+    data = None if get_task(config.task).rows else "ROWS"           # toy needs no --data
     command = next_command("text2grad.py", task=config.task, model=config.model, data=data,
                            reward_model=out / "adapter", output_dir=f"{out}-policy")
     print_rank0(f"{out}: {text}\n{command}")

@@ -4,15 +4,15 @@
         ids = generate(model, [encode_prompt(tokenizer, "Hello")], max_new_tokens=20)
     logprobs = token_logprobs(hidden, head_weight(model), targets, temperature=0.6)
 
-Sampling and scoring use the same distribution: softmax(h Wᵀ / T), with no top-k, top-p or
-repetition penalty.
-B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), N tokens
-of a flat batch, H hidden size, V vocabulary.
+Sampling and scoring use the same distribution: softmax(h Wᵀ / T) with the temperature T, and no
+top-k, top-p or repetition penalty. Temperature 0 is greedy decoding.
+In shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the
+right), N tokens of a flat batch, H hidden size, V vocabulary.
 
 Paper: y ~ π (Alg. 4 l.11), z' ~ R_φ (l.12), log π and its entropy (l.22, 25). The paper does
 not describe how to compute them. Departure from common practice: each token is drawn with one
 uniform random number, which the caller can fix in advance. In float32 on a CPU, a sampled
-text therefore depends neither on the other rows of the batch nor on the number of ranks. A GPU
+text therefore depends neither on the other rows nor on the number of processes. A GPU
 chooses its kernels by the shape of the batch. The last bits of the logits can therefore differ,
 and in rare cases so does a token.
 """
@@ -44,7 +44,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def _rope_limit(model):
-    """The length up to which the frequencies of RoPE are the same; None: always."""
+    """The longest sequence in which RoPE keeps its frequencies; None if they never change."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     for options in rope, *rope.values():            # rope may contain one dict per layer type
         match options:
@@ -55,9 +55,9 @@ def _rope_limit(model):
 def context_length(model) -> int:
     """The largest number of tokens in a prompt and its response together.
 
-    For longrope (Phi-3-128k, Phi-4-mini) it is the original context. In a longer sequence, all
-    positions get other frequencies. Sampling would still read keys with the old ones from its
-    cache, so scoring would give other log-probs.
+    For RoPE of the type longrope (Phi-3-128k, Phi-4-mini) or dynamic, it is at most the
+    original context. In a longer sequence, all positions get other frequencies. Sampling would
+    still read keys with the old frequencies from its cache, and scoring would not.
     """
     limit = getattr(model.config, "max_position_embeddings", None) or 1 << 30
     return min(limit, _rope_limit(model) or limit)
@@ -69,7 +69,7 @@ def pad_batch(prompt_ids: list[list[int]], response_ids: list[list[int]], device
 
     Returns the prompt ids and their mask, [B, P], and the response ids and their mask, [B, T].
     P is rounded up to a multiple of `multiple`. The padding id is 0, because every
-    model has a token 0. The masks exclude padding from attention.
+    model has a token 0. The masks are 1 at tokens and 0 at padding.
     """
     P = round_up(max(map(len, prompt_ids)), multiple)
     T = max(map(len, response_ids), default=0)
@@ -89,10 +89,10 @@ def head_weight(model) -> Tensor:
 
 
 def _product(a, b):
-    """Compute a @ b in float32, without float32 copies of a and b; float64 stays float64."""
+    """Compute a @ b without float32 copies of a and b. The result is float32 (or float64)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    product = a @ b                     # on a CPU, half-precision products are rounded here
+    product = a @ b                     # on a CPU, bfloat16 inputs give a product in bfloat16
     return product if product.dtype == torch.float64 else product.float()
 
 
@@ -107,9 +107,9 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 def _tiles(rows: int, weight: Tensor):
     """Split the vocabulary into slices. The logits of one slice are a tile, [rows, width].
 
-    A float32 tile takes at most 4 MiB on a CPU, so that it fits into the cache, and 64 MiB on
-    CUDA. Its width is at most a quarter of a large vocabulary. It is a multiple of 128, which
-    suits the matrix units of a GPU.
+    A float32 tile takes about 4 MiB or less on a CPU, so that it fits into the cache, and about
+    64 MiB or less on CUDA. For a large V, the width is at most about V / 4. It is rounded up to
+    a multiple of 128, which suits the matrix units of a GPU.
     """
     budget = 1 << (26 if weight.is_cuda else 22)
     width = min(budget // (4 * max(rows, 1)), max(1024, math.ceil(len(weight) / 4)))
@@ -127,8 +127,8 @@ class _FusedLogProbs(torch.autograd.Function):
         log p(y) = z_y − log Σ e^z        ∂ log p(y) / ∂h = (W[y] − pᵀW) / T
 
     The forward pass computes this gradient, because it already has p. The backward pass only
-    multiplies it by the upstream gradient. As in FlashAttention, each tile adds to log Σ e^z,
-    so the pᵀW of the tiles before it is scaled down.
+    multiplies it by the upstream gradient. Each tile makes Σ e^z larger and thus the earlier p
+    smaller. So pᵀW of the earlier tiles is scaled down, as in FlashAttention.
     """
 
     @staticmethod
@@ -143,7 +143,7 @@ class _FusedLogProbs(torch.autograd.Function):
         for tile in _tiles(len(hidden), weight):
             w = weight[tile]
             z = head_logits(hidden, w, temperature)              # [rows, width]
-            column = targets - tile.start        # index of y in this tile, or outside of it
+            column = targets - tile.start        # index of y in this tile, if y is in it
             clamped = column.clamp(0, len(w) - 1)
             z_y = torch.where(column == clamped, z.gather(1, clamped), z_y)
             previous = log_sum
@@ -170,7 +170,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """Compute log π(y_i | x, y_<i) of N sampled tokens (§3.5, Alg. 4 l.22).
 
     hidden [N, H], weight [V, H] (the frozen head), targets [N] → [N] in nats, float32. The
-    function never stores a tensor of shape [N, V]. Only `hidden` gets a gradient.
+    logits are computed in tiles, so no large [N, V] tensor is stored. Only `hidden` gets a
+    gradient.
     """
     assert hidden.ndim == weight.ndim == 2 and targets.shape == hidden.shape[:1], \
         "§3.5: log π(y_i) takes one h_i and one y_i for each token: [N, H], [V, H], [N]"
@@ -182,7 +183,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute H(π(·|x, y_<i)) at N positions (Alg. 4 l.25): [N, H], [V, H] → [N] in nats.
 
-    Logits are computed for a few rows at a time, and again in the backward pass.
+    To save memory, logits are computed for some rows at a time, and not stored. The backward
+    pass computes them again.
     """
     def chunk_entropy(h):
         dtype = torch.promote_types(h.dtype, torch.float32)
@@ -201,7 +203,7 @@ def token_entropy(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> T
 
 @dataclass
 class StaticCache:
-    """Keys and values of all layers, each a preallocated [B, heads, columns, head size]."""
+    """Keys and values of all layers: tensors of fixed size, [B, heads, columns, head size]."""
     columns: int                                # number of allocated columns
     cache_position: Tensor | None = None        # indices of the columns to write in this pass
     width: int = 0                              # number of columns that attention reads
@@ -254,34 +256,33 @@ def _draw(logits, uniforms, temperature: float) -> Tensor:
 
 
 def can_capture(model) -> bool:
-    """Whether a decoding step can be captured in a CUDA graph, because it runs only on the GPU.
+    """Whether a CUDA graph can capture a decoding step: nothing in it may need the CPU.
 
-    Models that FSDP shards cannot be captured. Nor can models whose RoPE frequencies depend on
-    the current length.
+    It cannot if FSDP shards the model, or if the RoPE frequencies depend on the current length.
     """
     return not isinstance(model.base_model, FSDPModule) and _rope_limit(model) is None
 
 
 class Decoder:
-    """The state of decoding: the rows that have not ended, their cache and their last tokens.
+    """The state of decoding: the rows of the batch, their cache and their last tokens.
 
-    `step` changes tensors in place and runs only on the GPU, so that a CUDA graph can capture
-    it. `keep` replaces these tensors, so it must be followed by a new capture.
+    `step` changes tensors in place and needs nothing from the CPU, so that a CUDA graph can
+    capture it. `keep` drops rows by making new tensors, so `step` must then be captured again.
     """
 
     def __init__(self, model, temperature: float, prompts, attention, uniforms, columns: int):
         self.model = model
         self.temperature = temperature
         self.cache = StaticCache(columns)
-        # transformers 5.24 renamed this argument.
+        # transformers 5.24 renamed the argument past_key_values to cache.
         self.cache_name = ("cache" if "cache" in inspect.signature(model.base_model.forward)
                            .parameters else "past_key_values")
         self.weight = head_weight(model)                             # [V, H]
         self.rows = torch.arange(len(prompts), device=prompts.device)    # batch indices, [B]
         self.has_ended = torch.zeros_like(self.rows, dtype=torch.bool)   # True after EOS, [B]
-        self.ids = prompts[:, -1:].clone()                           # the last token, [B, 1]
-        self.positions = attention.sum(1, keepdim=True) - 1          # its position, [B, 1]
-        self.uniforms = uniforms[:, :1].clone()                      # u for the next, [B, 1]
+        self.ids = prompts[:, -1:].clone()                           # the last tokens, [B, 1]
+        self.positions = attention.sum(1, keepdim=True) - 1          # their positions, [B, 1]
+        self.uniforms = uniforms[:, :1].clone()                      # u of the next, [B, 1]
         # Added to attention scores, [B, 1, 1, columns]: 0 where visible, −∞ elsewhere.
         mask = F.pad(attention, (0, columns - attention.shape[1]))[:, None, None]
         self.mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
@@ -331,7 +332,8 @@ class Decoder:
     def captured_step(self):
         """Capture `step` in a CUDA graph and return a function that runs the graph.
 
-        `step` must have run with these tensors before: its first run prepares CUDA libraries.
+        `step` must have run with these tensors before, because its first run prepares CUDA
+        libraries, and this cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -339,7 +341,7 @@ class Decoder:
         return graph.replay
 
     def keep(self, alive: Tensor):
-        """Keep only the rows at the B indices in `alive`, [B]."""
+        """Keep K rows, those with the indices in `alive`, [K], and drop the others."""
         self.rows = self.rows[alive]
         self.has_ended = self.has_ended[alive]
         self.mask = self.mask[alive]
@@ -354,14 +356,15 @@ class Decoder:
 def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
              eos_token_id=(), uniforms: Tensor | None = None, batch_size: int = 256,
              cuda_graph: bool = True) -> list[list[int]]:
-    """Sample one answer per prompt (Alg. 4 l.11); an answer includes its EOS token.
+    """Sample one answer per prompt, as token ids (Alg. 4 l.11).
 
+    An answer ends with an EOS token, or is cut off after max_new_tokens tokens.
     temperature: 0 means greedy decoding; otherwise tokens are drawn from
     softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: the ids that end
     an answer. uniforms: random numbers in [0, 1), [B, T], one for each token; None draws them.
     batch_size: number of prompts that are decoded together. cuda_graph: False disables CUDA
     graphs, for debugging.
-    Raises InputError if a prompt is too long.
+    Raises InputError if the longest prompt and max_new_tokens exceed the context.
     """
     longest = max(map(len, prompt_ids), default=0)
     limit = context_length(model)
@@ -394,15 +397,15 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
 def _decode(decoder: Decoder, uniforms, eos, capture: bool):
     """Decode after `prefill`; return the ids of all new tokens, [B, T].
 
-    The ids after the EOS of a row mean nothing.
+    The ids after the EOS of a row have no meaning, and `generate` cuts them off.
     """
     cache = decoder.cache
-    # On CUDA, a check for ended rows synchronizes with the host, and a new width or batch size
-    # needs a new graph.
+    # On CUDA, a check for ended rows makes the CPU wait for the GPU, and a new width or batch
+    # size needs a new graph. Both take time, so they are rarer than on a CPU.
     is_cuda = uniforms.is_cuda
     width_step = 256 if is_cuda else 1      # attention reads a multiple of this many columns
     check_every = 16 if is_cuda else 1      # tokens between two checks for ended rows
-    max_active = 0.5 if is_cuda else 0.75   # ended rows are dropped if this share is active
+    max_active = 0.5 if is_cuda else 0.75   # drop ended rows if at most this share is active
     B, T = uniforms.shape
     P = cache.width
     ends = torch.tensor(eos, dtype=torch.long, device=uniforms.device)
@@ -423,7 +426,7 @@ def _decode(decoder: Decoder, uniforms, eos, capture: bool):
         tokens[decoder.rows, t] = decoder.ids[:, 0]
         decoder.has_ended |= torch.isin(decoder.ids[:, 0], ends)
         if eos and (t + 1) % check_every == 0:
-            alive = (~decoder.has_ended).nonzero().squeeze(1)   # the only host–device sync
+            alive = (~decoder.has_ended).nonzero().squeeze(1)   # the CPU waits only here
             if len(alive) == 0:
                 break
             if len(alive) <= max_active * len(decoder.rows):

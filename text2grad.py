@@ -17,9 +17,10 @@ Text2Grad (arXiv 2505.22338) has four algorithms, and each has one file, to read
         θ ← π_θ trained with the critiques of R_φ       train_and_evaluate   l.16–19  phase 3
 
 `main` makes these four calls. In phase 3 a critic reviews each new response: R_φ, or the
-annotator itself (--critic). It is not the critic of actor–critic, which is V_ψ, the value head.
-Departures: a row of --data that already has a response is not sampled again. Held-out prompts
-are answered and reviewed before and after phase 3. The same command continues a stopped run.
+annotator itself (--critic). The critic of actor–critic methods is something else: the value
+head V_ψ. Departures: if a row of --data has a response already, phase 1 samples no new one. The
+policy answers held-out prompts before and after its training, and the critic reviews the
+answers. The same command continues a stopped run.
 """
 
 from dataclasses import replace
@@ -47,20 +48,21 @@ from settings import Config, derive_settings, parse_flags
 def main(config: Config, critic=None, advantages=add_advantages):
     """Algorithm 1: annotate, train R_φ, optimise the policy.
 
-    critic, advantages: see `train`. None is the critic of --critic; experiments/ has others.
+    critic, advantages: see `train`. critic=None: the one that --critic names. experiments/ has
+    others.
     """
     # The base, its tokenizer, the prompts x, and the settings. The adapter "policy" is π_θ.
     model, tokenizer, rows, held_out, config, _lock = prepare(config)
     out = Path(config.output_dir)
     if config.preview:
-        # Without an R_φ the annotator reviews, whose critiques R_φ will learn to write.
+        # Without an R_φ, the annotator is the critic. R_φ will learn to write such critiques.
         name = config.critic if config.reward_model else "annotator"
         evaluate_reference(model, tokenizer, held_out[: config.preview],
                            replace(config, critic=name), critic or CRITICS[name])
         return stop_ranks()
-    # Each call names a phase and the file that it writes last. If the file exists, the phase is
-    # not run again. So the same command continues a run that was stopped.
-    # Phases 1 and 2 make R_φ. Nobody needs them if the annotator itself is the critic, or if
+    # Each call of `run_phase` names a phase and the file that the phase writes last. If the
+    # file exists, the phase is not run again. So the same command continues a stopped run.
+    # Phases 1 and 2 make R_φ. They are left out if the annotator itself is the critic, or if
     # --reward_model names an R_φ of an earlier run.
     if config.critic == "reward_model" and not config.reward_model:
         run_phase("phase 1, respond", "responses.jsonl", out, lambda: write_responses(
@@ -87,13 +89,13 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
     with_response = [row for row in rows if task.all_responses(row)]
     without_response = [row for row in rows if not task.all_responses(row)]
     if without_response:
-        # Sampling needs all weights on each rank, where --shard has split them.
+        # Sampling needs all weights on each rank. --shard has split them.
         with unsharded(model):
             batch = sample_rollouts(
                 model, tokenizer, without_response, config, config.reference,
                 torch.Generator().manual_seed(config.seed))
         with_response += map(answer_row, without_response, batch.texts)                 # l.6
-    # KodCode: the annotator reads the outcomes of the tests. The ranks share the tests.
+    # KodCode: the annotator reads the outcomes of the tests. Each rank runs a part of them.
     with_response = gather_rows(with_outcomes(rank_share(with_response), task, config))
     if RANK == 0:
         write_rows(out / "responses.jsonl", with_response)
@@ -118,8 +120,8 @@ def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Pa
 def evaluate_reference(model, tokenizer, rows, config: Config, critic):
     """Evaluate π_ref, and print what phase 3 can learn from the critiques of its responses.
 
-    Returns what `evaluate` returns. Raises InputError if nothing can be learned, as from a
-    critic that quotes nothing.
+    Returns what `evaluate` returns. Raises InputError if nothing can be learned, for example
+    because the critic quotes nothing.
     """
     before, samples = evaluate(model, tokenizer, rows, config, config.reference, critic)
     print_rank0(describe_critiques(samples, config.critic, config.preview or 5, before))
@@ -136,8 +138,9 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
     with unsharded(model):
         batch = sample_rollouts(model, tokenizer, rows, config, adapter, generator)
         add_feedback(batch, critic(batch, model, tokenizer, config))
-    # A function costs nothing, so it says how much of its own judgement R_φ has learned. This
-    # may fall during training: the errors that are left are those that R_φ does not see.
+    # An annotator that is a function costs nothing. So it reviews the same responses, and is
+    # compared with R_φ. After training, R_φ may find a smaller share of the errors, because the
+    # policy has learned to avoid those that R_φ finds.
     truth = ()
     if critic is reward_model_critic and config.annotator_function:
         truth = gather_rows(annotator_critic(batch, model, tokenizer, config))
@@ -147,14 +150,14 @@ def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_mode
 # ── Before the first phase
 
 def prepare(config: Config, needs_annotator=True, **names):
-    """Check everything, before anything is sampled or paid, and load the model and the rows.
+    """Load the model and the rows, and check the settings before anything is sampled or paid.
 
-    Returns (model, tokenizer, training rows, held-out rows, config, lock). The config has an
-    output directory, a number of iterations and learning rates, whose defaults are None. The
-    lock is a file; no other process can use the run directory until it is closed. names:
-    further entries of config.json. Raises InputError where anything cannot work.
+    Returns (model, tokenizer, training rows, held-out rows, config, lock). In this config, the
+    output directory, the number of iterations and the learning rates are no longer None. The
+    lock is an open file; until it is closed, no other run can use the run directory. names:
+    further entries of config.json. Raises InputError if a check fails.
     """
-    # First what costs nothing: flags, annotator, rows. Then the model, which takes a while.
+    # First the quick checks: flags, annotator, rows. Then the model, which takes longer.
     task = get_task(config.task)
     config = replace(config, output_dir=str(config.output_dir or f"runs/{task.name}"))
     out = Path(config.output_dir)
@@ -176,7 +179,8 @@ def prepare(config: Config, needs_annotator=True, **names):
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
-    # All ranks must train the same policy on the same rows, and a run directory holds one run.
+    # All ranks must have the same settings and rows. A run directory has the results of one
+    # config only.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
     save_settings(config, out, function_files=function and Function(function).source, **names)
@@ -185,7 +189,7 @@ def prepare(config: Config, needs_annotator=True, **names):
 
 def start_policy(model, config: Config):
     """Create the adapter "policy", or load it and π_ref from --adapter (Alg. 1 l.17)."""
-    # π_θ starts where π_ref is. With an SFT adapter, a second copy of it stays frozen.
+    # π_θ starts as π_ref. An SFT adapter is loaded twice; the copy "reference" is not trained.
     if config.adapter:
         load_lora(model, "reference", config.adapter)
         load_lora(model, "policy", config.adapter)

@@ -7,9 +7,9 @@ one sentence y. Of the three facts in y, about half are wrong. An annotator know
 writes z = [c ; A(y)]: a critique c in English, then A(y), JSON that quotes the good and the
 poor parts of y. R_φ learns to write z, and the policy π_θ learns from R_φ.
 
-The title of each part names the file that does the same for real models. "Left out" names what
-only that file does, besides checkpoints, GPUs and checks. "l.15" is line 15 of the part's
-algorithm. B rows, P and T tokens of a prompt and of an answer, H hidden, V vocabulary, r rank.
+The title of each part names the file that does the same for real models. After "Left out" comes
+what only that file does, besides checkpoints, GPUs and checks. "l.15" is line 15 of the part's
+algorithm. B rows, P prompt and T answer tokens, H hidden size, V vocabulary, r rank of LoRA.
 """
 
 import copy
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_
 
 SEED = 0
 CRITIC = "reward_model"            # who judges the policy's answers; or "annotator"
-ROWS = 1500                        # posts of all three phases
+ROWS = 1500                        # training posts, the same in all three phases
 RANK = 16                          # r of LoRA
 ALPHA = 32                         # α of LoRA
 REWARD_STEPS = 400                 # gradient steps of R_φ
@@ -55,14 +55,14 @@ EOS = TOKENIZER.eos_token_id       # the last token of y and of z
 # ── §3.3, Algorithm 2, annotate.py: z → quotes → spans → tokens → δ
 
 def generate_dual_feedback(row, response):
-    """z = [c ; A(y)] of an annotator that knows the facts (l.5–13). Left out: to ask an LLM."""
+    """z = [c ; A(y)] of an annotator that knows the facts (l.5–13). Left out: asking an LLM."""
     return toy.critique(row, response) if response.strip() else ""
 
 
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    A quote that y has twice, or not at all, gives no reward. Left out: quotes must be words.
+    Only a quote that y has exactly once gives a reward. Left out: parts of words are refused.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -75,7 +75,7 @@ def find_spans(response, z):
 
 
 def token_texts(ids):
-    """The text of each token; "" for EOS. Left out: a character that several tokens share."""
+    """The text of each token; "" for EOS. Left out: characters that are split into tokens."""
     return [TOKENIZER.decode(token, skip_special_tokens=True) for token in ids]
 
 
@@ -88,7 +88,7 @@ def pseudo_rewards(ids, response, z):
         start = end + len(text) - len(text.lstrip())         # " cousin" begins after its space
         end += len(text)
         labels = {label for first, last, label in spans if first <= start < end <= last}
-        delta[t] = sum(labels)       # 0 if both good and poor (in l.18–25, the last span wins)
+        delta[t] = sum(labels)       # 0 if both good and poor (in l.18–25, the last one stays)
     assert set(delta.tolist()) <= {-1, 0, 1}, "§3.3: δ_t ∈ {−1, 0, +1}"
     return delta
 
@@ -109,7 +109,7 @@ class LoRA(nn.Module):
 
 
 def with_lora(base):
-    """A copy of the base in which all `layer.weight`, but the head's, are LoRA(W) and not W."""
+    """A copy of the base. In each linear layer but the head, LoRA(W) takes the place of W."""
     model = copy.deepcopy(base)                          # left out: one base for all adapters
     for layer in [*model.model.modules()]:
         if isinstance(layer, nn.Linear):
@@ -118,7 +118,7 @@ def with_lora(base):
 
 
 def pad(rows, side):
-    """Lists of ids → [B, longest list]. The padding is −1, which attention does not see."""
+    """Lists of ids → [B, longest list]. The padding is −1, and attention will mask it."""
     rows = [torch.tensor(row) for row in rows]
     return pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
 
@@ -133,7 +133,7 @@ def score_tokens(model, prompts, answers):
     x = encode(prompts)                                                          # [B, P]
     y = pad(answers, "right")                                                    # [B, T]
     ids = torch.cat([x, y], 1)                                                   # [B, P + T]
-    # Padding is read as token 0. RoPE sees only distances, so x needs no position ids.
+    # Padding becomes token 0, masked. RoPE uses only distances: position ids are not needed.
     hidden = model.model(ids.clamp(min=0), ids >= 0, use_cache=False).last_hidden_state
     hidden = hidden[:, x.shape[1] - 1 : -1]              # h_t, one place before y_t: [B, T, H]
     logprobs = model.lm_head(hidden).log_softmax(2)                              # [B, T, V]
@@ -163,7 +163,7 @@ def sample(model, prompts, longest, greedy=False):
 # ── §3.4, Algorithm 3, reward_model.py: R_φ learns to write z
 
 def train_reward_model(base, dataset):
-    """R_φ, by teacher forcing on (x, y, z) of 𝒟_R. Left out: epochs, warm-up, clipping."""
+    """Train R_φ by teacher forcing on the z of 𝒟_R. Left out: epochs, warm-up, clipping."""
     model = with_lora(base)                                                      # l.4
     optimizer = torch.optim.AdamW(model.parameters(), lr=REWARD_RATE, weight_decay=0)
     schedule = LinearLR(optimizer, start_factor=1, end_factor=0, total_iters=REWARD_STEPS)
@@ -183,7 +183,7 @@ def train_reward_model(base, dataset):
 
 
 def write_critiques(reward_model, rows, responses):
-    """z' of R_φ, its most likely tokens (Alg. 4 l.12); without an R_φ, z of the annotator."""
+    """z' that R_φ writes greedily (Alg. 4 l.12); without an R_φ, the annotator's z."""
     if not reward_model:
         return [generate_dual_feedback(row, y) for row, y in zip(rows, responses)]
     prompts = [JUDGE.format(toy.prompt(row), y) for row, y in zip(rows, responses)]
@@ -191,7 +191,7 @@ def write_critiques(reward_model, rows, responses):
 
 
 def print_agreement(base, reward_model, rows):
-    """Compare the −1 of R_φ with those of the annotator. Left out: the +1, and intervals."""
+    """Does R_φ give −1 to the same tokens as the annotator? Left out: the +1, and intervals."""
     y, responses = sample(base, [*map(toy.prompt, rows)], RESPONSE_TOKENS)
     critiques = [write_critiques(critic, rows, responses) for critic in (None, reward_model)]
     delta = [torch.cat([*map(pseudo_rewards, y, responses, z)]) for z in critiques]
@@ -206,7 +206,7 @@ def estimate_advantages(rewards, values, mask):
     """A_t = Σ_l (γλ)^l δ^TD_{t+l}, where δ^TD_t = r_t + γ V_{t+1} − V_t (l.15–16): [B, T]."""
     advantages = torch.zeros_like(rewards)                                       # [B, T]
     next_value = next_advantage = torch.zeros(len(rewards))                      # of t+1, [B]
-    for t in reversed(range(rewards.shape[1])):          # l.16's T − t − 1 would lose r_T
+    for t in reversed(range(rewards.shape[1])):          # l.16's T − t − 1 would leave out r_T
         td_error = rewards[:, t] + GAMMA * next_value - values[:, t]             # δ^TD_t, [B]
         next_advantage = (td_error + GAMMA * LAMBDA * next_advantage) * mask[:, t]
         next_value = values[:, t] * mask[:, t]           # V is 0 after the last token
@@ -215,7 +215,7 @@ def estimate_advantages(rewards, values, mask):
 
 
 def standardise(advantages, mask):
-    """A_t, whitened to mean 0 and variance 1 over all y_t (the authors: by process): [B, T]."""
+    """A_t with mean 0 and variance 1 over all y_t (the authors: in each process): [B, T]."""
     return (advantages - advantages[mask].mean()) / advantages[mask].std(correction=0) * mask
 
 
@@ -250,9 +250,9 @@ def optimize_policy(base, reward_model, rows):
         advantages = standardise(advantages, mask)                               # [B, T]
         for epoch in range(PPO_EPOCHS):                                          # l.19
             logprobs, hidden, _ = score_tokens(policy, x, y)
-            values = value_head(hidden.detach())[..., 0]         # its loss trains ψ, and not θ
+            values = value_head(hidden.detach())[..., 0]         # the value loss trains only ψ
             loss = clipped_loss(logprobs, logprobs_old, advantages, mask)
-            if epoch == 0:         # ρ_t = 1: a step on the loss is Definition 1's, A_t for δ_t
+            if epoch == 0:         # ρ_t = 1: the gradient is Definition 1's, with A_t for δ_t
                 slope, = torch.autograd.grad(loss, logprobs, retain_graph=True)  # [B, T]
                 assert torch.allclose(slope * mask.sum(), -advantages, atol=1e-3), "−A_t / n"
             value_loss = ((values - returns) ** 2)[mask].mean()                  # l.24
@@ -296,5 +296,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8")             # old locales have no φ
+    sys.stdout.reconfigure(encoding="utf-8")             # some terminals cannot print φ
     main()
