@@ -31,10 +31,10 @@ on a page, run measures.spans on the rows of --task reward_model.
 Paper: §4, Tables 1 to 8 and 16 (of Table 4 only AlpacaEval; Table 5 with another --model).
 
 Departures: the paper reports no intervals. Perplexity (Table 8) is conditioned on the prompt
-and computed by the base without adapter. An answer has at most half of the context. A critique
-or program that cannot be read counts as wrong. A task leaves out prompts that are too long for
-the context. A row without a verdict from the judge is excluded from the judge's metrics, and
-the number of such rows is printed.
+and computed by the base without adapter. An answer takes at most half of the context. If a
+critique or program cannot be read, it counts as wrong. A task leaves out prompts that are too
+long for the context. A row without a verdict from the judge is excluded from the judge's
+metrics, and the number of such rows is printed.
 """
 
 import functools
@@ -104,7 +104,7 @@ class EvalConfig(judges.JudgeConfig):
         return [path for path in (self.before, self.adapter) if os.path.isdir(path or "")]
 
 
-# ── The sides of the table: the same base with different adapters
+# ── The sides of the table: the base, the base with an adapter, or a file of answers
 
 NAMES = "id", "task_id", "question_id", "prompt_id"           # fields that may hold a row's id
 ANSWERS = "output", "solution", "response"      # fields with an answer; the last found is used
@@ -234,7 +234,7 @@ def held_out(config: EvalConfig, rows: list[dict], name: str, key: Callable) -> 
 
     name: the file beside each adapter that lists its held-out rows. If it lists none of the
     rows, all rows are kept, and a note is printed. key: function from a row to what identifies
-    it. Raises InputError if the first adapter has such rows, but the second has none of them.
+    it. Raises InputError if some rows are held out from one adapter, but none from both.
     """
     count = len(rows)
     for source in config.adapters:
@@ -264,7 +264,7 @@ def task_rows(config: EvalConfig, load: Callable) -> list[dict]:
 
 
 def policy(side: Side, rows: list[dict]) -> tuple:  # Table 2
-    """The task's `truth`, δ by R_φ, perplexity, and scores against references.
+    """The task's own metrics (`truth`), δ by R_φ, perplexity, and scores against references.
 
     No score against a reference is computed for a row without one.
     """
@@ -323,8 +323,8 @@ def reward_model(side: Side) -> tuple:  # Tables 1, 6, 7, 16
 def code(side: Side) -> tuple:  # Table 3
     """pass@1 on HumanEval, MBPP and their + versions.
 
-    All programs are generated first. Then they are run, with --allow_code_execution only. The
-    rows have the fields that evalplus reads.
+    All programs are generated first. With --allow_code_execution, they are then run. The rows
+    have the fields that evalplus reads.
     """
     config = side.config
     problems = benchmarks.read_problems(config.data)[: config.limit]
@@ -432,7 +432,7 @@ def check_flags(config: EvalConfig):
     """Check the flags and the paths that they name, before anything is written or paid for.
 
     Raises InputError if a flag is missing or wrong, if a path has no adapter and is no file of
-    answers, or under torchrun.
+    answers, or if torchrun started several processes.
     """
     task = config.task
     if WORLD_SIZE > 1:

@@ -102,7 +102,7 @@ def load_model(path, dtype=None, device=None, is_sharded=False,
     if report["missing_keys"]:
         raise InputError(f"{path}: weights are missing, such as {min(report['missing_keys'])}; "
                          f"restore the files of the model")
-    largest_id = max(tokenizer.get_vocab().values())               # with added tokens
+    largest_id = max(tokenizer.get_vocab().values())               # added tokens included
     if largest_id >= model.config.vocab_size:
         raise InputError(f"{path}: the tokenizer has {largest_id + 1} tokens and the model "
                          f"{model.config.vocab_size}; use the model's own tokenizer")
@@ -331,9 +331,9 @@ def add_lora(model, name: str, r: int = 16, alpha: float = 32, dropout: float = 
 def use_lora(model, name: str | None, merge: bool = False):
     """Use only this adapter inside the `with` block; None means the base without adapters.
 
-    merge: add the adapter to the base weights, if these are float32 and not sharded. Decoding
-    is then faster, because each layer needs one matrix product instead of three. The merged
-    weights are extra: they take as much memory as the base weights of these layers.
+    merge: compute W + (alpha / r) B A once, if W is float32 and not sharded. Decoding is then
+    faster, because each layer needs one matrix product instead of three. The merged weights
+    take extra memory, as much as the base weights of these layers.
     """
     assert name is None or _lora_layers(model, name), f"add or load the adapter {name!r} first"
     layers = _lora_layers(model).values()

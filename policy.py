@@ -24,7 +24,7 @@ Departures from the paper.
     GAE         the sum ends at T − t, not at T − t − 1; V is 0 after the last token
     δ_t         three values have this name in the paper; here they are `delta` (from the
                 critique), `rewards` (r_t) and `td_error` (of GAE)
-    sampling    each π has the sampling temperature, and R_φ writes z' greedily
+    sampling    all log π are at the sampling temperature, and R_φ writes z' greedily
     KL          the penalty uses only the log-probs of the sampled token
     skipping    a step whose loss or gradient is not finite is skipped
 
@@ -154,8 +154,8 @@ def value_loss(values, values_old, returns, mask, clip: float, count=None) -> Te
 def adapt_beta(beta: float, kl: float, n: int, target: float, horizon: int) -> float:
     """β after a batch of n rollouts, adapted to a target KL (Ziegler et al. 2019, §2.2).
 
-    kl: mean KL per response of the batch in nats. target: in nats; 0 keeps β. horizon: number
-    of rollouts over which β adapts. β changes by at most 20 %, even if n is larger than
+    kl: mean KL per response of the batch in nats. target: in nats; 0 keeps β fixed. horizon:
+    number of rollouts over which β adapts. β changes by at most 20 %, even if n is larger than
     horizon. If kl is not finite, β stays as it is.
     """
     if target and math.isfinite(kl):

@@ -11,7 +11,7 @@
     return R_φ, which writes z' ~ R_φ(·|x, y)                            write_critiques  l.8
 
 R_φ and the policy share one base, so memory holds it once. The tokens of the prompt have no
-loss, but the EOS token does. The second part of this file is phase 2, which trains R_φ and
+loss, but the EOS token of z does. The second part of this file is phase 2, which trains R_φ and
 compares it with the annotator on held-out rows, token by token (§4.2, Table 1).
 
 Departures.

@@ -89,7 +89,7 @@ def head_weight(model) -> Tensor:
 
 
 def _product(a, b):
-    """Compute a @ b without float32 copies of a and b. The result is float32 (or float64)."""
+    """Compute a @ b without float32 copies of a and b. The result is float32, or float64."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     product = a @ b                     # on a CPU, bfloat16 inputs give a product in bfloat16
@@ -102,7 +102,7 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-# ── Scoring: log π(y) and entropy, without an [N, V] tensor of logits
+# ── Scoring: log π(y) and entropy, without a large [N, V] tensor of logits
 
 def _tiles(rows: int, weight: Tensor):
     """Split the vocabulary into slices. The logits of one slice are a tile, [rows, width].
@@ -361,7 +361,7 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     An answer ends with an EOS token, or is cut off after max_new_tokens tokens.
     temperature: 0 means greedy decoding; otherwise tokens are drawn from
     softmax(logits / temperature), which `token_logprobs` scores. eos_token_id: the ids that end
-    an answer. uniforms: random numbers in [0, 1), [B, T], one for each token; None draws them.
+    an answer. uniforms: random numbers in [0, 1), [B, T], one for each token; None: drawn here.
     batch_size: number of prompts that are decoded together. cuda_graph: False disables CUDA
     graphs, for debugging.
     Raises InputError if the longest prompt and max_new_tokens exceed the context.

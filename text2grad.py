@@ -179,8 +179,8 @@ def prepare(config: Config, needs_annotator=True, **names):
     if config.reward_model:
         load_lora(model, "reward", config.reward_model)
     start_policy(model, config)
-    # All ranks must have the same settings and rows. A run directory has the results of one
-    # config only.
+    # All ranks (processes) must have the same settings and rows. A run directory has the
+    # results of one config only.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
     save_settings(config, out, function_files=function and Function(function).source, **names)

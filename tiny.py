@@ -75,7 +75,7 @@ def find_spans(response, z):
 
 
 def token_texts(ids):
-    """The text of each token; "" for EOS. Left out: characters that are split into tokens."""
+    """The text of each token; "" for EOS. Left out: characters split over several tokens."""
     return [TOKENIZER.decode(token, skip_special_tokens=True) for token in ids]
 
 
@@ -191,7 +191,7 @@ def write_critiques(reward_model, rows, responses):
 
 
 def print_agreement(base, reward_model, rows):
-    """Does R_φ give −1 to the same tokens as the annotator? Left out: the +1, and intervals."""
+    """Print how well R_φ finds the annotator's −1. Left out: the +1, and intervals."""
     y, responses = sample(base, [*map(toy.prompt, rows)], RESPONSE_TOKENS)
     critiques = [write_critiques(critic, rows, responses) for critic in (None, reward_model)]
     delta = [torch.cat([*map(pseudo_rewards, y, responses, z)]) for z in critiques]
@@ -227,7 +227,7 @@ def clipped_loss(logprobs, logprobs_old, advantages, mask):
 
 
 def optimize_policy(base, reward_model, rows):
-    """π_θ. Left out: minibatches, entropy (l.25), gradient and value clipping, adaptive β."""
+    """Train π_θ. Left out: minibatches, entropy (l.25), clipped V and gradient, adaptive β."""
     policy = with_lora(base)                                                     # l.5
     value_head = nn.Linear(base.config.hidden_size, 1)                           # V_ψ, l.5
     optimizer = torch.optim.AdamW(policy.parameters(), POLICY_RATE, weight_decay=0)
