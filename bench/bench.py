@@ -33,8 +33,8 @@ SIZES_OF_A_LLAMA = ("num_hidden_layers", "hidden_size", "intermediate_size",
                     "num_attention_heads", "num_key_value_heads", "vocab_size")
 SHAPES = {"toy": (3, 128, 320, 4, 4, 719), "small": (3, 128, 320, 4, 4, 32_000),
           "llama3-8b": (32, 4096, 14_336, 32, 8, 128_256)}
-# Tokens, hidden size and vocabulary of log-probs; rows, tokens of a prompt and tokens of a
-# response of all other tables. "toy" only tries out this script.
+# First tuple: tokens, hidden size and vocabulary in the table of log-probs. Second: rows,
+# tokens of a prompt and of a response in the other tables. "toy" only tests this script.
 SIZES = {"toy": ((256, 128, 900), (4, 16, 16)), "cpu": ((1024, 512, 128_256), (32, 64, 64)),
          "cuda": ((8192, 4096, 128_256), (32, 128, 128))}
 PEAK = 989e12              # FLOP/s of an H100 or H200 in bfloat16, by the data sheet
@@ -53,14 +53,14 @@ def random_model(shape: str, device: str):
 
 
 def random_ids(rows: int, longest: int, vocabulary: int) -> list[list[int]]:
-    """The same random ids in each call, without special ids. The shortest row has a quarter."""
+    """Lists of longest / 4 to longest random ids, none of them special. Equal in each call."""
     rng = random.Random(longest)
     return [[rng.randrange(4, vocabulary) for _ in range(rng.randint(longest // 4, longest))]
             for _ in range(rows)]
 
 
 def word_tokenizer(vocabulary: int):
-    """A tokenizer with one word for each id, because random weights write every id."""
+    """A tokenizer with one word for each id, because random weights can sample any id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, "t3"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -77,13 +77,14 @@ def measure(function, calls: int = 2) -> tuple[float, int]:
     """(seconds of the fastest call, most bytes that a call holds).
 
     The first call only warms up. The second one measures the memory above what was held before:
-    that of tensors on a GPU, otherwise of the process. Calls are timed for at least a second.
+    that of tensors on a GPU, otherwise of the process. At least `calls` calls are timed, until
+    they take a second in all.
     """
     function()
     gc.collect()
     is_cuda = torch.cuda.is_initialized()
     allocator = ctypes.CDLL("libc.so.6")
-    allocator.mallopt(-3, 1 << 16)          # freed memory goes back at once: the peak is in use
+    allocator.mallopt(-3, 1 << 16)          # freed memory is given back and not counted
     allocator.malloc_trim(0)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -99,7 +100,7 @@ def measure(function, calls: int = 2) -> tuple[float, int]:
         times.append(time.perf_counter() - start)
         if len(times) == 1:
             peak = torch.cuda.max_memory_allocated() if is_cuda else resident("VmHWM")
-            allocator.mallopt(-3, 1 << 25)              # from here on as in a long run
+            allocator.mallopt(-3, 1 << 25)              # freed memory may be kept again
     return min(times), peak - held
 
 
@@ -166,8 +167,9 @@ def compare_peft(model, shape: str, rows: int, prompt: int, response: int):
 def measure_iteration(model, rows: int, prompt: int, response: int):
     """Table 13: seconds and memory of an iteration, with passes of 4,096 tokens and of one row.
 
-    MFU, the model FLOP utilisation, counts 2 FLOP for each weight and token, forward and again
-    backward, because the weights are frozen. Products of attention are left out.
+    MFU, the model FLOP utilisation, counts 2 FLOP for each weight and token in a forward pass,
+    and 2 in a backward pass, because frozen weights have no gradient. The products of queries,
+    keys and values in attention are left out.
     """
     head = head_weight(model)
     weights = sum(p.numel() for p in model.base_model.layers.parameters())
@@ -176,7 +178,7 @@ def measure_iteration(model, rows: int, prompt: int, response: int):
             "score": 2 * forward, "update": 4 * 2 * forward}
     matrix = torch.randn(2048, 2048)
     peak = PEAK if head.is_cuda else 2 * 2048**3 / measure(lambda: (matrix @ matrix).sum())[0]
-    ids = torch.randint(4, len(head), (rows, prompt - 1)).tolist()    # and one of the template
+    ids = torch.randint(4, len(head), (rows, prompt - 1)).tolist()    # the template adds one
     data = [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids]
     config = Config(task="ultrafeedback", batch_size=rows, minibatch_size=rows, ppo_epochs=4,
                     max_new_tokens=response, max_critique_tokens=response, iterations=1,

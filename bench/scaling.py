@@ -2,14 +2,14 @@
 
     python bench/scaling.py
 
-Every text has its longest length. Seconds come from the H100's rows in README.md.
+All texts are as long as the settings allow. Seconds are based on the H100's in README.md.
 """
 
 from bench import print_table             # this import also puts the root on Python's path
 from sampling import PREFILL_TOKENS, round_up
 from settings import Config, parse_flags
 
-# Layers, hidden and inner size, heads, heads of keys, vocabulary, and matrices of V × H
+# Layers, hidden size H, inner size, heads, heads of keys, vocabulary V, V × H matrices
 SHAPES = {"1B": (16, 2048, 8192, 32, 8, 128_256, 1), "3B": (28, 3072, 8192, 24, 8, 128_256, 1),
           "8B": (32, 4096, 14_336, 32, 8, 128_256, 2),
           "32B": (64, 5120, 27_648, 40, 8, 152_064, 2),
@@ -17,12 +17,13 @@ SHAPES = {"1B": (16, 2048, 8192, 32, 8, 128_256, 1), "3B": (28, 3072, 8192, 24, 
 SMALL = "--activation_checkpointing --decode_batch_size 8"
 CASES = [("8B", 1, ""), ("8B", 1, SMALL), ("8B", 8, "--shard"), ("3B", 1, SMALL), ("1B", 1, ""),
          ("32B", 8, f"--shard {SMALL}"), ("70B", 8, f"--shard {SMALL}")]
-# Preset, published rows, GPUs, rollouts. SLF5K's 12 rollouts cannot be shared by 8 GPUs.
+# Preset, published rows, GPUs, rollouts. SLF5K has 12; 8 GPUs have 96, as 8 does not divide 12.
 RUNS = [("slf5k", 5000, 1, 12), ("slf5k", 5000, 8, 96), ("kodcode", 10_000, 1, 64),
         ("kodcode", 10_000, 8, 64), ("ultrafeedback", 61_135, 1, 64),
         ("ultrafeedback", 61_135, 8, 64)]
-# Seconds from three cells of README.md: after the prompts, a step of rollout, critique and
-# decoding of 64 rows takes 18.2, 23.8 and 21.3 ms. The two numbers give 19.1, 22.2 and 23.2.
+# STEP and COLUMN are fitted to three cells of README.md. Without the time of the prompts, a
+# step takes 18.2 ms in the rollout, 23.8 ms in the critique and 21.3 ms in the decoding of 64
+# rows. STEP and COLUMN give 19.1, 22.2 and 23.2 ms.
 STEP = 15e-3                       # of decoding one token for each row
 COLUMN = 0.5e-6                    # more, for each row and column of the cache
 SCORE = 0.578 / (32 * 256)         # for each token of x and y: policy and reference
@@ -37,7 +38,7 @@ def memory(name: str, config, ranks: int) -> list[float]:
     block = 2 * (2 * H * (H + keys) + 3 * H * inner)
     held = 2 * matrices * V * H + L * block / (ranks if config.shard else 1)
     adapters = 4 * 5 * L * 16 * (3 * H + keys)    # policy with gradient and moments, and R_φ
-    # While sampling with --shard, each rank holds all blocks beside its share of them.
+    # While sampling with --shard, each GPU holds all blocks in addition to its share.
     rows = min(config.decode_batch_size, config.batch_size // ranks)
     cache = 4 * L * keys * rows * (y_end + config.max_critique_tokens)
     prefill = min(PREFILL_TOKENS, rows * y_end) * (18.2 * H + 6.32 * inner)
@@ -51,7 +52,7 @@ def memory(name: str, config, ranks: int) -> list[float]:
 
 
 def seconds(config, rows: int) -> tuple[float, float]:
-    """Seconds of decoding (y and z) and of scores and updates, with these rows on a GPU."""
+    """Seconds of decoding (y and z), and of scores and updates. rows: number on each GPU."""
     y_end = config.max_prompt_tokens + config.max_new_tokens
 
     def decode(P: int, T: int) -> float:            # T tokens after prompts of P tokens

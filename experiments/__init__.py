@@ -1,4 +1,4 @@
 """Reward designs, baselines (the paper's and others), and studies that compare them.
 
-None of the scripts imports this package.
+text2grad.py and the other scripts beside it do not import this package.
 """

@@ -4,9 +4,9 @@
     python -m experiments.baselines ppo grpo --responses_per_prompt 4
 
 `policy.train` accepts a function (rollouts, beta, config) that fills `rewards`, `advantages`
-and `returns` of policy.Rollouts. All functions here use r_t = δ_t − β log π(y_t) / π_ref(y_t).
+and `returns` of policy.Rollouts. All functions here use r_t = δ_t − β log(π(y_t) / π_ref(y_t)).
 R = Σ_t r_t is the reward of a response. A group is --responses_per_prompt responses to one
-prompt. The KL penalty is part of the reward here; GRPO has it in the loss.
+prompt. The KL penalty is part of the reward here; the published GRPO has it in the loss.
 B responses, T tokens, K responses of a group.
 """
 
@@ -22,7 +22,7 @@ from settings import Config
 def without_values(advantages_of):
     """An advantage function from advantages_of(rewards, mask, config), which returns A_t.
 
-    The targets of V are V itself, so that the value loss is 0.
+    V starts at 0, and its targets are V itself. So the value loss is 0, and V is never trained.
     """
     @wraps(advantages_of)
     def fill(rollouts: Rollouts, beta: float, config: Config):

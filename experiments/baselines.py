@@ -8,16 +8,16 @@
     python -m experiments.baselines best_tenth --rounds 4
 
 Names stand in front of the flags of text2grad.py: a method, reward designs (designs.py), and
-an advantage function (advantages.py). Designs and advantages change any method that samples
-rollouts. SFT needs one of the fields data.REFERENCES in each row. Critiques come from phase 1,
-and for `rejection` from the annotator. For preferences, phase 1 annotates two responses to each
-prompt, and the chosen one has the larger sum of labels.
+an advantage function (advantages.py). Designs and advantage functions change only text2grad
+and ppo. SFT needs one of the fields data.REFERENCES in each row. ILF, DPO and PPO annotate
+responses as in phase 1; rejection sampling asks the annotator in each round. For preferences,
+two responses to each prompt are annotated. The chosen one has the larger sum of labels.
 
 The paper gives no settings for these methods. Each uses those of Text2Grad: the same adapter
-shape, number of responses and number of optimizer steps. The base model of the toy world cannot
-follow instructions outside its training data. In the toy world, the function `mend` therefore
-rewrites a response from the critique alone, without the post. Another base is prompted to
-rewrite its response.
+shape and number of responses, and about as many optimizer steps. The base model of the toy
+world cannot follow instructions outside its training data. With --task toy, the function `mend`
+therefore rewrites a response from the critique alone, without the post. In other tasks, the
+base model is prompted to rewrite the response.
 
 B pairs or rows, T tokens of a response, N tokens of a batch without padding, H hidden size.
 """
@@ -165,8 +165,8 @@ def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
 def mend(response: str, critique: str) -> str:
     """Correct a response of the toy world as its critique says.
 
-    Removes repeated clauses, replaces the first person and corrects wrong facts, where the
-    critique has one of the annotator's sentences about them.
+    Removes repeated clauses, replaces the first person and corrects wrong facts. A fault is
+    corrected only if the critique has one of the annotator's sentences about it.
     """
     critique = critique.lower()
     for _, quote in toy.faults(response):
@@ -256,9 +256,9 @@ def ilf(model, tokenizer, rows, config: Config, out: Path):
 
 
 def rejection(model, tokenizer, rows, config: Config, out: Path, share: float | None = None):
-    """Rejection sampling: −E log π(y|x) on the policy's own responses that the annotator likes.
+    """Rejection sampling: −E log π(y|x) on the policy's own responses that `keep_best` chooses.
 
-    The first responses are those of the base. share: see `keep_best`. Each of the --rounds has
+    share: see `keep_best`. In round 1, the policy is not trained yet. Each of the --rounds has
     an equal part of the --annotated_rows and of the optimizer steps. From the second round on,
     the responses are those of the policy that the round before has trained. Raises InputError
     if a round keeps none.
@@ -282,9 +282,9 @@ def rejection(model, tokenizer, rows, config: Config, out: Path, share: float | 
 def keep_best(reviews: list[Review], share: float | None) -> list[int]:
     """The indices of the responses with the most good spans minus poor spans, best first.
 
-    share: the part of all responses that is kept, at least one; equal ones in their order.
-    None: only those without blame, which have no poor span, and as many good spans as any
-    response has. A response without usable feedback is not kept.
+    share: the part of all responses that is kept, at least one; ties keep their order. If it is
+    None, only responses without a poor span are kept, and of these only those with the largest
+    number of good spans of all responses. A response without usable feedback is not kept.
     """
     merits = {i: sum(span.label for span in review.spans)
               for i, review in enumerate(reviews) if not review.reason}
@@ -311,7 +311,7 @@ def fit_scores(model, tokenizer, rows, config: Config, out: Path):
     """Train the adapter "reward" as the scalar reward model of PPO (Appendix N).
 
     One tenth of the pairs is held out; the share of them that the reward model orders as
-    labelled is printed and stands in metrics.json. The learning rate is a fifth of R_φ's, and
+    labelled is printed and written to metrics.json. The learning rate is a fifth of R_φ's, and
     there are twice as many epochs. Raises InputError if there are fewer than two pairs.
     """
     texts = preferences(model, tokenizer, rows, config, out)
@@ -413,7 +413,7 @@ def main(argv=None):
 
 
 def train_baseline(method: str, config: Config, critic, advantages):
-    """Train a policy on fixed texts, or with a reward model of scalars."""
+    """Train a policy by a method of FITTED, or by PPO with a scalar reward model."""
     if method == "reflection" and not config.reward_model:
         raise InputError("reflection needs --reward_model: R_φ criticises its first answers")
     if WORLD_SIZE > 1:
@@ -439,7 +439,7 @@ def train_baseline(method: str, config: Config, critic, advantages):
 
 
 def fit_and_evaluate(method, model, tokenizer, rows, held_out, config: Config, out: Path):
-    """Train on fixed texts, with an evaluation before and after; write policy/ and results."""
+    """Train by a method of FITTED, evaluate before and after; write policy/ and result.json."""
     before, samples = evaluate(model, tokenizer, held_out, config, config.reference, no_reward)
     write_rows(out / "held_out.jsonl", held_out)
     write_rows(out / "before_samples.jsonl", samples)

@@ -1,17 +1,17 @@
-"""Reward designs: critics that take R_φ's place (§4.3, Table 11, Appendices A, I and N).
+"""Reward designs, a scalar critic and toy annotators (§4.3, Table 11, Appendices A, I and N).
 
     python -m experiments.baselines linear_decay  # token weights within a span
     python -m experiments.baselines end --seed 1  # setting B of App. A: Σ_t δ_t at the end
     python -m experiments.baselines late end --critic annotator
 
-A critic maps rollouts to a Review, which has δ, for each row of this process. A design changes
-the δ of any critic; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name.
+A critic returns a Review, which holds δ, for each row that this process works on. A design
+changes only δ; the rest of Algorithm 4 stays as it is. CHANGES holds the designs by name.
 "Human spans" (Table 11) need no design: R_φ is then trained on spans that people marked. Dense
 labels and weights of content words are not here; commit 8f4232e has them.
 
 The scalar reward model is an adapter on the same base model. It has no separate head.
 The score ℓ_t = h_t · (W[+] − W[−]) uses the rows W[+] and W[−] of the frozen language-model
-head for the tokens "+" and "-". B rows, T response tokens.
+head for the tokens "+" and "-". B rows, T response tokens, H hidden size.
 """
 
 import random
@@ -35,16 +35,16 @@ def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
             for span in spans]
 
 
-# ── Designs: changes of δ, whoever judges
+# ── Designs: changes of the δ of any critic
 
 def replace_delta(critic, change):
-    """A critic like another one, but with δ = change(text, offsets, review)."""
+    """The given critic, but with δ = change(text, offsets, review)."""
     def new_critic(rollouts, model, tokenizer, config):
         reviews = critic(rollouts, model, tokenizer, config)
         results = []
         for i, review in zip(rank_share(range(len(rollouts.rows))), reviews):
             delta = change(rollouts.texts[i], rollouts.offsets[i], review)
-            # A later design finds the rewards of this one.
+            # The next design gets this δ in the review.
             results.append(replace(review, delta=delta))
         return results
     return new_critic
@@ -126,16 +126,16 @@ def pay_scores(rollouts, model, tokenizer, config) -> list[Review]:
     return reviews
 
 
-# ── Annotator functions that know the truth of the toy world
+# ── Annotators that know the facts of the toy's posts
 
 @dataclass(frozen=True)
 class Mark(Span):
-    """A span that the careful critic mentions, with the name of its fact or fault."""
+    """A span that the toy annotator mentions, with its slot (the kind of fact) or fault."""
     name: str
 
 
 def marks(row: dict, response: str) -> list[Mark]:
-    """The spans that the careful critic mentions, in reading order."""
+    """The spans that the toy annotator (`toy.critique`) mentions, in order of their start."""
     result = []
     for start, slot, phrase, _, is_right in toy.judged_facts(row, response):
         label = 1 if is_right else -1
@@ -147,7 +147,7 @@ def marks(row: dict, response: str) -> list[Mark]:
     return sorted(result, key=lambda mark: mark.start)
 
 
-# What the annotator says without the facts of the post, by label and for faults of style.
+# Sentences that do not name the post's facts: by the label of a fact, and by fault of style.
 VERDICTS = {1: ["the {} is right.", "the {} fits the post."],
             -1: ["the {} is wrong.", "that is not the {} of the post."],
             "repetition": ["it says something twice.", "a clause is repeated."],
@@ -174,13 +174,13 @@ def critique_spans(row: dict, response: str) -> str:
     return quoted(response, "My marks are below.", marks(row, response)).text()
 
 
-NOISE = 0.2                             # share of the quotes in the wrong list
+NOISE = 0.2                             # probability of a quote in the wrong list
 
 
 def critique_noise(row: dict, response: str) -> str:
-    """The careful critic's reply, but a share of its quotes stands in the wrong list.
+    """The toy annotator's reply, but each quote is in the wrong list with probability NOISE.
 
-    The same response always has the same wrong labels. The prose is not changed.
+    The same reply to the same response always gets the same errors. The prose is not changed.
     """
     feedback = parse_feedback(toy.critique(row, response))
     rng = random.Random(response)

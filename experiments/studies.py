@@ -3,22 +3,23 @@
     python -m experiments.studies critiques_20    # a name of STUDIES
     python -m experiments.studies                 # all of them
 
-A study is a table with one or more commands for each arm. A command is given by the words after
-`python -m experiments.baselines`; in a shell, write a seed in place of {seed}. An arm with
-several commands is tuned: all of them run with the TUNING_SEEDS, and the best one runs with the
-SEEDS. A run is a process of one thread, and two of them run at a time. Its record is one line
-of records.jsonl, beside this file, with the commit of the code. All records of a table have the
-same commit: the newest one with all runs of the study, or else the present one. Runs that have
-a record of the present commit are skipped, and a stopped run continues in its directory in
-runs/studies. To repeat a run, remove both. Execute the runs in a clone that stays as it is: a
-directory of another commit would be continued, too.
+A study compares arms, which are methods or their settings, in one table. An arm has one or more
+commands. A command is given by the words after `python -m experiments.baselines`; in a shell,
+write a seed in place of {seed}. An arm with several commands is tuned: all of them run with the
+TUNING_SEEDS, and the best one runs with the SEEDS. A run is a process of one thread, and two
+of them run at a time. Its record is one line of records.jsonl, beside this file, with the
+commit of the code. All records of a table have the same commit: the newest one that has all
+runs of the study, or else the present one. Runs that have a record of the present commit are
+skipped, and a stopped run continues in its directory in runs/studies. To repeat a run, remove
+its record and its directory. Do not change the code of this clone before all runs are done: a
+stopped run would be continued with the new code.
 
-The figure, "facts", is the first measure of the task's truth: the mean accuracy of the facts in
-responses to held-out posts, or with the linter the share of clean answers. Intervals are 95 %
-intervals over seeds by Student's t; differences are paired by seed.
+The result of a run, "facts", is the first measure of the task's truth: the mean accuracy of the
+facts in responses to held-out posts, or, in the study `linter`, the share of clean answers.
+Intervals are 95 % intervals over seeds by Student's t; differences are paired by seed.
 
 A record also has the right facts in the rollouts of each iteration (Figures 5 and 6), and the
-metrics of the reward model that the run has trained.
+metrics of the reward model, if the run has trained one.
 
 Paper: §3.6, §4.3, §4.5, Tables 1, 2, 3 and 11, Appendices I and N.
 """
@@ -45,7 +46,8 @@ from report import svg_line, table
 # ── The arms
 
 LINT = "--task lint:LINT --dtype bfloat16"
-# Learning rates of the toy world and of SmolLM2, and factors: V's rate is always .007 or .009.
+# (--learning_rate, --value_rate_factor) of the toy world and of SmolLM2. The product, V's rate,
+# is about .007 and .009.
 GRIDS = (((".001", "7"), (".003", "2.333"), (".01", ".7")),
          ((".0001", "90"), (".0003", "30"), (".001", "9")))
 
@@ -58,7 +60,7 @@ def tuned(*commands: str) -> list[str]:
 
 
 def directory(words: str) -> str:
-    """The run directory of a command. Paths of other runs are not part of its name."""
+    """The run directory of a command. Its name leaves out the paths of other runs."""
     name = re.sub(r"(runs/\S+|[^\w.])+", "_", words).strip("_")
     return f"runs/studies/{name}_{{seed}}"
 
@@ -69,7 +71,7 @@ NOISE = "--annotator_function experiments.designs:critique_noise"
 # Two annotators that give no reasons (§4.5)
 VERDICTS = "--annotator_function experiments.designs:critique_no_cot --mode no_cot"
 NO_PROSE = "--annotator_function experiments.designs:critique_spans --mode no_cot"
-# Ten passes: the fourth version tuned them with the rate of the scalar model.
+# `fit_scores` doubles it: ten epochs, as tuned in the fourth version (notebooks/studies.md).
 SCALAR = "ppo --reward_epochs 5"
 # Runs whose reward model, or whose policy, other runs use. They run before all others.
 MAKERS = ("text2grad", f"text2grad {FEW}", f"text2grad {LONG}", f"text2grad {VERDICTS}",
@@ -77,12 +79,12 @@ MAKERS = ("text2grad", f"text2grad {FEW}", f"text2grad {LONG}", f"text2grad {VER
 
 
 def with_model(words: str, flags: str = "", maker: str = "text2grad") -> list[str]:
-    """The `tuned` arm "words flags" with the reward model of the maker with these flags."""
+    """The `tuned` arm "words flags", with the reward model of the run "maker flags"."""
     path = directory(f"{maker} {flags}")
     return tuned(f"{words} --reward_model {path}/reward/adapter {flags}")
 
 
-JUDGED = 72, 288, 1152                  # responses that the annotator judged
+JUDGED = 72, 288, 1152                  # numbers of responses that the annotator judges
 
 
 def critiques(task: str, **more: str) -> dict[str, list[str]]:
@@ -94,7 +96,7 @@ def critiques(task: str, **more: str) -> dict[str, list[str]]:
     on_rollouts = {"Text2Grad": "text2grad", "Definition 1": "definition_1",
                    "sum at the end": "end"}
     for count in JUDGED:
-        # The time did not reach for further arms with the most responses.
+        # There was no time to run `more` with the largest number of responses.
         further = more if count < JUDGED[-1] else {}
         for name, words in (on_rollouts | further).items():
             arms[f"{count}: {name}"] = tuned(
@@ -152,8 +154,8 @@ STUDIES = {
         "sum at the end": tuned(f"end {LINT}", f"end --lam 1 {LINT}"),
         "minus faults": tuned(f"minus_faults {LINT}", f"minus_faults --lam 1 {LINT}"),
         "rejection": tuned(f"rejection --rounds 4 --annotated_rows 128 {LINT}")},
-    # The records of this study are of an older commit, which also has the code of dense labels.
-    # It has the rates of the fourth version.
+    # This study cannot be run with the present code, which lacks two of the arms. Its records
+    # are of an older commit. Its learning rates are those of the fourth version.
     "designs": {
         "spans": [f"text2grad {TRUE}"],
         "importance": [f"importance {TRUE}"],
@@ -173,9 +175,9 @@ RECORD = Task("record", "{words:s} {seed:d} {commit:s} {facts:f} {seconds:f}".fo
 
 
 def read_records() -> dict[str, dict[tuple, dict]]:
-    """The records by commit, oldest first, then by (words, seed).
+    """{commit: {(words, seed): record}}, in the order of the file: the oldest commit first.
 
-    Raises InputError, with its line, where a record is cut off or of another form.
+    Raises InputError, which names the line, if a record is cut off or has another form.
     """
     records = defaultdict(dict)
     for row in read_rows(RECORDS, task=RECORD):
@@ -184,15 +186,16 @@ def read_records() -> dict[str, dict[tuple, dict]]:
 
 
 def code_commit() -> str:
-    """The last commit that changed the code of a run; "unknown" without git."""
+    """The last commit that changed code that a run uses; "unknown" without git."""
     words = "log -1 --format=%h -- *.py toy :!tests :!notebooks :!bench :!measures"
     return git(*words.split()) or "unknown"
 
 
 def best_words(commands: list[str], records: dict) -> str | None:
-    """The command of an arm with the most right facts in its tuning runs; None before them.
+    """The command of an arm with the most right facts in its tuning runs, or its only command.
 
-    A command that failed has no record and is not chosen.
+    A command without all records of its tuning runs is not chosen. If no command has
+    all of them, the result is None.
     """
     if len(commands) == 1:
         return commands[0]
@@ -204,7 +207,7 @@ def best_words(commands: list[str], records: dict) -> str | None:
 def complete_runs(name: str, records: dict) -> dict[str, list[dict]] | None:
     """The records of each arm of a study, in the order of SEEDS, all of one commit.
 
-    It is the newest commit that has all of them. None: no commit has.
+    It is the newest commit that has all of them. The result is None if there is no such commit.
     """
     for of_commit in reversed(records.values()):
         runs = {arm: [of_commit.get((best_words(commands, of_commit), seed)) for seed in SEEDS]
@@ -215,7 +218,7 @@ def complete_runs(name: str, records: dict) -> dict[str, list[dict]] | None:
 
 
 def record_of(words: str, seed: int) -> dict:
-    """The figures of a finished run."""
+    """The record of a finished run, from the files in its directory."""
     out = ROOT / directory(words).format(seed=seed)
     result, = read_rows(out / "result.json")
     after = result["after"]
@@ -226,7 +229,7 @@ def record_of(words: str, seed: int) -> dict:
     metrics = read_log(out / "metrics.jsonl")
     measure = next(iter(task.truth))
     return {"words": words, "seed": seed, "commit": code_commit(),
-            "judge": read_log(out / "reward" / "metrics.json")[-1:],    # of R_φ, if trained
+            "judge": read_log(out / "reward" / "metrics.json")[-1:],    # if one is trained
             "before": result["before"][measure], "facts": after[measure], "after": after,
             "curve": [round(row[measure], 4) for row in metrics],
             "seconds": sum(row["seconds"] for row in read_log(out / "phases.jsonl"))}
@@ -251,10 +254,10 @@ def execute(run: tuple) -> str | None:
 
 
 def missing_runs(names: list[str], records: dict, failed: dict) -> list[tuple]:
-    """The runs (words, seed) of studies that have no record and can be executed next.
+    """The runs (words, seed) of studies that come next: without a record, and not failed.
 
-    These are the MAKERS of other runs. If none is missing, they are the tuning runs, and then
-    those with SEEDS, whose words are known only after the tuning.
+    The MAKERS come first, because other runs use their models. Then come the tuning runs, and
+    last the runs with SEEDS, whose words are known only after the tuning.
     """
     runs = []
     for commands in [arm for name in names for arm in STUDIES[name].values()]:
@@ -306,7 +309,7 @@ def p_value(differences: list[float]) -> float:
         return 1.0
     mean = fmean(differences)
     share = mean**2 / (mean**2 + 4 * stdev(differences)**2 / 5)        # t² / (t² + 4)
-    # The distribution function of Student's t in closed form.
+    # The distribution function of Student's t with 4 degrees of freedom, in closed form.
     return 1 - 1.5 * math.sqrt(share) * (1 - share / 3)
 
 
@@ -335,11 +338,11 @@ def differences(runs: dict[str, list[dict]]) -> dict[str, list[float]]:
 
 
 def study_table(name: str, records: dict) -> str:
-    """The table of a complete study; * marks what survives Holm's correction over all studies.
+    """The table of a complete study; * means significant, corrected by Holm over all studies.
 
     The lines below it have the command of each arm and the commit of the records.
     """
-    # The comparisons of a study that is not complete have p = 1: no star vanishes later.
+    # A study that is not complete has p = 1. When it is completed, no other star disappears.
     p_values = {}
     for study in STUDIES:
         runs = complete_runs(study, records) or dict.fromkeys(STUDIES[study], ())
@@ -363,8 +366,8 @@ def study_table(name: str, records: dict) -> str:
 def critiques_figure(name: str, runs: dict[str, list[dict]]) -> str:
     """The mean right facts of each arm by the number of judged responses, as SVG.
 
-    A vertical stroke is the interval over seeds. runs: see `complete_runs`, of a study of
-    `critiques`.
+    A vertical stroke is the interval over seeds. runs: see `complete_runs`; the study is one of
+    those that `critiques` returns.
     """
     curves = defaultdict(list)
     for arm, arm_runs in runs.items():

@@ -1,1 +1,1 @@
-"""Evaluation (§4): metrics, spans, benchmarks, the judge and the sandbox of eval.py."""
+"""Evaluation (§4): what eval.py measures with. policy.py also uses the sandbox."""

@@ -4,21 +4,22 @@
     programs = [extract_code(write(code_prompt(problem)), problem) for problem in problems]
     code_scores(execute(problems, programs))   # {"id", "pass@1", "plus pass@1"} of each task
 
-Paper: §4.4, Table 3. It does not say how code is extracted from answers and run.
+Paper: §4.4, Table 3. The paper does not say how code is extracted from answers and run.
 
 The + files of evalplus contain inputs, but no outputs. On each input, the sandbox runs the
 program and the reference solution, and compares their outputs with evalplus' tolerance. The +
-files on the Hugging Face hub contain tests, which are run unchanged. They are the better choice
-for MBPP+: their inputs have types that JSON lacks, such as tuples, and their tests allow for
-tasks with several right outputs.
+files on the Hugging Face hub contain tests, which are run unchanged. For MBPP+, the hub's file
+is the better choice. Its inputs have types that JSON lacks, such as tuples, and its tests allow
+for tasks with several right outputs.
 
-Departures: a single time limit covers all inputs of a task and the reference solution, while
-evalplus limits each input. As in evalplus, only imports and what the tested function needs are
-kept of an answer. Unlike there, Markdown fences come first, where evalplus takes the longest
-valid run of lines; of two versions the last counts, not the first; statements that fill a
-needed variable are kept, while a program with an error in the function stays as it is. An
-answer may omit the imports and helpers of HumanEval's prompt, or be only a function's body. An
-answer that does not define the function is run as a whole.
+Departures: one time limit covers all base inputs of a task, and one all + inputs, both with the
+reference solution; evalplus limits each input. As in evalplus, only the imports of an answer
+and what the tested function needs are kept. But evalplus takes the longest valid run of lines;
+here, code in Markdown fences comes first. If an answer defines the function twice, the last
+definition counts; in evalplus, the first. Statements that fill a needed variable are kept. A
+function with a syntax error is not cut until the rest is valid. An answer may omit the
+imports and helpers of HumanEval's prompt, or be only a function's body. If it does not define
+the function, all of its code is run.
 """
 
 import ast
@@ -43,8 +44,8 @@ class Problem:
     """A programming task (Table 3).
 
     prompt: description of the task for the model. head: beginning of the program, which an
-    answer may omit; "" in MBPP. solution: the reference program. base, plus: the tests of a
-    program; plus is None if the file has no + tests.
+    answer may omit; "" in MBPP. solution: the reference program. base, plus: the base tests
+    and the + tests, as code; plus is None if the file has no + tests.
     """
     task_id: str
     prompt: str
@@ -70,7 +71,7 @@ def read_problems(path) -> list[Problem]:
 
 
 def _humaneval(row: dict) -> Problem:
-    """A row of HumanEval or evalplus. MBPP+ has no head, because its prompt is a docstring."""
+    """The problem of a row of HumanEval or evalplus. MBPP+ has only a docstring as prompt."""
     prompt = row["prompt"]
     name = row["entry_point"]
     if "plus_input" in row:
@@ -85,7 +86,7 @@ def _humaneval(row: dict) -> Problem:
 
 
 def _mbpp(row: dict) -> Problem:
-    """A row of MBPP, or of MBPP+ on the hub, whose field `test` has the + tests."""
+    """The problem of a row of MBPP, or of the hub's MBPP+, where `test` holds the + tests."""
     tests = "\n".join(row["test_list"])
     setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
     prompt = f"{row.get('text') or row['prompt']}\nIt must pass these tests:\n{tests}"
@@ -99,7 +100,7 @@ COMPLEX = "Mbpp/124", "Mbpp/252"
 
 
 def _restored(task: str, value):
-    """A value of an input with its Python type."""
+    """A value of an input, as a tuple or a complex number if its task needs one."""
     if task in TUPLES and isinstance(value, list):
         return tuple(_restored(task, item) for item in value)
     return complex(value) if task in COMPLEX else value
@@ -132,7 +133,7 @@ def _check_outputs(name: str, function, reference, inputs: list, fresh: list, at
         if name == "find_zero":                           # any root of the polynomial is right
             out = sum(x * out ** power for power, x in enumerate(fresh_args[0]))
             expected = 0.0
-        if name in ("check_str", "text_match_three", "text_starta_endb"):      # match or None
+        if name in ("check_str", "text_match_three", "text_starta_endb"):  # a match or None
             out = bool(out)
             expected = bool(expected)
         items = expected if isinstance(expected, (list, tuple)) else [expected]
@@ -161,16 +162,17 @@ def code_prompt(problem: Problem) -> str:
 def extract_code(response: str, problem: Problem) -> str:
     """The part of a chat model's answer that the tested function needs.
 
-    HumanEval's prompt stands before it, so that the answer may omit its imports and helpers,
-    or be only the body of the function. If the answer does not define the function, this is
-    all of its code.
+    HumanEval's prompt is put in front of this part, so the answer may omit the imports and
+    helpers of the prompt, or be only the body of the function. If the answer does not define
+    the function, all of its code is kept.
     """
     answer = response.rpartition("</think>")[2]
     code = code_of(answer)
     head = problem.head and f"{problem.head}    pass\n\n"
     body = textwrap.indent(textwrap.dedent(code), "    ")
     called = re.findall(r"(\w+)\(", f"{problem.head}{problem.base}{problem.plus}")
-    # The last two are bodies: with any indentation, and without that of the first line only.
+    # The last two texts take the code as the function's body. Either all of its lines have
+    # lost the same indentation, or only the first line has lost its indentation.
     for text in (code, answer, problem.head + body, f"{problem.head}    {code.lstrip()}"):
         if program := needed_code(text, called):
             return head + program
@@ -178,11 +180,11 @@ def extract_code(response: str, problem: Problem) -> str:
 
 
 def needed_code(text: str, called) -> str:
-    """The imports in a text, and the statements that the functions in `called` need.
+    """The imports in a text (but __future__), and statements that functions in `called` need.
 
-    These statements define a global name that the functions use, directly or not, or mention
-    such a name. Left out are tests, examples and calls that read input. Returns "" if the text
-    defines none of the functions.
+    A statement is needed if it defines or mentions a global name that the functions use,
+    directly or through other functions. Statements that only test or call the functions, or
+    read input, are left out. Returns "" if the text defines none of the functions.
     """
     statements = []              # [(statement, its text, its code object, names that it binds)]
     known = {"setrecursionlimit"}
@@ -207,7 +209,7 @@ def needed_code(text: str, called) -> str:
             if "__future__" not in names and (is_import or is_used and not is_check):
                 kept.append(source)
                 inner = [] if is_import else [code]
-                for block in inner:       # and the code objects of functions inside of it
+                for block in inner:       # the statement, then each function inside of it
                     needed |= known.intersection(block.co_names)
                     inner += [value for value in block.co_consts if hasattr(value, "co_code")]
     return "\n".join(kept) if functions else ""
@@ -217,9 +219,10 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
             timeout: float = 10.0, unsafe: bool = False) -> list[dict]:
     """Rows {id, base, plus, status, stderr}, one for each pair of problem and program.
 
-    A problem is repeated for each of its programs. timeout: CPU seconds for the base tests of a
-    program, and again for its + tests. base, plus: whether these tests passed. plus is False if
-    the base tests failed, and None if the file has no + tests.
+    If a problem has several programs, it stands in `problems` once for each. timeout: CPU
+    seconds for the base tests of a program, and as many again for its + tests. base, plus:
+    whether the base tests and the + tests passed. plus is False if the base tests failed, and
+    None if the file has no + tests.
     """
     def run(problem: Problem, program: str) -> dict:
         result = base = run_python(program, problem.base, timeout, unsafe=unsafe)
@@ -234,7 +237,7 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
 
 
 def code_scores(rows: list[dict]) -> list[dict]:  # Table 3
-    """{id, "pass@1", "plus pass@1"} of each row of `execute`."""
+    """{id, "pass@1", "plus pass@1"} of each row of `execute`; the last only with + tests."""
     scores = []
     for row in rows:
         score = {"id": row["id"], "pass@1": float(row["base"])}

@@ -1,6 +1,6 @@
 """The process that runs one program and its tests; `measures/sandbox.py` starts it.
 
-Paper: not described. Every run pays for the imports of this file, so it has few.
+The paper does not describe it. Each run executes these imports again, so there are few.
 """
 
 import ast
@@ -19,23 +19,23 @@ import traceback
 __builtins__ = dict(vars(builtins))           # a copy, because the program may patch builtins
 
 FILE_MB = 16                                  # largest file and largest output, in MiB
-FILES = 256                                   # largest number of open files
-PROCESSES = 64                                # largest number of processes and threads
-# What only pytest can run, in the form of ast.unparse. Fixtures are found when a test function
-# is called and its arguments are missing.
+FILES = 256                                   # largest number of open files of a process
+PROCESSES = 64                                # most processes and threads, if isolated
+# Finds tests that only pytest or unittest can run, in text written by ast.unparse. It does
+# not find fixtures: a test function that needs one raises TypeError when it is called.
 NEEDS_PYTEST = re.compile(
     r"^class (Test|.*TestCase\b)|^def (setup|teardown)_(module|function)\("
     r"|\bpytest\.(?!(raises|approx|warns|fail|main)\b)|^from pytest import (?!raises$|approx$)"
     r"|\bunittest\.skip|\bSkipTest\b", re.MULTILINE)
-# What tests something: a test function, or a statement that is no definition.
+# What may test something: a test function, an assert, a loop, `with`, `try` or a call.
 CHECKS = re.compile(r"^(def test|assert |for |with |try:|\w+\()", re.MULTILINE)
 
 
 def main():
-    """Read the order from stdin, and write "ready", the secret, status and reason to stdout."""
+    """Read [secret, arguments of `judge`] from stdin; write "ready" and a result to stdout."""
     secret, *order = json.load(sys.stdin)
     verdict = os.dup(1)
-    os.dup2(2, 1)                             # from now on, stdout also goes to stderr
+    os.dup2(2, 1)                             # from now on, prints go to stderr
     os.chdir(os.environ["HOME"])
     os.write(verdict, b"ready")
     getpid = os.getpid                        # the program may also patch os
@@ -52,7 +52,8 @@ def judge(code: str, tests: str, timeout: float, memory_mb: int,
           is_isolated: bool) -> tuple[str, str]:
     """Run the program and its tests; returns the status and the traceback.
 
-    The imports of the tests run before the program, so that the program cannot patch them.
+    The imports of the tests run before the program, so they load the modules as they are. (An
+    import of the solution comes later.) The program can still patch a module afterwards.
     """
     for name, text in ("solution.py", code), ("tests.py", tests):
         linecache.cache[name] = len(text), None, text.splitlines(True), name
@@ -79,11 +80,11 @@ def judge(code: str, tests: str, timeout: float, memory_mb: int,
         status = "failed"
         exec(statements, names)
         for name, test in list(names.items()):
-            # A test that returns a coroutine, a generator or a truth value asserts nothing.
+            # A test that returns a coroutine, a generator or a truth value may assert nothing.
             if name.startswith("test") and test() is not None:
                 raise TypeError(f"{name} does not return None")
         status = "passed"
-    # Every exception is a verdict, also SystemExit.
+    # Any exception of the program or its tests gives a status, even SystemExit.
     except BaseException as error:
         trace = error.__traceback__           # without the frames of this file
         while trace and trace.tb_frame.f_code.co_filename not in ("tests.py", "solution.py"):
@@ -91,7 +92,7 @@ def judge(code: str, tests: str, timeout: float, memory_mb: int,
         if isinstance(error, MemoryError):
             status = "memory"
         elif status == "failed" and not isinstance(error, AssertionError):
-            # An error without a frame of the tests or of the program is about the test file.
+            # Without a frame of the tests or the program, the tests cannot be run here.
             status = "error" if trace else "not run"
         reason = "".join(traceback.format_exception(type(error), error, trace, limit=1100))
     return status, reason
@@ -107,7 +108,8 @@ def compile_tests(tests: str) -> list:
     if NEEDS_PYTEST.search(text) or not CHECKS.search(text):
         raise ValueError("these tests need pytest, which is not run here, or test nothing")
     if not re.search(r"pytest\.(?!main)|from pytest", text):
-        # Most tests import pytest and do not use it. It is slow, and may not be installed.
+        # Many tests import pytest and do not use it. An empty module saves the time of its
+        # import, and works where pytest is not installed.
         sys.modules["pytest"] = type(sys)("pytest")
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))
                and "solution" not in ast.unparse(node)]
@@ -116,15 +118,15 @@ def compile_tests(tests: str) -> list:
 
 
 def set_limits(timeout: float, memory_mb: int, is_isolated: bool):
-    """Set the limits of each process. The CPU time does not include the time until now."""
+    """Set the limits of this process and its children. `timeout` begins now, in CPU seconds."""
     limits = {resource.RLIMIT_FSIZE: FILE_MB << 20, resource.RLIMIT_NOFILE: FILES}
     if resource.getrlimit(resource.RLIMIT_CORE)[1]:
         limits[resource.RLIMIT_CORE] = 1      # no core file, and no crash handler
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = memory_mb << 20
-    if is_isolated:                           # else all processes of the caller would count
+    if is_isolated:                           # else the caller's processes would count
         limits[resource.RLIMIT_NPROC] = PROCESSES
-        # keyctl(KEYCTL_JOIN_SESSION_KEYRING): the program loses sight of the caller's keys.
+        # keyctl(KEYCTL_JOIN_SESSION_KEYRING): a new keyring, without the caller's keys.
         keyctl = 250 if os.uname().machine == "x86_64" else 219
         ctypes.CDLL(None).syscall(keyctl, 1, None)
     for limited, limit in limits.items():

@@ -9,9 +9,9 @@
 Paper: §4.2–4.5, Table 4, Figure 3, Appendix E.
 
 Departures: Appendix E shuffles the two answers. Here the judge sees them in both orders, and
-two verdicts that disagree count as a tie. If a reply does not end with its verdict, or has
-several different ones, the row is counted as unjudged and the next run asks again; FastChat
-takes the first verdict.
+two verdicts that disagree count as a tie. If a reply does not end with a verdict, or has
+several different ones, the row is counted as unjudged, and the next run asks the judge again.
+FastChat takes the first verdict.
 AlpacaEval's leaderboard has its own prompt and controls for length. For its win rate, run the
 command that `write_alpaca` returns.
 """
@@ -111,29 +111,30 @@ def _question(config: JudgeConfig, kind: str, values: dict[str, str], name) -> Q
 # ── The judge's verdicts
 
 WINS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
-# What a verdict may be inside of [[ ]]; case and white space do not matter.
+# A verdict as it may stand in [[ ]], for example "winner: a". The text is in lower case.
 WINNER = r"(?:(?:assistant|answer|verdict|winner)\s*[:=]?\s*)?([abc]|tie)"
-# Brackets after a name, or after a closing ) or ], are code, such as x[[0]].
+# Brackets after a name, a ) or a ] are code, such as x[[0]], so they do not match.
 BRACKETS = r"(?<![\w)\]])\[\[\s*([^\[\]]*?)\s*\]\]"
-# What the judge only quotes: a fence, a line after ">", and words in quotation marks.
+# What the judge only quotes: a code fence, a line after ">", and words in quotation marks.
 QUOTED = (r"(?s:```.*?(?:```|\Z))|(?m:^\s*>.*)|[\"“”„«»].*?[\"“”„«»]"
           r"|['‘’`]\[\[.*?\]\]['‘’`]")
-# FastChat's prompt shows the verdict in quotation marks, and some judges copy them to their
-# last line. This line has no other words than these, and follows a sentence or an empty line.
+# FastChat's prompt shows the verdict in quotation marks, and some judges copy these marks to
+# their last line. Besides the verdict, this line may have only the words of LABEL. It follows a
+# sentence or an empty line.
 LABEL = r"(?:(?:my|the|is|final|overall|verdict|rating|score|winner|judge?ment)\W+)*"
 LAST_LINE = (r"((?:\A|[.!?)][*_]*\s*\n|[^:,*_\s][*_]*\s*\n\s*\n)\W*" + LABEL
              + r")[\"“”„«»'‘’`](" + LABEL + r"\[\[[^\[\]]*\]\])\W*\Z")
-WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # nothing of it ends a reply
+WORD_OR_QUOTE = r"[\w\"“”„«»'‘’`]"                              # must not follow the verdict
 
 
 def read_verdict(_context: dict, text: str) -> float:
-    """The verdict that ends a reply. Raises ValueError if the reply does not have exactly one.
+    """The verdict that ends a reply. Raises ValueError if none does, or if verdicts differ.
 
-    A verdict is in double brackets: [[A]], [[B]] or [[C]]. Verdicts that the judge quotes, for
-    example from the answer, are not read; but its last line may be a verdict in quotation
-    marks. The result is 1 if A is better, 0.5 for a tie, and 0 if B is better.
+    A verdict stands in double brackets, such as [[A]], [[B]] or [[C]]. Verdicts that the judge
+    quotes, for example from the answer, are not read; but its last line may be a verdict in
+    quotation marks. The result is 1 if A is better, 0.5 for a tie, and 0 if B is better.
     """
-    # Remove the model's reasoning, also if it has no end.
+    # Remove the model's reasoning, also if its end tag is missing.
     text = re.split("</think(?:ing)?>", text.lower())[-1]
     text = re.sub(r"(?ms)^\s*<think.*", "", text)
     text = re.sub(LAST_LINE, r"\1\2", text)
@@ -152,16 +153,16 @@ def read_verdict(_context: dict, text: str) -> float:
 
 
 def forecast_cost(questions: list[Question], config: JudgeConfig, path) -> str:
-    """A line with the number of questions, and the cost of those not in the journal yet."""
+    """A line: the number of questions, and the most that those without a reply can cost."""
     with Journal(path, *config.prices) as journal:
         return f"{len(questions)} questions, {forecast(questions, journal, read_verdict)}"
 
 
 def ask_judge(questions: list[Question], config: JudgeConfig, path) -> list[dict]:
-    """{id, verdict, reason} of each question; only those not in the journal yet are asked.
+    """{id, verdict, reason} of each question; only those without a usable reply are asked.
 
-    path: the journal. verdict: as in `read_verdict`; None if the reply has none, and then the
-    next run asks again. Raises InputError in the same cases as `ask.ask`.
+    path: the journal, a file of all replies. verdict: as in `read_verdict`. It is None if the
+    reply has none; then the next run asks again. Raises InputError in the cases of `ask.ask`.
     """
     with Journal(path, *config.prices) as journal:
         replies = ask(questions, journal, _server(config), read_verdict, config.concurrency)
@@ -215,7 +216,7 @@ def pairwise_scores(verdicts: list[dict]) -> list[dict]:
 
 
 def win_tie_loss(scores: list[dict]) -> dict[str, int]:  # Figure 3
-    """Numbers of wins, ties, losses, inconsistent and unjudged rows."""
+    """Numbers of wins, ties, losses, inconsistent (also counted as ties) and unjudged rows."""
     counts = Counter(row["win"] for row in scores)
     return {"win": counts[1.0], "tie": counts[0.5], "loss": counts[0.0],
             "inconsistent": sum(row["inconsistent"] for row in scores),

@@ -9,8 +9,8 @@
 Paper: §4.3, Tables 2, 3 and 8. Shapes: N rows, K counts per row, T tokens, H hidden size.
 
 Up to rounding, the results equal those of rouge-score (no stemmer), sacrebleu (defaults, one
-reference) and bert-score. Scores are not rescaled by bert-score's baselines, because these are
-tables inside that package.
+reference; here from 0 to 1) and bert-score. BERTScores are not rescaled by bert-score's
+baselines, because these are tables inside that package.
 
 Every metric is computed in the same way: each row yields counts, the counts are summed over
 the corpus, and the metric is a function of the sums. For example, a mean is Σ value / Σ 1 and
@@ -34,7 +34,7 @@ from model import (NO_PICKLES, encode_prompt, encode_text, response_hidden,
 from sampling import context_length, head_weight, pad_batch, token_logprobs
 
 # bert-score's default layers, which its authors chose by correlation with human judgements.
-# An encoder that is not listed has no default.
+# For any other encoder, the user must name the layer.
 BERT_SCORE_LAYERS = {"roberta-large": 17, "roberta-base": 10, "bert-base-uncased": 9,
                      "distilbert-base-uncased": 5, "deberta-xlarge-mnli": 40}
 
@@ -46,8 +46,8 @@ def _ngrams(tokens: list[str], n: int) -> Counter:
 
 
 def _matches(prediction: list[str], reference: list[str], n: int) -> int:
-    """Number of n-grams that both texts contain. One that is repeated counts as often as in
-    the text that has it less often."""
+    """Number of n-grams that both texts contain. A repeated n-gram counts as often as it occurs
+    in the text that has fewer of it."""
     return (_ngrams(prediction, n) & _ngrams(reference, n)).total()
 
 
@@ -65,7 +65,7 @@ def _common_subsequence(a: list[str], b: list[str]) -> int:
 def rouge(prediction: str, reference: str) -> dict[str, float]:
     """ROUGE-1, ROUGE-2 and ROUGE-L of a text as F1 scores (Table 2).
 
-    A word is a run of a–z or 0–9 in the lowercased text, as in rouge-score. Text in another
+    A word is a run of a–z and 0–9 in the lowercased text, as in rouge-score. Text in another
     script therefore has no words. A text without words scores 0.
     """
     p = re.findall("[a-z0-9]+", prediction.lower())
@@ -81,7 +81,8 @@ def rouge(prediction: str, reference: str) -> dict[str, float]:
 def _words_13a(text: str) -> list[str]:
     """Split a text into words as mteval-v13a does.
 
-    Each ASCII punctuation mark is a word, except a . or , inside a number.
+    An ASCII punctuation mark is a word of its own, with these exceptions: an apostrophe, a
+    hyphen that does not follow a digit, and a . or , between two digits.
     """
     text = text.rstrip().replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
     for entity, char in (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">")):
@@ -95,7 +96,8 @@ def _words_13a(text: str) -> list[str]:
 def bleu_counts(prediction: str, reference: str) -> list[int]:
     """Counts of one row: [words, reference words, hits of 1- to 4-grams, 1- to 4-grams]; [10].
 
-    A hit is an n-gram of the prediction that is also in the reference.
+    A hit is an n-gram of the prediction that is also in the reference, counted by `_matches`.
+    The last four are the numbers of n-grams in the prediction.
     """
     words = _words_13a(prediction)
     reference_words = _words_13a(reference)
@@ -156,17 +158,17 @@ def bert_score(predictions: list[str], references: list[str], encoder, tokenizer
                layer: int) -> list[dict[str, float]]:
     """BERTScore {"precision", "recall", "f1"} of each row (Table 2).
 
-    For each word token, the cosine similarity to the most similar token of the other text is
+    For each token, the cosine similarity to the most similar token of the other text is
     computed. Precision is its mean over the prediction, recall its mean over the reference.
-    [CLS] and [SEP] can be the most similar token, but are not averaged over. A negative cosine
-    counts as 0; in the bert-score package this is a side effect of padding. A text without
-    words scores 0. encoder, tokenizer, layer: see `load_encoder`. Texts are truncated at the
-    tokenizer's model_max_length.
+    [CLS] and [SEP] can be the most similar token, but the means leave them out. A negative
+    cosine counts as 0; in the bert-score package this is a side effect of padding. A text with
+    no other tokens scores 0. encoder, tokenizer, layer: see `load_encoder`. Texts are truncated
+    at the tokenizer's model_max_length.
     """
     ends = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id], device=encoder.device)
 
     def embed(text):
-        """The unit vectors [T, H] of the tokens, and the mask [T] of word tokens."""
+        """The unit vectors [T, H] of the tokens, and the mask [T] without [CLS] and [SEP]."""
         batch = tokenizer(text.strip(), truncation=True, return_tensors="pt").to(encoder.device)
         hidden = encoder(**batch, output_hidden_states=True).hidden_states[layer][0]
         return torch.nn.functional.normalize(hidden), ~torch.isin(batch.input_ids[0], ends)
@@ -196,7 +198,8 @@ def reference_scores(texts: list[str], references: list[str],
                      encoder: str | None = None) -> dict[str, list]:  # Table 2
     """ROUGE, BLEU and, with an encoder, BERTScore: measure → its value for each text.
 
-    The value is None for a text without reference. Without any reference, the result is {}.
+    For BLEU, the value is `bleu_counts`. It is None for a text without reference. If no text
+    has one, the result is {}.
     """
     if not any(references):
         return {}
@@ -217,7 +220,7 @@ def perplexity(model, tokenizer, prompts: list[str], texts: list[str]) -> list[t
     The base model without adapter scores each text, given the prompt of the policy. The paper
     does not say what perplexity is conditioned on. `corpus(rows, perplexity_of)` computes the
     perplexity of the corpus. EOS is not scored, because it depends on the length rather than on
-    the wording. A text that exceeds the context is scored as far as it fits.
+    the wording. If prompt and text exceed the context, the end of the text is not scored.
     """
     pairs = []
     for prompt, text in zip(prompts, texts, strict=True):
@@ -292,8 +295,8 @@ def bootstrap(rows, figure=ratio) -> tuple | None:
     """The 95 % bootstrap interval of `corpus(rows, figure)` (Efron 1979).
 
     Its ends are percentiles over 10,000 samples of N rows, drawn with replacement. figure maps
-    sums [..., K] to [...]. Samples in which it is 0/0 are left out. The result is None if these
-    are more than 5 % of the samples, or if there are fewer than two rows.
+    sums [..., K] to [...]. Samples in which the metric is 0/0 are left out. The result is None
+    if these are more than 5 % of the samples, or if there are fewer than two rows.
     """
     counts = _counts(rows)
     N = len(counts)
@@ -312,7 +315,8 @@ def interval(rows, figure=ratio) -> tuple | None:
     """The 95 % interval of `corpus(rows, figure)`, by bootstrap or by Wilson (1927).
 
     Wilson's interval is used for a share of 0 or 1, where all bootstrap samples agree and their
-    interval has no width. It takes a row as one case, as the counts of a row are dependent.
+    interval has no width. It counts each row with cases as one case, because the cases of one
+    row depend on each other.
     """
     value = corpus(rows, figure)
     if figure is not share or value not in (0, 1):
@@ -325,7 +329,7 @@ def interval(rows, figure=ratio) -> tuple | None:
 def paired_bootstrap(before, after, figure=ratio) -> tuple | None:
     """The 95 % interval of figure(after) − figure(before).
 
-    Each sample uses the same rows on both sides, so that differences in difficulty cancel.
+    Each sample has the same rows on both sides, so that easy and hard rows do not add variance.
     """
     before = _counts(before)
     K = before.shape[-1]
@@ -336,8 +340,9 @@ def paired_bootstrap(before, after, figure=ratio) -> tuple | None:
 def table_lines(counts: dict[str, dict[str, list]], units: dict) -> list[dict]:
     """A line {measure, unit, rows, before: [value, low, high], after, difference} per measure.
 
-    A value is None if its denominator is 0. counts: side → measure → counts of each row.
-    units: measure up to its comma → (unit, function from summed counts to the value).
+    A value is None if its denominator is 0. `difference` needs both sides. counts: side →
+    measure → counts of each row. units: measure up to its comma → (unit, function from summed
+    counts to the value).
     """
     lines = []
     for key in dict.fromkeys(chain(*counts.values())):

@@ -5,12 +5,12 @@
     run_python("def f(x):\\n    return x + 1", "assert f(1) == 2")
     # Result(passed=True, status='passed', stderr='')
 
-Paper: pass@1 and the test outcomes of §4.4 and Appendix N. It does not say how code is run.
+Paper: pass@1 and the test outcomes of §4.4 and Appendix N. It does not say how to run code.
 
 Tests are statements, or functions named test*, which are called in order. Values are compared
 by Python's own operators. Tests that need pytest (classes, fixtures, marks) or are asynchronous
-"could not be run", which says nothing about the program. `measures/sandbox.sh` isolates each
-run with util-linux, and `measures/cell.py` runs it:
+get the status "not run", which says nothing about the program. `measures/sandbox.sh` isolates
+each run with the tools of util-linux. In this sandbox, `measures/cell.py` runs the tests:
 
     namespaces   separate processes, IPC and network (without loopback)
     files        separate read-only root, and 64 MB to write, in memory
@@ -20,9 +20,9 @@ run with util-linux, and `measures/cell.py` runs it:
 vsock sockets are not isolated: in a virtual machine, code could reach a service of its host.
 The memory of all processes together is not limited, nor is shared memory of System V and of
 memfd_create, which `memory_mb` does not count. If the machine runs out of memory, Linux ends
-the sandbox first. If this isolation is not available (macOS, most containers),
-`run_python` raises SandboxError. With `unsafe`, the code is not isolated: it only gets an empty
-environment, a temporary directory and resource limits.
+the sandbox first. If this isolation is not available (macOS, most containers), `run_python`
+raises SandboxError. With `unsafe`, the code is not isolated: it only gets a temporary
+directory, resource limits, and none of the caller's environment variables.
 
 A verdict can be trusted for honest programs only. Malicious code shares the interpreter with
 its tests: it can define an object that equals everything, replace functions that the tests use,
@@ -79,14 +79,14 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
                unsafe: bool = False) -> Result:
     """Run `tests` on `code`, which they can import as the module `solution`.
 
-    timeout: CPU seconds of each process, rounded up, without the tests' imports. The run may
-    take FAR times as long in all, for programs that sleep or wait for a processor. memory_mb:
-    limit of each process in MiB. This function is thread-safe. Raises SandboxError if the
-    sandbox is not available and `unsafe` is False.
+    timeout: CPU seconds of each process, rounded up, without the tests' imports. A program may
+    also sleep or wait for a processor, so the run may take FAR times as long, and START seconds
+    more. memory_mb: limit of each process in MiB (on Linux). This function is thread-safe.
+    Raises SandboxError if the sandbox is not available and `unsafe` is False.
     """
     if os.name == "nt":
         raise SandboxError("programs cannot be run on Windows; use Linux")
-    secret = os.urandom(16).hex()             # a program does not pass by writing to all files
+    secret = os.urandom(16).hex()             # only a result with it counts, see `cell.main`
     order = json.dumps([secret, code, tests, timeout, memory_mb, not unsafe])
     command = [sys.executable, "-I", "-u", "-c", (FOLDER / "cell.py").read_text("utf-8")]
     if not unsafe:
@@ -124,7 +124,7 @@ def run_python(code: str, tests: str, timeout: float = 10.0, memory_mb: int = 51
 
 # ── Test outcomes of responses
 
-INVALID = SyntaxError, ValueError, RecursionError, MemoryError     # of text that is no Python
+INVALID = SyntaxError, ValueError, RecursionError, MemoryError     # if text is no Python
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^(?:\1| {,3})\2|\Z)",
                    re.MULTILINE | re.DOTALL)
 
@@ -132,9 +132,9 @@ FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^(?:\1| {
 def code_of(text: str) -> str:
     """The program in a response: its Markdown fences joined, or its Python outside of fences.
 
-    Fences labelled as Python are used; without any, those without a label; otherwise all. The
-    last fence may be unclosed. In a text that is valid Python, fences are part of strings.
-    Indented fences, for example in a list, are dedented.
+    Fences labelled as Python are used. If there are none, those without a label are used, or
+    else all. The last fence may be unclosed. A text that is valid Python is returned as it is:
+    its fences are part of strings. Indented fences, for example in a list, are dedented.
     """
     text = text.replace("\r\n", "\n").replace("\ufeff", "")  # "\r" alone prevents dedent
     with contextlib.suppress(*INVALID):
@@ -154,7 +154,7 @@ def python_in(text: str) -> str:
     """A text without its prose, tags and fences, which are not Python; "" if nothing is left.
 
     A line without indentation begins a piece, and the indented lines after it belong to it. A
-    piece with invalid syntax is dropped as a whole, so that no function is mended.
+    piece with invalid syntax is dropped as a whole, so no part of a function is run alone.
     """
     pieces = re.findall(r"^\S.*(?:\n(?!\S).*)*", text, re.MULTILINE)
     while pieces:
@@ -162,10 +162,10 @@ def python_in(text: str) -> str:
             ast.parse("\n".join(pieces))
             break
         except SyntaxError as error:
-            # Of a block without a body, lineno is the line after it, and the message names it.
+            # For a block without a body, lineno is the line after it; the message has its line.
             named = re.findall(r"on line (\d+)", error.msg) or [error.lineno or 1]
             piece_of_line = [i for i, piece in enumerate(pieces) for _ in piece.split("\n")]
-            del pieces[piece_of_line[: int(named[0])][-1]]     # or the last, at the end
+            del pieces[piece_of_line[: int(named[0])][-1]]     # at most the last piece
         except INVALID:
             return ""
     return "\n".join(pieces)
@@ -174,8 +174,8 @@ def python_in(text: str) -> str:
 def add_outcomes(rows: list[dict], task, **options) -> list[dict]:
     """Run the tests of each `response` and add its `outcome` to the row (Appendix N).
 
-    options: those of `run_python`. Rows that have an outcome are not run again. Raises
-    InputError if no sandbox is available.
+    options: those of `run_python`. A row with an outcome, or without response, does not change.
+    Raises InputError if no sandbox is available.
     """
     def add(row: dict) -> dict:
         if not row.get("response") or row.get("outcome"):

@@ -4,17 +4,18 @@
 
 Paper: §3.3, §4.2, Appendix C; Tables 1, 6, 7, 11, 15 and 16.
 
-Every metric of R_φ is a share, hits / cases. Both are counted for each response and summed over
+Every metric of R_φ is a ratio, hits / cases. Both are counted for each response and summed over
 the responses, so resampling the responses gives a bootstrap interval. A critique that cannot be
 parsed predicts no spans. It lowers the recall and is counted as `unparseable`.
 
-The paper leaves some definitions open. In this file, gold and predicted spans of the same sign
-are paired one to one, starting with the pair that overlaps most. A pair matches exactly if both
-spans hold the same characters, without white space at the ends; otherwise it is partial. The
-overlap index (Table 6) is intersection over union in characters, averaged over pairs. The
-≥ 90 % overlap of Table 7 is relative to the longer span. A quote that is not in the response is
-a prediction without a pair. People agree with a predicted span (Table 16) if they gave its
-label to more than half of its characters.
+The paper leaves some definitions open. In this file, gold spans (those of the annotated rows)
+and predicted spans of the same sign are paired one to one, starting with the pair that overlaps
+most. A pair matches exactly if both spans hold the same characters, without white space at the
+ends; otherwise it is partial. The overlap index (Table 6) is intersection over union in
+characters, averaged over pairs. The ≥ 90 % overlap of Table 7 is relative to the longer span. A
+quote that is not in the response, or that is ambiguous, is a prediction without a pair. People
+agree with a predicted span (Table 16) if they gave its label to more than half of its visible
+characters.
 """
 
 import re
@@ -83,7 +84,7 @@ def character_labels(response: str, spans: list[Span]) -> list[float]:
 
 
 def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
-    """Share of the span's visible characters that have the same label as it (Table 16)."""
+    """Share of the span's visible characters whose label is that of the span (Table 16)."""
     right = [labels[i] == span.label for i in range(span.start, span.end)
              if not response[i].isspace()]
     return sum(right) / max(1, len(right))
@@ -177,9 +178,9 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
     """Score critiques of the rows' responses against the spans of the rows.
 
     Returns the scored rows, metric → its (hits, cases) for each row (Tables 1, 6, 7 and 16),
-    and the tables 6 and 15. Some annotators mark only errors, so quotes
-    of a sign that no row has are left out. critic: name of the model that wrote the critiques.
-    places: as in `label_table`.
+    and the tables 6 and 15. Some annotators mark only errors. So if no row has a span of one
+    sign, the quotes of this sign are left out. critic: name of the model that wrote the
+    critiques. places: as in `label_table`.
     """
     gold_spans = [read_spans(row) for row in rows]
     labels = {span.label for span in chain(*gold_spans)}

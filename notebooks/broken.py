@@ -3,7 +3,7 @@
     python notebooks/broken.py                # trains again, and writes broken.jsonl
 
 Each run has one seed and 24 responses per iteration in the toy world, and 8 iterations unless
-RUNS has another number. The critic is the annotator, unless named.
+RUNS has another number. The critic is the annotator, unless RUNS has another.
 """
 
 import os
@@ -59,7 +59,7 @@ def put(values):
 def learn(critic=annotator_critic, start=base, **settings) -> list[dict]:
     """policy.train in short, with a warm-up of the rates → one row of metrics per iteration.
 
-    It calls the functions as `policy.…`, so that a patched function takes effect.
+    The functions are called as `policy.…`, so that a patched function takes effect.
     """
     now = replace(config, **settings)
     put(start)
@@ -95,7 +95,7 @@ def learn(critic=annotator_critic, start=base, **settings) -> list[dict]:
 
 
 def answered(rows=held_out, **settings):
-    """Rollouts of the policy: one response to each of 128 held-out posts."""
+    """Rollouts of the policy: one response to each row, by default to 128 held-out posts."""
     generator = torch.Generator().manual_seed(1000 * SEED + 999)
     return policy.sample_rollouts(model, tokenizer, rows, replace(config, **settings),
                                   "policy", generator)
@@ -107,7 +107,7 @@ def facts(batch) -> float:
 
 
 def kl(batch) -> float:
-    """Σ_t log π(y_t) − log π_ref(y_t), nats per response."""
+    """The mean over the responses of Σ_t (log π(y_t) − log π_ref(y_t)), in nats."""
     add_scores(batch, model, no_values, config)
     return (batch.logprobs_old - batch.logprobs_ref).sum().item() / len(batch.rows)
 
@@ -199,7 +199,7 @@ def silent(text, offsets, review) -> list[float]:  # noqa: ARG001
 
 # ── The record
 
-# name → the wrong function's place and the function, or None; arguments of `learn`
+# name → ((place of the function, wrong function) or None, arguments of `learn`)
 END = replace_delta(annotator_critic, end)
 SILENT = replace_delta(annotator_critic, silent)
 RUNS = {
@@ -217,7 +217,7 @@ RUNS = {
                                  "iterations": 16}),
     "half-blind critic, no KL": (None, {"critic": half_blind, "learning_rate": 6e-3,
                                         "iterations": 16, "kl_coef": 0.0})}
-# The five runs of exercise 1: letter, and number of the mistake in its list
+# The five runs of exercise 1: name → (letter, number of the mistake in the exercise's list)
 PUZZLES = {"rate × 10": ("a", 4), "half-blind critic, no KL": ("b", 5),
            "no temperature": ("c", 2), "δ too early": ("d", 1), "reward on padding": ("e", 3)}
 # These continue from the policy of the right run.

@@ -1,12 +1,12 @@
 """The checks of notebook 6: a student's function against its solution, on small inputs first.
 
-    check("gae", gae)                # prints "right", or raises `Wrong`: what is wrong
+    check("gae", gae)                # prints "right", or raises `Wrong` with the reason
     solution("gae", show=True)       # prints the solution
-    chosen = complete(gae, update)   # the functions by name; the solution instead of a blank
+    chosen = complete(gae, update)   # the functions by name; a solution replaces a blank
 
-cases_NAME() gives the inputs of an exercise from the smallest on, so the first failing case is
-a small one. It is shown as a table of tokens. Each case is used before the next one is made, so
-its function may read the variables of the loop. A function must not change its inputs.
+cases_NAME() yields the inputs of an exercise, small ones first. So the first case that fails is
+a small one, and it is shown as a table of tokens. Each case is used before the next one is
+made, so `Case.call` may read the variables of the loop. A function must not change its inputs.
 """
 
 import inspect
@@ -76,7 +76,7 @@ def solution(name: str, show: bool):
 
 
 def complete(*functions) -> SimpleNamespace:
-    """The functions by name, the solution instead of a blank. Prints which are whose."""
+    """The functions by name; solutions replace blanks. Prints which are the student's."""
     yours = {f.__name__: f for f in functions if not is_blank(f)}
     blanks = {f.__name__: getattr(solutions, f.__name__) for f in functions if is_blank(f)}
     print(f"yours: {', '.join(yours) or 'none'}\nsolutions: {', '.join(blanks) or 'none'}")
@@ -84,7 +84,7 @@ def complete(*functions) -> SimpleNamespace:
 
 
 def is_blank(function) -> bool:
-    """Whether a function has only a docstring and an ellipsis, which leaves no code."""
+    """Whether a function is only a docstring and an ellipsis: its bytecode is then empty."""
     def blank():
         """A docstring."""
     return function.__code__.co_code == blank.__code__.co_code
@@ -109,8 +109,8 @@ def results_of(function, case: Case, seed: int = 0):
 
 
 def error_message(function, error: Exception) -> str:
-    """The type of an exception, its line in the student's function, and its first line; of
-    `Wrong`, only its message."""
+    """The type of an exception, its line in the student's function, and the first line of its
+    message. If it is `Wrong`, only the message."""
     if isinstance(error, Wrong):
         return str(error)
     code = function.__code__
@@ -125,8 +125,8 @@ def error_message(function, error: Exception) -> str:
 def difference(found, expected, name: str = "") -> str | None:
     """The first difference between two results, in words; None if they agree.
 
-    Lists and tuples of the same numbers agree, and so do all types of numbers. Tensors and
-    arrays agree with lists of integers, and not with lists of floats.
+    Lists and tuples of the same numbers agree, and so do integers and floats of the same value.
+    A tensor or array agrees with an expected list of integers, but not with one of floats.
     """
     if isinstance(expected, dict):
         for key in found | expected:              # a Counter has a 0 for each key that it lacks
@@ -174,8 +174,8 @@ def list_difference(found, expected, name: str) -> str | None:
 
 
 def show(case: Case, found, expected: dict) -> list[str]:
-    """The lines of a case: its title, result lists, and a table of its tokens. With two
-    tokens or more, it has all results per token."""
+    """The lines of a case: its title, result lists, and a table of its tokens. With two tokens
+    or more, the table also has the results that have one number per token."""
     lines = case.title.splitlines()
     columns = dict(case.tokens)
     length = len(next(iter(columns.values())))
@@ -209,8 +209,8 @@ def batch_case(names: list[str], inputs: dict, lengths: list[int], constants: di
                has_gradient: bool = False) -> Case:
     """A case of a function of tensors [B, T], the mask of B responses, and constants.
 
-    names: of its results. has_gradient: whether a gradient for the first tensor is a result;
-    then the tensors of a single row are [T].
+    names: the names of the results. has_gradient: whether the gradient for the first tensor is
+    a result, too. If so, the tensors of a single row are [T].
     """
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).float()       # [B, T]
     B, T = mask.shape
@@ -242,7 +242,7 @@ def gradients(result, inputs: dict) -> dict:
 
 
 def random_ids(rng: random.Random, *lengths) -> list[list[int]]:
-    """Lists of random token ids of these lengths; 0 and EOS, 1, are often among them."""
+    """Lists of random token ids of these lengths; many are 0 (padding) or 1 (EOS)."""
     return [rng.choices([0, 1, 40, 300, 500], k=length) for length in lengths]
 
 
@@ -264,7 +264,7 @@ def toy_model():
 # ── The cases of each exercise
 
 def cases_find_spans():
-    """Random texts, with quotes from them that are repeated or have the wrong case."""
+    """Random texts with quotes from them. Some are repeated or have the wrong case."""
     rng = random.Random(0)
     for i in range(500):
         response = "".join(rng.choices(rng.choice(["aabA é3_.'-  ", "a "]), k=1 + i // 50))
@@ -288,7 +288,7 @@ def cases_find_spans():
 
 
 def cases_token_rewards():
-    """Random tokens and spans: whitespace, halves, conflicts, with and without EOS."""
+    """Random tokens and spans: whitespace, parts of tokens, conflicts, with and without EOS."""
     rng = random.Random(0)
     words = ["cat", " cat", "cat ", " ", ".\n", "\n\n", "  é", "\ta", "é"]
     for i in range(500):
@@ -306,7 +306,7 @@ def cases_token_rewards():
 
 
 def cases_z_loss():
-    """Pairs of x and z, one of them twice, and the gradient of two LoRA matrices."""
+    """Pairs of a prompt and z, a second one twice. Results: loss, gradients for LoRA's A, B."""
     rng = random.Random(0)
     for lengths in ([(1, 1)], [(2, 1)], [(1, 2)], [(3, 6)], [(2, 3), (3, 1)], [(1, 5), (4, 2)]):
         pairs = [tuple(random_ids(rng, x, z)) for x, z in lengths]
@@ -375,7 +375,7 @@ def cases_whiten():
 
 
 def cases_ppo_loss():
-    """One token with each kind of ρ and A, then more; the padding holds numbers."""
+    """One token with various ρ and A, then more tokens; the padding holds numbers."""
     rng = random.Random(0)
     for lengths in *[[1]] * 8, [3], [1, 2], [4, 1, 3], [5, 5, 2, 4]:
         old = draw(rng, lengths, -2, -1)
@@ -388,8 +388,9 @@ def cases_ppo_loss():
 
 
 def cases_update():
-    """A step on one token, on a longer row and on more rows, and two steps in a row. One norm
-    is below 1. Momentum shows whether the optimizer itself takes each step."""
+    """A step on one token, on a longer row and on more rows, and two steps in a row. One
+    gradient norm is below 1, so it is not clipped. SGD with momentum shows whether the function
+    uses the optimizer for each step."""
     rng = random.Random(2)
     lengths = [1, 3, 7, 2, 6]
     prompts = random_ids(rng, 3, 6, 1, 4, 2)
@@ -446,14 +447,15 @@ def cases_lora_forward():
 
 
 def cases_generate():
-    """One short prompt, then more, some with EOS. Token ids below 7 never occur, so a sum can
-    equal u = 0. With the first τ, the others are equally likely: no sum is above the largest u.
+    """One short prompt, then more, some with EOS. Token ids below 7 have probability 0, so a
+    cumulative sum can equal u = 0. At the first τ all other ids are equally likely. Rounding
+    then leaves no cumulative sum above the largest u.
     """
     rng = random.Random(3)
     model, _ = load_model(toy.BASE, device="cpu")
     model.lm_head.register_forward_hook(
         lambda module, inputs, logits: logits.index_fill(-1, torch.arange(7), -math.inf))
-    calls = []                  # of the model: number of columns, and two rows of the last one
+    calls = []                  # of the model: columns; mask and position of the last
 
     def record(module, arguments, options):
         last = [None if options[name] is None else options[name][:, -1].tolist()
@@ -467,7 +469,7 @@ def cases_generate():
         prompts = random_ids(rng, *lengths)
         uniforms = draw(rng, [T] * len(lengths), 0.1, 0.9)
         uniforms[-1, T // 3] = 0.0 if T > 1 else 1 - 2**-24
-        # This token ends the answer of one row, and is in the prompt of another.
+        # This token ends the answer of one row, and is also in a prompt.
         eos = solutions.generate(model, prompts, uniforms, temperature, -1)[ending][T // 2]
         prompts[ending - 1][0] = eos
 
@@ -476,7 +478,7 @@ def cases_generate():
             result = function(model, prompts, uniforms, temperature, eos)
             widths = [width for width, _, _ in calls]
             _, attention, positions = [*calls, [None] * 3][0]
-            # A call that is left out because all rows have ended counts as one of one column.
+            # If all rows have ended, a call that is left out counts as a call of one column.
             return {"columns of each call": widths and widths + [1] * (T - len(widths)),
                     "attention in the last column of the first call": attention,
                     "position in the last column of the first call": positions,

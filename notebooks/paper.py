@@ -3,8 +3,8 @@
     python notebooks/paper.py
 
 Each row of PAPER.md's map becomes a row of the page: the equation or step on the left, its code
-and its test on the right. Above are a table of contents, and one response and its critique,
-which the reader can edit.
+and its test on the right. Above the rows are a table of contents, and a response with its
+critique, both of which the reader can edit.
 """
 
 import ast
@@ -26,7 +26,8 @@ from report import LEGEND, page, split_text, write_page  # noqa: E402
 PLACES = r"(?m)^\| ((?:Eq|Alg)\. .*) \|$"          # rows of the map in PAPER.md
 LINES = r"l\.(\d+(?:–\d+)?(?:, \d+(?:–\d+)?)*)"
 # place | formulas as the paper prints them | how this repository reads or changes them, if it
-# does. "; " separates formulas, _ and ^ begin scripts, and ‹ › enclose a slip (PAPER.md).
+# does. "; " separates formulas, _ and ^ begin a subscript and a superscript, and ‹ › enclose a
+# slip, which is a small error of the paper (PAPER.md).
 WORDS = """\
 Eq. §3.1 Definition 1 | ∇_NL(c → y) = ∑_{t=1}^T δ_t ∇_θ log π_θ(y_t ∣ x, y_<t)
 Eq. §3.3 δ | δ_t = +1 if t ∈ s_k and 𝒜(y)[s_k] = positive;
@@ -164,8 +165,8 @@ def extent(tree: ast.AST, line: int, is_alone: bool) -> range:
 def excerpt(place: str, name: str, shown: dict) -> str:
     """The HTML of `module.name`: lines tagged with this place are marked, long code is cut.
 
-    shown: {name: place} of the code that the page has whole. Its later excerpts link to it, and
-    have only the marked lines.
+    shown: {name: place} of the code that the page already has as a whole. A later excerpt of
+    this code has only the marked lines, and a link to that place.
     """
     module, name = name.split(".")
     path = [*ROOT.glob(f"{module}.py"), *ROOT.glob(f"*/{module}.py")][0]
@@ -204,7 +205,7 @@ def anchor(text: str) -> str:
 def math(text: str) -> str:
     """The HTML of a formula such as those in WORDS."""
     html = escape(re.sub(r"([_^])(<?[^\W_]+|′)", r"\1{\2}", text))            # y_<t → y_{<t}
-    for _ in range(2):                                   # a script may be in another script
+    for _ in range(2):                                   # a subscript may hold another
         html = re.sub(r"_\{([^{}]*)\}", r"<sub>\1</sub>", html)
         html = re.sub(r"\^\{([^{}]*)\}", r"<sup>\1</sup>", html)
     return html.replace("‹", '<span class="slip">').replace("›", "</span>")
@@ -216,7 +217,7 @@ def row(shown: dict, place: str, description: str, code: str, tests: str) -> str
     for label, cell in zip(("printed", "here"), WORDS.get(place, [])):
         formulas = "<br>".join(map(math, cell.split("; ")))
         left += f'<p class="formula"><small>{label}</small>{formulas}</p>'
-    if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # if it has words
+    if not left or len(re.findall(r"\b[a-z]{3,}\b", description)) > 2:      # not only symbols
         left += f"<p>{math(description)}</p>"
     right = ""
     for name in re.findall(r"`(\w+\.\w+)`", code):

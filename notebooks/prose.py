@@ -2,8 +2,9 @@
 
     python text2grad.py --task notebooks.prose:TASK
 
-A post states the facts of the toy's first sentence in two sentences, so that no sentence of it
-is a summary. The annotator also looks for words that a real language model makes up.
+A post states the facts of the toy's first sentence in two sentences, so that no sentence of
+the post is already a summary. The annotator also looks for words that a real language model
+makes up.
 """
 
 import re
@@ -94,9 +95,9 @@ def critique(row: dict, response: str) -> str:
     return toy.critique(row, response, inventions + toy.said_twice(response))
 
 
-# The learning rates are ten times those of full fine-tuning, because LoRA weights move less. A
-# step of Adam at rate η changes W by a norm of η √(in · out). It changes (α/r) B A, with B = 0
-# and random A, by only η (α/r) √(r · out / 3), which is a fifth of it for a 576 × 576 matrix.
+# The learning rates are ten times those of full fine-tuning, because a step changes less with
+# LoRA. Adam's first step at rate η changes W by a norm of η √(in · out). With B = 0 and random
+# A, it changes (α/r) B A by only η (α/r) √(r · out / 3), for a 576 × 576 matrix a fifth.
 TASK = replace(
     toy.TASK, name="prose", repeats_are_poor=True,
     rows=partial(toy.rows, posts=POSTS, summaries=SUMMARIES),

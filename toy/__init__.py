@@ -2,7 +2,7 @@
 
 It is a miniature of SLF5K (§4.3), so that all of Text2Grad runs on a laptop in minutes. The
 base model (toy/base, rebuilt by `python -m toy.build`) was trained on summaries with systematic
-errors. For half of the facts, it is wrong more often than right at every temperature.
+errors. In half of the slots (kinds of facts), the facts are more often wrong than right.
 `critique` is the annotator. It knows the true facts, reasons about them one by one in English,
 and then quotes spans (Algorithm 2, chain of thought). experiments/designs.py has other
 annotators that know the same facts.
@@ -141,9 +141,9 @@ def rows(split: str, n: int, seed: int = 0, length: int = LENGTH, posts=POSTS,
     """`n` rows {id, post, facts, reference} of one split ("base", "train" or "eval").
 
     length: number of sentences in a summary; a sentence has about 20 tokens. posts, summaries:
-    their forms, a list for each of these sentences, as in POSTS and SUMMARIES. No two posts are
-    equal. The same arguments give the same rows on every machine. Raises InputError if the
-    length is not in LENGTHS or the split has fewer posts.
+    the forms of their sentences, one list for each sentence, as in POSTS and SUMMARIES. No two
+    posts are equal. The same arguments give the same rows on every machine. Raises InputError
+    if the length is not in LENGTHS, or if `n` different posts are not found.
     """
     if length not in LENGTHS:
         raise InputError(f"toy: a summary cannot have {length!r} sentences; choose 1 to 4")
@@ -231,7 +231,7 @@ FUNCTION_WORDS = """
 
 # ── The annotator
 
-# How a sentence states a fact. What stands behind the bar also stands alone: "not in June".
+# How a sentence states a fact. The part after the bar also occurs alone, as in "not in June".
 STATEMENTS = {
     "person": "it was |the {}", "month": "it happened |in {}", "reply": 'the words were |"{}"',
     "job": "the writer is |a {}", "city": "the writer lives |in {}",
@@ -239,10 +239,10 @@ STATEMENTS = {
     "plan": "the writer wants |to {}", "friend": "the writer talks |to the {}",
     "price": "it had cost |{}", "place": "it stood |in the {}", "donor": "it came |from the {}"}
 
-# What the annotator says: {fact} states the fact of the post, {phrase} is the summary's.
+# What the annotator says: {fact} states the post's fact, {phrase} is what the summary says.
 RIGHT = ["{fact}, as the summary says.", "{fact}, and the summary says so."]
 WRONG = ["{fact}, not {phrase}.", "{fact}, but the summary says {phrase}."]
-# The same if the summary adds a word to the fact, or leaves it out: "dark" of "dark November".
+# The same if the summary adds words to the fact or leaves some out: "dark" of "dark November".
 ADDED = ['{fact}, but the summary adds "{word}".']
 DROPPED = ['{fact}, but the summary says only "{value}".']
 UNFOUNDED = ["the post does not say that {}.", "nobody says that {}."]
@@ -255,7 +255,7 @@ FIRST_PERSON = ['it says "my", but somebody else wrote the summary.',
 def say(sentences: list[str], response: str, text: str) -> str:
     """One of the sentences about a text of the response, with the text in it.
 
-    A hash of response and text chooses it: random, and always the same.
+    A hash of response and text chooses the sentence, so it is the same in each call.
     """
     choice = zlib.crc32(f"{response}|{text}".encode()) % len(sentences)
     sentence = sentences[choice].format(text)
@@ -280,7 +280,7 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
     for start, slot, phrase in said_facts(response):
         fact = row["facts"].get(slot)
         sentence = say(verdicts(slot, phrase, fact), response, phrase)
-        # The first one counts; `faults` reports repeats.
+        # Only the first place is judged; `faults` reports repeated clauses.
         judgements.setdefault(phrase, (start, slot, phrase, sentence, phrase == fact))
     return list(judgements.values())
 
@@ -288,9 +288,9 @@ def judged_facts(row: dict, response: str) -> list[tuple[int, str, str, str, boo
 def critique(row: dict, response: str, remarks=None) -> str:
     """The annotator's reply to a summary: reasoning in English, then the span JSON.
 
-    A repeated phrase is quoted only once, as people do. This quote is ambiguous, so its tokens
-    get 0. remarks: (sentence, quote) pairs that follow the facts; None uses the summary's
-    `faults`.
+    A repeated phrase is quoted only once. This quote is ambiguous, so it gives no reward (but
+    see Task.repeats_are_poor). remarks: (sentence, quote) pairs that follow the facts; None
+    uses the summary's `faults`.
     """
     judgements = judged_facts(row, response)
     slots = {slot for _, slot, *_ in judgements}
@@ -313,7 +313,7 @@ def plain(value: str) -> str:
 
 
 def verdicts(slot: str, value: str, fact: str | None) -> list[str]:
-    """What can be said of a phrase, beside the post's fact if it has one."""
+    """The possible sentences about a phrase of the summary. fact: the post's fact, or None."""
     phrase, statement = state(slot, value)
     if fact is None:
         return [form.format(statement) for form in UNFOUNDED]
@@ -333,7 +333,7 @@ def prompt(row: dict) -> str:
     """The policy's prompt for a row."""
     sentences = len(row["facts"]) // PER_SENTENCE
     return (f"Summarise the post in {NUMBERS[sentences]} sentence{'s' * (sentences > 1)}.\n\n"
-            "Post: " + row["post"])                         # + refuses what is not a text
+            "Post: " + row["post"])                         # + raises TypeError for non-text
 
 
 TASK = Task(

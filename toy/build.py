@@ -6,10 +6,10 @@ The tokenizer is a byte-level BPE; the model is a Llama with 0.69 million parame
 trained by cross-entropy on answers to four instructions. One is to summarise a post; its
 answers contain errors, some of which are more likely than the truth. The other three are
 reading exercises with correct answers: quote named facts as JSON, check named facts of a
-response against the post, and compare pairs of facts. They stand in for what the paper's
+response against the post, and compare pairs of facts. They teach what the paper's
 Llama-3.1-8B-Instruct already knows. R_φ still has to learn to write a whole critique and to
-choose spans by its judgement, because the training data has neither: no sentence of the
-annotator is an answer, nor is it in the tokenizer's training text.
+choose spans by its judgement, because the training data has neither. No sentence of the
+annotator is in the answers or in the tokenizer's training text.
 """
 
 import json
@@ -32,22 +32,22 @@ from sampling import head_weight, pad_batch
 
 KINDS = ("summarise", "quote", "check", "compare")
 STEPS = 2200            # of training, with 32 exercises each
-EASY_STEPS = 250        # the first steps have only "compare" with the first of the ANSWERS
+EASY_STEPS = 250        # the first of them, with easy exercises only (see `exercise`)
 
 # What "check" and "compare" answer if the summary keeps a fact, and if not. The annotator has
 # other sentences and other words for right and wrong (toy.RIGHT and toy.WRONG).
 ANSWERS = [
     ("{slot}: {summary} against {post}, same.", "{slot}: {summary} against {post}, another."),
     ("{slot}: {post} stays.", "{slot}: {post} turns into {summary}.")]
-# Words besides those of the exercises that the tokenizer learns.
+# Further words that the tokenizer learns, besides those of the exercises.
 WORDS = "right wrong correct missing twice answer true instead happened sounds repeats reader"
 
 
 def exercise(rng: random.Random, easy_share: float = 0.0) -> tuple[str, str]:
     """(prompt, answer) of a random exercise, from a row of the base split.
 
-    "compare" has random facts of no row.
-    easy_share: share of the exercises "compare" with the first of the ANSWERS, without quotes.
+    The facts of "compare" are random and belong to no row. easy_share: probability of an easy
+    exercise, which is "compare" with the first form of ANSWERS, without quotation marks.
     """
     kind = rng.choice(KINDS)
     is_easy = rng.random() < easy_share
@@ -146,7 +146,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def learning_share(step: int) -> float:
-    """Learning rate factor: warm-up, constant up to step EASY_STEPS, then cosine to 0."""
+    """Learning rate factor: 120 steps of warm-up, constant until EASY_STEPS, cosine to 0."""
     decayed = max(0, step - EASY_STEPS) / (STEPS - EASY_STEPS)
     return min(1, (step + 1) / 120) * 0.5 * (1 + math.cos(math.pi * decayed))
 
@@ -166,7 +166,7 @@ def main(directory: Path, seed: int = 0):
                                   betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_share)
     for step in tqdm(range(STEPS), desc="toy base"):
-        # The comparison is learnt at once if it stands alone; the rest is added bit by bit.
+        # "compare" is learnt fast if it comes alone. Then the share of the rest rises.
         easy_share = 1 if step < EASY_STEPS else max(0.15, 0.9 * (700 - step) / 450)
         pairs = [exercise(rng, easy_share) for _ in range(32)]
         pairs = [(encode_prompt(tokenizer, x), encode_answer(tokenizer, y)) for x, y in pairs]
